@@ -43,7 +43,7 @@ class Config(tk.config.RunConfig):
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     data: Path | None = tk.config.option(None, change="free")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default the teacher's."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
@@ -62,11 +62,14 @@ class Config(tk.config.RunConfig):
     optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=120)
 
 
-def open_rows(cfg, run, tokenizer):
+def open_rows(cfg, run, tokenizer, template=None):
     """Return the rows to train on, and those held out: pretrain.py holds out the same."""
     run.say(f"reading {cfg.data or 'the source of the standard library'}")
-    open_text = functools.partial(tk.open_corpus, cfg.data) if cfg.data else tk.corpora.open_library
-    whole, length = open_text(tokenizer=tokenizer), cfg.batch.row_length
+    length = cfg.batch.row_length
+    if cfg.data:
+        whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
+    else:
+        whole = tk.corpora.open_library(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
     how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
     how |= {"multiple_of": cfg.batch.multiple_of}
@@ -150,7 +153,7 @@ def result(run_dir):
 def train(cfg, run, base):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps = run.ps
-    rows, held = open_rows(cfg, run, base.tokenizer)
+    rows, held = open_rows(cfg, run, base.tokenizer, base.template)
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     how |= {"pad_id": base.tokenizer.pad_id or 0}
@@ -171,7 +174,7 @@ def train(cfg, run, base):
     axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     facts = make_facts(cfg, student, base.tokenizer, rows) | known
-    changes = tk.config.changes_of(cfg)
+    changes = tk.config.changes_of(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
 
     def replay(microbatches, *, denominator):
@@ -202,7 +205,8 @@ def runs_of(cfg):
     if not cfg.compare or cfg.hard == 1:
         return [cfg]
     again = cfg.resume if cfg.resume == "never" else "auto"
-    return [attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, resume=again), cfg]
+    twin = attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, teacher=None, resume=again)
+    return [twin, cfg]
 
 
 def main(argv=None):

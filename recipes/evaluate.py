@@ -45,7 +45,7 @@ class Config:
     context: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(tk.config.positive)
     )
-    """The most tokens the model is given; by default a run's row length, a folder's own."""
+    """The most tokens the model is given; by default a folder's own, a run's rows or its base's."""
     add_bos: bool | None = None
     """Begin contexts with BOS; by default where the model's training texts did."""
     batch: int = attrs.field(default=8192, validator=tk.config.positive)

@@ -48,10 +48,10 @@ class Config(tk.config.RunConfig):
     """What is trained: all; adapters; or adapters beside matrices that are held in 4 bits."""
     data: Path | None = tk.config.option(None, change="free")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = None
-    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
+    template: str | None = tk.config.option(None, change="free")
+    """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
@@ -75,7 +75,10 @@ def open_conversations(cfg, tokenizer):
     how = {"template": tk.chat.find_template(cfg.template), "train": cfg.train_on, "counts": counts}
     size = {"max_length": cfg.batch.row_length, "overlong": "drop"}
     encode = tk.chat.chat_encoder(tokenizer, **how, **size)
-    return tk.corpora.open_conversations(cfg.data, encode, tokenizer=tokenizer), counts
+    corpus = tk.corpora.open_conversations(
+        cfg.data, encode, tokenizer=tokenizer, template=cfg.template
+    )
+    return corpus, counts
 
 
 def pack(cfg, run, corpus, counts):
@@ -83,6 +86,8 @@ def pack(cfg, run, corpus, counts):
     length, asked = cfg.batch.row_length, counts["conversations"]
     cut = {"truncated": counts["truncated"], "dropped": counts["dropped"], "what": "conversations"}
     if warning := tk.packing.overlong_warning(asked, capacity=length, **cut):
+        run.say(warning)
+    if warning := tk.chat.answers_warning(counts):
         run.say(warning)
     how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
     how |= {"multiple_of": cfg.batch.multiple_of, "overlong": "error"}
@@ -142,14 +147,19 @@ def answer(cfg, ps, stages, tokenizer):
     return "\n".join(told)
 
 
-def make_facts(cfg, model, tokenizer, rows):
+def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    return {
+        **tk.config.config_facts(cfg),
+        **tk.data.packed_facts(rows),
+        "model": attrs.asdict(base.config),
+        "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
+        "template": tk.chat.template_hash(cfg.template),
+        "context": max(cfg.batch.row_length, base.full_context),
+    }
 
 
-def train(cfg, run, tokenizer, base):
+def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, drops = run.ps, cfg.adapters.adapter_dropout > 0
     run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
@@ -172,10 +182,12 @@ def train(cfg, run, tokenizer, base):
     share |= {"noise_seed": cfg.seed} if drops else {}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, base.config, tokenizer, rows), tk.config.changes_of(cfg)
-    if cfg.method != "full":
+    facts = make_facts(cfg, base, rows)
+    changes = tk.config.changes_of(cfg, free=["files", "base_from"])
+    if cfg.method == "full":
+        facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
+    else:
         facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
-        changes = attrs.evolve(changes, free=(*changes.free, "base_from"))
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -203,21 +215,24 @@ def train(cfg, run, tokenizer, base):
 
 
 def open_base(cfg):
-    """Return what the run begins with, or what a run of all weights goes on with: its own."""
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    own = cfg.out if begun and cfg.method == "full" else cfg.init
-    path = own or tk.hub.base_run(Path(__file__).parent)
-    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    """Return the model to build, and where the weights are that the run begins or began with."""
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    path = first.path or tk.hub.base_run(Path(__file__).parent)
+    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    return base, first.resolved(base.path)
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    base = open_base(cfg)
-    tokenizer, template = base.tokenizer, cfg.template or base.template or "chatml"
+    base, first = open_base(cfg)
+    tokenizer = base.tokenizer
+    template = tk.chat.choose_template(
+        cfg.template, tokenizer, own=base.template, where=str(base.path)
+    )
     precision = tk.parallel.choose_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
-    tk.chat.find_template(template)  # refuses one that there is not
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
+    cfg = attrs.evolve(cfg, precision=precision)
     problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
     add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
     problems += tk.adapters.problems(add, base.config, **beside)
@@ -227,7 +242,7 @@ def main(argv=None):
         problems.append(ConfigError(f"{what}; take --method lora, or leave them out"))
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, tokenizer, base)
+        return train(cfg, run, tokenizer, base, first)
 
 
 if __name__ == "__main__":

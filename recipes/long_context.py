@@ -30,7 +30,7 @@ class Config(tk.config.RunConfig):
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     data: Path | None = tk.config.option(None, change="free")
     """A directory: the text below each entry is one document; by default Python's library."""
-    tokenizer: str = "bytes"
+    tokenizer: str = tk.config.option("bytes", change="free")
     """bytes, or a tokenizer.json."""
     size: str = "tiny"
     """A named model size; see trainkit.models.decoder_sizes."""

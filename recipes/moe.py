@@ -30,7 +30,7 @@ class Config(tk.config.RunConfig):
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     data: Path | None = tk.config.option(None, change="free")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
@@ -61,8 +61,11 @@ class Config(tk.config.RunConfig):
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, and those held out: no document is in both."""
     run.say(f"reading {cfg.data or 'the source of the standard library'}")
-    open_text = functools.partial(tk.open_corpus, cfg.data) if cfg.data else tk.corpora.open_library
-    whole, length = open_text(tokenizer=tokenizer), cfg.batch.row_length
+    length, template = cfg.batch.row_length, tk.chat.template_beside(cfg.init)
+    if cfg.data:
+        whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
+    else:
+        whole = tk.corpora.open_library(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
     how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
     how |= {"multiple_of": cfg.batch.multiple_of}
@@ -89,13 +92,13 @@ def choose_model(cfg, tokenizer):
     return attrs.evolve(dense, experts=experts, vocab_size=vocab_size)
 
 
-def build(cfg, ps, model):
+def build(cfg, ps, model, first):
     """Return this rank's stages of the model and their optimizer."""
     plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if cfg.init:
-        weights = tk.hub.folder_weights(tk.hub.open_folder(cfg.init), axis=ps.world)
+    if first.source and not first.own:
+        weights = tk.hub.folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -145,14 +148,15 @@ def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
     facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
     named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
+    return facts | named | {"context": max(cfg.batch.row_length, own)}
 
 
-def train(cfg, run, tokenizer, model):
+def train(cfg, run, tokenizer, model, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, weight = run.ps, 0.0 if model.experts.biased else cfg.loss_weight
     rows, held = open_rows(cfg, run, tokenizer)
-    stages, optimizer = build(cfg, ps, model)
+    stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
     loss = tk.losses.routed(tk.losses.next_token_linear, balance=weight)
@@ -167,7 +171,9 @@ def train(cfg, run, tokenizer, model):
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts, changes = make_facts(cfg, model, tokenizer, rows), tk.config.changes_of(cfg)
+    facts = make_facts(cfg, model, tokenizer, rows)
+    changes = tk.config.changes_of(cfg, free=["files"])
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -193,14 +199,16 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     beside = (cfg.data,) if cfg.data else ()
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=cfg.init)
-    cfg = attrs.evolve(cfg, tokenizer=name, precision=tk.parallel.choose_precision(cfg.precision))
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=first.source)
+    precision = tk.parallel.choose_precision(cfg.precision)
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer)
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, tokenizer, model)
+        return train(cfg, run, tokenizer, model, first)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 recipes/preference.py --init runs/finetune --tp 2
 """
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +30,10 @@ class Config(tk.config.RunConfig):
     """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
     data: Path | None = tk.config.option(None, change="free")
     """Pairs: a .jsonl or .parquet file with the fields prompt, chosen and rejected."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = None
-    """How a conversation is written: chatml, llama3, qwen3; by default as init has learned it."""
+    template: str | None = tk.config.option(None, change="free")
+    """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
@@ -43,11 +44,16 @@ class Config(tk.config.RunConfig):
     optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=1e-4, warmup=10, schedule_steps=60)
 
 
-def open_pairs(cfg, tokenizer):
+def open_pairs(cfg, run, tokenizer):
     """Return the pairs: document 2i is a chosen answer to its prompt, 2i + 1 the rejected one."""
-    how = {"tokenizer": tokenizer, "template": tk.chat.find_template(cfg.template)}
-    encode = functools.partial(tk.chat.encode_pair, **how)
-    return tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+    template, counts = tk.chat.find_template(cfg.template), Counter()
+    encode = functools.partial(
+        tk.chat.encode_pair, tokenizer=tokenizer, template=template, counts=counts
+    )
+    pairs = tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
+    if warning := tk.chat.answers_warning(counts):
+        run.say(warning)
+    return pairs
 
 
 def pack(cfg, run, corpus):
@@ -110,41 +116,62 @@ def bind_reference(cfg, run, stages, optimizer):
     return with_reference
 
 
-def bind_kl(cfg, ps, others, stages):
-    """Return with_kl(batch), which adds what KTO compares with: the kind of answers, and the KL."""
+def measure_kl(ps, stages, batches):
+    """Return the mean log-ratio of answers to prompts that are not theirs, equal on all ranks."""
+    return tk.evaluate(
+        stages,
+        batches,
+        tk.losses.log_ratio(axis=ps.sp),
+        axis=ps.loss,
+        pp=ps.pp,
+        tp=ps.tp,
+        call=tk.models.call_routed,
+    )["kl"]
+
+
+def add_kl(batches, kl):
+    """Yield batches with two columns that KTO reads: which answers are good, and the KL."""
+    for batch in batches:
+        desirable = (batch.document_ids % 2 == 0).float()
+        flagged = attrs.evolve(batch, extra={**batch.extra, "desirable": desirable})
+        yield from tk.losses.with_reference_point([flagged], kl)
+
+
+def bind_kl(cfg, ps, stages, others):
+    """Return prepare(batch): a step's batch with what KTO reads, measured on as many others."""
     rows_at = tk.sampling.rows_of_epochs(len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-    how = {"axis": ps.loss, "pp": ps.pp, "tp": ps.tp, "call": tk.models.call_routed}
-    size = {"rows_per_microbatch": cfg.batch.microbatch, "place": ps.place, "device": ps.device}
-    log_ratio = tk.losses.log_ratio(axis=ps.sp)
 
-    def with_kl(batch):
-        cursor = Cursor(batch.cursor.batch - 1)
-        parts = tk.step_batch(others, rows_at, cursor, **size).microbatches
-        kl = tk.evaluate(stages, parts, log_ratio, **how)["kl"]
+    def prepare(batch):
+        parts = tk.step_batch(
+            others,
+            rows_at,
+            Cursor(batch.cursor.batch - 1),
+            rows_per_microbatch=cfg.batch.microbatch,
+            place=ps.place,
+            device=ps.device,
+        ).microbatches
+        kl = measure_kl(ps, stages, parts)
+        return attrs.evolve(batch, microbatches=[*add_kl(batch.microbatches, kl)])
 
-        def add(part):
-            desirable = (part.document_ids % 2 == 0).float()
-            return attrs.evolve(part, extra={**part.extra, "desirable": desirable})
-
-        parts = tk.losses.with_reference_point(map(add, batch.microbatches), kl)
-        return attrs.evolve(batch, microbatches=parts)
-
-    return with_kl
+    return prepare
 
 
-def compare_with_start(cfg, run, stages, optimizer, rows):
-    """Return rows with what the loss compares with, what readies a batch of them, and its facts."""
-    prepare, facts = (lambda batch: batch), {}
+def compare_with_start(cfg, run, stages, optimizer, rows, held):
+    """Return both kinds of rows with the reference's log-probabilities, and facts of these.
+
+    Between them stand, for KTO, rows of answers to other prompts for each kind, else nothing.
+    """
+    others, facts = (None, None), {}
     with_reference = bind_reference(cfg, run, stages, optimizer)
     if cfg.loss == "kto":
-        others = exchange_answers(cfg, rows)
-        others = with_reference(others, "others.tokens")
-        prepare = bind_kl(cfg, run.ps, others, stages)
-        facts |= {"others": tk.corpora.fingerprint(others.corpus)}
+        files = (rows, "others.tokens"), (held, "held_others.tokens")
+        others = [with_reference(exchange_answers(cfg, x), file) for x, file in files if len(x)]
+        facts |= {"others": tk.corpora.fingerprint(others[0].corpus)}
     if cfg.loss in ("dpo", "ipo", "kto"):
         rows = with_reference(rows, "reference.tokens")
+        held = tk.Packed(rows.corpus, held.bins)
         facts |= {"reference": tk.corpora.fingerprint(rows.corpus)}
-    return rows, prepare, facts
+    return rows, held, others, facts
 
 
 def make_loss(cfg, ps):
@@ -159,6 +186,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
     halves = cfg.loss != "kto"  # which counts answers, and the others pairs
+    unit = "pairs" if halves else "answers"
 
     def train_step(state, batch):
         scale = tk.health.loss_scale(state.health, cfg.precision)
@@ -170,45 +198,63 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         loss, lr = terms.pop("preference"), lr_at(state.step)
         applies = tk.health.step_test(loss, state.health, cfg.policy, tokens=count)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
-        metrics = {"loss": loss, **terms, "tokens": tokens, "lr": lr}
+        metrics = {"loss": loss, **terms, unit: count, "tokens": tokens, "lr": lr}
         return tk.advance(state, batch, {**metrics, **update.metrics}, axis=ps.loss)
 
     return train_step
 
 
-def bind_evaluation(cfg, ps, held, stages):
-    """Return evaluate(): by how much chosen answers that are held out are likelier, token by token.
+def bind_evaluation(cfg, ps, stages, held, others):
+    """Return evaluate(): the loss that is trained, and its rewards, of pairs that are held out."""
+    loss = make_loss(cfg, ps)
+    answers = len(held.bins.documents)
+    count = {"answers": answers} if cfg.loss == "kto" else {"pairs": answers // 2}
 
-    In nats per token, and as the share of the pairs in which they are likelier at all.
-    """
-    likelier = tk.losses.simpo(1.0, gamma=0.0, axis=ps.sp)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
-    compare = tk.evaluation.bind_loss(stages, held, likelier, **axes)
+    def read(rows):
+        return tk.eval_batches(
+            rows, rows_per_batch=cfg.batch.microbatch, place=ps.place, device=ps.device
+        )
 
     def evaluate():
-        found = compare()
-        pairs = len(held.bins.documents) // 2
-        return {"loss": found.pop("preference"), "pairs": pairs, **found}
+        batches = read(held)
+        if others is not None:
+            batches = add_kl(batches, measure_kl(ps, stages, read(others)))
+        found = tk.evaluate(
+            stages,
+            batches,
+            loss,
+            axis=ps.loss,
+            pp=ps.pp,
+            tp=ps.tp,
+            call=tk.models.call_routed,
+        )
+        return tk.metrics.to_host({"loss": found.pop("preference"), **count, **found})
 
     return evaluate
 
 
-def make_facts(cfg, model, tokenizer, rows):
+def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
+    return {
+        **tk.config.config_facts(cfg),
+        **tk.data.packed_facts(rows),
+        "model": attrs.asdict(base.config),
+        "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
+        "template": tk.chat.template_hash(cfg.template),
+        "context": max(cfg.batch.row_length, base.full_context),
+    }
 
 
-def train(cfg, run, tokenizer, base):
+def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes = run.ps, tk.config.changes_of(cfg)
+    ps, changes = run.ps, tk.config.changes_of(cfg, free=["files"])
     run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
-    rows, held = pack(cfg, run, open_pairs(cfg, tokenizer))
+    rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)
-    facts = make_facts(cfg, base.config, tokenizer, rows)
-    rows, prepare, references = compare_with_start(cfg, run, stages, optimizer, rows)
+    facts = make_facts(cfg, base, rows)
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
+    rows, held, others, references = compare_with_start(cfg, run, stages, optimizer, rows, held)
+    prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
@@ -216,7 +262,7 @@ def train(cfg, run, tokenizer, base):
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, make_loss(cfg, ps), **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    evaluate = bind_evaluation(cfg, ps, held, stages)
+    evaluate = bind_evaluation(cfg, ps, stages, held, others[-1])
     rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     share |= {"pad_id": tokenizer.pad_id or 0}
@@ -237,7 +283,8 @@ def train(cfg, run, tokenizer, base):
             if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluated(state, evaluate)
             stop = loop.keep(state)
-        for metric in ("eval/margin", "eval/accuracy") if not stop else ():
+        rewards = ("desirable_reward", "undesirable_reward") if cfg.loss == "kto" else ("margin",)
+        for metric in [f"eval/{name}" for name in ("loss", *rewards)] if not stop else ():
             loop.event("result", **tk.sinks.before_and_after(run.dir, metric))
     if stop:
         return tk.runtime.SAVED
@@ -246,25 +293,27 @@ def train(cfg, run, tokenizer, base):
 
 
 def open_base(cfg):
-    """Return what the run begins with, or the run itself, where it goes on."""
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    path = cfg.out if begun else cfg.init
-    path = path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
-    return tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    """Return the model to build, and where the weights are that the run begins or began with."""
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    path = first.path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
+    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    return base, first.resolved(base.path)
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    base = open_base(cfg)
-    template = cfg.template or base.template or "chatml"
+    base, first = open_base(cfg)
+    template = tk.chat.choose_template(
+        cfg.template, base.tokenizer, own=base.template, where=str(base.path)
+    )
     precision = tk.parallel.choose_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, tokenizer=base.name, template=template, precision=precision)
-    tk.chat.find_template(template)  # refuses one that there is not
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
+    cfg = attrs.evolve(cfg, precision=precision)
     world = tk.mesh.world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, base.tokenizer, base)
+        return train(cfg, run, base.tokenizer, base, first)
 
 
 if __name__ == "__main__":

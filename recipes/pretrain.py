@@ -29,7 +29,7 @@ class Config(tk.config.RunConfig):
     """Corpora: text files, directories of them, .jsonl, .tokens and others; by default Python's."""
     field: str = tk.config.option("text", change="free")
     """The field of JSON lines, parquet or arrow files that holds the text."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
     """Where packings are kept for the next run; None keeps none."""
@@ -64,6 +64,7 @@ def open_corpora(cfg, tokenizer):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
     alike = len({path.stem for path in cfg.data}) < len(cfg.data)
     how = {"tokenizer": tokenizer, "field": cfg.field}
+    how |= {"template": tk.chat.template_beside(cfg.init)}
     return {str(x) if alike else x.stem: tk.open_corpus(x, **how) for x in cfg.data}
 
 
@@ -111,11 +112,13 @@ def round_linears(cfg):
     return tk.adapters.linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
 
 
-def build(cfg, ps, model):
+def build(cfg, ps, model, first):
     """Return this rank's stages of the model and their optimizer."""
     plan = [*round_linears(cfg), *tk.parallel.decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
+    if first.source and not first.own:
+        weights = tk.hub.folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -163,22 +166,25 @@ def make_facts(cfg, model, tokenizer, opened, rows):
     facts = tk.config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"rows": tk.packing.bins_hash(rows.bins)}
-    facts |= {f"files of {name}": corpus.sources for name, corpus in opened.items()}
+    own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
+    facts |= {"context": max(cfg.batch.row_length, own)}
+    facts |= {"files": rows.corpus.sources}
     return facts | {
         f"fingerprint of {name}": tk.corpora.fingerprint(x) for name, x in opened.items()
     }
 
 
-def train(cfg, run, tokenizer, model):
+def train(cfg, run, tokenizer, model, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, loss = run.ps, tk.losses.next_token_linear
     run.say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     for told in filter(None, map(tk.corpora.left_out, cfg.data)):
         run.say(told)
     opened = open_corpora(cfg, tokenizer)
+    opened = tk.corpora.recorded_names(opened, tk.checkpoint.facts_to_resume(cfg.out, cfg.resume))
     mix, held, reports = pack(cfg, run, opened)
     phases = make_phases(cfg, mix.num_rows)
-    stages, optimizer = build(cfg, ps, model)
+    stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, mix.bins, **size))
     loss = tk.losses.by_source(tuple(opened), loss) if len(opened) > 1 else loss
@@ -193,11 +199,11 @@ def train(cfg, run, tokenizer, model):
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=tokenizer.pad_id or 0, **how)
     facts = make_facts(cfg, model, tokenizer, opened, mix)
+    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     facts_at = tk.sampling.facts_with_phases(facts, phases)
-    changes = tk.config.changes_of(cfg)
+    changes = tk.config.changes_of(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     if cfg.init and state.step == 0:
-        tk.hub.load_weights(cfg.init, stages, axis=ps.world)
         run.say(f"beginning with the weights of {cfg.init}")
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with (
@@ -223,15 +229,17 @@ def train(cfg, run, tokenizer, model):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=cfg.init)
-    cfg = attrs.evolve(cfg, tokenizer=name, precision=tk.parallel.choose_precision(cfg.precision))
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=first.source)
+    precision = tk.parallel.choose_precision(cfg.precision)
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer.vocab_size)
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
     problems += tk.adapters.problems(round_linears(cfg), model)
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, tokenizer, model)
+        return train(cfg, run, tokenizer, model, first)
 
 
 if __name__ == "__main__":

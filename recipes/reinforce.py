@@ -35,7 +35,7 @@ class RolloutOptions:
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """How much likelier or less likely a token may become by the updates of a rollout."""
     sampled: Path | None = tk.config.option(None, change="free")
-    """Answers of another sampler, .jsonl or .parquet: prompt, answer, logprobs, truncated."""
+    """Answers of another sampler, .jsonl or .parquet: prompt, ids, logprobs, truncated."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +50,7 @@ class Config(tk.config.RunConfig):
     """So many steps first imitate examples, which answer some of the problems."""
     init: Path | None = tk.config.option(None, change="free")
     """A run, a checkpoint or a Hugging Face folder to begin with; by default new weights."""
-    tokenizer: str | None = None
+    tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.decoder_sizes."""
@@ -146,13 +146,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     return train_step
 
 
-def bind_sampler(cfg, ps, ask, tokenizer, problems):
+def bind_sampler(cfg, ps, model, ask, tokenizer, problems):
     """Return sample(number), the answers of a rollout: this model's, or those of a file."""
     options, sampling = cfg.rollout, tk.generation.Sampling(seed=cfg.seed)
     size = options.prompts * options.answers
     if options.sampled:
         records = [record for _, record in tk.corpora.read_records(options.sampled)]
-        return tk.generation.bind_reader(records, tokenizer=tokenizer, size=size, axis=ps.world)
+        return tk.generation.bind_reader(
+            records, tokenizer=tokenizer, size=size, vocab_size=model.vocab_size, axis=ps.world
+        )
     how = {"rows_per_step": options.prompts, "seed": cfg.seed}
     rows_at = tk.sampling.rows_of_epochs(len(problems), **how)
 
@@ -218,11 +220,11 @@ def bind_batches(cfg, shown, deal, roll_out):
     return batches
 
 
-def train(cfg, run, tokenizer, model, path):
+def train(cfg, run, tokenizer, model, first, context):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, changes, (shown, asked, held) = run.ps, tk.config.changes_of(cfg), make_problems(cfg)
     shown = pack(cfg, tokenizer, shown)
-    stages, optimizer = build(cfg, ps, model, path)
+    stages, optimizer = build(cfg, ps, model, first.path)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
     run.say(tk.parallel.start_lines(stages, ps, shown.bins, **size))
     forward_backward = bind_losses(cfg, ps, stages)
@@ -232,12 +234,14 @@ def train(cfg, run, tokenizer, model, path):
     ask = functools.partial(tk.generation.sample_answers, stages[0], tokenizer=tokenizer, **how)
     how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
     deal = functools.partial(tk.data.deal_rows, rows_per_microbatch=cfg.batch.microbatch, **how)
-    roll_out = bind_rollout(cfg, ps, stages, bind_sampler(cfg, ps, ask, tokenizer, asked), deal)
+    sample = bind_sampler(cfg, ps, model, ask, tokenizer, asked)
+    roll_out = bind_rollout(cfg, ps, stages, sample, deal)
     batches = bind_batches(cfg, shown, deal, roll_out)
     held = [problem for problem, _ in held], pack(cfg, tokenizer, held)
     evaluate = bind_evaluation(cfg, ps, stages, ask, held)
     facts = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= tk.config.config_facts(cfg)
+    facts |= tk.config.config_facts(cfg) | tk.checkpoint.first_weights_facts(first, stages, ps)
+    facts |= {"context": max(cfg.batch.row_length, context)}
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
@@ -265,22 +269,24 @@ def train(cfg, run, tokenizer, model, path):
 
 
 def open_base(cfg):
-    """Return where the first weights are, None for new ones; the tokenizer, its name; the model."""
-    begun = cfg.resume == "auto" and tk.checkpoint.list_checkpoints(cfg.out / "checkpoints")
-    if path := cfg.out if begun else cfg.init:
+    """Return weights to begin or go on with, the tokenizer, its name, the model, its context."""
+    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    if path := first.path:
         found = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
-        return found.path, found.tokenizer, found.name, found.config
+        first = first.resolved(found.path)
+        return first, found.tokenizer, found.name, found.config, found.full_context
     tokenizer = tk.tokenizers.open_tokenizer(name := cfg.tokenizer or "bytes")
     words = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-    return None, tokenizer, name, tk.models.decoder_config(cfg.size, vocab_size=words)
+    model = tk.models.decoder_config(cfg.size, vocab_size=words)
+    return first, tokenizer, name, model, cfg.batch.row_length
 
 
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    path, tokenizer, name, model = open_base(cfg)
+    first, tokenizer, name, model, context = open_base(cfg)
     precision = tk.parallel.choose_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, tokenizer=name, precision=precision)
+    cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
     world, updates = tk.mesh.world_size(), cfg.rollout.updates
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=world)
     counts = [cfg.steps, cfg.supervised, cfg.keeping.save_every]
@@ -289,7 +295,7 @@ def main(argv=None):
         problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
-        return train(cfg, run, tokenizer, model, path)
+        return train(cfg, run, tokenizer, model, first, context)
 
 
 if __name__ == "__main__":

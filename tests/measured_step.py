@@ -126,7 +126,7 @@ def step_of(job, layout, ps, *, in_backward=False):
     if job.frozen:
         apply_freeze_(stages, job.frozen)
     params = tk.parameters_of(stages)
-    how = {"options": job.optimizer_options, "offload": job.offload_optimizer}
+    how = {"options": dict(job.optimizer_options), "offload": job.offload_optimizer}
     how["mean"] = 0.9 if job.mean else None
     optimizer = make_optimizer(stages, lr=1e-3, optimizer=job.optimizer, axis=ps.pp, **how)
     rows = job.rows // ps.dp.count

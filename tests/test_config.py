@@ -129,6 +129,7 @@ def test_a_required_field_may_come_from_either(tmp_path):
         (["--zzz", "--lrr", "1"], "unknown flag --zzz; unknown flag --lrr (did you mean --lr?)"),
         (["--steps", "3.7"], "--steps: invalid literal for int() with base 10: '3.7'"),
         (["--steps"], "Missing value for argument '--steps'"),
+        (["--precision", "bfloat17"], "--compute auto|fp32|bf16|fp16, --reduction fp32|bf16"),
         (["--lr", "nan"], "lr must be a number, got nan"),
         (["--lr", "fast"], "--lr: could not convert string to float: 'fast'"),
         (
@@ -350,10 +351,10 @@ def test_config_facts_are_plain_and_leave_out_where_a_run_is_and_how_it_is_watch
         assert f"config.{name}" not in found
 
 
-@pytest.mark.parametrize("value", ["inf", "1e300", "0", "-1"])
+@pytest.mark.parametrize("value", ["inf", "1e300", "0", "-1", "1e-9"])
 @pytest.mark.parametrize("flag", ["--step-timeout", "--start-timeout", "--grace"])
 def test_a_time_that_nobody_waits_is_refused(flag, value):
-    with pytest.raises(ConfigError, match=r"at most 30 days in seconds, got"):
+    with pytest.raises(ConfigError, match=r"from 1 to 2592000 seconds .30 days., got"):
         load_config(RunConfig, [flag, value])
 
 

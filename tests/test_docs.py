@@ -144,6 +144,16 @@ def test_commands_name_flags_and_files_that_exist(path):
     assert [problem for line in commands_of(path) for problem in problems_of_command(line)] == []
 
 
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_recipes_and_flags_that_a_sentence_names_exist(path):
+    named = re.findall(r"`(?:recipes/)?(\w+\.py) (--[\w-]+)", path.read_text())
+    lines = [f"python recipes/{script} {flag}" for script, flag in named if script not in OWN]
+    assert [problem for line in lines for problem in problems_of_command(line)] == []
+
+
+OWN = {"packing.py"}  # a script of tests/benchmarks
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

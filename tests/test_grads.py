@@ -162,8 +162,25 @@ def test_sparse_gradients_are_refused_in_words():
             model.parameters(), torch.optim.SGD(model.parameters()), lr=1.0, max_norm=None
         ),
     ):
-        with pytest.raises(ValueError, match=r"shape \(4, 2\) .* sparse=False"):
+        with pytest.raises(ValueError, match=r"a parameter of shape \(4, 2\) .* sparse=False"):
             function()
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_a_sparse_gradient_is_refused_by_the_name_of_its_parameter(name):
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "up": nn.Linear(2, 2)})
+    optimizer = optim.make_optimizer([model], lr=0.1, optimizer=name)
+    model["up"](model["words"](torch.tensor([1]))).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in (
+        lambda: tk.clip_and_step(model.parameters(), optimizer, lr=0.1, max_norm=1.0),
+        optimizer.step,
+    ):
+        message = r"the gradient of 'words.weight' of shape \(4, 2\) is sparse .* sparse=False"
+        with pytest.raises(ValueError, match=message):
+            step()
+    if name != "muon":  # the optimizer of whose other matrices has stepped before
+        assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
 
 
 def test_parameters_may_come_as_a_generator():

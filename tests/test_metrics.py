@@ -318,9 +318,10 @@ def test_the_memory_of_a_process_is_what_it_holds():
     held = torch.ones(2**24)  # 64 MiB, written to
     now = memory_stats(torch.device("cpu"))
     assert now["memory"] - before["memory"] > 0.8 * held.nbytes
-    assert now["memory_peak"] >= now["memory"] - 2**22  # which the kernel counts in batches
+    assert now["memory_peak"] >= now["memory"]
     del held
-    assert memory_stats(torch.device("cpu"))["memory_peak"] >= now["memory_peak"]
+    after = memory_stats(torch.device("cpu"))["memory_peak"]
+    assert after >= now["memory_peak"] - 2**22  # which the kernel counts in batches
 
 
 def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch):
@@ -376,3 +377,13 @@ def test_noise_and_signal_are_right_on_average_whatever_is_the_part():
         part = (drawn[:, :size].sum(1) / 4).square().sum(1)  # over the whole's denominator
         found = metrics.gradient_noise(part, torch.tensor(size), whole, torch.tensor(4))
         assert tuple(float(x.mean()) for x in found) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_tokens_that_are_trained_are_counted_apart_from_those_that_are_processed():
+    batch = tk.batch.batch_of_rows(torch.arange(12).view(2, 6))  # of 12 tokens 10 have a label
+    step = tk.StepBatch([batch], tk.Cursor(batch=5))
+    trained = tk.count_valid_tokens([batch])
+    state = tk.TrainState(step=3, tokens=100)
+    moved, told = tk.advance(state, step, {"tokens": trained}, axis=solo_parallel().loss)
+    assert (moved.step, int(moved.tokens), moved.cursor.batch) == (4, 110, 5)
+    assert (int(told["tokens_total"]), int(told["tokens_processed"])) == (110, 12)

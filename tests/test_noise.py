@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainkit import noise
 from trainkit.noise import counters
+from trainkit.noise.hashing import hash_box
 from trainkit.noise.jit import Kept
 
 X = torch.ones(2, 3, 12)
@@ -165,3 +167,12 @@ def test_processes_that_compile_at_once_keep_what_is_theirs(tmp_path, monkeypatc
 
 def test_a_compiled_function_is_kept_by_what_it_is_of():
     assert type(counters._mix_array._cache._cache_file) is Kept
+
+
+def test_a_hash_depends_on_where_each_element_is_and_on_the_name():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    how = {"shape": (2, 3), "offset": (0, 0)}
+    others = [x[::-1].copy(), x[:, ::-1].copy(), x.reshape(3, 2).T.copy()]
+    found = {hash_box("x", one, **how) for one in (x, *others)}
+    found |= {hash_box("y", x, **how), hash_box("x", x, shape=(3, 3), offset=(1, 0))}
+    assert len(found) == 6

@@ -162,6 +162,7 @@ PRIVATE = [
         "parallel/reduction.py",
         "whether a unit was gathered, and what gets zeros where there is no gradient",
     ),
+    Private("unit._all_gather_result", "parallel/reduction.py", "whether a unit was gathered"),
     Private("replicated._comm_hooks", "parallel/reduction.py", "whether DDP sums or averages"),
     Private(
         "stage._post_metadata_inference_cleanup",
@@ -213,8 +214,8 @@ PRIVATE = [
     ),
     Private(
         "torch.utils._pytree.tree_iter",
-        "parallel/sleeping.py parallel/cost.py",
-        "the tensors in what a block is given, an operator gives, or an optimizer remembers",
+        "parallel/sleeping.py parallel/cost.py parallel/leaks.py",
+        "the tensors in what a block is given, a model or operator gives, an optimizer remembers",
     ),
     Private(
         "torch.Tensor._version", "parallel/offloading.py", "whether a saved tensor has been changed"

@@ -19,6 +19,7 @@ from trainkit.schedules import (
     rex,
     warmup_stable_decay,
 )
+from trainkit.types import ConfigError
 
 DECAYING = {"linear": linear, "cosine": cosine, "rex": rex, "wsd": warmup_stable_decay}
 each = pytest.mark.parametrize("make", DECAYING.values(), ids=DECAYING.keys())
@@ -171,6 +172,15 @@ def test_bad_values_are_refused_by_name(make, changed, message):
 def test_a_decay_that_does_not_fit_is_refused(changed, message):
     with pytest.raises(ValueError, match=f"^warmup_stable_decay: .*{message}"):
         warmup_stable_decay(1.0, warmup=2, total=10, **changed)
+
+
+@pytest.mark.parametrize("make", [linear, cosine, warmup_stable_decay])
+def test_a_warm_up_that_does_not_fit_is_refused_with_both_flags(make):
+    how = {"decay": 0.4} if make is warmup_stable_decay else {}
+    with pytest.raises(ConfigError) as error:
+        make(1.0, warmup=30, total=29, **how)
+    assert "--warmup" in error.value.hint
+    assert "--schedule-steps" in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainkit as tk
+from trainkit import step
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token, weighted
 from trainkit.testing import run_ranks
-from trainkit.types import ConfigError
+from trainkit.types import SOLO, ConfigError
 
 WIDTH = 3
 
@@ -82,6 +84,35 @@ def test_no_microbatch_and_unknown_reductions_are_refused():
         tk.forward_backward(
             linear(), [data(1)], squared, denominator=torch.tensor(1), call=call, reduce="never"
         )
+
+
+def take(by, loss):
+    """Call a function of `step` with a loss of two numbers."""
+    model, batches = nn.Linear(1, 1), [{"x": torch.ones(2, 1), "labels": torch.ones(2, 1)}]
+    further = {"forward_backward": {"denominator": torch.tensor(2)}, "evaluate": {"axis": SOLO}}
+    how = {"call": lambda model, batch: model(batch["x"]), **further.get(by, {})}
+    return getattr(step, by)(model, batches, loss, **how)
+
+
+NO_TERMS = {
+    "a tensor of shape ()": lambda y, _: y.sum(),
+    "a tensor of shape (2, 1)": lambda y, _: y,
+    "(a tensor of shape (), a tensor of shape ())": lambda y, _: (y.sum(), y.sum()),
+    "a `NoneType`": lambda *_: None,
+}
+
+
+@pytest.mark.parametrize("returned", NO_TERMS)
+@pytest.mark.parametrize("by", ["forward_backward", "forward_only", "evaluate"])
+def test_a_loss_that_returns_no_sum_with_its_terms_is_refused_with_the_cure(returned, by):
+    cure = re.escape(f"this one returned {returned}. With one term: `return total, ")
+    with pytest.raises(ValueError, match=f"^{by}: .*{cure}"):
+        take(by, NO_TERMS[returned])
+
+
+def test_a_loss_that_is_not_summed_is_refused():
+    with pytest.raises(ValueError, match=r"one number; got a tensor of shape \(2, 1\)"):
+        take("forward_backward", lambda y, _: (y, {"loss": y.detach().sum()}))
 
 
 def test_the_bound_form_is_the_function():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.noise import key_of, mix_tensor, rounded_bf16, signed
-from trainkit.types import Axis, TrainkitError
+from trainkit.types import Axis, TrainkitError, error_text
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -235,7 +235,7 @@ def _told(error: Exception) -> dict[str, str | None]:
     names = ("where", "got", "want", "hint")
     facts = {name: getattr(error, name, None) for name in names}
     plain = {name: None if value is None else str(value) for name, value in facts.items()}
-    return plain | {"kind": type(error).__name__, "what": str(error)}
+    return plain | {"kind": type(error).__name__, "what": error_text(error)}
 
 
 def _as_raised(told: dict[str, Any], rank: int) -> Exception:

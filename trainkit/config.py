@@ -139,16 +139,16 @@ def _known_recompute(_: object, __: object, mode: str) -> None:
 class OptimOptions:
     """How the optimizer steps."""
 
-    lr: float = attrs.field(default=3e-3, validator=positive)
+    lr: float = option(3e-3, positive, change="asked")
     """The peak learning rate."""
 
-    warmup: int = attrs.field(default=30, validator=non_negative)
+    warmup: int = option(30, non_negative, change="asked")
     """Steps in which the learning rate rises."""
 
-    schedule_steps: int = attrs.field(default=1000, validator=positive)
+    schedule_steps: int = option(1000, positive, change="asked")
     """The length of the learning rate's schedule; past it the last rate holds."""
 
-    weight_decay: float = attrs.field(default=0.1, validator=non_negative)
+    weight_decay: float = option(0.1, non_negative, change="asked")
     """Decay of matrices; vectors have none."""
 
     optimizer: str = option("adamw", _known_optimizer, change="asked")
@@ -166,18 +166,20 @@ class OptimOptions:
     offload_optimizer: bool = option(default=False, change="free")
     """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
 
-    max_norm: float = attrs.field(default=1.0, validator=positive)
+    max_norm: float = option(1.0, positive, change="asked")
     """Gradients above this norm are scaled down to it."""
 
     @property
     def made(self) -> dict[str, Any]:
         """What `optim.make_optimizer` is told."""
+        from trainkit.optim import read_groups, read_options  # noqa: PLC0415 -- it needs torch
+
         return {
             "optimizer": self.optimizer,
             "lr": self.lr,
             "weight_decay": self.weight_decay,
-            "options": self.optimizer_options,
-            "groups": self.optimizer_groups,
+            "options": read_options(self.optimizer_options, optimizer=self.optimizer),
+            "groups": read_groups(self.optimizer_groups, optimizer=self.optimizer),
             "mean": self.mean,
             "offload": self.offload_optimizer,
         }
@@ -240,7 +242,8 @@ class RunConfig:
     """auto: from the newest checkpoint that verifies, if there is one; never; or a checkpoint."""
 
     allow_change: tuple[str, ...] = option((), change="no fact")
-    """Names of flags that this run may be continued with another value of: lr, schedule-steps."""
+    """Names of flags that this run may be continued with another value of: lr, warmup,
+    schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _known_recompute, change="free")
     """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""
@@ -339,8 +342,13 @@ def _record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
     return config_type(**made)
 
 
-def changes_of(config: Any) -> Changes:
+def changes_of(config: Any, *, free: Sequence[str] = ()) -> Changes:
     """Return which fields a run may be continued with other values of; see `option`.
+
+    Args:
+        config: The configuration.
+        free: Other facts that may change: "files" of `packed_facts`, say, which only name what the
+            "fingerprint" stands for.
 
     Examples:
         >>> changes_of(RunConfig(allow_change=("compute",))).allow
@@ -351,7 +359,7 @@ def changes_of(config: Any) -> Changes:
     named = {kind: list[str]() for kind in get_args(Change)}
     for name, field in _fields(type(config)).items():
         named[field.change].append(name)
-    free = (*named["no fact"], *named["free"])
+    free = (*named["no fact"], *named["free"], *free)
     return Changes(free, tuple(named["asked"]), config.allow_change)
 
 
@@ -510,7 +518,11 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     flags = ["--help", *map(_flag, fields)]
     known = {*flags, *(_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)}
     given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
-    problems = [f"unknown flag {f[:100]}{_nearest(f, flags)}" for f in given if f not in known]
+    problems = [
+        f"unknown flag {f[:100]}{_flags_inside(f, fields) or _nearest(f, flags)}"
+        for f in given
+        if f not in known
+    ]
     paths = {_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
     flag, empty = "", list[str]()
     for word in argv:
@@ -518,6 +530,17 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
         empty += [flag] * (flag in paths and not value and (not word or "=" in word))
     problems += [f"{flag} is empty; the folder that you are in is called ." for flag in empty]
     _raise_all(problems, "command line")
+
+
+def _flags_inside(flag: str, fields: Mapping[str, _Field]) -> str:
+    """Return the flags that set a record where its own name was given, with their choices."""
+    inside = {name: x for name, x in fields.items() if flag in map(_flag, x.path[:-1])}
+    choices = {
+        name: get_args(x.type) if get_origin(x.type) is Literal else ()
+        for name, x in inside.items()
+    }
+    told = [f"{_flag(name)} {'|'.join(map(str, own))}".strip() for name, own in choices.items()]
+    return f" (it has parts: {', '.join(told)})" if told else ""
 
 
 def _config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:

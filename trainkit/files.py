@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from io import BufferedReader
     from pathlib import Path
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 @contextmanager
@@ -71,8 +76,10 @@ def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
     Args:
         path: The folder to make.
         by: Which function writes, for the message.
-        replace: A folder that is there steps aside, and goes when the new one has its place. A
-            rename alone never takes the place of a folder that holds anything.
+        replace: A folder that is there changes places with the new one, in one rename, and goes
+            then. Where the kernel or the disk cannot do that (`exchange_paths`), it steps aside
+            first: of a process that is killed between these two renames it lies beside `path`,
+            where the next one that makes `path` finds it.
 
     Raises:
         DiskError: It cannot be written.
@@ -123,9 +130,56 @@ def commit_folder(staging: Path, path: Path) -> None:
         raise
 
 
+def exchange_paths(one: Path, other: Path) -> bool:
+    """Exchange two files or folders in one rename; return False where that cannot be done.
+
+    It takes Linux's `renameat2`, and a disk that knows RENAME_EXCHANGE, as ext4, xfs, btrfs and
+    tmpfs do, and NFS does not.
+
+    Raises:
+        OSError: It could not, for another reason; then both are where they were.
+
+    Effects:
+        Renames two paths of one disk.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     one, other = Path(home) / "one", Path(home) / "other"
+        ...     _ = one.write_text("1"), other.write_text("2")
+        ...     exchanged = exchange_paths(one, other)
+        ...     one.read_text() == ("2" if exchanged else "1")
+        True
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    paths = os.fsencode(one.absolute()), os.fsencode(other.absolute())
+    if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
 def _swap(staging: Path, path: Path) -> None:
-    aside = path.with_name(f".{path.name}.replaced-{secrets.token_hex(4)}")
+    """Give a finished folder the name of another, which is removed.
+
+    Killed at any point, there is the old folder or the new one at `path`, whole, if the two can be
+    exchanged.
+    """
     sync_folder(staging)
+    if exchange_paths(staging, path):
+        try:
+            sync_folder(path.parent)
+        except OSError:  # what is told to have failed must not be there
+            exchange_paths(staging, path)
+            raise
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    aside = path.with_name(f".{path.name}.replaced-{secrets.token_hex(4)}")
     path.rename(aside)
     try:
         commit_folder(staging, path)
@@ -203,12 +257,12 @@ def disk_errors(
     try:
         yield
     except OSError as error:
-        free = None
-        with suppress(OSError):
-            there = next(each for each in (path, *path.parents) if each.exists())
-            free = shutil.disk_usage(there).free
-        room = f"; the next part needs {needed} bytes" if needed else ""
-        room += "" if free is None else f"; {free} bytes are free"
+        free, room = None, f"; the next part needs {needed} bytes" if needed else ""
+        if error.errno not in {errno.EMFILE, errno.ENFILE}:  # a full disk is another matter
+            with suppress(OSError):
+                there = next(each for each in (path, *path.parents) if each.exists())
+                free = shutil.disk_usage(there).free
+                room += f"; {free} bytes are free{_without_inodes(there)}"
         what = f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no code')})"
         raise DiskError(
             f"{by}: cannot write {path}: {what}{room}",
@@ -217,6 +271,13 @@ def disk_errors(
             want=needed,
             hint=hint,
         ) from error
+
+
+def _without_inodes(path: Path) -> str:
+    """Say that a disk with bytes left takes no other file, where that is so."""
+    found = os.statvfs(path)
+    is_full = found.f_files > 0 and found.f_favail == 0
+    return ", but no inode is, which every file needs: delete some files" if is_full else ""
 
 
 def read_bounded(path: Path, *, most: int) -> bytes:

@@ -185,6 +185,7 @@ def _part_norms(
     axis: Axis,
     norm_type: float,
     local: LocalNorms = _local_norms,
+    names: Iterable[Mapping[str, Any]] = (),
 ) -> Tensor:
     """Return the norm of each part of the parameters, `[parts]`; all parts travel together."""
     if not norm_type > 0:
@@ -196,7 +197,7 @@ def _part_norms(
     groups: dict[Any, list[list[nn.Parameter]]] = {}
     copies: list[nn.Parameter] = []
     for index, params in enumerate(parts):
-        check_dense(params)
+        check_dense(params, names)
         for p in params:
             if p.requires_grad and is_tied_copy(p):
                 copies.append(p)
@@ -328,8 +329,9 @@ def _clip_grads_(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm as `clip_grads_` does, and whether it is not finite; without gradients."""
     params = list(dict.fromkeys(params))
+    groups = list(groups)
     parts = _clipped_apart(params, max_norm, groups)
-    norms = _part_norms([members for members, _ in parts], axis, norm_type)
+    norms = _part_norms([members for members, _ in parts], axis, norm_type, names=groups)
     norms = norms if scale is None else norms / scale
     norm = norms.view(()) if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
     looks = on_host(norm) and scale is None  # the host knows the norm without waiting

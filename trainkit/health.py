@@ -473,6 +473,31 @@ def refuse_divergence(state: TrainState, loss: float, **options: Any) -> TrainSt
     return attrs.evolve(state, health=memory)
 
 
+def among_best(score: float, memory: Memory, *, most: int) -> tuple[bool, dict[str, Any]]:
+    """Return whether a score is among the best so far, and the memory to go on with.
+
+    Args:
+        score: The new score, the lower the better, the same on all ranks. One that is not finite
+            is never among the best.
+        memory: `state.health`, which remembers the best scores as `evaluation_scores`.
+        most: How many are the best.
+
+    Examples:
+        >>> memory, found = {}, []
+        >>> for score in [3.0, 2.0, 2.5, 1.0]:
+        ...     is_best, memory = among_best(score, memory, most=1)
+        ...     found.append(is_best)
+        >>> found, memory
+        ([True, True, False, True], {'evaluation_scores': [1.0]})
+    """
+    if not math.isfinite(score):
+        return False, dict(memory)
+    scores = sorted([*_list(memory, "evaluation_scores"), float(score)])[:most]
+    if score not in scores:
+        return False, dict(memory)
+    return True, {**memory, "evaluation_scores": scores}
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 

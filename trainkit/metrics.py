@@ -338,7 +338,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
     Examples:
         >>> found = memory_stats(torch.device("cpu"))
-        >>> 0 < found["memory"] < 2 * found["memory_peak"]
+        >>> 0 < found["memory"] <= found["memory_peak"]
         True
     """
     if device.type == "cpu":
@@ -346,7 +346,8 @@ def memory_stats(device: torch.device) -> dict[str, int]:
         most *= 1 if sys.platform == "darwin" else 1024
         pages = Path("/proc/self/statm")
         now = int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else most
-        return {"memory": now, "memory_peak": most}
+        # The kernel notes the most less often than it counts what there is.
+        return {"memory": now, "memory_peak": max(most, now)}
     found = {
         "memory": torch.accelerator.memory_allocated(device),
         "memory_peak": torch.accelerator.max_memory_allocated(device),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from trainkit.types import Schedule, check_range
+from trainkit.types import ConfigError, Schedule, check_range
 
 Shape = Callable[[float], float]
 """From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
@@ -328,10 +328,12 @@ def infinite(
     """
     name, plateau = "infinite", warmup + cooldown
     _check(name, lr, warmup, max(warmup, 1), final, warmup_from)
-    if not 0 <= stable <= 1 or (stable < 1) != (cooldown > 0) or cooldown < 0:
+    fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
+    if not (fits and 0 <= stable <= 1):
         must = "stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 steps"
         raise ValueError(f"{name}: {must}, got {stable} and {cooldown}")
-    if anneal_from is not None and (anneal_from < plateau or anneal < 1):
+    begins = anneal_from is None or plateau <= anneal_from < math.inf
+    if not begins or (anneal_from is not None and not 1 <= anneal < math.inf):
         must = f"annealing must begin at step {plateau} or later and take at least 1 step"
         raise ValueError(f"{name}: {must}, got anneal_from={anneal_from} and anneal={anneal}")
     points: dict[int, Point] = {warmup: (warmup, 1.0), plateau: (plateau, stable, "cosine")}
@@ -445,8 +447,11 @@ def _decay_start(decay: float, warmup: int, total: int) -> int:
         raise ValueError(f"{name}: decay must be {must}, got {decay!r}")
     steps = decay if isinstance(decay, int) else round(decay * total)
     if warmup + steps > total:
-        must = f"warm-up and decay must fit into total = {total} steps"
-        raise ValueError(f"{name}: {must}, got {warmup} and {steps}")
+        raise ConfigError(
+            f"{name}: warm-up and decay must fit into total = {total} steps, got {warmup} and "
+            f"{steps}",
+            hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
+        )
     return total - steps
 
 
@@ -455,11 +460,13 @@ def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
 ) -> None:
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
-    if warmup < 0:
+    if not 0 <= warmup < math.inf:
         raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
-    if total < max(warmup, 1):
-        must = f"total must be at least 1 step and at least warmup = {warmup}"
-        raise ValueError(f"{name}: {must}, got {total}")
+    if not max(warmup, 1) <= total < math.inf:
+        raise ConfigError(
+            f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}",
+            hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
+        )
     if warmup_from is not None and not 0 <= warmup_from <= 1:
         raise ValueError(f"{name}: warmup_from must be between 0 and 1 of lr, got {warmup_from}")
     if not 0 <= final <= 1:

@@ -14,10 +14,18 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import blank_batch, count_valid_tokens, divided, divisors_of, to_device
+from trainkit.batch import (
+    blank_batch,
+    check_terms,
+    count_valid_tokens,
+    divided,
+    divisors_of,
+    to_device,
+)
 from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
 from trainkit.losses import mean_terms
 from trainkit.models.call import call_model
+from trainkit.parallel.leaks import refuse_leaks
 from trainkit.parallel.pipeline import bind_pipeline
 from trainkit.parallel.places import places_of
 from trainkit.parallel.reduction import (
@@ -88,9 +96,13 @@ def forward_backward(
         The terms of the loss summed over the microbatches of this rank, detached, not divided.
 
     Raises:
-        ValueError: There is no microbatch, `reduce` is unknown, or a module averages gradients.
+        ValueError: There is no microbatch, `reduce` is unknown, a module averages gradients, or the
+            loss returns something else than (sum, {name: sum}).
+        ConfigError: A row has several documents, and the model computes one from another, as those
+            do that keep a state over the row; see `testing.check_packing`.
 
     Effects:
+        Runs a model of others three times without gradients, the first time that it comes.
         Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
         modules reduce over.
 
@@ -106,11 +118,12 @@ def forward_backward(
     _check_microbatches(microbatches)
     if reduce not in {"last", "each"}:
         among(("last", "each"), "forward_backward", reduce=reduce)
+    refuse_leaks("forward_backward", model, microbatches, call)
     reducers, divisors = reducers_of(model), divisors_of(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
-            total, terms = loss(call(model, batch), batch)
+            total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
             divided(total, divisors).backward()
             _add(sums, terms)
         return sums
@@ -118,7 +131,7 @@ def forward_backward(
     with reducing(model, reducers, microbatches, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
-                total, terms = loss(call(model, batch), batch)
+                total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
                 divided(total, divisors).backward()
             _add(sums, terms)
     return sums
@@ -215,7 +228,7 @@ def forward_only(
     sums: dict[str, Tensor] = {}
     with evaluating([model]):
         for batch in microbatches:
-            _add_long(sums, loss(call(model, batch), batch)[1])
+            _add_long(sums, check_terms(loss(call(model, batch), batch), by="forward_only")[1])
     return sums
 
 
@@ -273,6 +286,8 @@ def evaluate(
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
                 continue
             last = batch
+            if axis.count == pp.count == 1:  # else some ranks may have no batch to try it with
+                refuse_leaks("evaluate", stages[0], [batch], call)
             count = count + count_valid_tokens([batch])
             _add_long(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
     sums = _shared(sums, loss, pp=pp, stages=stages, device=device)
@@ -288,9 +303,10 @@ def _terms_through(
 ) -> dict[str, Tensor]:
     """Return the loss's terms where the last stage is, nothing elsewhere."""
     if pp.count == 1:
-        return loss(call(stages[0], batch), batch)[1]
+        return check_terms(loss(call(stages[0], batch), batch), by="evaluate")[1]
     output = forward_stages(stages, batch, axis=pp, call=call)
-    return loss(output, batch)[1] if places_of(stages, pp)[-1].last else {}
+    is_last = places_of(stages, pp)[-1].last
+    return check_terms(loss(output, batch), by="evaluate")[1] if is_last else {}
 
 
 def _shared(

@@ -58,6 +58,22 @@ class TrainkitError(ValueError):
         self.what, self.where, self.got, self.want, self.hint = what, where, got, want, hint
 
 
+def error_text(error: BaseException, *, most: int = 8000) -> str:
+    """Return what an error says, of a long text the first `most` characters; never raises.
+
+    Examples:
+        >>> error_text(ValueError("lr must be positive"))
+        'lr must be positive'
+        >>> error_text(ValueError("x" * 10**6), most=3)
+        'xxx ... (1000000 characters)'
+    """
+    try:
+        text = str(error)
+    except Exception as again:  # noqa: BLE001 (a class of somebody's own)
+        return f"(its text cannot be shown: __str__ raised {type(again).__name__})"
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
+
+
 class ConfigError(TrainkitError):
     """The configuration or the environment is wrong (exit code 64)."""
 
@@ -738,15 +754,15 @@ class Column:
 
     Columns belong to labels or to tokens. One of labels (weights, advantages, log-probabilities)
     says something of token t as it is predicted: in a batch it stands where token t is the label,
-    and is 0 where there is no next token of the piece. One of tokens (routing choices) stands where
-    the token itself enters. Padding is 0.
+    and is 0 where there is no next token of the piece. One of tokens stands where the token itself
+    enters: the choices of a router, for one, which models take as int64. Padding is 0.
 
     A `Batch` has a column in `extra`, `[B, S]` or `[B, S, k]`, of its dtype, but int32 for uint16
     and int64 for uint32, with which torch hardly computes.
 
     Examples:
-        >>> Column("uint8", (2,), of="token")
-        Column(dtype='uint8', inner=(2,), of='token')
+        >>> Column("int64", (2,), of="token")
+        Column(dtype='int64', inner=(2,), of='token')
         >>> Column("float64")
         Traceback (most recent call last):
         ...
@@ -845,6 +861,23 @@ class Batch(Mapping[str, Any]):
         _set_fields(self, input_ids=input_ids, labels=labels, position_ids=position_ids)
         _set_fields(self, document_ids=document_ids, token_index=token_index, spans=spans)
         _set_fields(self, extra={} if extra is None else extra)
+        self._check_extra()
+
+    def _check_extra(self) -> None:
+        rows = tuple(self.input_ids.shape[:2])
+        for name, column in self.extra.items():
+            shape = getattr(column, "shape", None)
+            if shape is None or tuple(shape[:2]) != rows:
+                got = type(column).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+                raise ConfigError(
+                    f"Batch: extra[{name!r}] is {got}, and is cut and dealt with the tokens, so "
+                    f"that its first two dimensions must be {list(rows)}; repeat what belongs to a "
+                    f"row over its tokens (x[:, None].expand(-1, {rows[-1]})), and hand over what "
+                    "belongs to no token in `call`",
+                    where=name,
+                    got=got,
+                    want=list(rows),
+                )
 
     def __getitem__(self, name: str) -> Any:
         if name in BATCH_TENSORS or name == "spans":

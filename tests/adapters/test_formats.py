@@ -14,6 +14,7 @@ from trainkit.adapters import (
     quantize,
 )
 from trainkit.adapters.fake import quietly
+from trainkit.adapters.formats import scales_of
 from trainkit.types import NumericsError
 
 FORMATS = ["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
@@ -90,6 +91,18 @@ def test_scales_of_a_long_row_are_in_groups_of_their_own():
     held = quantize(x, "nf4")
     assert held.levels.shape == (2, 2, 2)
     assert bool(((dequantize(held) - x).abs() <= bound(x, "nf4")).all())
+
+
+def test_the_scales_of_nf4_are_rounded_to_256_levels_of_which_the_ends_are_exact():
+    """As documented: a scale is off by at most the spread of its group over 510."""
+    x = torch.ones(2, 64 * 256) * torch.linspace(0.5, 1.9, 64 * 256)
+    tops = x.unflatten(-1, (-1, 64)).amax(-1)
+    held = quantize(x, "nf4")
+    assert (held.scales.min(), held.scales.max()) == (0, 255)
+    off = scales_of(held.scales, held.levels) - tops
+    spread = tops.max() - tops.min()
+    assert off.abs().max() <= spread / 510 + EPS
+    assert off[:, [0, -1]].abs().max() < EPS
 
 
 @pytest.mark.parametrize("form", FORMATS)

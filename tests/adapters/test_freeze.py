@@ -50,6 +50,15 @@ def test_the_last_word_of_all_steps_so_far_counts():
     assert freeze_facts(BASE, SCHEDULE) == freeze_facts(BASE, dict(sorted(SCHEDULE.items())))
 
 
+def test_the_order_of_what_says_the_same_is_no_fact():
+    words = [Freeze("head.*"), Freeze("norm.*"), Freeze("head.weight", frozen=False)]
+    other = [words[1], words[0], words[1], words[2]]
+    assert freeze_facts(words, {3: words}) == freeze_facts(other, {3: other})
+    assert freeze_facts(words, {}) != freeze_facts(words[::-1], {})  # of head.weight the last word
+    names = ["head.weight", "norm.weight"]
+    assert effective_freeze(names, words, {}, 0) == effective_freeze(names, other, {}, 0)
+
+
 @pytest.mark.parametrize(
     ("pattern", "told"), [("hea", "matches the name of no parameter"), ("(", "no regular expr")]
 )

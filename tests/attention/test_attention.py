@@ -54,8 +54,9 @@ def output_and_gradients(function, qkv):
 def assert_equal(got, want):
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
-        # A document of one token has no gradient at its query: 0 up to rounding, on both sides.
-        assert (a - b).abs().max() <= 1e-12 * b.abs().max() + 1e-15
+        # A document of one token has no gradient at its query: 0 up to the rounding of terms of
+        # about 1, whose order is the processor's.
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max() + 1e-14
 
 
 @pytest.mark.parametrize("attend", [sdpa, varlen])

@@ -52,7 +52,7 @@ class Lever:
 
 
 TWO, FOUR = {"dp_shard": 2}, {"dp_shard": 4}
-FEW, ON_TWO, ON_FOUR = ("moments=bf16",), "FSDP, 2 ranks", "FSDP, 4 ranks"
+FEW, ON_TWO, ON_FOUR = {"moments": "bf16"}, "FSDP, 2 ranks", "FSDP, 4 ranks"
 IN_FOUR = "4 microbatches, reduce last"
 LATER = {"rows": 8, "microbatch": 1}
 LEVERS = {
@@ -67,7 +67,7 @@ LEVERS = {
     ),
     "activation offload, 4 MiB stay": Lever(job={"offload_activations": 2**22}),
     "moments in bf16": Lever(job={"optimizer_options": FEW}),
-    "moments in 8 bits": Lever(job={"optimizer_options": ("moments=8bit",)}),
+    "moments in 8 bits": Lever(job={"optimizer_options": {"moments": "8bit"}}),
     "a mean of the weights": Lever(job={"mean": True}),
     "optimizer offload": Lever(job={"offload_optimizer": True}),
     ON_TWO: Lever(Layout(**TWO), beside=ON_TWO),

@@ -316,6 +316,7 @@ def test_truncation_keeps_whole_turns_and_as_many_as_fit(texts, max_length, trai
         truncated=int(0 < keep < len(whole.tokens)),
         dropped=int(keep == 0),
         turns_lost=int((ends > keep).sum()),
+        answers=len(ends),
     )
 
 
@@ -328,7 +329,7 @@ def test_a_turn_that_is_cut_by_one_token_is_gone_and_counted():
     cut = encode(max_length=len(whole.tokens) - 1)  # the newline after the last stop token
     assert trained_texts(cut) == ["A<|im_end|>", "B<|im_end|>"]
     assert trained_texts(encode(max_length=len(whole.tokens) - 2)) == ["A<|im_end|>"]
-    assert counts == {"conversations": 3, "truncated": 2, "turns_lost": 1, "dropped": 0}
+    assert +counts == {"conversations": 3, "truncated": 2, "turns_lost": 1, "answers": 6}
 
 
 def test_a_conversation_of_which_no_turn_fits_is_an_error_or_dropped():
@@ -436,7 +437,7 @@ def test_dropped_conversations_pass_the_check_and_are_counted(tmp_path):
     encode = chat_encoder(BYTES, max_length=30, overlong="drop", counts=counts)
     assert len(encode({"messages": talk("a very long question", "A")}).tokens) == 0
     assert len(encode({"messages": talk("Q", "A")}).tokens) > 0
-    assert counts == {"conversations": 2, "truncated": 0, "turns_lost": 1, "dropped": 1}
+    assert +counts == {"conversations": 2, "turns_lost": 1, "dropped": 1, "answers": 2}
     assert encode.counts is counts
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": talk("a very long question", "A")}))

@@ -5,6 +5,7 @@ puts tools, what it demands of a conversation.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from trainkit.chat import encode_chat, folder_stop_ids, folder_template, prompt_ids, stop_ids
 from trainkit.chat import sandbox as sandbox_module
 from trainkit.chat.jinja import jinja_template
-from trainkit.tokenizers import hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.tokenizers import byte_tokenizer, hf_tokenizer, save_tokenizer, train_bpe
 from trainkit.types import DataError
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +33,7 @@ def read(name):
     return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text()
 
 
-CHATML, THINKING, LLAMA3, MISTRAL, LLAMA2, GEMMA, DEEPSEEK, VICUNA, GENERATION = map(
+CHATML, THINKING, LLAMA3, MISTRAL, LLAMA2, GEMMA, DEEPSEEK, VICUNA, GENERATION, PIECES = map(
     read,
     (
         "chatml",
@@ -44,6 +45,7 @@ CHATML, THINKING, LLAMA3, MISTRAL, LLAMA2, GEMMA, DEEPSEEK, VICUNA, GENERATION =
         "deepseek",
         "vicuna",
         "generation",
+        "pieces",
     ),
 )
 
@@ -144,9 +146,22 @@ ROWS = {
     ),
     "vicuna": (VICUNA, [SYSTEM, *TALK], None, [" Hello.</s>"] * 2),
     "marked": (GENERATION, [SYSTEM, *TALK], None, ["Hello.<|im_end|>"] * 2),
+    "marked in pieces": (
+        PIECES,
+        [SYSTEM, *TALK, user("e"), answer("f", reasoning_content="so")],
+        None,
+        ["Hello.<|im_end|>", "Hello.<|im_end|>", "<think>\nso\n</think>", "f<|im_end|>"],
+    ),
+    "marked in pieces, tools": (
+        PIECES,
+        [*WORKS[:1], {**CALLS, "reasoning_content": "I add"}, *WORKS[2:]],
+        None,
+        ["<think>\nI add\n</think>", CALLED, "Two.<|im_end|>"],
+    ),
 }
 ENDS = {CHATML: "<|im_end|>", THINKING: "<|im_end|>", LLAMA3: "<|eot_id|>"}
 ENDS |= {GEMMA: "<end_of_turn>", DEEPSEEK: "<|end_of_sentence|>", GENERATION: "<|im_end|>"}
+ENDS |= {PIECES: "<|im_end|>"}
 BEGINS = {LLAMA3: "<|begin_of_text|>", GEMMA: "<bos>"}
 
 
@@ -207,7 +222,7 @@ def test_ids_are_those_of_transformers_and_the_mask_is_the_answers(name, folder)
     assert answers_of(sample, tokenizer) == want
     stop = tokenizer.special_ids[ENDS.get(source, "</s>")]
     assert stop_ids(tokenizer, template) == (stop,)
-    if source == GENERATION:
+    if source in (GENERATION, PIECES):
         marked = theirs.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -252,6 +267,99 @@ def test_answers_are_found_whatever_is_said(name, turns):
     segments = jinja_template(source, **variables, stop=stops)(talk)
     found = [(s.message, s.text) for s in segments if s.body and s.message % 2]
     assert found == [(2 * i + 1, shown(said)) for i, (_, said) in enumerate(turns)]
+
+
+# ----------------------------------------------------------------- whose is what a template marks
+
+IN_LOOP = "{% for m in messages %}{% if m.role == 'assistant' %}BODY{% else %}Q{{ m.content }}$"
+IN_LOOP += "{% endif %}{% endfor %}"
+MARKED = "{% generation %}WORDS${% endgeneration %}"
+THINKS = "{% if m.reasoning_content %}" + MARKED.replace("WORDS", "<{{ m.reasoning_content }}>")
+THINKS += "{% endif %}"
+LAST = "{% if loop.last %}" + THINKS + MARKED.replace("WORDS", "{{ m.content }}") + "{% else %}"
+LAST += "{{ m.content }}${% endif %}"
+ANSWER = MARKED.replace("WORDS", "{{ m.content }}")
+MACRO = "{% macro show(m) %}" + THINKS + ANSWER + "{% endmacro %}"
+BY_NUMBER = IN_LOOP.replace("for m in messages", "for i in range(messages | length)")
+BY_NUMBER = BY_NUMBER.replace("m.", "messages[i].")
+BEFORE = "{% set before = messages[loop.index0 - 2] %}"
+PLAIN = [user("a"), answer("b"), user("c"), answer("d")]
+REASONED = [*PLAIN[:3], answer("d", reasoning_content="e")]
+
+
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        (IN_LOOP.replace("BODY", THINKS + ANSWER), {1: ["b$"], 3: ["<e>$", "d$"]}),
+        # Two answers and two pieces, and both pieces are of the last.
+        (IN_LOOP.replace("BODY", LAST), {3: ["<e>$", "d$"]}),
+        (MACRO + IN_LOOP.replace("BODY", "{{ show(m) }}"), {1: ["b$"], 3: ["<e>$", "d$"]}),
+        (
+            "{% set last = messages[-1] %}" + IN_LOOP.replace("BODY", ANSWER),
+            {1: ["b$"], 3: ["d$"]},
+        ),
+        (IN_LOOP.replace("BODY", BEFORE + ANSWER), {1: ["b$"], 3: ["d$"]}),
+        (
+            BY_NUMBER.replace("BODY", ANSWER.replace("m.", "messages[i].")),
+            {1: ["b$"], 3: ["d$"]},
+        ),
+        (
+            # The variable in scope is another answer than the one that is shown.
+            "{% set m = messages[3] %}"
+            + BY_NUMBER.replace("BODY", ANSWER.replace("m.", "messages[i].")),
+            {1: ["b$"], 3: ["d$"]},
+        ),
+        (
+            IN_LOOP.replace("BODY", "{% set m = dict(m, content=m.content | trim) %}" + ANSWER),
+            {1: ["b$"], 3: ["d$"]},
+        ),
+    ],
+    ids=["loop", "last", "macro", "named", "before", "number", "other", "copy"],
+)
+def test_a_marked_piece_is_of_the_message_it_is_rendered_from(source, want):
+    messages = REASONED if "reasoning_content" in source else PLAIN
+    segments = jinja_template(source, eos_token="$")(messages)
+    found = {}
+    for segment in segments:
+        if segment.body:
+            found.setdefault(segment.message, []).append(segment.text)
+    assert found == want
+    unmarked = re.sub("{% (end)?generation %}", "", source)
+    text = "".join(segment.text for segment in segments)
+    assert text == "".join(s.text for s in jinja_template(unmarked, eos_token="$")(messages))
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (
+            IN_LOOP.replace("BODY", "{{ m.content }}$") + MARKED.replace("WORDS", "."),
+            r"marks '.\$' by generation, and it cannot be known which answer",
+        ),
+        (
+            IN_LOOP.replace("BODY", "{{ m.content }}$").replace("Q{{ m.content }}$", ANSWER),
+            r"marks 'a\$' by generation, and it cannot be known which answer",
+        ),
+        (
+            IN_LOOP.replace("BODY", MARKED.replace("WORDS", "{{ messages[1].content }}")),
+            r"message 3 \(assistant\) is not to be found",
+        ),
+        (
+            IN_LOOP.replace(
+                "BODY", MARKED.replace("WORDS", "{{ messages[1].content }}{{ m.content }}")
+            ),
+            "cannot be known which answer",
+        ),
+        (
+            IN_LOOP.replace("in messages", "in messages[::-1]").replace("BODY", ANSWER),
+            "shows message 1 after message 3",
+        ),
+    ],
+    ids=["after", "user's", "of another", "of two", "backwards"],
+)
+def test_a_piece_of_which_it_cannot_be_known_is_refused(source, complaint):
+    with pytest.raises(DataError, match=complaint):
+        encode_chat(PLAIN, byte_tokenizer(), template=jinja_template(source, eos_token="$"))
 
 
 # ------------------------------------------------------------------------------------- the folder
@@ -339,7 +447,7 @@ def test_a_template_that_is_none_is_refused_by_name(settings, complaint, folder)
             .replace(
                 "message.role == 'assistant' %}", "message.role == 'assistant' and loop.last %}", 1
             ),
-            "marks 1 answers by generation, and there are 2",
+            r"message 1 \(assistant\) is not to be found",
         ),
         (
             CHATML.replace("'\\n' + message.content }}", "'\\n' + message.content | upper }}"),
@@ -407,6 +515,7 @@ GROWTHS = [
         "{{ 'aaa'.translate({97: 'b' * 99999}) }}",
         "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
         "{{ lipsum(9999) }}",
+        "{% for i in range(99999) %}{% generation %}{% endgeneration %}{% endfor %}",
         "{{ ''['__cla' ~ 'ss__'].mro() }}",
         "{{ (messages | attr('__cla' ~ 'ss__')).mro() }}",
         "{{ cycler.next.x.y }}",

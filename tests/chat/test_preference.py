@@ -1,5 +1,6 @@
 """Pairs: both halves have one prompt, are trained on their answers, and share a row."""
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
-from trainkit.chat import QWEN3_SPECIAL, qwen3
+from trainkit.chat import QWEN3_SPECIAL, answers_warning, jinja_template, qwen3
 from trainkit.chat.encode import mask_parts
 from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
 from trainkit.corpora.tokens import memory_corpus
@@ -142,6 +143,25 @@ def test_the_tools_of_a_record_are_shown_in_both_halves():
     assert len(plain[0].tokens) < len(want[0].tokens)
     asked = encode_pair({**record, "tools": [{"name": "g"}]}, BYTES, template=qwen3, tools=tools)
     assert asked[0].tokens.tolist() == want[0].tokens.tolist()
+
+
+def test_answers_that_a_template_hides_are_counted_in_both_halves():
+    template = jinja_template(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        eos_token="<|im_end|>",
+    )
+    call = {"function": {"name": "add", "arguments": {}}}
+    calls, counts = [{"role": "assistant", "content": "", "tool_calls": [call]}], Counter()
+    encode_pair(
+        {"prompt": "1+1?", "chosen": calls, "rejected": "2"},
+        BYTES,
+        template=template,
+        counts=counts,
+    )
+    assert (counts["answers"], counts["hidden_answers"]) == (2, 1)
+    with pytest.raises(DataError, match="shows nothing of 1 of 2 answers"):
+        answers_warning(counts)
 
 
 def test_a_half_that_does_not_fit_is_named():

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.chat.encode import stop_ids
+from trainkit.chat.encode import encode_chat, stop_ids
 from trainkit.chat.jinja import jinja_template
 from trainkit.chat.messages import checked_messages
 from trainkit.chat.templates import TEMPLATES, chatml, llama3, qwen3
-from trainkit.tokenizers import open_tokenizer
+from trainkit.tokenizers import byte_tokenizer, open_tokenizer
 from trainkit.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 from trainkit.types import ConfigError, DataError
 
@@ -365,9 +365,23 @@ def test_what_a_template_refuses_or_must_not_do_is_an_error(source):
         jinja_template(source, eos_token="$")([user("a")])
 
 
+def test_a_template_that_makes_much_more_than_a_conversation_holds_is_refused():
+    source = "{{ 'x' * 4000000 }}{% for m in messages %}{{ m.content }}$\n{% endfor %}"
+    large = jinja_template(source, eos_token="$", stop="$")
+    messages = [user("a"), {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"makes 400.* letters of a conversation of"):
+        encode_chat(messages, byte_tokenizer(("$",)), template=large)
+    small = jinja_template(source.replace("4000000", "60000"), eos_token="$", stop="$")
+    assert len(encode_chat(messages, byte_tokenizer(("$",)), template=small).tokens) > 60_000
+
+
 def test_a_source_that_is_no_jinja_or_has_no_end_is_refused_at_once():
     with pytest.raises(ValueError, match="line 2 is no Jinja"):
         jinja_template("\n{% for %}", eos_token="$")
+    with pytest.raises(ValueError, match="line 2: No filter named 'colour'"):
+        jinja_template("\n{{ messages | colour }}", eos_token="$")
+    with pytest.raises(ValueError, match="line 1: No test named 'blue'"):
+        jinja_template("{{ messages is blue }}", eos_token="$")
     with pytest.raises(ValueError, match="say what ends a turn"):
         jinja_template("x")
 

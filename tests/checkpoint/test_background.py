@@ -1,5 +1,6 @@
 """Saves beside the training: true copies, one at a time, and no failure lost."""
 
+import json
 import os
 import re
 import threading
@@ -20,6 +21,7 @@ from trainkit.checkpoint import save as save_module
 from trainkit.checkpoint.manifest import read_manifest
 from trainkit.checkpoint.retention import Retention
 from trainkit.checkpoint.save import saves
+from trainkit.sinks import events
 from trainkit.testing import run_ranks
 from trainkit.types import DiskError, NumericsError
 
@@ -248,6 +250,29 @@ def test_an_exception_lets_a_rank_alone_finish_what_it_can(tmp_path, monkeypatch
     with pytest.raises(HasToEndError):
         run()
     assert names_in(tmp_path) == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fails):
+    def fail(*_):
+        raise DiskError("the disk is full")
+
+    if fails:
+        monkeypatch.setattr(flight, "write_rank", fail)
+    with (
+        events(tmp_path / "events.jsonl") as event,
+        suppress(DiskError),
+        saves(tmp_path, *small_run(), event=event, tell=lambda _: None) as (save, saved),
+    ):
+        began = time.time()
+        save(at(1))
+        until(lambda: not flight.save_threads())
+        ended = time.time()
+        time.sleep(0.05)
+        saved(wait=True)
+    (line,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert began <= line["time"] <= ended
+    assert (line["event"], line["error"] is not None) == ("save", fails)
 
 
 def test_what_must_be_on_the_disk_before_a_commit_is_asked_for_before_it(tmp_path):

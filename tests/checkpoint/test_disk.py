@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
+from trainkit import files
 from trainkit.checkpoint import list_checkpoints, require_space, snapshot, verify_checkpoint, write
 from trainkit.checkpoint import save as checkpoint_save
 from trainkit.checkpoint.save import save_checkpoint, saves
@@ -304,3 +305,22 @@ def test_a_slow_disk_holds_nobody_up_beside_the_training(tmp_path, monkeypatch):
         (outcome,) = saved(wait=True)
     assert outcome.seconds > 0.5
     assert max(outcome.blocked, stood_still) < 0.5
+
+
+def test_a_disk_without_inodes_is_told_as_one(tmp_path, monkeypatch):
+    own = os.statvfs
+
+    def without_inodes(path):
+        values = list(own(path))
+        values[5:8] = [1000, 0, 0]  # files in all, free, and free for a user
+        return os.statvfs_result(values)
+
+    def fail():
+        with files.disk_errors(tmp_path / "a", by="save_checkpoint"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert "no inode is" not in str(failure_of(fail))
+    monkeypatch.setattr(files.os, "statvfs", without_inodes)
+    assert str(failure_of(fail)).endswith(
+        "bytes are free, but no inode is, which every file needs: delete some files"
+    )

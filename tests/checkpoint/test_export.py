@@ -24,6 +24,7 @@ from trainkit.checkpoint import export, plain, reading, sources
 from trainkit.checkpoint.export import (
     export_checkpoint,
     plan_shards,
+    save_tensors,
     write_weights,
 )
 from trainkit.checkpoint.manifest import dump_json, make_manifest, sealed
@@ -159,6 +160,41 @@ def test_a_large_tensor_is_read_and_written_in_parts(tmp_path, monkeypatch):
         assert same_bits(whole(weights_from(folder), "x", x), x)
 
 
+def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_path):
+    kinds = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
+    tensors = {f"x.{kind}": torch.arange(24).reshape(2, 3, 4).to(kind) for kind in kinds}
+    tensors |= {"turned": torch.arange(6.0).reshape(2, 3).t(), "number": torch.tensor(3.0)}
+    tensors |= {"none": torch.zeros(0, 4), "learns": torch.nn.Parameter(torch.ones(3))}
+    report = save_tensors(tensors, tmp_path / "w", shard_bytes=60, beside={"config.json": b"{}"})
+    assert report["tensors"] == len(tensors)
+    assert verify_weights(tmp_path / "w") == []
+    read = weights_from(tmp_path / "w")
+    for name, x in tensors.items():
+        found = whole(read, name, x)
+        assert (found.dtype, found.shape) == (x.dtype, x.shape), name
+        assert torch.equal(found.double(), x.detach().double()), name
+    assert {*safetensors.torch.load_file(tmp_path / "w" / report["files"][0])} <= {*tensors}
+    file = tmp_path / "w" / report["files"][0]
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="does not verify"):
+        weights_from(tmp_path / "w")
+    with pytest.raises(ConfigError, match="is there already"):
+        save_tensors(tensors, tmp_path / "w")
+    save_tensors({"a": torch.ones(2, dtype=torch.float64)}, tmp_path / "w2", dtype="bfloat16")
+    assert weights_from(tmp_path / "w2")("a", (2,), (0,)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)],
+    ids=["sparse", "meta", "complex"],
+)
+def test_tensors_that_no_file_holds_are_named(x, tmp_path):
+    with pytest.raises(ConfigError, match=r"save_tensors: odd of .* cannot be written"):
+        save_tensors({"odd": x, "plain": torch.ones(1)}, tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
 def test_files_are_filled_in_the_order_of_names():
     plan = plan_shards({"c": 1, "a": 3, "b": 3, "d": 9, "e": 1}, shard_bytes=4)
     assert list(plan.values()) == [("a",), ("b", "c"), ("d",), ("e",)]
@@ -173,8 +209,10 @@ def test_files_are_filled_in_the_order_of_names():
 def killed_at(source, folder, place):
     """Export in this process, and kill it at a place."""
     kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
-    appended, renamed = iter(range(1000)), iter(range(1000))
+    appended, renamed, synced = (iter(range(1000)) for _ in range(3))
     append, sync, replace = plain.write_all, files.sync_folder, Path.rename
+    if place[0] == "rename":  # as where the disk cannot exchange two folders
+        files.exchange_paths = lambda *_: False
 
     def appending(*arguments):
         append(*arguments)
@@ -182,7 +220,7 @@ def killed_at(source, folder, place):
             kill()
 
     def syncing(path):
-        if place == ("sync", 0):
+        if place == ("sync", next(synced)):
             kill()
         sync(path)
 
@@ -198,7 +236,8 @@ def killed_at(source, folder, place):
 
 @pytest.mark.case("M9")
 @pytest.mark.parametrize(
-    "place", [("append", 0), ("append", 5), ("sync", 0), ("rename", 0), ("rename", 1)]
+    "place",
+    [("append", 0), ("append", 5), ("sync", 0), ("sync", 1), ("rename", 0), ("rename", 1)],
 )
 def test_an_export_that_is_killed_leaves_no_half_folder(place, source, tmp_path):
     path, _ = source
@@ -208,16 +247,44 @@ def test_an_export_that_is_killed_leaves_no_half_folder(place, source, tmp_path)
     with pytest.raises(RankError):
         run_ranks(functools.partial(killed_at, path, folder, place), 1)
     left = tree(folder)
-    assert left is None or left == old
     assert (left is None) == (place == ("rename", 1))  # between two renames the old one is beside
+    # The second sync is that of the folder above, after the two have changed places.
+    assert left is None or (left == old) == (place != ("sync", 1))
+    assert left is None or verify_weights(folder) == []
     with suppress(ConfigError):
         export_checkpoint(path, folder)
-    assert tree(folder) == old  # it is back, and nothing of the killed one is left
+    # Where there was none it is back, and nothing of the killed one is left.
+    assert tree(folder) == (left or old)
     assert beside(folder) == ["weights"]
     export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
     assert verify_weights(folder) == []
     assert tree(folder) != old
     assert beside(folder) == ["weights"]
+
+
+def test_a_folder_is_never_missing_while_another_takes_its_place(source, tmp_path, monkeypatch):
+    path, folder = source[0], tmp_path / "out/weights"
+    export_checkpoint(path, folder)
+    old, seen, sync = tree(folder), [], files.sync_folder
+
+    def syncing(path):
+        seen.append(tree(folder))
+        if len(seen) == 2 and fails:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(files, "sync_folder", syncing)
+    for fails in (True, False):
+        seen.clear()
+        if fails:  # what is told to have failed is not there
+            with pytest.raises(DiskError, match="Input/output error"):
+                export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
+        else:
+            export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
+        assert None not in seen
+        assert (tree(folder) == old) == fails
+        assert beside(folder) == ["weights"]
+    assert verify_weights(folder) == []
 
 
 @pytest.mark.case("M9")

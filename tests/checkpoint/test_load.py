@@ -546,6 +546,30 @@ def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
         resume_with(with_facts, Changes(flagged=["lr"], allow=["seed"]))
 
 
+def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, capsys):
+    path, run = with_facts / "checkpoints" / "step_00000001", small_run(steps=0)[1:3]
+    facts, told = FACTS | {"config.microbatch": 4}, []
+    load_checkpoint(path, *run, facts=facts, changes=CHANGES, tell=told.append)
+    assert told == ["its config.microbatch is 2, the run's is 4"]
+    load_checkpoint(path, *run, facts=facts, changes=CHANGES)
+    assert capsys.readouterr().out == f"{told[0]}\n"
+    load_checkpoint(path, *run, facts=FACTS, changes=CHANGES)
+    assert capsys.readouterr().out == ""
+
+
+def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts):
+    path, other = with_facts / "checkpoints" / "step_00000001", small_model(width=5)
+    run = [other], torch.optim.AdamW(other.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path, *run, facts=FACTS | {"config.seed": 1})
+    facts, tensors = error.value.got
+    assert facts == "its config.seed is 0, the run's is 1"
+    assert tensors == "tensors and options of its optimizer that differ too: 1"
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path, *run, facts=FACTS)
+    assert error.value.got == ["model/weight is float32[2, 3], the run has float32[2, 5]"]
+
+
 def vars_of(changes):
     return {"free": changes.free, "flagged": changes.flagged}
 
@@ -582,6 +606,16 @@ def test_data_that_changed_is_shown(with_facts):
 def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_change():
     refused, told = compare_facts({}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, CHANGES)
     assert (refused, told) == (["its seed is None, the run's is 1"], [])
+
+
+def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
+    changes = Changes(free=["files"])
+    saved = {"files": {"a": "1", "b": "2"}, "fingerprint": "12"}
+    moved = {"files": {"c": "1", "b": "2"}, "fingerprint": "12"}
+    line = "files: a was removed; files: c was added"
+    assert compare_facts(saved, moved, changes) == ([], [line])
+    refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, changes)
+    assert refused == ["its fingerprint is 12, the run's is 13", *line.split("; ")]
 
 
 # ------------------------------------------------------------------------------- again and again

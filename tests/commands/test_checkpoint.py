@@ -18,7 +18,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.__main__ import main
-from trainkit.checkpoint import list_checkpoints, manifest
+from trainkit.checkpoint import diff_checkpoints, list_checkpoints, manifest
 from trainkit.checkpoint.listing import describe_checkpoint
 from trainkit.checkpoint.manifest import make_manifest
 from trainkit.checkpoint.plain import hash_file, write_durably
@@ -26,7 +26,7 @@ from trainkit.checkpoint.retention import remove_checkpoint
 from trainkit.checkpoint.sources import weights_from
 from trainkit.config import read_config
 from trainkit.convert import foreign, pickled
-from trainkit.types import ConfigError
+from trainkit.types import CheckpointError, ConfigError
 
 DAMAGED = 66
 
@@ -167,6 +167,20 @@ def test_diff_tells_what_two_checkpoints_do_not_share(run_dir, tmp_path, said):
     assert told["relative"] == pytest.approx(1 / 3)
     assert told["max_abs"] == pytest.approx(told["max_b"] / 3)
     assert told["unequal"] == 6
+
+
+def test_diff_of_a_checkpoint_that_was_pruned_says_which_there_are(run_dir, said):
+    a = run_dir / "checkpoints/step_00000003"
+    there = [path.name for path in list_checkpoints(a.parent) if path != a]
+    shutil.rmtree(a)
+    for pair in ((a, a.with_name(there[0])), (a.with_name(there[0]), a)):
+        code, report = said("diff", *pair)
+        assert code == 66
+        assert f"there is no step_00000003 in {a.parent} (any more); there are" in report["error"]
+        assert all(name in report["error"] for name in there)
+        assert "step_00000003.pin" in report["hint"]
+    with pytest.raises(CheckpointError, match="there is no step_00000003 in"):
+        diff_checkpoints(a, a.with_name(there[0]))
 
 
 def test_diff_names_tensors_of_one_side_and_of_other_shapes(tmp_path, said):

@@ -140,6 +140,18 @@ def test_directories_without_documents_are_refused(tmp_path):
         open_corpus(tmp_path, tokenizer=Words())
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", ""), ("a.jsonl", '{"text": ""}\n{"text": ""}\n')]
+)
+def test_documents_that_are_all_empty_are_refused_and_one_text_is_enough(name, text, tmp_path):
+    write_tree(tmp_path, {name: text, f"b{name}": text})
+    where = tmp_path if name == "a.txt" else tmp_path / name
+    with pytest.raises(DataError, match=r"there is no text: all documents \(2\) are empty"):
+        open_corpus(where)
+    write_tree(tmp_path, {name: text.replace('""', '"x"', 1) or "x"})
+    assert open_corpus(where).lengths.tolist() == [3, 2]
+
+
 def test_what_must_not_be_read_is_named(tmp_path, monkeypatch):
     # Tests may run as root, whom no mode keeps out.
     write_tree(tmp_path, {"x/a.txt": "a"})
@@ -336,7 +348,7 @@ def test_held_out_files_are_one_in_twenty_by_name_alone():
 
 
 def test_documents_are_held_out_by_name_or_by_number(tmp_path):
-    named = open_corpus(write_tree(tmp_path, {f"{number}.py": "" for number in range(60)}))
+    named = open_corpus(write_tree(tmp_path, {f"{number}.py": "x" for number in range(60)}))
     assert held_out_documents(named).tolist() == [held_out(name) for name in named.names]
     assert held_out_documents(named).sum() == 5
     numbered = write_corpus(tmp_path / "a.tokens", [[1]] * 60)

@@ -187,6 +187,7 @@ def test_a_sidecar_that_is_read_is_not_told_as_left_out(tmp_path, name):
         ({"dtype": "uint16", "offsets": []}, "must rise from 0 to 5"),
         ({"dtype": "uint16", "offsets": [0, 1.5, 5]}, "offsets .* is not"),
         ({"dtype": "uint16", "offsets": "../ends.npy"}, "offsets '../ends.npy' is not"),
+        ({"dtype": "uint16", "offsets": "ends\0.npy"}, r"offsets 'ends\\x00.npy' is not"),
         ({"dtype": "uint16", "offsets": "gone.npy"}, "gone.npy: No such file"),
         ({"dtype": "uint16", "sha256": "0" * 64}, "the fingerprint .* of its sidecar"),
     ],

@@ -500,3 +500,12 @@ def test_maps_hold_no_descriptor_and_go_with_the_last_array(tmp_path):
     assert tokens.tolist() == [1, 2, 3]
     del tokens
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_system_that_gives_fewer_bytes_than_asked_is_no_damage(tmp_path, monkeypatch):
+    path, own = tmp_path / "a.tokens", os.pread
+    documents = [list(range(300)), [1, 2], []]
+    write_corpus(path, documents)
+    monkeypatch.setattr(os, "pread", lambda file, size, place: own(file, min(size, 7), place))
+    corpus = open_corpus(path)
+    assert [corpus.read(i, 0, len(x)).tolist() for i, x in enumerate(documents)] == documents

@@ -127,7 +127,7 @@ def failures(kinds):
 def broken_extra():
     def make_parts(cursor):
         part = parts_at(cursor, 1)[0].microbatches[0]
-        broken = attrs.evolve(part, extra={"weight": [1, 2]})
+        broken = attrs.evolve(part, extra={"weight": part.labels.numpy()})
         return [StepBatch([broken], Cursor(1)), StepBatch([part], Cursor(1))]
 
     with tk.parallel_session() as ps:

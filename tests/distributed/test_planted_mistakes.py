@@ -217,6 +217,18 @@ def terms_lacking(_ps):
     PATCH.setattr(train, "mean_terms", lambda *_: {})
 
 
+def one_term_lacking(_ps):
+    """Report all terms of the loss but one."""
+    mean = train.mean_terms
+
+    def some(*sums):
+        terms = mean(*sums)
+        del terms["router_z"]
+        return terms
+
+    PATCH.setattr(train, "mean_terms", some)
+
+
 # ------------------------------------------------------------------------------------ experts
 
 
@@ -339,6 +351,7 @@ OF_EXPERTS = {
     "padding counted": (padding_counted, "dp"),
     "tape read one layer off": (tape_read_one_layer_off, "dp"),
     "routers counted per tp rank": (routers_counted_per_tp_rank, "tp"),
+    "one term lacking": (one_term_lacking, "dp"),
 }
 OF_ADAPTERS = {
     "adapters not summed": (adapters_not_summed, "tp"),

@@ -1,6 +1,7 @@
 """A file of results: it appears line by line, a killed run goes on with it, others are refused."""
 
 import fcntl
+import re
 
 import numpy as np
 import pytest
@@ -98,6 +99,19 @@ def test_a_damaged_line_is_named_by_its_number(whole, tmp_path):
         path.write_bytes(b"".join([*lines[:3], bad, *lines[4:]]))
         with pytest.raises(DataError, match="line 4 is damaged: it is not the result of item 2"):
             other()(path)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_number_that_was_changed_is_not_believed(number, whole, tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = whole.splitlines(keepends=True)
+    digit = re.search(rb"\d(?=[,}\]].*hash)", lines[number]).start()
+    changed = b"7" if lines[number][digit : digit + 1] != b"7" else b"8"
+    lines[number] = lines[number][:digit] + changed + lines[number][digit + 1 :]
+    path.write_bytes(b"".join(lines))
+    for call in (other(), evaluation.read_lines):
+        with pytest.raises(DataError, match=f"line {number + 1} is damaged"):
+            call(path)
 
 
 def test_a_file_that_is_being_written_or_cannot_be_is_refused(whole, tmp_path):

@@ -695,3 +695,24 @@ def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
     with Made():
         linear.add_product_(total, slopes.t(), inputs)
     assert [name for name in seen if name != "aten.t.default"] == ["aten.addmm.dtype_out"]
+
+
+@pytest.mark.parametrize("of_hidden", [False, True])
+def test_a_policy_loss_is_its_formula(of_hidden):
+    """Entropy lowers the loss; what the trainer finds likelier than the sampler weighs more."""
+    hidden, weight = make_hidden(2, 5)
+    labels = torch.arange(10).view(2, 5) % V
+    batch = {"labels": labels.masked_fill(labels == 3, -100)}
+    for phase, name in enumerate(("old_logprobs", "sampler_logprobs", "advantages")):
+        batch[name] = torch.sin(torch.arange(10).double().view(2, 5) + 2 * phase)
+    logprobs = (hidden @ weight.T).log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    ratios = (logprobs.gather(-1, labels[..., None])[..., 0] - batch["old_logprobs"]).exp()
+    plain, bounded = (x * batch["advantages"] for x in (ratios, ratios.clamp(0.8, 1.5)))
+    importance = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.2)
+    want = -torch.minimum(plain, bounded) * importance - 0.3 * entropies
+    want = want[batch["labels"] >= 0].sum()
+    added = Added(most_importance=1.2)
+    loss = policy_gradient(clipped(0.2, 0.5), added=added, entropy_weight=0.3)
+    found, _ = loss(Hidden(hidden, weight) if of_hidden else hidden @ weight.T, batch)
+    torch.testing.assert_close(found, want)

@@ -84,7 +84,7 @@ def test_adamw_takes_a_generator_and_groups():
         ({"lr": float("nan")}, "lr must be .* got nan"),
         ({"eps": -1e-8}, "eps must be"),
         ({"weight_decay": float("inf")}, "weight_decay must be"),
-        ({"betas": (0.9, 1.0)}, r"betas must be .* got \(0.9, 1.0\)"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be .* got 1.0"),
         ({"betas": (0.9,)}, "betas must be two"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_rule_refuses_options_that_it_does_not_have_and_betas_out_of_range():
     with pytest.raises(TypeError, match=r"^Lion: there is no option eps; there are \['betas'\]"):
         Lion(make_params(), lr=0.1, eps=1e-8)
     for betas in ((0.9, 1.0), (-0.1, 0.9)):
-        with pytest.raises(ValueError, match=r"^Lion: betas must be at least 0 and below 1"):
+        with pytest.raises(ValueError, match=r"^Lion: betas\[\d\] must be at least 0 and below 1"):
             Lion(make_params(), lr=0.1, betas=betas)
     with pytest.raises(ValueError, match=r"^ScheduleFree: betas\[0\] must be above 0"):
         ScheduleFree(make_params(), lr=0.1, betas=(0.0, 0.9))

@@ -104,6 +104,25 @@ def slow_disk(seconds):
     os.fsync = slow
 
 
+def hung_disk(calls):
+    """Let no fsync of a checkpoint come back after so many; a stop waits less for it."""
+    from trainkit.runtime import watchdog
+
+    fsync, left = os.fsync, iter(range(calls))
+
+    def hang(handle):
+        if (
+            "/checkpoints/" in str(Path(f"/proc/self/fd/{handle}").readlink())
+            and next(left, None) is None
+        ):
+            time.sleep(1000)
+        fsync(handle)
+
+    os.fsync = hang
+    assert (watchdog._GRACE, watchdog._STILL) == (25.0, 10.0)
+    watchdog._GRACE, watchdog._STILL = 4.0, 2.0
+
+
 def no_pictures(_):
     """Draw nothing at the end of a run."""
     from trainkit.runtime import run
@@ -150,6 +169,7 @@ def deaf(_):
 SURROUNDINGS = {
     "limit_files": limit_files,
     "slow_disk": slow_disk,
+    "hung_disk": hung_disk,
     "no_pictures": no_pictures,
     "believe_files": believe_files,
     "often": often,

@@ -114,6 +114,22 @@ def test_told_to_stop_while_a_peer_is_stuck(arena):
     assert harness.torn(arena.out) == []
 
 
+@pytest.mark.case("E5", "K6")
+@pytest.mark.parametrize(("every", "background"), [(1, True), (1000, False)])
+def test_told_to_stop_while_the_disk_hangs(every, background, arena):
+    """The steps may take 600 s; the disk hangs in the first save, or in a later one."""
+    flags = trials.saves(background=background, every=every)
+    faults = [["signal_at", {"at": 3}]]
+    calls = 0 if every == 1000 else 15
+    with harness.running(
+        arena.ground, arena.out, *flags, ranks=1, faults=faults, steps=900, hung_disk=calls
+    ) as job:
+        assert harness.finish(job, 60) == [76], job.said()
+        assert "asked to stop (SIGTERM)" in job.said()
+    assert harness.torn(arena.out) == []
+    assert bool(harness.committed(arena.out)) == (every == 1)
+
+
 STORM = [["nan_loss_at", {"at": list(range(3, 200))}], ["signal_at", {"at": 4, "rank": 1}]]
 
 

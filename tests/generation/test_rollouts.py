@@ -1,6 +1,7 @@
 """Answers are checked in bounded time, and trained on with what was known of each token."""
 
 import contextlib
+import math
 import signal
 import time
 
@@ -26,7 +27,8 @@ from trainkit.generation import (
 from trainkit.losses import clipped, policy_gradient
 from trainkit.models import build_decoder, call_routed, decoder_config
 from trainkit.models.config import Experts
-from trainkit.tokenizers import byte_tokenizer
+from trainkit.tokenizers import byte_tokenizer, train_bpe
+from trainkit.tokenizers.special import BOS, EOS
 from trainkit.types import IGNORED_LABEL, DataError
 
 BYTES = byte_tokenizer()
@@ -84,6 +86,15 @@ def test_each_label_has_what_was_known_of_its_token():
     _, terms = policy_gradient(clipped())(logits, batch)
     assert terms["clipped/count"] == 5
     assert terms["old_kl"] == 0  # every ratio is 1
+
+
+def test_a_log_probability_above_0_is_no_column():
+    answers = [attrs.evolve(answer("2"), logprobs=[-0.1, own]) for own in (0.0, 0.3)]
+    assert len(answer_corpus(answers[:1], advantages=[1.0]).lengths) == 1
+    with pytest.raises(
+        DataError, match=r"answer 1 has the log-probability 0\.3; it must be at most 0"
+    ):
+        answer_corpus(answers, advantages=[1.0, 1.0])
 
 
 def test_every_answer_is_in_one_minibatch():
@@ -145,22 +156,64 @@ def test_rollouts_are_read_as_they_are_needed_and_a_list_once_more():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"answer": None}, "record 1 has answer=None"),
+        ({"answer": None}, "record 4 has answer=None"),
+        ({"truncated": "false"}, "record 4 has truncated='false'; it must be true or false"),
         ({"logprobs": None}, "has 2 tokens that logprobs are needed of, and logprobs: None"),
-        ({"logprobs": [-0.5]}, "has 2 tokens that .* and logprobs: 1;"),
+        ({"logprobs": [-0.5]}, "4 has 1 log-probabilities, and its answer '2' is encoded into 2"),
         ({"choices": [[[0, 1]]] * 5}, "has 7 tokens that choices are needed of, and choices: 5;"),
         ({"answer": "", "truncated": True, "logprobs": []}, "has 0 tokens"),
         ({"answer": "\ud800", "logprobs": [-1.0] * 4}, "comes back from its tokens as"),
+        *(
+            ({"logprobs": [-0.5, bad]}, f"record 4 has the log-probability {bad!r} for token 1")
+            for bad in (12, 0.3, 1e-9, math.nan, -math.inf, True, False, "-0.5", None)
+        ),
+        ({"ids": [50, 257], "logprobs": [-0.5]}, "has 2 tokens that logprobs are needed of"),
+        ({"ids": [50]}, "record 4 is not truncated, and its ids end with 50; .* EOS, 257, unless"),
+        ({"ids": [50, 257], "truncated": True}, "record 4 is truncated, and its ids end with 257"),
+        ({"ids": [51, 257]}, "record 4 has the answer '2', and its ids are '3'"),
+        *(
+            ({name: bad}, f"record 4 has {name}=.*; it must be a list of ids .* from 0 to 258")
+            for name in ("ids", "prompt_ids")
+            for bad in ([], "2", 50, [259], [-1], [50.0], [True], [None])
+        ),
     ],
 )
 def test_a_record_that_cannot_be_trained_on_is_refused(changes, says):
     class Lossy:
-        bos_id, eos_id = 256, 257
+        bos_id, eos_id, vocab_size = 256, 257, 259
         encode = staticmethod(lambda text: list(text.encode(errors="replace")))
         decode = staticmethod(BYTES.decode)
 
     with pytest.raises(DataError, match=says):
-        read_answers([record(), record(**changes)], tokenizer=Lossy())
+        read_answers([record(), record(**changes)], tokenizer=Lossy(), first=3)
+
+
+def test_the_tokens_that_were_drawn_are_those_that_are_trained():
+    """The tokenizer makes others of the same text."""
+    tokenizer = train_bpe(["12 123 1234 23 234 34"] * 4, vocab_size=300, special=(BOS, EOS))
+    whole, drawn = tokenizer.encode("123"), [tokenizer.encode(x)[0] for x in "123"]
+    assert tokenizer.decode(drawn) == tokenizer.decode(whole) == "123"
+    assert len(drawn) > len(whole)
+    ids, logprobs = [*drawn, tokenizer.eos_id], [-0.1, -0.2, -0.3, -0.4]
+    given = {"prompt": "123", "prompt_ids": drawn, "ids": ids, "logprobs": logprobs}
+    for answer in ({}, {"answer": "123"}):
+        (found,) = read_answers([given | answer], tokenizer=tokenizer)
+        assert (found.prompt_ids, found.ids, found.text) == (drawn, ids, "123")
+    text = {"prompt": "123", "answer": "123", "logprobs": logprobs}
+    want = (
+        f"record 0 has 4 log-probabilities, and its answer '123' is encoded into {len(whole) + 1}"
+    )
+    with pytest.raises(DataError, match=f'{want} tokens.*give those that it drew as "ids"'):
+        read_answers([text], tokenizer=tokenizer)
+    other = given | {"prompt_ids": [*whole]}
+    assert [x.group for x in read_answers([given, given, other], tokenizer=tokenizer)] == [0, 0, 1]
+
+
+def test_a_word_that_only_the_model_has_may_have_been_drawn():
+    given = record(ids=[300, 257], answer=None)
+    assert read_answers([given], tokenizer=BYTES, vocab_size=320)[0].ids == [300, 257]
+    with pytest.raises(DataError, match="from 0 to 258"):
+        read_answers([given], tokenizer=BYTES)
 
 
 def test_a_sampler_that_is_not_the_trainer_is_refused():

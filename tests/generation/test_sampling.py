@@ -73,7 +73,7 @@ def test_the_noise_of_a_place_is_its_own_and_even():
         ({"top_k": 0}, "top_k must be above 0, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0"),
         ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and finite, got 0"),
     ],
 )
 def test_numbers_out_of_their_range_are_refused(change, match):

@@ -61,6 +61,18 @@ def command(capsys, *words):
     return code, orjson.loads(capsys.readouterr().out)
 
 
+def test_a_run_that_began_with_a_folder_keeps_its_context(tmp_path, capsys):
+    saved_run(tmp_path / "run", context=1024)
+    assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
+    assert hub.open_folder(tmp_path / "there").values["max_position_embeddings"] == 1024
+    flags = [tmp_path / "run", tmp_path / "there", "--overwrite", "--context", 512]
+    assert command(capsys, *flags)[0] == 0
+    assert hub.open_folder(tmp_path / "there").values["max_position_embeddings"] == 512
+    found = hub.open_trained(tmp_path / "run", context=64)
+    assert (found.context, found.full_context) == (64, 1024)
+    assert hub.open_trained(tmp_path / "run").context == 1024
+
+
 def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_path, capsys):
     model = saved_run(tmp_path / "run")
     code, report = command(capsys, tmp_path / "run", tmp_path / "there", "--shard-bytes", 500_000)

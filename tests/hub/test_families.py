@@ -1,5 +1,7 @@
 """Every family against `transformers`: its folders read, computed with, and its map turned."""
 
+import functools
+
 import attrs
 import orjson
 import pytest
@@ -15,10 +17,10 @@ from trainkit.hub.links import check_links, linked, make_links, their_shapes
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
-from trainkit.models.sizes import config_from_facts, decoder_sizes
+from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
 from trainkit.parallel import build_stages, problems
 from trainkit.testing.builtin import decoder_batch
-from trainkit.types import ConfigError, Layout, Rows, TrainState
+from trainkit.types import CheckpointError, ConfigError, Layout, Rows, TrainState
 
 
 def read(folder, context=tiny.CONTEXT):
@@ -106,6 +108,60 @@ def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
         if x.ndim == 2 and len(x) > 8:  # and any part of one
             assert torch.equal(back(name, (5, 3), (3, 2)), x[3:8, 2:5]), name
     assert set(ours) == {name for link in links for name in [link.ours.name]}
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
+    from safetensors.torch import load_file
+
+    theirs = tiny.make_theirs(row)
+    theirs.save_pretrained(tmp_path)
+    folder, state, values = hub.open_folder(tmp_path), theirs.state_dict(), theirs.config.to_dict()
+    if folder.config.experts is not None:  # joined in memory
+        with pytest.raises(CheckpointError, match=r"experts.* is missing") as error:
+            hub.import_tensors(state, values)
+        assert "save_pretrained writes them apart" in error.value.hint
+        state = load_file(tmp_path / "model.safetensors")
+    ours, want = hub.import_tensors(state, values), hub.folder_weights(folder)
+    assert ours.keys() == our_shapes(folder.config).keys()
+    for name, x in ours.items():
+        assert torch.equal(x, want(name, tuple(x.shape), (0,) * x.ndim)), name
+    model = build_decoder(folder.config, seed=1)
+    model.load_state_dict(ours, strict=folder.config.experts is None)
+    back = hub.export_tensors(model.state_dict(), folder.config, family=folder.family)
+    assert back.keys() <= state.keys()
+    assert all(torch.equal(x, state[name]) for name, x in back.items())
+    head = folder.family.names(folder.config)["head.weight"].name
+    assert state.keys() - back.keys() <= ({head} if folder.config.tied else set())
+
+
+def test_tensors_in_memory_that_are_not_the_models_are_named():
+    model = build_decoder(decoder_config("tiny", layers=1, tied=True), seed=0)
+    theirs = hub.export_tensors(model.state_dict(), model.config, family="llama")
+    values = hub.write_config(model.config, context=64)
+    embedding = theirs["model.embed_tokens.weight"]
+    import_tensors = functools.partial(hub.import_tensors, values=values)
+    ours = import_tensors(theirs | {"lm_head.weight": embedding})
+    assert ours["embedding.weight"].data_ptr() == embedding.data_ptr()  # a view
+    short = {name.removeprefix("model."): x for name, x in theirs.items()}
+    assert import_tensors(short).keys() == ours.keys()
+    for wrong, named in (
+        ({"lm_head.weight": embedding + 1}, "lm_head.weight is not model.embed_tokens.weight"),
+        ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight has the shape \[3\], not"),
+        ({"model.norm.weight": torch.ones(128).int()}, "is of int32, no floating point"),
+        ({"model.norm.bias": torch.ones(3)}, "model.norm.bias has no place in the model"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            import_tensors(theirs | wrong)
+    lacking = {name: x for name, x in theirs.items() if "norm" not in name}
+    with pytest.raises(CheckpointError, match=r"model.norm.weight of shape \[128\] is missing"):
+        import_tensors(lacking)
+    for wrong, named in (
+        ({"norm.weight": torch.ones(3)}, r"norm.weight has the shape \[3\], not \[128\]"),
+        ({"norm.bias": torch.ones(3)}, "norm.bias has no place in the decoder"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            hub.export_tensors(model.state_dict() | wrong, model.config)
 
 
 def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(tmp_path):
@@ -272,6 +328,9 @@ def test_a_map_with_a_gap_is_refused_by_name():
     shapes = {"a": (4, 2), "b": (2, 2)}
     with pytest.raises(ConfigError, match="no name for b"):
         make_links({"a": hub.There("x")}, shapes, heads={}, rotary=0)
+    table = {"a": hub.There("x"), "b": hub.There("y")}
+    with pytest.raises(ConfigError, match=r"make_links: b must have a dimension, got"):
+        make_links(table, {"a": (2,), "b": ()}, heads={}, rotary=0)
     links = make_links({"a": hub.There("x"), "b": hub.There("x")}, shapes, heads={}, rotary=0)
     with pytest.raises(ConfigError, match="x: 12 of 8 elements are linked"):
         check_links(links, shapes)

@@ -348,6 +348,13 @@ def test_all_that_is_missing_or_left_over_or_of_another_shape_is_named(folder):
     ]
 
 
+@pytest.mark.parametrize("changes", [{"hidden_size": 1 << 30}, {"intermediate_size": 1 << 30}])
+def test_sizes_that_the_tensors_have_not_are_refused_before_a_model_is_made(tmp_path, changes):
+    folder = make_folder(tmp_path / "large", **changes)
+    with pytest.raises(CheckpointError, match=r"tensors of other sizes than its config\.json says"):
+        hub.init_config(folder, vocab_size=64)
+
+
 def test_what_may_be_missing_comes_from_elsewhere(folder):
     whole = load_file(folder / "model.safetensors")
     del whole["lm_head.weight"]

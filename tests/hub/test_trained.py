@@ -57,8 +57,19 @@ def test_one_of_several_processes_trains_no_base(tmp_path, monkeypatch):
 
 
 def test_what_is_nothing_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json.* and no checkpoints"):
         hub.open_trained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for opened in (hub.open_trained, hub.open_folder):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path} has no config\.json") as error:
+            opened(tmp_path)
+        assert "hf download NAME --local-dir DIR" in error.value.hint
+        with pytest.raises(
+            CheckpointError, match=r"no folder google/gemma-3-1b-it; .* hf download"
+        ):
+            opened("google/gemma-3-1b-it")
+        with pytest.raises(CheckpointError, match="hf download NAME --local-dir DIR"):
+            opened(tmp_path / "gemma")
 
 
 def test_adapters_without_their_model_are_refused_with_what_helps(tmp_path):

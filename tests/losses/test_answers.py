@@ -5,7 +5,8 @@ import torch
 from packed_answers import cut, documents_of, drawn, make_answers, part_of, unpacked, weight_of
 
 from trainkit.batch import count_documents
-from trainkit.losses import document_mean, mean_terms
+from trainkit.losses import document_mean, mean_terms, microbatch_mean
+from trainkit.losses.logits import cure_of
 from trainkit.losses.policy import (
     Added,
     bounded_weights,
@@ -276,12 +277,48 @@ def test_a_long_answers_log_ratio_keeps_its_digits():
     assert abs(float(loss(logits, batch)[0] - ratios.sum())) < 1e-3
 
 
-def test_a_missing_column_is_named():
-    batch = {k: v for k, v in make_answers().items() if k != "reference_logprobs"}
-    with pytest.raises(ValueError, match='the batch has no "reference_logprobs" for each of its'):
-        found_of(LOSSES["dpo"], batch)
-    with pytest.raises(ValueError, match='the batch has no "reference_logprobs" for each of its'):
-        found_of(LOSSES["ppo"], batch)
+PLACES = {"labels", "document_ids", "position_ids"}
+REFERENCE = {*PLACES, "reference_logprobs"}
+POLICY = {"labels", "old_logprobs", "advantages"}
+READ = {
+    "dpo": REFERENCE,
+    "dpo, conservative": REFERENCE,
+    "dpo, no reference": PLACES,
+    "ipo": REFERENCE,
+    "simpo": PLACES,
+    "orpo": PLACES,
+    "kto": {*REFERENCE, "desirable", "kl"},
+    "log_ratio": REFERENCE,
+    "gspo": {*REFERENCE, *POLICY, "sampler_logprobs"},
+    "ppo": {*POLICY, "reference_logprobs", "sampler_logprobs"},
+    "grpo": {*POLICY, "weights"},
+    "cispo": {*POLICY, "reference_logprobs"},
+    "k1": {*POLICY, "reference_logprobs"},
+}
+
+
+@pytest.mark.parametrize(("name", "column"), [(x, y) for x in READ for y in sorted(READ[x])])
+def test_a_missing_column_is_named_with_what_makes_it(name, column):
+    batch = {k: v for k, v in make_answers().items() if k != column}
+    with pytest.raises(ValueError, match=f'the batch has no "{column}"') as caught:
+        found_of(LOSSES[name], batch)
+    assert str(caught.value).endswith(f"; {cure_of(column)}")
+
+
+def test_no_other_column_is_missed():
+    assert {*READ} == {*LOSSES}
+    for name, loss in LOSSES.items():
+        found_of(loss, {k: v for k, v in make_answers().items() if k in READ[name] | {"x"}})
+
+
+@pytest.mark.parametrize(
+    ("function", "column"),
+    [(document_mean, "document_ids"), (document_mean, "labels"), (microbatch_mean, "labels")],
+)
+def test_what_weighs_tokens_names_what_it_lacks(function, column):
+    batch = {k: v for k, v in make_answers().items() if k != column}
+    with pytest.raises(ValueError, match=f'{function.__name__}: the batch has no "{column}"'):
+        function([batch], axis=SOLO)
 
 
 def plain_ppo(batch, *, low, high):

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.collectives import sum_grad
-from trainkit.losses import distillation, stored_distillation
+from trainkit.losses import by_source, distillation, stored_distillation
 from trainkit.mesh import axis_from_group
 from trainkit.testing import run_ranks
 from trainkit.types import SOLO, Hidden
@@ -92,6 +92,50 @@ def test_divergences_are_those_of_whole_distributions_whole_and_cut():
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.parametrize(("beta", "k"), KINDS)
+def test_each_token_has_a_value_and_may_have_a_weight(beta, k):
+    student, teacher_weight, batch = inputs()
+    how, kept = {"beta": beta, "temperature": 1.3, "k": k}, batch["labels"] != -100
+    one_label = torch.where(torch.eye(T, dtype=torch.bool), 0, -100).view(T, *kept.shape)
+    alone = [plain(student, teacher_weight, batch | {"labels": own}, **how) for own in one_label]
+    values = torch.stack(alone).view_as(kept).masked_fill(~kept, 0)
+    weights = drawn(*kept.shape, seed=5).abs().masked_fill(~kept, torch.nan)
+    want = (weights * values)[kept].sum()
+    grads = torch.autograd.grad(want, student)
+    output = Hidden(*student)
+    for number, (loss, own) in enumerate(
+        losses_of(beta, k, teacher_weight, teacher_weight, batch=batch, axis=SOLO)
+    ):
+        total, found, counted = loss.per_token(output, own)
+        torch.testing.assert_close(found, values.detach())
+        torch.testing.assert_close(total, values.sum())
+        assert torch.equal(counted, kept.long())
+        how = {"beta": beta, "temperature": 1.3, "weighted": True, "chunk": 4}
+        teacher = Hidden(torch.empty(0), teacher_weight)
+        weighed = stored_distillation(**how) if number else distillation(teacher, top_k=k, **how)
+        total, terms = weighed(output, own | {"weights": weights})
+        torch.testing.assert_close(total, want)
+        torch.testing.assert_close(torch.autograd.grad(total, student), grads)
+        torch.testing.assert_close(terms["distillation"], want.detach())
+        torch.testing.assert_close(terms["distillation/count"], weights[kept].sum())
+    with pytest.raises(ValueError, match='the batch has no "weights" for each of its labels'):
+        weighed(output, own)
+
+
+def test_the_divergence_of_each_corpus_is_known():
+    student, teacher_weight, batch = inputs()
+    source = torch.arange(T).view(2, -1) % 2
+    loss = by_source(["a", "b"], distillation(Hidden(torch.empty(0), teacher_weight)))
+    total, terms = loss(Hidden(*student), batch | {"source": source})
+    torch.testing.assert_close(terms["distillation/a"] + terms["distillation/b"], total.detach())
+    for number, name in enumerate("ab"):
+        labels = batch["labels"].masked_fill(source != number, -100)
+        how = {"beta": 0.0, "temperature": 1.0, "k": None}
+        want = plain(student, teacher_weight, batch | {"labels": labels}, **how)
+        torch.testing.assert_close(terms[f"distillation/{name}"], want.detach())
+        assert terms[f"distillation/{name}/count"] == (labels != -100).sum()
+
+
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that is made."""
 
@@ -126,7 +170,7 @@ def test_a_teacher_that_is_the_student_is_no_loss():
 
 @pytest.mark.parametrize("bad", [{"beta": 1.5}, {"temperature": 0.0}])
 def test_numbers_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError, match=r"distillation: beta is in \[0, 1\] and temperature"):
+    with pytest.raises(ValueError, match=f"stored_distillation: {next(iter(bad))} must be"):
         stored_distillation(**bad)
 
 

@@ -2,11 +2,14 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from trainkit.batch import collate_bins
 from trainkit.collectives import sum_grad
+from trainkit.corpora import memory_corpus
 from trainkit.generation import Sampling, shaped
 from trainkit.losses import (
     Added,
@@ -23,8 +26,9 @@ from trainkit.losses import (
 from trainkit.losses.linear import Factors
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.mesh import axis_from_group
+from trainkit.packing import pack_bins
 from trainkit.testing import run_ranks
-from trainkit.types import Hidden, capped
+from trainkit.types import Column, Hidden, Sample, capped
 
 V, D, T = 24, 5, 14
 SETTINGS = [
@@ -132,30 +136,90 @@ def drawn_bias():
     return torch.randn(V, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
 
 
+PLAIN = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0}
+
+
+def collated():
+    """Return a packed batch of answers, each drawn with its own settings, as columns of labels.
+
+    Prompts and padding have no label; there the columns are 0, as of every corpus.
+    """
+    columns = {name: Column("int64" if name == "top_k" else "float32") for name in PLAIN}
+
+    def sample(number):
+        settings, prompt = PLAIN | SETTINGS[number % len(SETTINGS)], 1 + number % 3
+        ids = torch.randint(V, (5,), generator=torch.Generator().manual_seed(number)).numpy()
+        trained = np.arange(5) >= prompt
+        values = {name: np.where(trained, settings[name], 0) for name in PLAIN}
+        return Sample(ids, trained, values)
+
+    corpus = memory_corpus((sample(n) for n in range(2 * len(SETTINGS))), columns=columns)
+    bins = pack_bins(corpus.lengths, 16, multiple_of=2)
+    return collate_bins(corpus, bins, range(len(bins)))
+
+
 def test_each_token_may_have_been_drawn_otherwise():
-    hidden, weight, labels = inputs()
-    rows = [SETTINGS[i % len(SETTINGS)] for i in range(T)]
-    plain = {"temperature": 1.0, "top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0}
-    each = {
-        name: torch.tensor([row.get(name, value) for row in rows]).view(2, -1)
-        for name, value in plain.items()
-    }
-    found = token_logprobs(hidden, weight, labels, **each, chunk=4)
-    for i, row in enumerate(rows):
-        want = sampled(hidden, weight, labels, row)[0].flatten()[i]
-        torch.testing.assert_close(found.flatten()[i], want)
+    batch = collated()
+    labels, each = batch["labels"], {name: batch[name] for name in PLAIN}
+    assert float(each["temperature"][labels == -100].max()) == 0
+    _, weight, _ = inputs()
+    drawn = torch.randn(*labels.shape, D, generator=torch.Generator().manual_seed(3)).double()
+    hidden = drawn.requires_grad_()
+    wants = []
+    for index in (labels != -100).nonzero().tolist():
+        i, j = index
+        settings = {name: x[i, j].item() for name, x in each.items()}
+        row = hidden[i : i + 1, j : j + 1], weight, labels[i : i + 1, j : j + 1]
+        wants.append(sampled(*row, settings)[0].flatten())
+    want = torch.cat(wants)
+    kept = want != -torch.inf  # a label that its sampler would not draw has no gradient
+    assert 0.3 < float(kept.double().mean()) < 1
+    leaves = (hidden, weight)
+    wanted = torch.autograd.grad(want[kept].sum(), leaves)
+    for chunk in (4, None):
+        found = token_logprobs(hidden, weight, labels, **each, chunk=chunk)
+        torch.testing.assert_close(found[labels != -100], want)
+        assert (found[labels == -100] == 0).all()
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), wanted)
     one_pass = loss_of_scores(
-        {"nll": (lambda scores, _: scores.losses, 1.0)},
-        shaping=lambda batch: Shaping(**{name: batch[name] for name in plain}),
+        {"nll": (lambda scores, _: scores.losses.masked_fill(scores.losses == torch.inf, 0), 1.0)},
+        shaping=lambda batch: Shaping(**{name: batch[name] for name in PLAIN}),
     )
-    batch = {"labels": labels, **each}
-    total, _ = one_pass(Hidden(hidden, weight), batch)
-    on_logits, _ = one_pass(hidden @ weight.T, batch)
-    torch.testing.assert_close(total, -found.sum())
-    torch.testing.assert_close(on_logits, total)
-    wanted = torch.autograd.grad(-found.sum(), (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(total, (hidden, weight)), wanted)
-    torch.testing.assert_close(torch.autograd.grad(on_logits, (hidden, weight)), wanted)
+    for output in (Hidden(hidden, weight), hidden @ weight.T):
+        total, _ = one_pass(output, batch)
+        torch.testing.assert_close(-total, want[kept].sum())
+        torch.testing.assert_close(torch.autograd.grad(-total, leaves), wanted)
+
+
+@pytest.mark.parametrize("nothing", [0.0, -1.0, torch.nan])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_a_setting_without_a_label_may_be_anything(name, nothing):
+    hidden, weight, _ = inputs()
+    hidden, labels = hidden[0, :2], torch.tensor([1, -100])
+    column = torch.tensor([0.7, nothing])
+    found = token_logprobs(hidden, weight, labels, **{name: column})
+    grads = torch.autograd.grad(found.sum(), weight)[0]
+    alone = token_logprobs(hidden[:1], weight, labels[:1], **{name: column[:1]})
+    torch.testing.assert_close(found, torch.cat([alone, alone.new_zeros(1)]))
+    torch.testing.assert_close(grads, torch.autograd.grad(alone.sum(), weight)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "message"),
+    [
+        ("temperature", 0.0, "temperature must be above 0 and finite .*, got 0 at index 1"),
+        ("top_k", 0, "top_k must be at least 1, or None, got 0 at index 1"),
+        ("top_p", torch.nan, "top_p must be above 0 and at most 1, got nan at index 1"),
+        ("min_p", 1.5, "min_p must be between 0 and 1, got 1.5 at index 1"),
+        ("top_k", 0.5, "top_k must hold integers, got torch.float32"),
+    ],
+)
+def test_a_setting_of_a_trained_token_that_is_out_of_range_is_refused(name, bad, message):
+    hidden, weight, labels = inputs()
+    column = torch.full(labels.shape, type(bad)(PLAIN[name]))
+    column.flatten()[1] = bad
+    with pytest.raises(ValueError, match=f"token_logprobs: {message}"):
+        token_logprobs(hidden, weight, labels, **{name: column})
 
 
 def test_a_label_that_no_sampler_draws_is_minus_infinity_without_a_gradient():

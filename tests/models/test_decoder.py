@@ -494,7 +494,7 @@ def test_initial_values_of_what_is_not_there_are_refused(name, shape, offset, ma
         ({"kv_heads": 3}, "kv_heads must be a divisor of heads = 4, got 3"),
         ({"heads": 5, "kv_heads": 5}, "width must be a multiple of heads = 5, or head_dim given"),
         ({"head_dim": 7}, "head_size must be even and at least 2, for the rotary pairs, got 7"),
-        ({"head_dim": 0}, "head_size must be even and at least 2"),
+        ({"head_dim": 0}, "head_dim must be a finite number of at least 1"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
         ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),

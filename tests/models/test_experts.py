@@ -517,6 +517,36 @@ def test_what_experts_have_no_room_for_is_left_out_and_counted():
         Experts(count=8, chosen=2, width=16, capacity=-1.0)
 
 
+def test_jitter_is_for_the_router_alone_and_experts_compute_on_the_tokens():
+    own = attrs.evolve(CONFIG, experts=attrs.evolve(CONFIG.experts, jitter=0.3, shared=8))
+    model, batch = build_decoder(own, seed=0), decoder_batch(0)
+    layer, seen = model.layers["1"].mlp, {}
+    layer.register_forward_pre_hook(lambda _, given: seen.update(tokens=given[0]))
+    for name in ("experts", "shared", "router"):
+        part = getattr(layer, name)
+        part.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: given[0]}))
+    call_routed(model, batch)
+    tokens = seen["tokens"].flatten(0, 1)
+    known = {row.numpy().tobytes() for row in (*tokens.detach(), torch.zeros(32))}  # padding's
+    assert {row.numpy().tobytes() for row in seen["experts"].detach()} <= known
+    assert torch.equal(seen["shared"], seen["tokens"])
+    assert not torch.equal(seen["router"], tokens)
+
+
+@pytest.mark.parametrize("balance", ["batch", "microbatch", "document"])
+def test_balance_looks_at_the_choices_of_before_capacity_dropped_some(balance):
+    sums, batch = {}, decoder_batch(0)
+    for capacity in (0.0, 0.5):
+        last = attrs.evolve(CONFIG.experts, first=CONFIG.layers - 1, capacity=capacity)
+        config = attrs.evolve(CONFIG, experts=last)
+        model = build_decoder(config, seed=0, balance=balance)
+        sums[capacity] = call_routed(model, batch).sums.squeeze(0).detach()
+    dropped = 2
+    assert (sums[0.0][dropped], sums[0.5][dropped] > 0) == (0, True)
+    others = torch.arange(len(sums[0.0])) != dropped
+    assert torch.equal(sums[0.0][others], sums[0.5][others])
+
+
 def test_noise_moves_routers_while_training_and_needs_keys():
     config = attrs.evolve(CONFIG, experts=attrs.evolve(CONFIG.experts, jitter=0.5))
     model, batch = build_decoder(config, seed=0), decoder_batch(0)

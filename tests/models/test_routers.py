@@ -119,3 +119,10 @@ def test_noise_keeps_the_precision_that_a_router_computes_in():
     x = X[:, :5].double().requires_grad_()
     noise_of(x, KEYS[:, :5]).sum().backward()
     assert torch.equal(x.grad, wide[:, :5])
+
+
+def test_a_group_is_chosen_by_its_two_best_experts_together():
+    """Of two groups the first has the best expert, and the second the two that are best."""
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5]]).logit()
+    routing = sigmoid_topk(scores, 2, groups=2, groups_chosen=1)
+    assert sorted(routing.indices[0].tolist()) == [2, 3]

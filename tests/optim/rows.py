@@ -12,7 +12,14 @@ from torch import nn
 
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import key_of
-from trainkit.optim import OPTIMIZERS, make_optimizer, orthogonalized
+from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
+from trainkit.optim import (
+    OPTIMIZERS,
+    make_optimizer,
+    orthogonalized,
+    read_groups,
+    read_options,
+)
 from trainkit.optim.storage import read_moment, written_moment
 from trainkit.parallel.naming import box_of, empty_rows_like
 from trainkit.types import SOLO
@@ -110,6 +117,8 @@ class Row:
         stages = [Named(stages)] if isinstance(stages, dict) else stages
         told = attrs.asdict(attrs.evolve(self, **changes))
         del told["dtype"]
+        for name, read in (("options", read_options), ("groups", read_groups)):
+            told[name] = read(told[name], optimizer=told["optimizer"])
         return make_optimizer(stages, lr=LR, weight_decay=DECAY, seed=3, axis=axis, **told)
 
     def of(self, name):
@@ -137,6 +146,7 @@ ROWS = {
     "adamw, cautious": Row(options=("cautious=True",)),
     "lion, cautious": Row("lion", ("cautious=True",)),
     "adamw, bf16 moments": Row(options=("moments=bf16",)),
+    "lion, bf16 moments": Row("lion", ("moments=bf16",)),
     "adamw, 8-bit moments": Row(options=("moments=8bit",)),
     "lion, 8-bit moments": Row("lion", ("moments=8bit",)),
     "schedule-free, 8-bit moments": Row("schedule-free", ("moments=8bit",)),
@@ -174,14 +184,19 @@ def rate(step):
     return LR * (1 + step % 3)
 
 
-def kept(x, kind, name, count):
+def kept(x, kind, key, count, name):
     """Return what is left of a moment; test_storage.py proves the code of 8 bits."""
     if kind == "bf16":
-        return x.to(BF16).double()
+        keys = rounding_keys(
+            key_of(3, "rounding of moments", name), x.shape or (1,), (0,) * max(x.dim(), 1)
+        )
+        how = {"columns": x.shape[-1] if x.dim() else 1, "begin": 0, "first": 0}
+        flat, at = x.float().reshape(-1), keys_at(keys, count)
+        return rounded_rows(flat, at, **how, lower=key == "v_sq").double().view(x.shape)
     if kind != "8bit" or x.dim() < 2 or x.shape[-1] % 256:
         return x
-    parts = {name: torch.empty(0, dtype=torch.uint8), f"{name}_scale": torch.empty(0)}
-    return as_numbers(name, written_moment(name, x.reshape(-1), parts, count)).view(x.shape)
+    parts = {key: torch.empty(0, dtype=torch.uint8), f"{key}_scale": torch.empty(0)}
+    return as_numbers(key, written_moment(key, x.reshape(-1), parts, count)).view(x.shape)
 
 
 def as_numbers(name, state):
@@ -205,7 +220,7 @@ def step_plainly(row, values, memory, step, gradients):
         formula = FORMULAS[told["optimizer"]]
         values[name] = formula(p, gradients[name], s, lr, decayed, **options)
         for x in s.keys() & {"m", "v"}:
-            s[x] = kept(s[x], told.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1)
+            s[x] = kept(s[x], told.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1, name)
         if row.mean is not None:
             new = values[name]
             s["mean"] = row.mean * s.get("mean", new) + (1 - row.mean) * new

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.noise.jit import jit
-from trainkit.optim import Lion, Momentum, NarrowAdamW, ScheduleFree, SignSGD, elementwise
+from trainkit.optim import (
+    OPTIMIZERS,
+    Lion,
+    Momentum,
+    NarrowAdamW,
+    ScheduleFree,
+    SignSGD,
+    elementwise,
+)
 from trainkit.optim.storage import read_moment, written_moment
+from trainkit.parallel import naming
 
 SHAPES = ((5, 768), (3, 3001), (7,), (), (0, 4), (300, 1))
 
@@ -49,11 +58,16 @@ def params_of(dtype, shapes=SHAPES):
         (Momentum, torch.float32, {"moments": "8bit"}),
         (SignSGD, torch.float32, {}),
         (Lion, torch.float16, {"moments": "bf16"}),
+        (Lion, torch.bfloat16, {"moments": "bf16", "rounding": "stochastic"}),
+        (ScheduleFree, torch.float32, {"moments": "bf16"}),
+        (NarrowAdamW, torch.float32, {"moments": "bf16"}),
     ],
 )
 def test_a_loop_and_tensors_give_the_same_bits(monkeypatch, kind, dtype, options):
     looped = stepped(kind, params_of(dtype), **options)
-    monkeypatch.setattr(elementwise, "_can_loop", lambda *_: False)
+    kinds_of = elementwise._kinds_of
+    on_tensors = lambda *x: attrs.evolve(kinds_of(*x), can_loop=False)  # noqa: E731
+    monkeypatch.setattr(elementwise, "_kinds_of", on_tensors)
     exact = lambda x: torch.from_numpy(np.sqrt(x.numpy()))  # noqa: E731 (MKL's is off by a bit)
     monkeypatch.setattr(Tensor, "sqrt", exact)
     whole = stepped(kind, params_of(dtype), **options)
@@ -73,6 +87,7 @@ def test_a_rule_sees_what_is_not_contiguous():
 
 STORED = [
     (torch.float32, {"moments": "bf16"}),
+    (torch.bfloat16, {"moments": "bf16", "rounding": "stochastic"}),
     (torch.bfloat16, {"moments": "8bit", "rounding": "stochastic"}),
     (torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
 ]
@@ -84,25 +99,27 @@ def test_any_cut_gives_the_same_bits(monkeypatch, dtype, options):
     whole = torch.randn(7, 4096, generator=draw).to(dtype)
     gradients = [torch.randn(7, 4096, generator=draw).to(dtype) for _ in range(3)]
 
-    def run(rows, columns):
-        part = nn.Parameter(whole[rows, columns].clone())
+    def run(lines, columns):
+        part = nn.Parameter(whole[lines, columns].clone())
         optimizer = make(NarrowAdamW, [part], **options)
-        offset = (rows.start, columns.start)
-        box_of = elementwise.box_of
+        offset = (lines.start, columns.start)
+        box_of = naming.box_of
         with monkeypatch.context() as patch:
-            patch.setattr(elementwise, "box_of", lambda p: attrs.evolve(box_of(p), offset=offset))
+            patch.setattr(
+                "trainkit.optim.rows.box_of", lambda p: attrs.evolve(box_of(p), offset=offset)
+            )
             for g in gradients:
-                part.grad = g[rows, columns]
+                part.grad = g[lines, columns]
                 optimizer.step()
         return {"p": part.detach()} | {x: t for x, t in optimizer.state[part].items() if t.dim()}
 
     every = run(slice(0, 7), slice(0, 4096))
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 7)):
+    for lines in (slice(0, 1), slice(1, 4), slice(4, 7)):
         for columns in (slice(0, 768), slice(768, 4096)):
-            for name, got in run(rows, columns).items():
+            for name, got in run(lines, columns).items():
                 scale = every["p"].shape[-1] // every[name].shape[-1]
                 at = slice(columns.start // scale, columns.stop // scale)
-                assert torch.equal(got, every[name][rows, at]), name
+                assert torch.equal(got, every[name][lines, at]), name
 
 
 # ------------------------------------------------------------------------------- codes of 8 bits
@@ -163,6 +180,99 @@ def test_moments_of_8_bits_follow_gradients_that_hardly_change_them(growth):
     alone = torch.ones(512, dtype=torch.bool)
     alone[::100] = False
     assert abs(float(found[alone].mean()) / want - 1) < 0.03
+
+
+# ---------------------------------------------------------------------------------- bf16 moments
+
+
+WITH_MOMENTS = {name: kind.make for name, kind in OPTIMIZERS.items() if kind.narrow}
+KINDS = {"bf16": 0.01, "8bit": 0.25}  # how far a mean may be off: two codes of 8 bits
+
+
+def after(name, gradients, *, moments, start=0.0, lr=0.0, **options):
+    """Return 1,024 parameters, and their state as numbers, after steps on constant gradients."""
+    p = nn.Parameter(torch.full((2, 512), start))
+    group = {"params": [p], "param_names": ["p"]}
+    optimizer = WITH_MOMENTS[name]([group], lr=lr, moments=moments, **options)
+    for value, steps in gradients:
+        p.grad = torch.full((2, 512), value)
+        for _ in range(steps):
+            optimizer.step()
+    kept = {x: t.reshape(-1) for x, t in optimizer.state[p].items()}
+    found = {x: read_moment(x, kept, torch.float64) for x in kept if x in NARROW_MOMENTS}
+    return p.detach().double(), found
+
+
+NARROW_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+SLOW = {  # options with which moments move by a thousandth of themselves in a step, and the decay
+    "adamw": ({"betas": (0.999, 0.999)}, {"exp_avg": 0.999, "exp_avg_sq": 0.999}),
+    "lion": ({"betas": (0.9, 0.999)}, {"exp_avg": 0.999}),
+    "momentum": ({"momentum": 0.999}, {"momentum_buffer": 0.999}),
+    "schedule-free": ({"betas": (0.9, 0.999)}, {"exp_avg_sq": 0.999}),
+}
+
+
+@pytest.mark.parametrize("moments", KINDS)
+@pytest.mark.parametrize("name", WITH_MOMENTS)
+def test_moments_in_few_bits_reach_constant_gradients(name, moments):
+    options, decays = SLOW[name]
+    _, found = after(name, [(1.0, 3000)], moments=moments, **options)
+    assert {*found} == {*decays}
+    for key, decay in decays.items():
+        want = (1 - decay**3000) / (1 - decay if name == "momentum" else 1)
+        assert abs(float(found[key].mean()) / want - 1) < KINDS[moments], key
+        assert float((found[key] / want - 1).abs().max()) < (0.1 if moments == "bf16" else 0.3)
+
+
+@pytest.mark.parametrize("moments", KINDS)
+@pytest.mark.parametrize("name", WITH_MOMENTS)
+def test_moments_in_few_bits_follow_falling_gradients(name, moments):
+    options, decays = SLOW[name]
+    _, found = after(name, [(1.0, 1000), (0.1, 2000)], moments=moments, **options)
+    for key, decay in decays.items():
+        first, second = (1.0, 0.01) if key.endswith("_sq") else (1.0, 0.1)
+        want = first * (1 - decay**1000) * decay**2000 + second * (1 - decay**2000)
+        want /= 1 - decay if name == "momentum" else 1
+        assert abs(float(found[key].mean()) / want - 1) < KINDS[moments], key
+
+
+@pytest.mark.parametrize("moments", KINDS)
+@pytest.mark.parametrize("decay", [0.99, 0.999])
+def test_adamw_goes_as_far_in_5000_steps_as_with_moments_in_fp32(decay, moments):
+    gradients = [(1.0, 5000)]
+    p, _ = after("adamw", gradients, moments=moments, lr=1e-3, betas=(0.9, decay))
+    assert abs(float(p.mean()) / -5 - 1) < 0.005
+
+
+def test_parameter_and_moments_are_rounded_independently():
+    p = nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
+    group = {"params": [p], "param_names": ["p"]}
+    how = {"moments": "bf16", "rounding": "stochastic", "betas": (0.5, 0.5)}
+    optimizer = NarrowAdamW([group], lr=2.0**-10, **how)
+    p.grad = torch.full_like(p, 1 + 2.0**-7)
+    for _ in range(2):
+        optimizer.step()
+    state = optimizer.state[p]
+    drawn = [p.detach(), state["exp_avg"], state["exp_avg_sq"]]
+    drawn = [x.double().flatten() for x in drawn]
+    assert all(x.std() > 0 for x in drawn)
+    together = torch.corrcoef(torch.stack(drawn)) - torch.eye(3)
+    assert together.abs().max() < 5 / p.numel() ** 0.5
+
+
+def test_moments_in_bf16_go_on_from_where_they_stopped_bit_for_bit():
+    whole, parts = (params_of(torch.float32, ((3, 40),)) for _ in range(2))
+    want = stepped(Lion, whole, steps=6, moments="bf16")
+    optimizer, draw = make(Lion, parts, moments="bf16"), torch.Generator().manual_seed(1)
+    for _ in range(6):
+        for p in parts:
+            sizes = torch.logspace(-6, 1, p.shape[-1])
+            p.grad = torch.randn(p.shape, generator=draw) * sizes
+        optimizer.step()
+        saved, optimizer = optimizer.state_dict(), make(Lion, parts, moments="bf16")
+        optimizer.load_state_dict(saved)
+    found = [*parts, *(x for p in parts for x in optimizer.state[p].values())]
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 # ------------------------------------------------------------------------------------- the cache

@@ -20,11 +20,12 @@ from optim.rows import (
 from torch import nn
 
 import trainkit as tk
+from trainkit import optim
 from trainkit.checkpoint import load_checkpoint
 from trainkit.checkpoint.facts import Changes
 from trainkit.checkpoint.tensors import run_tensors
 from trainkit.config import OptimOptions
-from trainkit.optim import OPTIMIZERS, averaged, make_optimizer, state_bytes
+from trainkit.optim import OPTIMIZERS, averaged, make_optimizer, read_groups, state_bytes
 from trainkit.optim.table import check_options, options_of
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 
@@ -169,6 +170,41 @@ def test_a_refused_step_changes_no_bit_and_no_count(row, steps):
     assert same(held(named, optimizer), held(*twin))
 
 
+LAYOUTS_IN_MEMORY = {
+    "rows": lambda x: x.contiguous(),
+    "columns": lambda x: x.mT.contiguous().mT,
+    "with gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "one number": lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("of_gradient", LAYOUTS_IN_MEMORY)
+@pytest.mark.parametrize("of_parameter", ["rows", "columns", "with gaps"])
+def test_elements_are_paired_by_index_whatever_the_strides(name, of_parameter, of_gradient):
+    # torch's fused AdamW pairs them by their order in memory.
+    draw = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(4, 6, generator=draw) for _ in range(4))
+    change = LAYOUTS_IN_MEMORY[of_gradient]
+
+    def run(of_parameter, lay_out):
+        p = nn.Parameter(LAYOUTS_IN_MEMORY[of_parameter](start.clone()))
+        optimizer = Row(name).make({"up.weight": p})
+        for step, g in enumerate(gradients):
+            p.grad = lay_out(change(g))
+            if step == 1:  # with a clip, and with a state that was saved in rows
+                saved = copy.deepcopy(optimizer.state_dict())
+                for state in saved["state"].values():
+                    state |= {key: x.contiguous() for key, x in state.items()}
+                optimizer.load_state_dict(saved)
+                p.grad = change(g).clone(memory_format=torch.preserve_format)
+            tk.clip_and_step([p], optimizer, lr=0.1, max_norm=1.0 if step == 1 else None)
+        return p.detach().clone(memory_format=torch.contiguous_format)
+
+    found, want = run(of_parameter, lambda g: g), run("rows", lambda g: g.contiguous())
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
 # ----------------------------------------------------------------------------------------- memory
 
 
@@ -190,11 +226,10 @@ def test_few_bits_are_kept_only_where_they_are_asked_for(row):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bytes_of_state_are_those_that_are_told(name):
     for kind in ("fp32", "bf16", "8bit"):
-        options = (f"moments={kind}",)
-        if "moments" not in OPTIMIZERS[name].options:
-            options = ()
+        options = {"moments": kind} if "moments" in OPTIMIZERS[name].options else {}
         matrix = {"m": nn.Parameter(torch.ones(4, 512))}
-        optimizer = Row(name, options).make(matrix)
+        texts = tuple(f"{option}={value}" for option, value in options.items())
+        optimizer = Row(name, texts).make(matrix)
         matrix["m"].grad = torch.ones(4, 512)
         optimizer.step()
         state = optimizer.state[matrix["m"]].values()
@@ -383,13 +418,54 @@ def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
 def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once():
     model = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 4)}).bfloat16()
     asked = {"precision": Precision(storage="bf16", moments="8bit"), "lr": 0.1}
-    made = make_optimizer([model], **asked, groups=["head.* optimizer=lion rounding=kahan"])
+    made = make_optimizer(
+        [model], **asked, groups={"head.*": {"optimizer": "lion", "rounding": "kahan"}}
+    )
     found = {(x["optimizer"], x["moments"], x["rounding"]) for x in made.param_groups}
     assert found == {("Lion", "8bit", "kahan"), ("NarrowAdamW", "8bit", "stochastic")}
     with pytest.raises(ConfigError, match="muon cannot keep moments in 8bit"):
         make_optimizer([model], **asked, optimizer="muon")
     with pytest.raises(ConfigError, match="moments are told by --moments"):
         OptimOptions(optimizer_options=("moments=bf16",))
+
+
+def test_options_are_values_in_python_and_texts_at_a_command_line():
+    model = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    options = {"betas": (0.8, 0.9), "moments": "bf16", "cautious": True}
+    groups = {"head.*": {"lr_scale": 0.5, "optimizer": "lion", "betas": (0.7, 0.6)}}
+    texts = ["betas=(0.8, 0.9)", "moments=bf16", "cautious=True"]
+    assert optim.read_options(texts) == options
+    of_groups = ["head.* lr_scale=0.5 optimizer=lion betas=(0.7,0.6)"]
+    assert optim.read_groups(of_groups) == groups
+    made = make_optimizer([model], lr=0.1, options=options, groups=groups)
+    head, _, up, _ = made.param_groups
+    assert (head["optimizer"], head["lr_scale"], head["betas"]) == ("Lion", 0.5, (0.7, 0.6))
+    assert (up["optimizer"], up["moments"], up["cautious"]) == ("NarrowAdamW", "bf16", True)
+    by_flags = OptimOptions(optimizer_options=("cautious=True",), optimizer_groups=of_groups).made
+    assert (by_flags["options"], by_flags["groups"]) == ({"cautious": True}, groups)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"options": ["moments=bf16"]}, r"options must be a mapping .* optim.read_options makes"),
+        ({"groups": ["head.* lr_scale=1"]}, r"groups must be a mapping .* optim.read_groups makes"),
+        ({"options": {"momentum": 0.9}}, "adamw has no option 'momentum'; it has betas="),
+        ({"options": {"cautious": "yes"}}, "adamw: cautious must be as False, got 'yes'"),
+        ({"options": {"betas": 0.9}}, r"adamw: betas must be as \(0.9, 0.95\), got 0.9"),
+        ({"groups": {".*": {"lr_scale": "0.5"}}}, "lr_scale must be a finite number"),
+        ({"groups": {".*": {"optimizer": "lino"}}}, "there is no optimizer 'lino'"),
+        ({"groups": {"haed.*": {"lr_scale": 1.0}}}, "'haed.*' matches the name of no parameter"),
+    ],
+)
+def test_what_is_no_option_is_refused(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        make_optimizer([nn.Linear(2, 2)], lr=0.1, **asked)
+
+
+def test_an_expression_that_is_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="'head' is given twice"):
+        OptimOptions(optimizer_groups=("head lr_scale=1", "head lr_scale=2"))
 
 
 def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
@@ -402,7 +478,7 @@ def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
 @pytest.mark.parametrize("number", ["lr_scale=nan", "lr_scale=-1", "weight_decay=inf"])
 def test_a_group_that_would_spoil_every_number_is_refused(number):
     with pytest.raises(ConfigError, match="must be a finite number of at least 0"):
-        check_options(groups=[f".* {number}"], lr=0.1, optimizer="adamw")
+        check_options(groups=read_groups([f".* {number}"]), lr=0.1, optimizer="adamw")
 
 
 def test_a_decay_without_end_is_refused():

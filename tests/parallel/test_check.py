@@ -196,12 +196,15 @@ def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
     check(pp=2, changes=changes, device="cuda")  # a plan for another machine
 
 
-def test_all_that_does_not_fit_is_listed_and_the_first_is_raised_with_the_number_of_others():
+def test_all_that_does_not_fit_is_listed_and_raised_as_one():
     layout, rows = Layout(pp=8, tp=3), Rows(row_length=256, rows=8)
     found = problems(layout, TINY, rows, world=24)
     assert [problem.where for problem in found] == ["tp", "row_length", "pp"]
-    with pytest.raises(ConfigError, match=r"4 heads do not .* size of model \(and 2 more"):
+    with pytest.raises(ConfigError, match=r"^4 heads do not .*; and a row of .*; and 4 layers"):
         refuse(found)
+    with pytest.raises(ConfigError, match=r"; and 4 more$") as caught:
+        refuse(found * 4)
+    assert str(caught.value).count("4 heads do not") == 3
     assert [problem.where for problem in problems(layout, None, rows, world=24)] == ["row_length"]
     assert problems(layout, world=24) == []
 

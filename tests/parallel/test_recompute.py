@@ -14,7 +14,7 @@ from tests.measured_step import StorageCount
 from trainkit.models import Decoder, DecoderConfig, Sliding, init_weights
 from trainkit.models.config import Norms
 from trainkit.parallel import compiled, recompute
-from trainkit.parallel.cost import choose
+from trainkit.parallel.cost import Result, choose, fitting
 from trainkit.parallel.recomputing import groups_of, read_mode
 from trainkit.types import ConfigError
 
@@ -97,6 +97,50 @@ def test_gradients_are_the_same_bit_for_bit_and_what_is_kept_runs_once(mode):
     if mode in AGAIN:
         again = gradients[1] / CONFIG.layers - 21, gradients[2] / CONFIG.layers - 1
         assert again == AGAIN[mode]
+
+
+def test_of_every_so_many_results_the_first_is_kept():
+    for mode, numbers in (("products/2", [0, 2, 4, 6]), ("products/3", [0, 3, 6])):
+        keeps = read_mode(mode)
+        assert [number for number in range(7) if keeps("products", number)] == numbers
+        assert not keeps("attention", 0)
+
+
+class Uneven(nn.Module):
+    """A product of 64 numbers for each token, and one of 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 64, bias=False), nn.Linear(64, 4, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).square()).square()
+
+
+def test_the_second_of_two_results_is_computed_again_and_the_first_is_not():
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Uneven()})})
+    recompute("products/2")(model, tk.solo_parallel())
+    shapes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is aten.mm.default:
+                shapes.append(tuple(out.shape))
+            return out
+
+    y = model["layers"]["0"](torch.ones(8, 4, requires_grad=True))
+    with Products():
+        y.sum().backward()
+    assert shapes.count((8, 64)) == 1  # the gradient of up's result, and not up again
+    assert shapes.count((8, 4)) == 2  # down again, and the gradient of the input
+
+
+def test_of_two_results_as_dear_as_each_other_the_first_is_kept():
+    results = [Result("products", number, inner=4, size=8) for number in range(2)]
+    for order in (results, results[::-1]):
+        keeps = fitting(order, room=8)
+        assert [keeps("products", number) for number in range(2)] == [True, False]
 
 
 def test_attention_in_a_window_is_kept_as_well():

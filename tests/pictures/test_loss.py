@@ -1,5 +1,6 @@
 """The picture of a run: drawn from what a killed run left, and from nothing else."""
 
+import json
 import math
 import sys
 
@@ -23,6 +24,17 @@ def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps):
     picture = pictures.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("count", "unit"),
+    [("pairs", "per pair"), ("answers", "per answer"), ("tokens", "nats per token")],
+)
+def test_the_unit_of_a_loss_is_what_it_is_divided_by(count, unit, tmp_path):
+    line = {"step": 1, "loss": 0.5, "tokens": 9, count: 4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    picture = pictures.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
+    assert f"loss ({unit})" in picture.read_text()
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path):

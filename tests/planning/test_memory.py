@@ -467,11 +467,61 @@ def assert_same(found, planned, asked):
         assert found[key][1] == pytest.approx(size, **slack)
 
 
+# -------------------------------------------------------------------------------- pipelines
+
+
+def pipelined(pp, schedule="1f1b", **changes):
+    """A pipeline of equal stages, and a job of more microbatches than wait at any moment."""
+    return Layout(pp=pp, schedule=schedule), job(config(layers=8), **({"rows": 8} | changes))
+
+
+def pipelines(pp):
+    """Pipelines of `pp` ranks; those that only `--all` runs come last."""
+    return [
+        pipelined(pp, precision=BF16),
+        pipelined(pp, "zero_bubble_v"),
+        pipelined(pp, "interleaved_1f1b", precision=BF16),
+        pipelined(pp, row_length=512, precision=BF16, recompute="full"),
+        pipelined(pp),
+        pipelined(pp, "gpipe", precision=BF16),
+        pipelined(pp, "interleaved_1f1b", rows=16),
+        pipelined(pp, "interleaved_zero_bubble"),
+        pipelined(pp, "interleaved_zero_bubble", precision=BF16),
+        pipelined(pp, "zero_bubble_v", precision=BF16),
+        pipelined(pp, "dual_pipe_v", precision=BF16),
+        pipelined(pp, row_length=512, recompute="selective"),
+    ]
+
+
+FEW_PIPELINES = 4
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def measured_pipelines(request):
+    """All pipelines of so many ranks in one start, and what each rank measured of each."""
+    asked = pipelines(request.param)
+    asked = asked if os.environ.get(WITH_ALL) else asked[:FEW_PIPELINES]
+    return asked, run_ranks(measure_all, request.param, asked, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(i, marks=() if i < FEW_PIPELINES else ONLY_ALL) for i in range(12)]
+)
+def test_the_peak_of_every_stage_of_a_pipeline_is_the_measured_one(measured_pipelines, case):
+    """What waits for backward on each stage, with the weights that each microbatch casts."""
+    asked, measured = measured_pipelines
+    layout, of = asked[case]
+    planned = [memory_of(of, layout, pp_rank=r, fused_norms=False).peak for r in range(layout.pp)]
+    found = [of_rank[case].peak for of_rank in measured]
+    assert planned == pytest.approx(found, rel=0.05)
+    assert memory_of(of, layout, fused_norms=False).peak == max(planned)
+
+
 @pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 def test_what_few_bits_leave_in_more_is_counted(width, storage):
     """Moments in 8 bits are in fp32 where rows are no blocks; Kahan sums are beside parameters."""
-    own, options = config(width=width, mlp_width=320, layers=1), ["rounding=kahan"]
+    own, options = config(width=width, mlp_width=320, layers=1), {"rounding": "kahan"}
     kept = Precision(compute="fp32", storage=storage, moments="8bit")
     model = build_decoder(own, seed=0).to(torch.bfloat16 if storage == "bf16" else torch.float32)
     optimizer = make_optimizer([model], lr=0.1, options=options, precision=kept)

@@ -7,6 +7,7 @@ import attrs
 import pytest
 
 from trainkit.__main__ import main
+from trainkit.hub import write_config
 from trainkit.models import DecoderConfig, Experts, count_parameters
 from trainkit.models.sizes import decoder_config
 from trainkit.planning import (
@@ -204,7 +205,8 @@ def test_what_exceeds_what_is_said():
     assert "exceed 71.1 GiB; most are optimizer: 59.8 GiB" in plans[0].why_not
     enough = attrs.evolve(one, memory=peaks[0])
     fitting = plan(large, layouts_of(1), enough, headroom=0.0)
-    assert [found.fits for found in fitting] == [True, False, False]
+    assert [found.fits for found in fitting] == [peak == peaks[0] for peak in peaks]
+    assert not fitting[-1].fits
 
 
 # -------------------------------------------------------------------------------- time
@@ -305,6 +307,7 @@ def test_a_wrong_argument_is_named(changes, words):
 def test_machines_are_records_that_anyone_can_write():
     names = ("a100", "h100", "h200", "b200", "cpu")
     assert tuple(hardware(name).name for name in names) == names
+    assert all(hardware(name.upper()) == hardware(name) for name in names)
     with pytest.raises(ValueError, match="no machine is named 'abacus'; there are a100, h100"):
         hardware("abacus")
     with pytest.raises(ValueError, match="every figure must be positive"):
@@ -313,25 +316,21 @@ def test_machines_are_records_that_anyone_can_write():
         toy(flops={"bf16": 1.0})
 
 
-def test_what_fits_only_if_gradients_are_reduced_after_each_microbatch_says_so():
-    config, layouts = decoder_config("llama-3.1-8b"), [Layout(dp_shard=8), Layout(dp_replicate=8)]
-
-    def found(reduce):
-        large = Job(config=config, row_length=8192, rows=32)
-        reducing = [attrs.evolve(layout, reduce=reduce) for layout in layouts]
-        return plan(large, reducing, hardware("h100"), recompute=["selective"])
-
-    sharded, replicated = found("last")
-    assert sharded.why_not.startswith("71.3 GiB (loss) exceed 71.1 GiB; most are gathered")
-    assert sharded.why_not.endswith('; with reduce="each" it fits: 45.1 GiB')
-    assert "each" not in replicated.why_not
-    best, worst = found("each")
-    assert (str(best.layout), best.fits, round(best.memory.peak / 2**30, 1)) == (
-        "dp_shard 8",
-        True,
-        45.1,
-    )
-    assert "each" not in worst.why_not
+def test_both_reductions_are_tried_where_they_differ():
+    """An 8B model with its gradients whole until the last microbatch does not fit on 8 x H100."""
+    large = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=32)
+    layouts = [Layout(dp_shard=8), Layout(dp_replicate=8), Layout(tp=8)]
+    plans = plan(large, layouts, hardware("H100"), recompute=["selective"], reduce=("last", "each"))
+    assert sorted((str(one.layout), one.layout.reduce, one.fits) for one in plans) == [
+        ("dp_replicate 8", "each", False),
+        ("dp_replicate 8", "last", False),
+        ("dp_shard 8", "each", True),
+        ("dp_shard 8", "last", False),
+        ("tp 8", "last", True),  # without FSDP there is one way
+    ]
+    assert (str(plans[0].layout), plans[0].layout.reduce) == ("dp_shard 8", "each")
+    once = attrs.evolve(large, rows=8)  # one microbatch on each rank
+    assert len(plan(once, layouts[:1], hardware("h100"), reduce=("last", "each"))) == 3
 
 
 # -------------------------------------------------------------------------------- the command
@@ -340,7 +339,7 @@ def test_what_fits_only_if_gradients_are_reduced_after_each_microbatch_says_so()
 def test_the_table_shows_units_and_one_line_for_what_does_not_fit():
     small = toy(memory=4 * 2**20)
     table = plan_table(plan(job(), layouts_of(2), small), limit=3).splitlines()
-    assert table[0].split()[:4] == ["layout", "recompute", "peak", "GiB"]
+    assert table[0].split()[:5] == ["layout", "recompute", "reduce", "peak", "GiB"]
     assert len({len(line) for line in table[:2]}) == 1
     assert any(line.startswith("  ... and ") for line in table)
     assert "does not fit:" in table
@@ -358,7 +357,8 @@ def test_the_command_prints_a_table_and_json(capsysbinary):
     assert out.startswith("10m, 10.0 million parameters, on 4 x cpu with 16 GiB, of which 10% stay")
     assert "\nlayout " in out
     assert "dp_shard 2 x tp 2" in out
-    assert main([*words, "--json", "--memory", "4", "--recompute", "full"]) == 0
+    flags = ["--memory", "4", "--recompute", "full", "--reduce", "last"]
+    assert main([*words, "--json", *flags]) == 0
     found = json.loads(capsysbinary.readouterr().out)
     assert len(found) == 5
     assert {one["layout"]["tp"] for one in found} == {2}
@@ -374,11 +374,44 @@ def test_the_command_takes_what_fsdp_shards_over_and_where_shards_are(capsysbina
     assert "peak GiB    host  params" in out
     assert "dp_shard 2 x ring 2, fold none" in out
     assert " x  cpu_offload is FSDP's" in out
-    assert main([*words, "--dp-shard", "2", "--recompute", "full", "--cpu-offload", "--json"]) == 0
+    flags = ["--dp-shard", "2", "--recompute", "full", "--reduce", "last", "--cpu-offload"]
+    assert main([*words, *flags, "--json"]) == 0
     (one,) = json.loads(capsysbinary.readouterr().out)
     memory = one["memory"]
     assert memory["host"] == 2 * memory["parameters"] + memory["optimizer"]
     assert one["layout"]["fold_sp"] == "all"
+
+
+def test_the_command_lists_both_reductions_where_they_differ(capsysbinary):
+    flags = "--size llama-3.1-8b --world 8 --hardware H100 --row-length 8192 --json"
+    only = "--recompute selective --dp-replicate 1 --pp 1 --ring 1 --ulysses 1"
+    assert main(["plan", *flags.split(), *only.split()]) == 0
+    found = json.loads(capsysbinary.readouterr().out)
+    best = found[0]
+    assert (best["layout"]["dp_shard"], best["layout"]["reduce"], best["fits"]) == (8, "each", True)
+    assert best["memory"]["peak"] < 50 * 2**30
+    of_tp = [one["layout"]["reduce"] for one in found if one["layout"]["tp"] == 8]
+    assert of_tp == ["last"]  # nothing is sharded by FSDP: the same figures twice
+    reduced = [(one["layout"]["dp_shard"], one["layout"]["reduce"]) for one in found]
+    assert {(8, "last"), (8, "each"), (4, "last"), (4, "each")} <= {*reduced}
+    assert len({*reduced}) == len(reduced)
+
+
+def test_the_command_plans_the_model_of_a_folder(capsysbinary, tmp_path):
+    folder = tmp_path / "model"
+    config = decoder_config("tiny", vocab_size=320)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(write_config(config, context=64)))
+    words = ["plan", "--hardware", "CPU", "--row-length", "128", "--json"]
+    assert main([*words, "--init", str(folder)]) == 0
+    found = json.loads(capsysbinary.readouterr().out)
+    assert main([*words, "--size", "tiny", "--vocab-size", "320"]) == 0
+    assert json.loads(capsysbinary.readouterr().out) == found
+    assert main([*words, "--init", str(folder), "--vocab-size", "640"]) == 0
+    assert json.loads(capsysbinary.readouterr().out) != found
+    assert main([*words, "--init", str(tmp_path / "none")]) == 66
+    assert b"there is no folder" in capsysbinary.readouterr().out
+    assert main([*words, "--init", str(folder), "--size", "tiny"]) == 64
 
 
 def test_the_command_takes_what_recipes_take_of_activations_and_of_the_mean(capsysbinary):

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from argparse import ArgumentParser
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +24,21 @@ from types import SimpleNamespace
 import numpy as np
 import orjson
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.chat import CHATML_SPECIAL, chat_encoder
+from trainkit import hub
+from trainkit.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder, encode_chat, template_hash
 from trainkit.commands import prepare as command
+from trainkit.corpora import open_conversations
 from trainkit.corpora.records import read_records
 from trainkit.corpora.text import TEXT_SUFFIXES
 from trainkit.corpora.tokens import open_tokens, write_corpus
+from trainkit.evaluation.columns import logprob_columns, score_corpus
+from trainkit.evaluation.score import Scored
+from trainkit.models import Experts
+from trainkit.models.experts import Tape, check_tape, preload_
 from trainkit.prepare import chunks, parts, workers
 from trainkit.prepare import prepare as room
 from trainkit.prepare.prepare import Progress, prepare_corpus
@@ -38,8 +46,10 @@ from trainkit.tokenizers import (
     byte_tokenizer,
     encode_document,
     open_tokenizer,
+    save_tokenizer,
     text_encoder,
     tokenizer_hash,
+    train_bpe,
 )
 from trainkit.types import Column, ConfigError, DataError, DiskError
 
@@ -949,17 +959,113 @@ def talks(folder):
 def test_the_command_keeps_what_fits_and_reports_what_was_lost(source, out):
     path = talks(source)
     report, _ = command_line(path, "--out", out, "--messages", "--max-length", 35)
-    counts = {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3}
+    counts = {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3, "answers": 6}
+    counts |= {"hidden_answers": 0}
     assert (report["counts"], report["documents"], report["empty_documents"]) == (counts, 4, 0)
     assert open_tokens(out).lengths[-1] == 0
     assert open_tokens(out).lengths.max() <= 35
     report, _ = command_line(path, "--out", out, "--messages", "--train-on", "last")
-    assert report["counts"] == {"conversations": 4, "truncated": 0, "dropped": 0, "turns_lost": 0}
+    assert +Counter(report["counts"]) == {"conversations": 4, "answers": 4}
     corpus = open_tokens(out)
     trained = corpus.tokens[corpus.trained.astype(bool)]
     assert BYTES.decode(trained) == "2dhijA"
     with pytest.raises(DataError, match=r"no documents: they are all empty, or dropped \(4\)"):
         command_line(path, "--out", out, "--messages", "--max-length", 3)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return a folder of a tokenizer of bytes, with the chat template of Llama 3."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, data in hub.tokenizer_files("bytes", template="llama3").items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_conversations_are_written_by_the_template_of_the_tokenizers_folder(
+    given, source, out, model
+):
+    path, name = talks(source), model if given == "folder" else model / "tokenizer.json"
+    tokenizer, (record, *_) = open_tokenizer(model), read_records(path)
+    report, _ = command_line(path, "--out", out, "--messages", "--tokenizer", name)
+    for native, flags in (("llama3", []), ("qwen3", ["--template", "qwen3"])):
+        command_line(path, "--out", out, "--messages", "--tokenizer", name, *flags)
+        want = encode_chat(record[1]["messages"], tokenizer, template=TEMPLATES[native])
+        corpus = open_tokens(out)
+        assert corpus.tokens[: len(want.tokens)].tolist() == want.tokens.tolist()
+        assert corpus.template_hash == template_hash(native)  # the folder holds the same source
+    assert report["template"] == str(model)
+    assert corpus.made_with == {"tokenizer": str(name), "template": "qwen3"}
+
+
+def test_a_token_file_of_another_template_or_tokenizer_is_refused_with_the_name_of_its_own(
+    source, out, model
+):
+    command_line(talks(source), "--out", out, "--messages", "--tokenizer", model)
+    tokenizer, opened = open_tokenizer(model), open_conversations
+    for same in (str(model), "llama3", None):
+        opened(out, None, tokenizer=tokenizer, template=same)
+    with pytest.raises(DataError, match=rf"with the template {model} .* model's is qwen3 .*"):
+        opened(out, None, tokenizer=tokenizer, template="qwen3")
+    for other in (open_tokenizer("bytes"), BYTES):  # of as many ids, and of fewer
+        with pytest.raises(DataError, match=f"give --tokenizer {model}, which made it"):
+            opened(out, None, tokenizer=other, template=None)
+    # What is scored says of its making what its corpus says.
+    scored = out.with_name("scored.tokens")
+    measured = logprob_columns(lambda rows: [Scored(np.zeros(x.scored), True) for x in rows])
+    score_corpus(measured, open_tokens(out), scored, context=512, facts={})
+    assert open_tokens(scored).template_hash == open_tokens(out).template_hash
+
+
+def test_a_template_without_a_place_for_calls_is_warned_of_and_refused_above_one_in_a_hundred(
+    source, out, model, capsys
+):
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"function": {"name": "end", "arguments": {"x": 1}}}
+    calls = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": [call]}]
+    says = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": " 2 "}]
+    path = source / "calls.jsonl"
+    for many in (99, 98):
+        talk = [{"messages": calls}, *[{"messages": says}] * many]
+        path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in talk))
+        flags = [path, "--out", out, "--messages", "--tokenizer", model]
+        told = f"the template shows nothing of 1 of {many + 1} answers"
+        if many == 99:
+            report, _ = command_line(*flags)
+            assert report["counts"]["hidden_answers"] == 1
+            assert f"warning: {told}" in capsys.readouterr().err
+        else:
+            with pytest.raises(DataError, match=f"{told}.*; take a template that shows them"):
+                command_line(*flags)
+    # A template that shows calls, and one that takes the thoughts out of words, hide nothing.
+    report, _ = command_line(*flags, "--template", "qwen3")
+    assert report["counts"]["hidden_answers"] == 0
+
+
+def test_a_tokenizer_without_a_template_is_told_what_was_assumed(source, out, model):
+    save_tokenizer(train_bpe(["a b c"], vocab_size=260), model / "tokenizer.json")
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(
+        ConfigError, match=f"{model} brings no chat template, so ChatML was assumed, and .* has"
+    ) as caught:
+        command_line(talks(source), "--out", out, "--messages", "--tokenizer", model)
+    assert "--template: chatml, llama3, qwen3, or a folder" in caught.value.hint
+
+
+def test_the_help_shows_a_column_of_choices_that_a_model_takes():
+    (shown,) = (word for word in command.__doc__.split() if word.startswith("choices:"))
+    name, column = command._column(shown)
+    assert (name, column.of) == ("choices", "token")
+    tape, values = Tape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
+    preload_(tape, ["mlp"], torch.from_numpy(values) + torch.arange(2, dtype=torch.uint8))
+    experts = Experts(count=2, chosen=2, width=8)
+    check_tape(tape, ["mlp"], experts, is_token=torch.ones(3, dtype=torch.bool))
 
 
 def test_the_command_takes_ids_with_a_value_for_each(source, out):
@@ -991,6 +1097,8 @@ def test_the_command_takes_ids_with_a_value_for_each(source, out):
         (["--columns", "a:float64"], "dtype must be one of"),
         (["--max-length", 9], "--max-length is for conversations: give --messages too"),
         (["--train-on", "last"], "--train-on is for conversations"),
+        (["--template", "chatml"], "--template is for conversations"),
+        (["--messages", "--template", "chatmal"], "is no chat template and no folder with one"),
         (["--messages", "--max-length", 0], "--max-length must be at least 1, got 0"),
     ],
 )
@@ -1012,7 +1120,8 @@ def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, wor
         run(path, out, progress=stop_after(3), **options)
     done = run(path, out, **options)
     assert (done.parts_kept, done.empty_documents) == (3, 0)
-    assert done.counts == {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3}
+    counts = {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3, "answers": 6}
+    assert +Counter(done.counts) == counts
 
 
 @pytest.mark.parametrize("finished", [0, 1])

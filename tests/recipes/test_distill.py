@@ -139,6 +139,8 @@ def test_another_teacher_is_refused_and_one_that_is_nowhere_and_a_layout(
     again = functools.partial(refusal, "distill")
     code, what = again(*flags_of(whole, 4, "--teacher", home / "other"))
     assert (code, "weights of the teacher" in what) == (66, True), what
+    for run in (whole, whole / "hard"):
+        assert str(home / "other") not in (run / "config.toml").read_text()
     code, what = again(*flags_of(tmp_path / "run", 2, "--teacher", tmp_path / "nowhere"))
     assert (code, "nowhere" in what, (tmp_path / "run").exists()) == (66, True, False), what
     code, what = again(*flags_of(tmp_path / "run", 2, "--tp", 3))

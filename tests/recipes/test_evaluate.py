@@ -112,7 +112,7 @@ REFUSED = [
     (["--score", "empty.jsonl"], 65, "empty.jsonl: line 1: the continuation is empty"),
     (["--perplexity", "none.jsonl"], 65, "none.jsonl: No such file"),
     (["--tokenizer", "other.json"], 66, "was trained with another tokenizer than"),
-    (["--run", "nowhere"], 66, "there is no checkpoint in"),
+    (["--run", "nowhere"], 66, "there is no folder nowhere"),
     (["--tasks", "mine", "--include", "nowhere"], 64, "there is no folder"),
     (["--tp", "3"], 64, "the degrees multiply to 3"),
 ]

@@ -216,6 +216,29 @@ def test_tokens_that_do_not_say_who_said_them_are_refused(flags_of, tmp_path):
     assert (code, "c.tokens" in what, "prepare --messages" in what) == (65, True, True), what
 
 
+def test_tokens_of_another_template_are_refused(base, chats, flags_of, tmp_path):
+    tokens = tmp_path / "c.tokens"
+    said = ["prepare", chats, "--out", tokens, "--messages", "--template", "qwen3"]
+    assert main([str(word) for word in said]) == 0
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--data", tokens))
+    assert (code, "the template qwen3" in what, "model's is chatml" in what) == (65, True, True)
+    own = shutil.copytree(base / "model", tmp_path / "own")
+    (own / "chat_template.jinja").write_text(chat.SOURCES["llama3"])
+    flags = flags_of(tmp_path / "other", 2, "--data", tokens, "--init", own)
+    for recipe, less in (("finetune", ()), ("pretrain", SMALL[-2:])):
+        code, what = refusal(recipe, *(flag for flag in flags if flag not in less))
+        assert (code, f"model's is {own}" in what) == (65, True), what
+
+
+def test_a_folder_without_a_template_is_told_that_chatml_was_assumed(base, flags_of, tmp_path):
+    own = shutil.copytree(base / "model", tmp_path / "own")
+    save_tokenizer(train_bpe(["2 + 1? 3, as you know."], vocab_size=260), own / "tokenizer.json")
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--init", own))
+    assert (code, f"{own} brings no chat template, so ChatML was assumed" in what) == (64, True)
+    code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--init", "google/gemma"))
+    assert (code, "hf download google/gemma --local-dir DIR" in what) == (66, True), what
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -283,6 +306,8 @@ def test_of_adapters_a_run_keeps_these_alone_and_goes_on_with_its_base(
 
 def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, tmp_path):
     own = shutil.copytree(base / "model", tmp_path / "own")
+    values = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 4096}))
     for name, init in (("run", base / "run"), ("model", own)):
         flags = flags_of(tmp_path / name, 1, "--init", init)
         code, said = here(flags, "finetune")
@@ -294,6 +319,9 @@ def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, 
         file.unlink()
     code, said = here(flags_of(tmp_path / "model", 2, "--init", own), "finetune")
     assert (code, column(tmp_path / "model", "step")) == (0, [1, 2]), said
+    for name, context in (("run", 64), ("model", 4096)):
+        assert main(["export", str(tmp_path / name), str(tmp_path / f"{name} out")]) == 0
+        assert hub.open_folder(tmp_path / f"{name} out").full_context == context
 
 
 @pytest.mark.skipif(not adapters.shards_bytes(), reason="FSDP of this torch shards no bytes")
@@ -319,7 +347,10 @@ def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path
 
 
 def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(base, tmp_path):
-    flags = ["--data", base / "text", "--steps", 1, "--init", base / "model", "--sample", 1]
+    own = shutil.copytree(base / "model", tmp_path / "own")
+    values = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 4096}))
+    flags = ["--data", base / "text", "--steps", 1, "--init", own, "--sample", 1]
     flags += recipe_runs.SMALL.split()
     layouts = {"data": [], "tp": ["--tp", 2], "pp": ["--pp", 2]}
     runs = [[*flags, "--out", tmp_path / name, *layout] for name, layout in layouts.items()]
@@ -327,6 +358,7 @@ def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(base, tmp_
         assert code == 0, said
     for name in layouts:
         assert column(tmp_path / name, "loss")[0] < column(base / "run", "loss")[0] - 1, name
+    assert hub.open_trained(tmp_path / "data").full_context == 4096
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "pretrain"])

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import recipe_runs
-from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
+from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
 from trainkit import schedules
 from trainkit.parallel.fitting import passes_to_itself
@@ -89,13 +89,32 @@ def test_every_layout_prints_the_numbers_of_one_process(world, layouts, text, al
     assert all(done == (0, "") for rank in others for done in rank)
 
 
-def test_a_run_goes_on_in_other_layouts_with_the_same_batches(text, alone, tmp_path):
-    layouts = ["--pp 2", "--tp 2 --schedule gpipe"]
-    runs = [flags_of(tmp_path, text, step, layout) for step, layout in enumerate(layouts, 1)]
+@pytest.fixture(scope="module")
+def moved(text, tmp_path_factory):
+    """Return the directory of a run of two steps, each in a layout of its own; what it printed."""
+    out, layouts = tmp_path_factory.mktemp("moved"), ["--pp 2", "--tp 2 --schedule gpipe"]
+    runs = [flags_of(out, text, step, layout) for step, layout in enumerate(layouts, 1)]
     start = functools.partial(several, layers=LAYERS)
-    assert [code for code, _ in run_ranks(start, 2, runs, timeout=170)[0]] == [0, 0]
-    assert [event["step"] for event in events(tmp_path, "resume")] == [0, 1]
-    assert_equal_runs(tmp_path, alone[0], about="pp, then tp")
+    done = run_ranks(start, 2, runs, timeout=170)[0]
+    assert [code for code, _ in done] == [0, 0], done
+    return out, [printed for _, printed in done]
+
+
+def test_a_run_goes_on_in_other_layouts_with_the_same_batches(alone, moved):
+    assert [event["step"] for event in events(moved[0], "resume")] == [0, 1]
+    assert_equal_runs(moved[0], alone[0], about="pp, then tp")
+
+
+def test_no_peak_of_memory_is_below_what_there_was_and_that_of_each_rank_is_known(moved):
+    out, printed = moved
+    for line in lines(out):
+        assert line["memory_peak"] >= line["memory"]
+    found = events(out, "memory")
+    assert [(event["step"], len(event["memory_peak"])) for event in found] == [(1, 2), (2, 2)]
+    for event, line, said in zip(found, lines(out), printed, strict=True):
+        peaks = event["memory_peak"]
+        assert peaks[0] == line["memory_peak"]
+        assert f"on rank {peaks.index(max(peaks))}; metrics.jsonl has that of rank 0" in said
 
 
 # ------------------------------------------------------------------------------- long_context.py

@@ -86,11 +86,21 @@ def test_chosen_answers_gain_on_rejected_ones_from_the_start_on(whole):
     assert abs(first["margin"]) < 1e-4 < last["margin"]
     assert last["loss"] < first["loss"]
     results = {event["metric"]: event for event in events(whole[0], "result")}
-    assert results.keys() == {"eval/margin", "eval/accuracy"}
+    assert results.keys() == {"eval/loss", "eval/margin"}
     assert results["eval/margin"]["after"] > results["eval/margin"]["before"]
-    (before, _) = events(whole[0], "evaluation")
-    assert f"{before['eval/loss']:.4f} nats per pair, {before['eval/pairs']} pairs" in whole[1]
+    assert first["pairs"] > 0
     assert "1 of 61 pairs are longer than 192 tokens" in whole[1]
+
+
+def test_held_out_pairs_are_measured_by_the_loss_that_is_trained_and_its_reference(whole):
+    before, after = events(whole[0], "evaluation")
+    assert before["eval/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    for name in ("margin", "chosen_reward", "rejected_reward"):
+        assert abs(before[f"eval/{name}"]) < 1e-4, name
+    assert after["eval/loss"] < before["eval/loss"]
+    margin = after["eval/chosen_reward"] - after["eval/rejected_reward"]
+    assert after["eval/margin"] == pytest.approx(margin, abs=1e-6)
+    assert f"held out: {after['eval/loss']:.4f} per pair, {after['eval/pairs']} pairs" in whole[1]
 
 
 def test_the_reference_is_what_the_first_weights_say_of_each_answer(whole):
@@ -107,10 +117,11 @@ def test_the_reference_is_what_the_first_weights_say_of_each_answer(whole):
 
 
 def test_stopped_it_goes_on_to_the_same_bits_by_the_reference_that_it_began_with(
-    whole, half, flags_of, tmp_path
+    whole, half, home, flags_of, tmp_path
 ):
     out = shutil.copytree(half, tmp_path / "run")
-    code, said = here(flags_of(out, 4, "--init", tmp_path / "gone"), "preference")
+    moved = shutil.copytree(home / "base", tmp_path / "moved")
+    code, said = here(flags_of(out, 4, "--init", moved), "preference")
     assert code == 0, said
     for name in ("loss_hex", "batch_hash"):
         assert column(out, name) == column(whole[0], name)
@@ -147,14 +158,17 @@ def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
     short = ["--eval-every", 0]
     fresh = [
         flags_of(tmp_path / "tp", 2, "--tp", 2, *short),
-        flags_of(
-            tmp_path / "kto ring", 2, "--loss", "kto", "--ring", 2, "--fold-sp", "none", *short
-        ),
+        flags_of(tmp_path / "kto ring", 2, "--loss", "kto", "--ring", 2, "--fold-sp", "none"),
     ]
     assert_goes_on_in({"pp": "--pp 2"}, whole, half, flags_of, tmp_path, fresh=fresh)
-    for steps in (1, 2):  # stopped in between, and begun without eval
-        code, said = here(flags_of(tmp_path / "kto", steps, "--loss", "kto", *short), "preference")
+    for steps, more in ((1, short), (2, [])):  # stopped in between, and begun without eval
+        code, said = here(flags_of(tmp_path / "kto", steps, "--loss", "kto", *more), "preference")
         assert code == 0, said
+    (before, ring), (solo,) = (events(tmp_path / x, "evaluation") for x in ("kto ring", "kto"))
+    assert before["eval/loss"] == pytest.approx(0.5, abs=1e-5)
+    assert ring["eval/answers"] == 2 * events(whole[0], "evaluation")[0]["eval/pairs"]
+    for name in ("loss", "answers", "desirable_reward", "undesirable_reward"):
+        assert ring[f"eval/{name}"] == pytest.approx(solo[f"eval/{name}"], rel=1e-4), name
     # A reference of another layout differs by the last bits, and so do the hashes of batches.
     for run, wanted in (("tp", whole[0]), ("kto ring", tmp_path / "kto")):
         for name in ("loss", "grad_norm"):
@@ -172,11 +186,14 @@ def test_every_layout_prints_the_same_losses(whole, half, flags_of, tmp_path):
     ],
 )
 def test_other_losses_begin_as_they_must(loss, first, flags_of, tmp_path):
-    flags = flags_of(tmp_path, 1, "--loss", loss, "--eval-every", 0)
+    flags = flags_of(tmp_path, 1, "--loss", loss)
     code, said = here(flags, "preference")
     assert code == 0, said
-    (line,) = lines(tmp_path)
-    assert first is None or line["loss"] == pytest.approx(first, rel=1e-4)
+    (line,), (before, _) = lines(tmp_path), events(tmp_path, "evaluation")
+    for found in (line["loss"], before["eval/loss"]):
+        assert first is None or found == pytest.approx(first, rel=1e-4)
+    # Means over other pairs, of the same quantity.
+    assert before["eval/loss"] == pytest.approx(line["loss"], rel=0.5)
     assert (tmp_path / "reference.tokens").exists() == (loss in ("ipo", "kto"))
     assert find_checkpoint(tmp_path)
     code, what = refusal("preference", *flags, "--steps", 2, "--beta", 0.5)
@@ -203,7 +220,7 @@ def test_records_that_are_no_pairs_are_named(record, named, flags_of, tmp_path):
     [
         (["--data", "long.jsonl"], 64, "there is no row to train on; bring more documents, or"),
         (["--row-length", 30], 64, "set row_length to 32"),
-        (["--init", "nowhere"], 66, "there is no checkpoint in nowhere"),
+        (["--init", "nowhere"], 66, "there is no folder nowhere"),
         (["--template", "chatmal"], 64, "take chatml, "),
     ],
     ids=str,

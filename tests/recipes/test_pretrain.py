@@ -299,7 +299,7 @@ def test_data_that_changed_does_not_go_on_silently(text, tmp_path):
     (folder / "7.txt").write_text("something else")
     code, what = refusal("pretrain", *flags_of(out, folder, 5))
     assert code == 66
-    assert "files of text: 7.txt was changed" in what
+    assert "files: 7.txt was changed" in what
     assert "fingerprint of text" in what
 
 

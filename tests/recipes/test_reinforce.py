@@ -105,12 +105,19 @@ def test_the_answers_of_another_sampler_serve_if_it_has_the_trainer_s_weights(tm
     given = [x.logprobs.tolist() for x in evaluation.bind_score(model)(examples)]
 
     def write(logprobs):
-        found = [r | {"logprobs": x} for r, x in zip(read, logprobs, strict=True)]
+        drawn = [{"ids": x.ids, "prompt_ids": x.prompt_ids} for x in answers]
+        found = [
+            {**r, **(ids if number % 2 else {}), "logprobs": x}
+            for number, (r, ids, x) in enumerate(zip(read, drawn, logprobs, strict=True))
+        ]
         path.write_text("\n".join(map(json.dumps, found)))
 
     write([[x - 0.5 for x in own] for own in given])
     code, what = refusal("reinforce", *flags(out, 6, "--sampled", path))
     assert (code, "0.5 nats from the trainer's own" in what) == (65, True), what
+    write([*given[:5], [0.3, *given[5][1:]], *given[6:]])  # 0.02 nats in the mean
+    code, what = refusal("reinforce", *flags(out, 6, "--sampled", path))
+    assert (code, "record 5 has the log-probability 0.3" in what) == (65, True), what
     write(given)
     code, said = here(flags(out, 6, "--sampled", path), "reinforce")
     assert code == 0, said

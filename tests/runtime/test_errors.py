@@ -40,6 +40,13 @@ from trainkit.types import (
 
 FACTS = ["code", "what", "where", "rank", "step", "got", "want", "hint"]
 
+
+def caused_by(error, cause):
+    """Return an error that another one has become."""
+    error.__cause__ = cause
+    return error
+
+
 CASES = [
     (ConfigError("lr must be above 0", where="lr", got=-1, want="above 0", hint="try 3e-4"), 64),
     (ValueError("pack_bins: capacity must be at least 1, got 0"), 64),
@@ -53,6 +60,10 @@ CASES = [
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 70),
     (OSError(errno.EMFILE, "Too many open files", "out/metrics.jsonl"), 64),
     (RuntimeError("[gloo/transport/tcp/device.cc:1] socket: Too many open files"), 64),
+    (caused_by(PeerError("rank 1 is not there"), OSError(errno.EMFILE, "Too many open files")), 64),
+    (RuntimeError("can't start new thread"), 64),
+    (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 64),  # of a fork
+    (caused_by(ConfigError("in use"), BlockingIOError(errno.EAGAIN, "held")), 64),
     (MemoryError(), 70),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), 70),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), 70),
@@ -358,7 +369,7 @@ import sys
 from trainkit.runtime.errors import leave, report_errors
 from trainkit.types import ConfigError
 def main():
-    assert sys.stderr is None
+    assert not sys.stderr.isatty()  # as libraries ask
     with report_errors():
         with open(sys.argv[1], "w") as file:
             assert file.fileno() > 2, file.fileno()
@@ -377,6 +388,57 @@ def test_too_many_open_files_are_told_with_the_cure(capsys):
     with pytest.raises(SystemExit), report_errors():
         raise OSError(errno.EMFILE, "Too many open files", "out/metrics.jsonl")
     assert "ulimit -n" in capsys.readouterr().err
+
+
+def reported(error, capsys, run_dir=None):
+    """Return what is said of an error, and its last line for programs."""
+    with pytest.raises(SystemExit), report_errors(run_dir):
+        raise error
+    said = capsys.readouterr().err
+    return said, json.loads(said.splitlines()[-1].removeprefix("TRAINKIT_ERROR "))
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),
+        (caused_by(PeerError("x", hint="y"), RuntimeError("Too many open files")), "ulimit -n"),
+    ],
+)
+def test_a_limit_of_the_system_is_no_bug_and_told_with_the_cure(error, hint, capsys):
+    said, told = reported(error, capsys)
+    assert hint in told["hint"]
+    assert "bug" not in said
+
+
+def test_a_lock_that_is_held_is_no_limit(capsys):
+    _, told = reported(caused_by(ConfigError("in use"), BlockingIOError(11, "held")), capsys)
+    assert told["hint"] is None
+
+
+@pytest.mark.parametrize("kind", [ValueError, DataError, RuntimeError, KeyError])
+def test_a_long_error_is_cut_in_every_place(kind, tmp_path, capsys):
+    said, told = reported(kind("x" * 10**7), capsys, tmp_path)
+    assert len(said) < 50_000
+    assert len(told["what"]) < 10_000
+    assert " ..." in told["what"]
+    assert sum(path.stat().st_size for path in (tmp_path / "errors").iterdir()) < 2_000_000
+    _, told = reported(DataError("short", got="x" * 10**7, hint="y" * 10**7), capsys)
+    assert len(told["got"]) + len(told["hint"]) < 50_000
+
+
+class MuteError(ValueError):
+    """An error that cannot say what it is."""
+
+    def __str__(self):
+        raise KeyError("colour")
+
+
+def test_an_error_that_cannot_be_shown_ends_with_its_code_and_a_word(tmp_path, capsys):
+    said, told = reported(MuteError(), capsys, tmp_path)
+    assert told["code"] == 64
+    assert said.startswith("error: (its text cannot be shown: __str__ raised KeyError)")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "lock"])

@@ -81,7 +81,7 @@ def train(
                     if isinstance(x, torch.Tensor) and x is not state.tokens:
                         x.zero_()
                 if state.step == die_at:
-                    raise KeyboardInterrupt
+                    optimizer.step(die)  # within a step nothing is whole that could be saved
                 if state.step == stop_at:
                     signal.raise_signal(signal.SIGTERM)
                 if state.step == 5 and seen is not None:
@@ -91,6 +91,11 @@ def train(
             if not stop:
                 made.finish(state, [model], optimizer)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def die():
+    """Be interrupted."""
+    raise KeyboardInterrupt
 
 
 def told(out):

@@ -1,5 +1,7 @@
 """Ranks that cannot become one run are told why, all of them, before the first step."""
 
+import contextlib
+import http.server
 import socket
 import threading
 import time
@@ -10,11 +12,14 @@ import attrs
 import pytest
 import rank_processes
 import torch
+import torch.distributed as dist
+from rank_processes import free_port
 from threads import run_threads
 
 import trainkit as tk
 from trainkit import mesh
-from trainkit.mesh import meeting, twin_axis
+from trainkit.mesh import meeting, table, twin_axis
+from trainkit.mesh.launch import Launch
 from trainkit.mesh.table import Seat, find_trouble, missing_ranks
 from trainkit.runtime.startup import agree_at_start, code_facts, find_difference
 from trainkit.testing import run_ranks
@@ -119,6 +124,47 @@ def test_who_is_asked_to_stop_does_not_wait_for_the_missing(monkeypatch):
     gate.clear()
     assert meeting._bounded(gate.wait, 0.5) is None  # the control: nobody asks, time is up
     gate.set()
+
+
+@contextlib.contextmanager
+def web_server():
+    """Serve HTTP on a port, and yield its number."""
+    handler = http.server.BaseHTTPRequestHandler
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.case("L6")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_program_at_the_address_is_named_by_what_it_answers(rank, monkeypatch):
+    monkeypatch.setattr(meeting, "_STORE_GRACE", 0.2)
+    monkeypatch.setattr(meeting, "_PORT_GRACE", 0.2)
+    begin, long = time.monotonic(), timedelta(minutes=10)
+    with web_server() as port:
+        launch = Launch(rank, 2, 0, address="127.0.0.1", port=port)
+        with pytest.raises(ConfigError, match=r'another program.* answers "HTTP/1\.0 501'):
+            meeting.open_world(launch, "gloo", timeout=long, start_timeout=long)
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.case("L5")
+def test_who_waits_says_for_whom(monkeypatch, capfd):
+    monkeypatch.setattr(table, "_REMINDER", 0.1)
+    store = dist.HashStore()
+    launch = Launch(0, 3, 0, address="node7", port=29500)
+    table._table(store).add("seats", 1)
+    table._table(store).set("seat/1", '{"rank":2,"world":3,"host":"a","pid":7}')
+    with pytest.raises(PeerError, match="still waiting for rank 1 of 3"):
+        table.session_name(launch, store, time.monotonic() + 0.5)
+    said = capfd.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 5
+    assert "rank 0 has been waiting for rank 1 of 3 for 0 s, at node7:29500" in said[0]
+    nobody = Launch(1, 2, 0, address="127.0.0.1", port=free_port())
+    with pytest.raises(PeerError, match="rank 1 of 2 was waiting for rank 0"):
+        meeting._reach(nobody, time.monotonic() + 0.5)
+    assert "rank 1 has been waiting for rank 0 of 2 for" in capfd.readouterr().err
 
 
 def test_who_is_missing_and_what_is_wrong():

@@ -18,6 +18,7 @@ from trainkit.collectives import all_gather_json
 from trainkit.mesh import solo_parallel
 from trainkit.runtime import peers, watchdog
 from trainkit.runtime.peers import (
+    IN_UNIT,
     Beat,
     Failure,
     Sighting,
@@ -305,6 +306,34 @@ def test_ranks_at_different_places_are_a_fault_of_the_recipe(tmp_path):
         assert "all_sum (x.py:1)" in str(error)
 
 
+def test_ranks_that_wait_in_units_of_fsdp_are_told_what_that_means(tmp_path):
+    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
+    other = attrs.evolve(this_member(0), rank=1)
+    rank.members = [rank.member, other]
+    rank.others = {1: Sighting(BEAT)}
+    doing = f"forward (model.py:7) > {IN_UNIT} (unshard)"
+    rank.beat = attrs.evolve(rank.beat, waits=True, doing=doing)
+    beat = attrs.evolve(BEAT, session=rank.session, waits=True, doing=doing)
+    write_beat(rank.folder, other, beat)
+    error = watchdog._error_of(rank, watchdog._accused(rank, [0, 1]))
+    assert "waits for parameters or gradients of another unit than others" in str(error)
+    assert "out of its `blocks`" in error.hint
+
+
+def test_a_rank_in_a_unit_of_fsdp_says_so():
+    place, leave, entered = {}, threading.Event(), threading.Event()
+    text = "def unshard(enter, wait):\n    enter()\n    wait()\n"
+    exec(compile(text, f"/x{watchdog._OF_UNITS}", "exec"), place)
+    thread = threading.Thread(target=lambda: place["unshard"](entered.set, leave.wait))
+    thread.start()
+    entered.wait(10)
+    doing = watchdog._doing(thread.ident)
+    leave.set()
+    thread.join()
+    assert doing.endswith(f"> {IN_UNIT} (unshard)")
+    assert IN_UNIT not in watchdog._doing(threading.get_ident())
+
+
 @pytest.fixture
 def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""
@@ -348,6 +377,45 @@ def test_a_save_that_hangs_is_told_in_time_and_ended(stopping, monkeypatch):
     assert (after(40.0), after(51.0)) == ((0, 1), (1, 1))
     assert "not saved within 25 s: there is no checkpoint" in warned[0]
     assert ended[0].code == 76
+
+
+def saving(rank, parts, seconds):
+    """Let a rank be in a save for some seconds, of which so many parts get written."""
+    rank.written = lambda: parts
+    for _ in range(round(seconds)):
+        watchdog._measure_saves(rank, 1.0)
+
+
+@pytest.mark.case("E5", "K6")
+def test_a_stop_waits_for_a_save_only_as_long_as_it_goes_on_writing(stopping, monkeypatch):
+    rank, after, ended, _ = stopping
+    stack = [("/x/trainkit/checkpoint/save.py", "land", 1)]
+    monkeypatch.setattr(watchdog, "_stack", lambda _: stack)
+    monkeypatch.setattr(watchdog, "save_threads", lambda: ["one"])
+    saving(rank, 1, 9)
+    assert after(26.0) == (0, 1)
+    saving(rank, 1, 3)  # since nothing more is written, the disk hangs
+    assert after(27.0) == (1, 1)
+    assert ended.pop().code == 76
+    (rank.folder / "failure.json").unlink()
+    beat = attrs.evolve(BEAT, still=2.0)  # another rank writes a larger part
+    rank.members = [rank.member, attrs.evolve(rank.member, rank=1)]
+    rank.others = {1: Sighting(beat)}
+    assert after(28.0) == (0, 1)
+    rank.members, rank.others, rank.stopping = [rank.member], {}, 0.0
+    saving(rank, 2, 1)  # this pause of 12 s was none that does not end
+    saving(rank, 2, 20)
+    assert after(26.0) == (0, 1)
+    saving(rank, 2, 5)
+    assert after(26.0) == (1, 1)
+
+
+@pytest.mark.case("E5")
+def test_a_save_that_hangs_before_the_stop_is_no_measure_of_one(stopping, monkeypatch):
+    rank, after, *_ = stopping
+    monkeypatch.setattr(watchdog, "save_threads", lambda: ["one"])
+    saving(rank, 1, 600)
+    assert after(26.0) == (1, 0)
 
 
 def test_the_time_of_steps_and_saves_is_measured(tmp_path, monkeypatch):

@@ -1,20 +1,24 @@
 """The certificate as a user has it: own models, refusals, failures that hide nothing, tables."""
 
+import contextlib
 import os
 import sys
 import time
+from functools import partial
 
 import attrs
 import pytest
 import torch
 from torch import nn
 
+from trainkit.adapters import Lora, lora
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token
+from trainkit.mesh import solo_parallel
 from trainkit.parallel import transforms
 from trainkit.parallel.sharding import fsdp
-from trainkit.testing import run_ranks
-from trainkit.testing.builtin import exact_plan
+from trainkit.testing import run_ranks, train
+from trainkit.testing.builtin import decoder_batch, exact_plan
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import (
     TIERS,
@@ -28,8 +32,8 @@ from trainkit.testing.certificate import (
 from trainkit.testing.certifying import certify
 from trainkit.testing.deal import deal_batch
 from trainkit.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
-from trainkit.testing.train import relative
-from trainkit.types import Layout, Place, Share
+from trainkit.testing.train import certificate_weights, relative
+from trainkit.types import ConfigError, Layout, Place, Share
 
 # ------------------------------------------------------------------------------------ a user's own
 
@@ -56,6 +60,43 @@ def own_call(model, batch):
 def make_loss(ps):
     assert ps.tp.count == 1
     return next_token
+
+
+class Pair(nn.Module):
+    """A user's model with a matrix that gets an adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+
+    def forward(self, ids):
+        return self.up(self.embedding(ids))
+
+
+def with_adapters(values=None):
+    return lora(Lora("up", rank=2), values=values)(Pair(), solo_parallel())
+
+
+def certified_value(_weights, name, shape, offset):
+    return certificate_weights(name, shape, offset)
+
+
+def embedding_plan(_ps, _case):
+    return [fsdp(blocks="embedding")]
+
+
+@pytest.mark.parametrize("values", [None, certified_value])
+def test_a_model_that_is_made_with_adapters_has_the_same_ones_in_every_layout(values):
+    found = certify(
+        partial(with_adapters, values),
+        decoder_batch,
+        [Case(), Case(Layout(dp_shard=2))],
+        plan=embedding_plan,
+        loss=next_token,
+        call=own_call,
+        steps=2,
+    )
+    assert found.ok, str(found.red)
 
 
 def test_a_users_model_plan_loss_and_call_are_certified():
@@ -324,3 +365,53 @@ def test_a_layout_has_a_readable_name():
     assert case.name == "pp2 x replica2 x ring2, 1f1b, fold none, cpu offload, mine"
     assert case.world == 8
     assert Case(rows_per_microbatch=None).name == "one rank, all rows at once"
+
+
+# ------------------------------------------------------------------------------------ devices
+
+
+class SeenError(Exception):
+    """Ends a training where its first step would begin."""
+
+
+def test_model_and_batches_are_moved_to_the_device_of_the_rank(monkeypatch):
+    """On a device without values: there the first step has all that it is given, and ends."""
+    given = []
+
+    @contextlib.contextmanager
+    def on_meta(_layout):
+        yield attrs.evolve(solo_parallel(), device=torch.device("meta"))
+
+    def bind(stages, *_args, **_options):
+        given.extend(p.device.type for stage in stages for p in stage.parameters())
+
+        def run(batches, **_):
+            given.extend(x.device.type for x in batches[0].values() if torch.is_tensor(x))
+            raise SeenError
+
+        return run
+
+    monkeypatch.setattr(train, "parallel_session", on_meta)
+    monkeypatch.setattr(train, "bind_forward_backward", bind)
+    training = train.Training(
+        title="m",
+        tier=TIERS["fp32"],
+        make_model=Bigrams,
+        make_batches=exact_batch,
+        plan=own_plan,
+        loss=next_token,
+        call=own_call,
+        steps=1,
+    )
+    with pytest.raises(SeenError):
+        train.train_plain(training)
+    assert set(given) == {"meta"}
+
+
+def test_a_certificate_on_gpus_that_are_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    how = {"plan": own_plan, "loss": next_token, "call": own_call, "device": "cuda"}
+    with pytest.raises(ConfigError, match=r"certify: .*2 ranks, .*finds 1 on this machine"):
+        certify(Bigrams, exact_batch, [Case(Layout(dp_shard=2))], **how)
+    with pytest.raises(ValueError, match="device must be"):
+        certify(Bigrams, exact_batch, [Case()], **how | {"device": "tpu"})

@@ -3,8 +3,11 @@
 import argparse
 
 import pytest
+import torch
 
 from trainkit.commands import certify
+from trainkit.testing.builtin import cases_of_model, models_of_tier
+from trainkit.testing.cases import default_cases
 from trainkit.testing.certificate import TIERS, Certificate, Row
 from trainkit.types import ConfigError
 
@@ -27,6 +30,50 @@ def test_a_layout_of_the_exact_tier_is_certified(capsys):
     assert capsys.readouterr().err.startswith("ok exact model: dp2 (1 of 1")
 
 
+@pytest.mark.parametrize(
+    ("tier", "layout"), [("fp64", "replica2"), ("fp32", "dp2"), ("bf16", "dp2")]
+)
+def test_every_model_of_a_tier_is_certified(tier, layout):
+    report, code = certify.run(options_of("--tier", tier, "--layouts", layout, "--quiet"))
+    assert code == 0, report
+    for name in models_of_tier(tier):
+        if any(case.name == layout for case in cases_of_model(name)):
+            assert f"{name}, {tier}: 1 of 1 layouts give the numbers of one process" in report
+
+
+def test_what_rounding_to_bf16_leaves_nothing_of_is_not_in_that_tier():
+    names = " ".join(models_of_tier("bf16", optimizers=True))
+    assert "experts" not in names  # rounding turns a router's choices
+    assert "losses of" not in names  # they subtract log-probabilities
+    assert "with experts" in " ".join(models_of_tier("fp32"))
+
+
+def test_too_few_gpus_are_refused_in_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"certify: device='cuda' needs a GPU .* finds 0 on this"):
+        certify.run(options_of("--device", "cuda", "--quiet"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"for each of 4 ranks, .* finds 2 .* device='cpu'"):
+        certify.run(options_of("--device", "cuda", "--quiet", "--world", "4"))
+    with pytest.raises(ConfigError, match="for each of 8 ranks"):
+        certify.run(options_of("--device", "cuda", "--quiet", "--layouts", "dp8"))
+
+
+def test_on_gpus_the_layouts_are_those_that_they_reach(monkeypatch):
+    taken = {}
+
+    def found(_, chosen, device, **__):
+        taken.update(chosen=chosen, device=device)
+        return [certificate()]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("trainkit.testing.builtin.certify_builtin", found)
+    certify.run(options_of("--device", "cuda"))
+    assert taken["device"] == "cuda"
+    worlds = {case.world for case in default_cases() if taken["chosen"](case)}
+    assert worlds == {1, 2}
+
+
 def test_a_red_row_gives_exit_code_67(monkeypatch):
     found = [certificate(error="it hung")]
     monkeypatch.setattr("trainkit.testing.builtin.certify_builtin", lambda *_, **__: found)
@@ -47,8 +94,6 @@ def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
         lambda _, chosen, **__: taken.update(chosen=chosen) or [certificate()],
     )
     certify.run(options_of("--layouts", "dp2*", "*zero*", "--world", "2"))
-    from trainkit.testing.cases import default_cases
-
     names = {case.name for case in default_cases() if taken["chosen"](case)}
     assert {"dp2", "dp2, reduce each", "pp2, zero_bubble_v"} <= names
     assert not {"tp2", "dp2 x tp2", "replica2"} & names
@@ -56,7 +101,6 @@ def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
 
 def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch):
     from trainkit.parallel import fitting
-    from trainkit.testing.cases import default_cases
 
     taken = {}
     monkeypatch.setattr(

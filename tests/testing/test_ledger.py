@@ -31,7 +31,8 @@ from trainkit.types import Layout
 LAYERS = SHALLOW.layers
 UNITS = LAYERS + 1  # of FSDP: the blocks, and what is left
 PARAMETERS = sum(map(math.prod, parameter_shapes(SHALLOW).values()))
-TENSORS = 11 * LAYERS + 3  # each has a number that says who has its gradient
+TENSORS = 11 * LAYERS + 3  # each has a number that says who has its gradient, in 8 bytes
+ORDER = 16  # two more compare the order of gathers
 ROUNDS = ROWS // 2  # microbatches where all rows are one rank's
 TWO = [
     Case(Layout(dp_shard=2)),
@@ -101,7 +102,7 @@ def test_sharded_gradients_are_reduced_once_per_unit_and_step(ledgers):
         ("dp_shard", "all_reduce"): 1,  # who has gradients
     }
     assert first.bytes("dp_shard", "reduce_scatter") == 4 * PARAMETERS
-    assert first.bytes("dp_shard", "all_reduce") == 4 * TENSORS
+    assert first.bytes("dp_shard", "all_reduce") == 8 * TENSORS + ORDER
     assert counts_of(last) == {("dp_shard", "all_reduce"): 1}  # the norm
 
 
@@ -116,7 +117,7 @@ def test_reducing_once_saves_all_but_one_of_the_reductions(ledgers):
 def test_replicas_are_summed_once_per_unit_and_step_and_gather_nothing(ledgers):
     first, last = ledgers["replica2"]
     assert counts_of(first) == {("dp_replicate", "all_reduce"): UNITS + 1}
-    assert first.bytes("dp_replicate", "all_reduce") == 4 * (PARAMETERS + TENSORS)
+    assert first.bytes("dp_replicate", "all_reduce") == 4 * PARAMETERS + 8 * TENSORS
     assert last.rows == ()
 
 
@@ -131,7 +132,7 @@ def test_a_hybrid_sums_shards_over_replicas_once_per_step(ledgers, reduce):
         ("dp_shard", "all_reduce"): 1,
         ("dp_replicate", "all_reduce"): UNITS + 1,
     }
-    assert first.bytes("dp_replicate", "all_reduce") == 4 * (PARAMETERS // 2 + TENSORS)
+    assert first.bytes("dp_replicate", "all_reduce") == 4 * PARAMETERS // 2 + 8 * TENSORS
 
 
 def test_tensor_parallel_blocks_gather_and_scatter_twice_each_way(ledgers):

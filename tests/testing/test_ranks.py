@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import tensor
 
-from trainkit.testing import RankError, run_ranks
+from trainkit.testing import RankError, ranks, run_ranks
+from trainkit.types import ConfigError
 
 OWN = "a name of this file"
 
@@ -227,3 +228,24 @@ def test_no_file_and_no_process_is_left(tmp_path, monkeypatch):
     # multiprocessing keeps one folder for its server's socket, for as long as this process lives
     assert [path for path in Path(tmp_path).iterdir() if not path.name.startswith("pymp-")] == []
     assert multiprocessing.active_children() == []
+
+
+def test_ranks_on_gpus_are_spawned_and_meet_by_nccl(monkeypatch):
+    """What a rank on a GPU does first, without one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"run_ranks: device='cuda' needs .* finds 1 on this"):
+        run_ranks(dist.get_rank, 2, device="cuda")
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: seen.append(name))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    environ = dict(os.environ)
+    work = ranks._Work(b"", (), 2, Path(), 1.0, 1, "cuda", environ | {"CUDA_VISIBLE_DEVICES": "3"})
+    try:
+        ranks._set_up(0, work)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+    assert seen == [0, "cpu:gloo,cuda:nccl"]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import NumericsError, among
+from trainkit.types import NumericsError, among, check_range
 
 Format = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
@@ -212,6 +212,7 @@ def add_low_rank(
         to: What the sum is rounded to: a dtype, or a format, to which it is quantised anew.
 
     Raises:
+        ValueError: `scale` is not finite.
         NumericsError: It is to be quantised, and is not finite.
 
     References:
@@ -223,6 +224,7 @@ def add_low_rank(
         tensor([[1.5000, 1.5000, 1.5000],
                 [1.5000, 1.5000, 1.5000]])
     """
+    check_range("add_low_rank", scale=scale)
     whole = dequantize(base, torch.float32) if isinstance(base, Quantized) else base.float()
     merged = whole + scale * (b.float() @ a.float())
     return merged.to(to) if isinstance(to, torch.dtype) else quantize(merged, to)

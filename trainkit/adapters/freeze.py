@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import attrs
@@ -69,12 +70,18 @@ def effective_freeze(
 def freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:
     """Return the fact that a run is continued with: what is frozen when.
 
+    Patterns that follow one another and say the same, frozen or not, mean the same in any order,
+    and stand in the alphabet's.
+
     Examples:
-        >>> freeze_facts([Freeze("head.*")], {})
-        {'freeze': [[0, 'head.*', True]]}
+        >>> freeze_facts([Freeze("norm.*"), Freeze("head.*")], {})
+        {'freeze': [[0, 'head.*', True], [0, 'norm.*', True]]}
     """
-    every = [(0, base), *sorted(schedule.items())]
-    return {"freeze": [[start, one.pattern, one.frozen] for start, some in every for one in some]}
+    found: list[list[Any]] = []
+    for start, specs in [(0, base), *sorted(schedule.items())]:
+        for frozen, alike in groupby(specs, key=lambda spec: spec.frozen):
+            found += [[start, pattern, frozen] for pattern in sorted({x.pattern for x in alike})]
+    return {"freeze": found}
 
 
 def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:

@@ -7,6 +7,7 @@ had before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -83,7 +84,7 @@ class Lora:
     def __attrs_post_init__(self) -> None:
         checks = {
             "rank": (type(self.rank) is int and self.rank > 0, "a positive number"),
-            "alpha": (self.alpha > 0, "positive"),
+            "alpha": (0 < self.alpha < math.inf, "positive and finite"),
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "name": (self.name.isidentifier(), "a name without dots"),
         }

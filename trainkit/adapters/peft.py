@@ -37,12 +37,14 @@ _INSIDE = "model.layers.{i}.mlp.experts"
 _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "modules_to_save", "fan_in_fan_out"),
+    "ensure_weight_tying",
 }
 _TOLD_BY_TENSORS = {
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "base_model_name_or_path", "inference_mode", "task_type", "revision"),
-    *("peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("peft_version", "auto_mapping", "megatron_core", "qalora_group_size"),
 }
+_TYING = "ensure_weight_tying"
 _MUST_BE = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -360,7 +362,7 @@ def open_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
     for module, parts in found.items():
         if module not in halves:
             ours |= _apart(module, parts, places[module], told, problems)
-    whole = _whole_tensors(tensors, family, config, problems)
+    whole = _whole_tensors(tensors, told, family, config, problems)
     if problems or not ours:
         raise CheckpointError(
             f"open_peft: {folder} is no adapter of this {family.model_type}: "
@@ -392,6 +394,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "alpha_pattern": (_TABLE, _is_table),
     "use_rslora": ("true or false", lambda x: type(x) is bool),
     "use_dora": ("true or false", lambda x: type(x) is bool),
+    _TYING: ("true or false", lambda x: type(x) is bool),
 }
 
 
@@ -523,7 +526,11 @@ def _by_pattern(told: Mapping[str, Any], table: str, module: str, default: float
 
 
 def _whole_tensors(
-    tensors: Mapping[str, Tensor], family: Family, config: DecoderConfig, problems: list[str]
+    tensors: Mapping[str, Tensor],
+    told: Mapping[str, Any],
+    family: Family,
+    config: DecoderConfig,
+    problems: list[str],
 ) -> dict[str, Tensor]:
     """Return what is whole in a folder by our names."""
     whole = {name.removeprefix(_BEFORE): x for name, x in tensors.items() if "lora_" not in name}
@@ -531,6 +538,12 @@ def _whole_tensors(
         head = whole.pop("lm_head.weight")
         if not torch.equal(head, whole.get("model.embed_tokens.weight", head[:0])):
             problems.append("lm_head.weight is tied to the embedding, which is not the same there")
+    elif config.tied and "model.embed_tokens.weight" in whole and not told.get(_TYING):
+        problems.append(
+            "embed_tokens is trained and the head is not, to which it is tied here: PEFT keeps the "
+            f"base's head beside it, unless {_TYING} is true; train it with {_TYING}=True, or with "
+            'modules_to_save=["embed_tokens", "lm_head"] and equal values in both'
+        )
     found: dict[str, Tensor] = {}
     used: set[str] = set()
     for link in links_of(family, config):

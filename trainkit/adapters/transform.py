@@ -62,7 +62,9 @@ def lora(
         seed: Of the initial values.
         trained: A regular expression of the names of modules or parameters that are trained beside
             adapters, as they are: "embedding|head" where a vocabulary has grown.
-        values: Gives the initial values in place of the above, those of an adapter's folder.
+        values: Gives the initial values in place of the above: those of an adapter's folder, or for
+            a certificate ones that are not 0 (with B = 0 an A has no gradient in the first step):
+            a function `(weights, name, shape, offset) -> certificate_weights(name, shape, offset)`.
 
     Returns:
         A transform for `build_stages`, or for any module: `lora(...)(model, solo_parallel())`; then

@@ -13,6 +13,7 @@ from .batches import spans as spans
 from .batches import split_batch as split_batch
 from .batches import to_device as to_device
 from .collate import collate_bins as collate_bins
+from .denominators import check_terms as check_terms
 from .denominators import divided as divided
 from .denominators import divisor_of as divisor_of
 from .denominators import divisors_of as divisors_of

@@ -70,7 +70,7 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
         multiple_of: What the spans of padding are multiples of, as in `pack_bins`.
 
     Raises:
-        ValueError: There would be no tokens.
+        ValueError: There would be no tokens, or `multiple_of` is below 1.
 
     Examples:
         >>> batch = blank_batch(1, 4)
@@ -78,6 +78,7 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
         ([[-100, -100, -100, -100]], [[-1, -1, -1, -1]], [4])
     """
     check_range("blank_batch", at_least=1, rows=rows, length=length)
+    check_range("blank_batch", at_least=1, multiple_of=multiple_of)
     return Batch(
         torch.full((rows, length), pad_id),
         torch.full((rows, length), IGNORED_LABEL),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,38 @@ def scaled(denominator: Denominator, scale: Tensor | float | None) -> Denominato
     return denominator / scale
 
 
+def check_terms(returned: Any, *, by: str) -> Any:
+    """Return what a loss returned, or refuse it where that is no sum with its terms.
+
+    Args:
+        returned: What `loss(output, batch)` gave.
+        by: The function that called it, for the message.
+
+    Raises:
+        ValueError: It is not (sum, {name: sum}).
+
+    Examples:
+        >>> import torch
+        >>> check_terms((torch.tensor(2.0), {"loss": torch.tensor(2.0)}), by="forward_backward")
+        (tensor(2.), {'loss': tensor(2.)})
+    """
+    if isinstance(returned, Sequence) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned
+    raise ValueError(
+        f"{by}: a loss returns (sum, terms): the sum over the valid tokens, which is "
+        f"differentiated, and a dict of the sums to report; this one returned {_shown(returned)}. "
+        'With one term: `return total, {"loss": total.detach()}`'
+    )
+
+
+def _shown(returned: Any) -> str:
+    if isinstance(returned, Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        return f"({', '.join(map(_shown, returned[:4]))}{', ...' if len(returned) > 4 else ''})"
+    return f"a `{type(returned).__name__}`"
+
+
 def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
     """Return what a step differentiates: the sum of each term over its divisor.
 
@@ -56,7 +89,8 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
         divisors: What it is divided by, or each of them, from `divisors_of`.
 
     Raises:
-        ValueError: There are divisors for several terms and one sum, or a term has none.
+        ValueError: There are divisors for several terms and one sum, a term has none, or the sum is
+            no single number.
 
     Examples:
         >>> import torch
@@ -64,7 +98,7 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
         >>> divided(parts, divisors_of({"loss": torch.tensor(2), "balance": torch.tensor(0)}))
         tensor(11.)
     """
-    if isinstance(total, Tensor) and isinstance(divisors, Tensor):  # the usual case
+    if isinstance(total, Tensor) and isinstance(divisors, Tensor) and total.numel() == 1:
         return total / divisors
     if isinstance(total, Mapping):
         first, *rest = (x / divisor_of(name, divisors) for name, x in total.items())
@@ -72,6 +106,11 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
     if isinstance(divisors, Mapping) and len(divisors) != 1:
         got = f"{len(divisors)} denominators ({', '.join(divisors)})"
         raise ValueError(f"forward_backward: {got}, but the loss returns one sum for all its terms")
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        raise ValueError(
+            "forward_backward: the first value that a loss returns is the sum over the valid "
+            f"tokens, one number; got {_shown(total)}"
+        )
     (name,) = divisors if isinstance(divisors, Mapping) else ("",)
     return total / divisor_of(name, divisors)
 

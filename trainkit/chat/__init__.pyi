@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily.
+from .encode import answers_warning as answers_warning
 from .encode import chat_encoder as chat_encoder
 from .encode import check_mask as check_mask
 from .encode import encode_chat as encode_chat
@@ -6,10 +7,13 @@ from .encode import from_sharegpt as from_sharegpt
 from .encode import mask_parts as mask_parts
 from .encode import show_mask as show_mask
 from .encode import stop_ids as stop_ids
+from .folder import choose_template as choose_template
 from .folder import find_template as find_template
 from .folder import folder_stop_ids as folder_stop_ids
 from .folder import folder_template as folder_template
 from .folder import has_template as has_template
+from .folder import template_beside as template_beside
+from .folder import template_hash as template_hash
 from .jinja import jinja_template as jinja_template
 from .preference import encode_pair as encode_pair
 from .preference import exchange_answers as exchange_answers

@@ -8,12 +8,14 @@ message said, its stop token included.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import orjson
 
 from trainkit.chat.messages import checked_messages, tools_of
 from trainkit.chat.templates import chatml
@@ -22,7 +24,7 @@ from trainkit.types import DataError, Sample, among, check_range
 
 if TYPE_CHECKING:
     from trainkit.chat.messages import Message
-    from trainkit.chat.templates import Template
+    from trainkit.chat.templates import Segment, Template
     from trainkit.types import Tokenizer
 
 _PROBE = "\u00a4"
@@ -69,7 +71,8 @@ def encode_chat(
         overlong: What becomes of a conversation of which no trained turn fits: "error", or "drop",
             which gives no tokens.
         counts: Where to add up what happened: `conversations`, `truncated`, `turns_lost` (trained
-            turns beyond `max_length`) and `dropped`.
+            turns beyond `max_length`), `dropped`, `answers` (turns to train on) and
+            `hidden_answers` (those of which the template shows nothing; see `answers_warning`).
 
     Returns:
         The sample: tokens int64 `[N]`, trained bool `[N]`.
@@ -95,6 +98,7 @@ def encode_chat(
     checked = checked_messages(messages)
     chosen = chosen_messages(checked, train)
     segments = template(checked, tools=tools)
+    _check_scaffold(segments, checked, tools)
     turns = turns_said(segments, chosen, checked)
     tokens, begins, ends = tokenised(tokenizer, segments)
     trained = tokens_inside(turns, begins, ends)
@@ -111,6 +115,8 @@ def encode_chat(
             raise DataError(f"encode_chat: {what}", got=len(tokens), want=max_length, hint=hint)
     if counts is not None:
         counts["conversations"] += 1
+        counts["answers"] += len(chosen)
+        counts["hidden_answers"] += _count_hidden(checked, chosen, segments, template, tools)
         counts["truncated"] += 0 < keep < len(tokens)
         counts["dropped"] += keep == 0
         counts["turns_lost"] += lost
@@ -200,6 +206,42 @@ def from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise DataError(f"from_sharegpt: turn {i} {must}; got {turn!r}", where=i, got=turn)
         messages.append({"role": role, "content": turn["value"]})
     return messages
+
+
+def answers_warning(counts: Mapping[str, int]) -> str:
+    """Return a warning of answers of which the template shows nothing; "" where there are none.
+
+    A template that has no place for tool calls (Gemma's, for one) shows an answer that only calls
+    as its stop token alone: a model that is trained on it learns to say nothing where it should
+    call. A few such answers are worth a warning; more than one in a hundred are refused.
+
+    Args:
+        counts: What `encode_chat` has added up: `answers` and `hidden_answers`.
+
+    Raises:
+        DataError: More than 1 % of the answers are hidden.
+
+    Examples:
+        >>> answers_warning({"answers": 500, "hidden_answers": 2})
+        'warning: the template shows nothing of 2 of 500 answers, such as calls of tools: ...'
+        >>> answers_warning({"answers": 500})
+        ''
+    """
+    answers, hidden = counts.get("answers", 0), counts.get("hidden_answers", 0)
+    if not hidden:
+        return ""
+    found = (
+        f"the template shows nothing of {hidden:,} of {answers:,} answers, such as calls of tools: "
+        "their stop tokens alone are trained on"
+    )
+    if hidden > 0.01 * answers:
+        raise DataError(
+            f"chat: {found}; take a template that shows them, or leave those answers out by a "
+            "weight of 0",
+            got=hidden,
+            want=f"<= {answers // 100}",
+        )
+    return f"warning: {found}"
 
 
 def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ...]:
@@ -304,6 +346,67 @@ def _shown(tokenizer: Tokenizer, ids: list[int]) -> str:
         else:
             texts += [f"<{i}>" for i in part] if name_of is None else name_of(part)
     return "".join(texts)
+
+
+_SCAFFOLD = 1 << 16
+"""Letters that a template may add to any conversation, and beyond that 16 for each of its own: what
+a corpus comes to is bounded by what it holds."""
+
+
+def _check_scaffold(
+    segments: Sequence[Segment],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    made = sum(len(segment.text) for segment in segments)
+    if made <= _SCAFFOLD:
+        return
+    held = len(orjson.dumps([list(messages), list(tools or [])], default=str))
+    if made > _SCAFFOLD + 16 * held:
+        raise DataError(
+            f"encode_chat: the template makes {made} letters of a conversation of {held}: it may "
+            f"make {_SCAFFOLD} and 16 for each of the conversation's",
+            got=made,
+            want=_SCAFFOLD + 16 * held,
+            hint="look at the template, or take another with --template",
+        )
+
+
+def _count_hidden(
+    messages: Sequence[Message],
+    chosen: set[int],
+    segments: Sequence[Segment],
+    template: Template,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> int:
+    """Count the chosen answers with calls, or words, of which the template shows nothing.
+
+    They are those whose last word or calls' names are not in their turn, if without them the same
+    text is rendered.
+    """
+    changed, hidden = [*messages], 0
+    said: dict[int, str] = {}
+    for segment in segments:
+        if segment.body and segment.message is not None:
+            said[segment.message] = said.get(segment.message, "") + segment.text
+    for i in chosen:
+        message, words = messages[i], (messages[i].get("content") or "").split()
+        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if names and not any(re.search(rf"\b{re.escape(x)}\b", said[i]) for x in names):
+            other = {key: value for key, value in message.items() if key != "tool_calls"}
+            changed[i] = {**other, "content": message.get("content", "")}
+            hidden += 1
+        elif words and not names and words[-1] not in said[i]:
+            changed[i] = {**message, "content": _PROBE}
+            hidden += 1
+    if not hidden:
+        return 0
+    try:
+        other = template(changed, tools=tools)
+    except DataError:  # the template looks at what was taken away
+        return 0
+    same = "".join(x.text for x in other) == "".join(x.text for x in segments)
+    return hidden if same else 0
 
 
 def _encode_record(

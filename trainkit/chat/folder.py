@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.chat.encode import stop_ids
 from trainkit.chat.jinja import MARKER, jinja_template
+from trainkit.chat.sources import SOURCES
 from trainkit.chat.templates import TEMPLATES
 from trainkit.files import read_bounded
 from trainkit.tokenizers.hf import hf_tokenizer, read_object, settings_beside
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
     from trainkit.chat.messages import Message
     from trainkit.chat.templates import Segment, Template
+    from trainkit.types import Tokenizer
 
 _MOST_BYTES = 1 << 20
 MORE_TEMPLATES = "additional_chat_templates"
@@ -46,6 +51,78 @@ def find_template(name: str | os.PathLike[str]) -> Template:
     return folder_template(name)
 
 
+def choose_template(
+    name: str | None, tokenizer: Tokenizer, *, own: str | None = None, where: str = "the model"
+) -> str:
+    """Return the name of the template to take: that given, or the model's own, or "chatml".
+
+    Args:
+        name: What a command line names; None where it names none.
+        tokenizer: What conversations are encoded with.
+        own: The template that the model, or the tokenizer's folder, brings along.
+        where: What brings none, for the message where ChatML is assumed and does not fit.
+
+    Raises:
+        ConfigError: There is no such template, or the tokenizer has no single token for what ends
+            an answer in it.
+
+    Examples:
+        >>> from trainkit.tokenizers import open_tokenizer
+        >>> choose_template(None, open_tokenizer("bytes"))
+        'chatml'
+        >>> from trainkit.tokenizers import byte_tokenizer
+        >>> choose_template(None, byte_tokenizer(), where="base/")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: choose_template: base/ brings no chat template, so ChatML was...
+    """
+    chosen = name or own or "chatml"
+    template = find_template(chosen)
+    try:
+        stop_ids(tokenizer, template)
+    except DataError:  # the template wants other conversations than the one that is tried
+        pass
+    except ValueError as error:
+        found = str(error).removeprefix("stop_ids: ")
+        if name or own:
+            raise ConfigError(f"choose_template: {chosen}: {found}", where="template") from error
+        raise ConfigError(
+            f"choose_template: {where} brings no chat template, so ChatML was assumed, and {found}",
+            where="template",
+            hint=f"name another by --template: {', '.join(TEMPLATES)}, or a folder that has one",
+        ) from error
+    return chosen
+
+
+def template_hash(name: str | os.PathLike[str]) -> str:
+    """Return what tells one chat template from another: 16 hex digits of a hash.
+
+    It is made from the Jinja sources and from the texts of the special tokens that they read, so
+    that a folder keeps its hash wherever it lies, and an exported folder has that of the native
+    template it was given.
+
+    Args:
+        name: As in `find_template`.
+
+    Raises:
+        ConfigError: There is no such template.
+        DataError: As `has_template`.
+
+    Examples:
+        >>> template_hash("chatml") == template_hash("qwen3")
+        False
+    """
+    if str(name) in SOURCES:
+        sources, tokens = {"default": SOURCES[str(name)]}, dict[str, str]()
+    else:
+        find_template(name)  # refuses what is none
+        sources, tokens = folder_sources(Path(name)), _special_texts(Path(name))
+    whole = "".join(map(str, sources.values()))
+    read = {key: text for key, text in sorted(tokens.items()) if key in whole}
+    text = json.dumps([sorted(sources.items()), read])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def has_template(folder: str | os.PathLike[str]) -> bool:
     """Say whether a Hugging Face folder has a chat template.
 
@@ -57,6 +134,29 @@ def has_template(folder: str | os.PathLike[str]) -> bool:
         False
     """
     return bool(folder_sources(Path(folder)))
+
+
+def template_beside(path: str | os.PathLike[str] | None) -> str | None:
+    """Return the folder of a model, or of a `tokenizer.json`, as a template's name, if it has one.
+
+    Args:
+        path: The folder, or the `tokenizer.json` in it; None for none.
+
+    Returns:
+        A name for `find_template`; None where there is no chat template.
+
+    Raises:
+        DataError: As `has_template`.
+
+    Examples:
+        >>> template_beside("/does/not/exist") is None
+        True
+    """
+    if path is None:
+        return None
+    file = Path(path)
+    folder = file.parent if file.name == "tokenizer.json" else file
+    return str(folder) if has_template(folder) else None
 
 
 def folder_template(
@@ -102,10 +202,7 @@ def folder_template(
     """
     path = Path(folder)
     tokenizer = hf_tokenizer(path)
-    settings = settings_beside(path / "tokenizer.json")
-    said = {key: value for key, value in settings.items() if key.endswith("_token")}
-    texts = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in said.items()}
-    tokens = {key: text for key, text in texts.items() if isinstance(text, str)}
+    tokens = _special_texts(path)
     sources = folder_sources(path)
     wanted = sources if name is None else {name: sources.get(name)}
     if not sources or None in wanted.values():
@@ -125,6 +222,14 @@ def folder_template(
         for each, source in wanted.items()
     }
     return next(iter(found.values())) if len(found) == 1 else partial(_chosen, templates=found)
+
+
+def _special_texts(path: Path) -> dict[str, str]:
+    """Return the texts of a folder's special tokens by their names, such as "eos_token"."""
+    settings = settings_beside(path / "tokenizer.json")
+    said = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in said.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def folder_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:

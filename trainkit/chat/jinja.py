@@ -33,7 +33,10 @@ def jinja_template(
 ) -> Template:
     """Return the template that a Jinja source describes, as models bring it along.
 
-    Where the source marks what is generated, by `{% generation %}`, each answer is what is marked.
+    Where the source marks what is generated, by `{% generation %}`, an answer is what is marked
+    where it is rendered, in one piece or several. It is refused where it cannot be known to which
+    answer a piece belongs.
+
     Elsewhere whose text is whose is found by rendering again with one message's words, or the name
     of what it calls, replaced by a marker: what stays the same is scaffold. Where more changes than
     the words, the turn begins after the generation prompt. A blank between the header and the words
@@ -129,23 +132,90 @@ def _with_reasoning(messages: list[dict[str, Any]], name: str | None) -> list[di
 Spans = list[tuple[int, tuple[int, int]]]
 
 
+@attrs.frozen
+class _Piece:
+    """What a template marks as generated, and the messages that it can be of by its variables."""
+
+    first: int
+    last: int
+    text: str
+    owners: frozenset[int]
+
+
 def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) -> Spans:
-    """Return which characters [first, last) of an answer the template marks as generated."""
-    begin, end = SPAN
-    marked = render(messages, spans=True)
-    pieces = re.split(f"[{begin}{end}]", marked)
-    signs = re.sub(f"[^{begin}{end}]", "", marked)
-    if "".join(pieces) != whole or signs != (begin + end) * (len(signs) // 2):
+    """Return which characters [first, last) the template marks as generated, and of which answer.
+
+    A piece is of the answer that the variables in its scope hold (`sandbox.compiled`). Where they
+    hold several, or where a second rendering shows that the words in a piece are another answer's,
+    it is of the one answer whose words are in it, if there are as many pieces then.
+    """
+    text, pieces = _marked_pieces(render(messages, spans=True))
+    if text != whole:
         raise DataError("jinja_template: what the template marks by generation, it changes")
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(signs) != 2 * len(answers):
-        what = f"marks {len(signs) // 2} answers by generation, and there are {len(answers)}"
-        raise DataError(f"jinja_template: the template {what}")
-    spans, at = list[tuple[int, int]](), 0
-    for before, inside in zip(pieces[:-1:2], pieces[1::2], strict=True):
-        spans.append((at + len(before), at + len(before) + len(inside)))
-        at = spans[-1][1]
-    return list(zip(answers, spans, strict=True))
+    try:
+        named = [_name_words(i, message) for i, message in enumerate(messages)]
+        _, shown = _marked_pieces(render(named, spans=True))
+    except DataError:  # it takes no other words than these
+        shown = list[_Piece]()
+    said = [frozenset(map(int, re.findall(f"{MARKER}(\\d+);", piece.text))) for piece in shown]
+    answers = frozenset(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    scoped = [_scoped(piece, answers) for piece in shown]
+    trusted = all(words <= own for own, words in zip(scoped, said, strict=True) if len(own) == 1)
+    spans = Spans()
+    for j, piece in enumerate(pieces):
+        owners = _scoped(piece, answers) if trusted else frozenset[int]()
+        if len(owners) != 1 and len(said) == len(pieces):
+            owners = said[j]
+        if len(owners) != 1:
+            raise DataError(
+                f"jinja_template: the template marks {piece.text!r:.80} by generation, and it "
+                "cannot be known which answer that belongs to; mark it in the loop over messages"
+            )
+        (owner,) = owners
+        if spans and owner < spans[-1][0]:
+            raise DataError(
+                f"jinja_template: the template shows message {owner} after message {spans[-1][0]}"
+            )
+        spans.append((owner, (piece.first, piece.last)))
+    return spans
+
+
+def _scoped(piece: _Piece, answers: frozenset[int]) -> frozenset[int]:
+    """Return the answers that a piece can be of: where no message is in scope, any."""
+    return piece.owners & answers if piece.owners else answers
+
+
+def _marked_pieces(marked: str) -> tuple[str, list[_Piece]]:
+    """Return a text without its marks, and the pieces that they enclose; not marks around marks."""
+    begin, middle, end = SPAN
+    pattern = f"{begin}([\\d,]*){middle}([^{begin}{middle}{end}]*){end}"
+    pieces, text, at = list[_Piece](), "", 0
+    for found in re.finditer(pattern, marked):
+        text += marked[at : found.start()]
+        owners = frozenset(map(int, filter(None, found[1].split(","))))
+        pieces.append(_Piece(len(text), len(text) + len(found[2]), found[2], owners))
+        text, at = text + found[2], found.end()
+    return text + marked[at:], pieces
+
+
+def _name_words(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of which each word of an answer, and each call, says whose it is.
+
+    Blanks and tags stay, by which a template may cut the words in parts.
+    """
+    if message["role"] != "assistant":
+        return message
+    sign = f"{MARKER}{i};"
+    texts = {
+        name: re.sub(r"(?<=\s)(?=\S)", sign, sign + text + sign)
+        for name, text in message.items()
+        if name in ("content", *REASONING) and text.strip()
+    }
+    calls = [
+        {**call, "function": {**call["function"], "name": call["function"]["name"] + sign}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | texts | ({"tool_calls": calls} if calls else {})
 
 
 @attrs.frozen

@@ -21,6 +21,7 @@ from trainkit.packing import best_fit, pack_bins
 from trainkit.types import Bins, DataError, Sample, among, check_range
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import ArrayLike
@@ -36,6 +37,7 @@ def encode_pair(
     template: Template = chatml,
     max_length: int | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    counts: Counter[str] | None = None,
 ) -> tuple[Sample, Sample]:
     """Return the chosen and the rejected half of a record, trained on their answers alone.
 
@@ -51,6 +53,7 @@ def encode_pair(
         template: As in `encode_chat`.
         max_length: As in `encode_chat`; halves keep whole turns.
         tools: As in `encode_chat`; the record's by default.
+        counts: As in `encode_chat`, of each half.
 
     Returns:
         The chosen and the rejected sample.
@@ -90,6 +93,7 @@ def encode_pair(
                     train=answers,
                     max_length=max_length,
                     tools=tools,
+                    counts=counts,
                 )
             )
         except DataError as error:

@@ -24,8 +24,10 @@ _STEP = 16
 _NO_FILTERS = ("random", "wordwrap")
 _OTHER_FILES = ("Import", "FromImport", "Include", "Extends")
 
-SPAN = ("\ue002", "\ue003")
-"""What stands before and after what a template marks as generated."""
+SPAN = ("\ue002", "\ue004", "\ue003")
+"""What stands around what a template marks as generated: before the numbers of the messages that it
+can be of, between these and the text, and after the text.
+"""
 
 
 class _Budget(threading.local):
@@ -70,7 +72,9 @@ def compiled(source: str, *, spans: bool = False) -> tuple[Any, str | None]:
 
     Args:
         source: The Jinja text.
-        spans: Whether `SPAN` stands around what `{% generation %}` encloses.
+        spans: Whether `SPAN` stands around what `{% generation %}` encloses, with the numbers of
+            the messages that variables of the source hold there: the answers of the innermost loop
+            or macro that has one, else all.
 
     Returns:
         The compiled template, of which `rendered` makes a text; and under which name it reads
@@ -108,7 +112,11 @@ def compiled(source: str, *, spans: bool = False) -> tuple[Any, str | None]:
     if inside:
         raise ValueError(f"jinja_template: it asks for {inside[0]}, of Python's insides")
     name = next((name for name in REASONING if name in read), None)
-    return environment.from_string(_counted(tree, nodes)), name
+    _pass_variables(tree, nodes, [[]])
+    try:
+        return environment.from_string(_counted(tree, nodes)), name
+    except jinja2.TemplateSyntaxError as error:  # a filter or a test that Jinja does not know
+        raise ValueError(f"jinja_template: line {error.lineno}: {error.message}") from error
 
 
 def rendered(template: Any, **values: Any) -> str:
@@ -166,7 +174,7 @@ def _environment(*, spans: bool) -> Any:
     )
     known = {name: own for name, own in environment.filters.items() if name not in _NO_FILTERS}
     filters = {name: _counting(own) for name, own in {**known, "tojson": _to_json}.items()}
-    filters["_span"] = functools.partial(_between, *(SPAN if spans else ("", "")))
+    filters["_span"] = jinja2.pass_context(_mark_generated if spans else _leave_unmarked)
     filters["_made"] = jinja2.pass_context(_made)
     filters["_joined"] = _joined
     environment.filters = filters
@@ -176,8 +184,51 @@ def _environment(*, spans: bool) -> Any:
     return environment
 
 
-def _between(begin: str, end: str, text: str) -> str:
-    return f"{begin}{text}{end}"
+def _mark_generated(context: Any, text: str, scopes: Sequence[Sequence[Any]]) -> str:
+    """Put `SPAN` around a text, with the numbers of the messages among the variables in scope.
+
+    Messages are compared by identity: two of them may say the same.
+    """
+    messages = context.parent["messages"]
+    BUDGET.spend(_STEP + len(messages))
+    numbers = {id(message): i for i, message in enumerate(messages)}
+    found = [{numbers[id(x)] for x in scope if id(x) in numbers} for scope in reversed(scopes)]
+    answers = ({i for i in own if messages[i]["role"] == "assistant"} for own in found)
+    owners = next(filter(None, answers), set[int]().union(*found))
+    begin, middle, end = SPAN
+    return f"{begin}{','.join(map(str, sorted(owners)))}{middle}{text}{end}"
+
+
+def _leave_unmarked(_context: Any, text: str, _scopes: Sequence[Sequence[Any]]) -> str:
+    return text
+
+
+def _pass_variables(node: Any, nodes: Any, scopes: list[list[str]]) -> None:
+    """Give each `_span` filter the variables that are set before it, a list for each scope.
+
+    A variable that is set later must not be named: Jinja would look for it outside of the loop
+    then, and the template would render something else.
+
+    Args:
+        node: Where to look; its children are visited in the order of the source.
+        nodes: The module `jinja2.nodes`.
+        scopes: The variables of each loop, macro or block around it, the outermost first.
+
+    Effects:
+        Changes the filters of the tree, and adds to the last of `scopes`.
+    """
+    inner = isinstance(
+        node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.With | nodes.FilterBlock
+    )
+    if inner:
+        scopes = [*scopes, []]
+    if isinstance(node, nodes.Name) and node.ctx in ("store", "param"):
+        scopes[-1].append(node.name)
+    for child in node.iter_child_nodes(exclude=("filter",)):
+        _pass_variables(child, nodes, scopes)
+    if isinstance(node, nodes.FilterBlock) and node.filter.name == "_span":
+        lists = [nodes.List([nodes.Name(x, "load") for x in scope]) for scope in scopes]
+        node.filter.args = [nodes.List(lists)]
 
 
 def _made(_: Any, value: Any) -> Any:

@@ -2,11 +2,17 @@
 from .diff import diff_checkpoints as diff_checkpoints
 from .directory import run_identity as run_identity
 from .export import export_checkpoint as export_checkpoint
+from .export import save_tensors as save_tensors
 from .facts import Changes as Changes
 from .facts import Facts as Facts
+from .first import FirstWeights as FirstWeights
+from .first import facts_to_resume as facts_to_resume
+from .first import find_first_weights as find_first_weights
+from .first import first_weights_facts as first_weights_facts
 from .flight import Saved as Saved
 from .guard import guard_numbers as guard_numbers
 from .guard import guarded_saves as guarded_saves
+from .interrupted import Unsaved as Unsaved
 from .load import load_checkpoint as load_checkpoint
 from .load import load_weights as load_weights
 from .load import read_facts as read_facts
@@ -27,5 +33,8 @@ from .save import require_space as require_space
 from .save import save_checkpoint as save_checkpoint
 from .save import saves as saves
 from .save import write_final as write_final
+from .snapshot import check_savable as check_savable
+from .sources import verify_weights as verify_weights
 from .sources import weights_from as weights_from
 from .tensors import state_hash as state_hash
+from .write import Progress as Progress

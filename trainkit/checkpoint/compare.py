@@ -23,13 +23,15 @@ class Leeway:
     `missing` parameters keep what they have and begin with no moments; `extra` ones in the
     checkpoint are left aside; those of `cast` may be stored in another floating dtype. Where
     `optimizer` is true, the run may have another one, or the same with other options, which goes
-    on with what it can; see `changed.taken_over`.
+    on with what it can; see `changed.taken_over`. Options of a parameter group that `options` names
+    may have another value.
     """
 
     missing: Sequence[str] = ()
     extra: Sequence[str] = ()
     cast: Sequence[str] = ()
     optimizer: bool = False
+    options: Collection[str] = ()
 
 
 def matches(full: str, patterns: Iterable[str]) -> bool:
@@ -71,7 +73,7 @@ def tensor_problems(
         if name not in wanted and not matches(name, leeway.extra)
         if not (name.startswith("optimizer/") and parameter_of(name) in frozen)
     ]
-    for name in by_name.keys() & index.keys():
+    for name in sorted(by_name.keys() & index.keys()):
         tensor = by_name[name].tensor
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
@@ -108,7 +110,8 @@ def optimizer_problems(
         if not matches(f"model/{name}", leeway.missing)
     }
     problems = [
-        f"{name} was not trained when it was saved" for name in trained - saved["scalars"].keys()
+        f"{name} was not trained when it was saved"
+        for name in sorted(trained - saved["scalars"].keys())
     ]
     if differs:
         return problems if leeway.optimizer else problems + differs
@@ -189,7 +192,7 @@ def _option_problems(
         f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
         for group, (old, new) in enumerate(zip(saved, live, strict=True))
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and name not in leeway.options
     ]
 
 

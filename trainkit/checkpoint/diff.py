@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.export import row_boxes
+from trainkit.checkpoint.manifest import refuse_deleted
 from trainkit.checkpoint.plain import read_json
 from trainkit.checkpoint.sources import checkpoint_tensors
 from trainkit.checkpoint.stored import Stored
@@ -48,6 +49,8 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         {'step': [1, 2]}
     """
     a, b = Path(a), Path(b)
+    for path in (a, b):
+        refuse_deleted(path)
     saved = [read_json(path / "state.json") for path in (a, b)]
     manifests = [read_json(path / "manifest.json") for path in (a, b)]
     indices = [checkpoint_tensors(path) for path in (a, b)]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.boxes import DTYPES, shared_out
+from trainkit.checkpoint.boxes import DTYPES, shared_out, shortened
 from trainkit.checkpoint.manifest import (
     MANIFEST,
     READABLE,
@@ -30,6 +30,9 @@ from trainkit.checkpoint.sources import INDEX, model_of
 from trainkit.checkpoint.stored import Stored, safetensors_header
 from trainkit.files import disk_errors, new_folder, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024
@@ -88,6 +91,84 @@ def export_checkpoint(
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         origin=origin_of(path),
+    )
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor],
+    folder: Path | str,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    beside: Mapping[str, bytes] | None = None,
+) -> dict[str, Any]:
+    """Write tensors in memory as a folder of safetensors files that is there whole or not at all.
+
+    `weights_from(folder)` reads it into any layout, after every byte has been compared with its
+    hash; `verify_weights(folder)` only compares. What others read safetensors with reads it too.
+
+    Args:
+        tensors: Whole tensors by name, on any device; what shares memory is written twice.
+        folder: The new folder; it appears by one rename when it is complete.
+        dtype: See `export_checkpoint`.
+        shard_bytes: See `export_checkpoint`.
+        overwrite: See `export_checkpoint`.
+        beside: Other files of the folder, by their names: a `config.json`, say.
+
+    Returns:
+        {"folder", "files", "tensors", "bytes", "from"}.
+
+    Raises:
+        ConfigError: A tensor is no plain one (a DTensor, a sparse tensor, one on the meta device),
+            or of a dtype that safetensors files do not hold; or the folder is there already.
+        CheckpointError: There are no tensors.
+        DiskError: It cannot be written; then there is no folder, or the old one.
+
+    Effects:
+        Writes a folder.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from trainkit.checkpoint import weights_from
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     save_tensors({"weight": torch.ones(2, 3)}, f"{home}/mine")["files"]
+        ...     weights_from(f"{home}/mine")("weight", (1, 3), (1, 0))
+        ['model.safetensors']
+        tensor([[1., 1., 1.]])
+    """
+    import torch  # noqa: PLC0415 - see `_chunks`
+
+    kinds = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
+    wrong = [
+        f"{name} of {kinds[name]} ({x.layout}, {type(x).__name__} on {x.device.type})"
+        for name, x in tensors.items()
+        if kinds[name] not in DTYPES
+        or x.layout != torch.strided
+        or x.device.type == "meta"
+        or hasattr(x, "full_tensor")
+    ]
+    if wrong:
+        raise ConfigError(
+            f"save_tensors: {shortened(wrong)} cannot be written as they are; give whole dense "
+            "tensors, of a DTensor its full_tensor()",
+            where="tensors",
+            got=wrong,
+        )
+
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
+        return tensors[name].detach()[box].cpu()
+
+    described = {name: Stored(kinds[name], tuple(x.shape), ()) for name, x in tensors.items()}
+    return write_weights(
+        described,
+        folder,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        overwrite=overwrite,
+        read=read,
+        beside=beside,
     )
 
 

@@ -100,6 +100,16 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
+def allowed_names(changes: Changes) -> set[str]:
+    """Return the names of the facts that a user allows to change, as attributes are written.
+
+    Examples:
+        >>> allowed_names(Changes(flagged=["max_norm"], allow=["max-norm"]))
+        {'max_norm'}
+    """
+    return {_plain_name(name) for name in changes.allow}
+
+
 def may_change_optimizer(changes: Changes) -> bool:
     """Say whether a run may be continued with another optimizer, or with other options of it.
 
@@ -109,9 +119,9 @@ def may_change_optimizer(changes: Changes) -> bool:
         >>> may_change_optimizer(Changes(flagged=["optimizer"], allow=["optimizer"]))
         True
     """
-    may = map(_plain_name, (*changes.free, *changes.allow))
     known = ("optimizer", "moments", "mean")
-    return any(name in known or name.startswith("optimizer_") for name in may)
+    names = {*map(_plain_name, changes.free), *allowed_names(changes)}
+    return any(name in known or name.startswith("optimizer_") for name in names)
 
 
 def compare_facts(
@@ -125,7 +135,9 @@ def compare_facts(
         changes: Which may differ.
 
     Returns:
-        Two lists of sentences: what must not be, and what is only told.
+        Two lists of sentences: what must not be, and what is only told. Where anything must not be,
+        it is followed by where the tables differ that may: which of the files, where the
+        fingerprint of them all does.
 
     Examples:
         >>> changes = Changes(free=["microbatch"], flagged=["lr"])
@@ -143,19 +155,21 @@ def compare_facts(
     )
     refused: list[str] = []
     told: list[str] = []
+    tables: list[str] = []
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
         if plain in free | flagged and name not in saved:  # it was not recorded then
             continue
         problems = _fact_problems(name, saved.get(name), value)
         if plain in free | allow:
-            told += problems
+            told += ["; ".join(problems)] if problems else []
+            tables += problems if isinstance(value, dict) else []
         elif plain in flagged:
             flag = plain.replace("_", "-")
             refused += [f"{p} (--allow-change {flag} goes on with that)" for p in problems]
         else:
             refused += problems
-    return refused, told
+    return [*refused, *tables] if refused else [], told
 
 
 def _fact_problems(name: str, old: Any, new: Any) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Event, Thread
+from threading import enumerate as all_threads
 from typing import Any
 
 import attrs
@@ -25,6 +26,17 @@ _PATIENCE = 20.0  # seconds for a commit that is under way when an exception end
 SAVE_THREAD = "trainkit-save"
 """The name of the thread that writes a save."""
 
+
+def save_threads() -> list[Thread]:
+    """Return the threads of this process that write saves.
+
+    Examples:
+        >>> save_threads()
+        []
+    """
+    return [thread for thread in all_threads() if thread.name == SAVE_THREAD]
+
+
 Start = Callable[[Callable[[], Any]], "Future[Any]"]
 """How work is done: `at_once`, or `in_thread`."""
 
@@ -35,6 +47,8 @@ class Saved:
 
     `seconds` is the time that the first rank needed to copy, write and commit, `blocked` how long
     the training stood still on this rank for the copy. `told` is what the first rank has to say.
+    `time` is when the first rank committed it, or this rank's work failed, in seconds since 1970:
+    training may ask for it much later.
     """
 
     step: int
@@ -43,6 +57,7 @@ class Saved:
     blocked: float
     error: Exception | None = None
     told: tuple[str, ...] = ()
+    time: float = attrs.field(factory=time.time)
 
 
 Flight = Generator[None, bool, Saved]
@@ -116,16 +131,22 @@ def fly(
     shot = at_once(take)
     blocked = time.perf_counter() - began
 
+    ends: list[float] = []
+
     def write() -> float:
         begin = time.perf_counter()
-        write_rank(shot.result(), target, axis.index, stopped)
+        try:
+            write_rank(shot.result(), target, axis.index, stopped)
+        finally:
+            ends.append(time.time())
         return time.perf_counter() - begin
 
     def finish() -> dict[str, Any]:
         wrote, begin = written.result(), time.perf_counter()
         path = commit(shot.result(), target)
+        known = {"path": str(path), "time": time.time()}
         seconds = blocked + wrote + time.perf_counter() - begin
-        return {"path": str(path), "told": after(path), "seconds": seconds}
+        return known | {"told": after(path), "seconds": seconds}
 
     written = start(write)
     # A rank alone has nobody to ask, and commits without waiting for the next step.
@@ -150,7 +171,8 @@ def fly(
     path = Path(found["path"]) if error is None else None
     seconds = found.get("seconds", time.perf_counter() - began)
     told = () if axis.index else tuple(found.get("told", ()))
-    return Saved(step, path, seconds, blocked, error, told)
+    ended = found.get("time") or max(ends, default=time.time())
+    return Saved(step, path, seconds, blocked, error, told, ended)
 
 
 def _ended(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:

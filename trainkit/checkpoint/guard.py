@@ -79,7 +79,8 @@ def guarded_saves(
         tell: Called on rank 0 with what a user wants to read.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
-        **how: What `saves` takes besides: `retention`, `background`, `grace`, `before_commit`.
+        **how: What `saves` takes besides: `retention`, `background`, `grace`, `before_commit`,
+            `unsaved`, `progress`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.

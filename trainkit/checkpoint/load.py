@@ -17,6 +17,7 @@ from trainkit.checkpoint.facts import (
     Changes,
     Facts,
     agree_on_facts,
+    allowed_names,
     check_allowed,
     compare_facts,
     facts_at,
@@ -106,7 +107,7 @@ def resume(
         path, manifest = Path(chosen[0]), chosen[1]
         told: list[str] = []
         check = _fact_check(facts, changes, told)
-        leeway = Leeway(optimizer=may_change_optimizer(changes))
+        leeway = Leeway(optimizer=may_change_optimizer(changes), options=allowed_names(changes))
         staged = stage_checkpoint(
             path, manifest, stages, optimizer, axis=ps.world, check=check, leeway=leeway
         )
@@ -148,6 +149,7 @@ def load_checkpoint(
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
+    tell: Callable[[str], None] = print,
 ) -> TrainState:
     """Verify one checkpoint and read it into stages and their optimizer.
 
@@ -165,6 +167,7 @@ def load_checkpoint(
         allow_extra: Parameters of the checkpoint that the run may lack or not train.
         cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
+        tell: Called on the first rank with each fact that has changed as `changes` allows.
 
     Returns:
         The counters it holds.
@@ -180,13 +183,17 @@ def load_checkpoint(
     check_allowed(changes)
     path = Path(path)
     manifest = together(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
-    leeway = Leeway(allow_missing, allow_extra, cast, may_change_optimizer(changes))
-    check = _fact_check(facts, changes, [])
+    may_change = may_change_optimizer(changes), allowed_names(changes)
+    leeway = Leeway(allow_missing, allow_extra, cast, *may_change)
+    told: list[str] = []
+    check = _fact_check(facts, changes, told)
     staged = stage_checkpoint(
         path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
     )
     if staged.problems:
         raise damaged(path, staged.problems)
+    for note in (*told, *summed_up(staged.changes)) if axis.index == 0 else ():
+        tell(note)
     return install_(staged, stages, optimizer)
 
 

@@ -334,6 +334,7 @@ def find_checkpoint(
     """
     path = Path(path)
     _refuse_weights(path)
+    refuse_deleted(path)
     if (path / MANIFEST).exists():
         problems = verify_checkpoint(path)
         if problems:
@@ -356,6 +357,27 @@ def find_checkpoint(
         where=directory,
         hint="save with score=, the lower the better; without best=True the newest is taken",
     )
+
+
+def refuse_deleted(path: Path) -> None:
+    """Refuse the path of a checkpoint that is not there, beside others of its run.
+
+    Raises:
+        CheckpointError: It is not; names those that are, and how to keep one.
+
+    Examples:
+        >>> refuse_deleted(Path("/does/not/exist"))
+    """
+    others = [other.name for other in list_checkpoints(path.parent)]
+    if others and not path.exists():
+        raise CheckpointError(
+            f"checkpoint: there is no {path.name} in {path.parent} (any more); there are "
+            f"{shortened(others)}",
+            where=path,
+            got=others,
+            hint="a run keeps its newest (--keep), every so many steps (--keep-every) and those "
+            f"with a file beside them: {path.name}.pin",
+        )
 
 
 def _by_score(paths: Sequence[Path]) -> list[Path]:

@@ -45,8 +45,8 @@ class Retention:
     """
 
     last: int = attrs.field(default=3, validator=_two)
-    every: int = 0
-    best: int = 0
+    every: int = attrs.field(default=0, validator=non_negative)
+    best: int = attrs.field(default=0, validator=non_negative)
     powers_of_two: bool = False
     milestones: Sequence[int] = attrs.field(default=(), converter=tuple)
 
@@ -71,7 +71,7 @@ class Keeping:
     """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
 
     keep_best: int = attrs.field(default=0, validator=non_negative)
-    """With --keep: so many checkpoints of the best evaluations stay; 0 for none."""
+    """So many best evaluations save, and with --keep their checkpoints stay; 0 for none."""
 
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""

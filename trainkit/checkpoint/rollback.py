@@ -92,7 +92,7 @@ def roll_back(
     )[0]
     # It may be of before the run was continued with another optimizer, which was asked for then.
     changes = Changes(free=("optimizer",))
-    loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world)
+    loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world, tell=tell)
     memory = after_rollback(loaded.health, live)
     based = attrs.evolve(loaded, cursor=state.cursor, health=memory)
 

@@ -20,18 +20,20 @@ from torch import nn
 from trainkit.checkpoint.directory import mark_saved
 from trainkit.checkpoint.facts import Facts, facts_at
 from trainkit.checkpoint.flight import Flight, Saved, at_once, fly, in_thread
+from trainkit.checkpoint.interrupted import Unsaved, write_and_commit
 from trainkit.checkpoint.manifest import dump_json
 from trainkit.checkpoint.plain import refuse_no_room
 from trainkit.checkpoint.retention import Retention, apply_retention
 from trainkit.checkpoint.snapshot import Snapshot, bind_snapshots
-from trainkit.checkpoint.tensors import model_tensors, state_hash
-from trainkit.checkpoint.write import Destination, point_to
+from trainkit.checkpoint.tensors import counters_of, model_tensors, state_hash
+from trainkit.checkpoint.write import Destination, Progress, point_to
 from trainkit.collectives import all_gather_json
 from trainkit.files import replacing
 from trainkit.mesh import twin_axis
+from trainkit.noise.hashing import hash_counters
 from trainkit.parallel.naming import box_of
 from trainkit.parallel.sleeping import check_awake
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, error_text
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
 
@@ -56,6 +58,10 @@ def _no_event(name: str, **facts: Any) -> None:
     del name, facts
 
 
+def _nothing(error: BaseException) -> None:
+    del error
+
+
 @contextmanager
 def saves(
     run_dir: Path | str,
@@ -71,6 +77,8 @@ def saves(
     tell: Callable[[str], None] = print,
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] = _no_event,
+    unsaved: Callable[[BaseException], Unsaved | None] = _nothing,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
     """Save a run again and again, for a `with` block, while training goes on.
 
@@ -82,7 +90,11 @@ def saves(
     CheckFreq (Mohan, Phanishayee and Chidambaram, 2021).
 
     Leaving the block waits, and raises when the last save failed. An exception that leaves it does
-    not wait for other ranks: a commit under way is let finish, any other save is given up.
+    not wait for other ranks: a commit under way is let finish, any other save is given up. Then
+    the state that `unsaved` returns is saved, if it returns one, and the exception goes on,
+    whatever comes of that save. Ranks do not communicate for it, as another one may be in a
+    collective of the step: each writes its part, and the last one to do so commits the checkpoint.
+    Ranks whose counters differ write into different folders, of which none is ever complete.
 
     Args:
         run_dir: The run directory, on a disk that all ranks share.
@@ -101,6 +113,10 @@ def saves(
             manifest: for what must not be older than it, `sync` of a metrics file for instance. If
             it raises, the save fails.
         event: Called with "save" and what is known of each save that `saved` returns.
+        unsaved: Called with an exception that leaves the block. Returns the state that the stages
+            and the optimizer hold, or None if they are in the middle of a step or it is saved
+            already.
+        progress: Counts what this rank writes, for a watch to see whether the disk hangs.
 
     Yields:
         `save` and `saved`, of the types `Save` and `Collect`.
@@ -115,7 +131,7 @@ def saves(
     """
     run_dir, config = Path(run_dir), _plain(config)
     take = bind_snapshots(stages, optimizer, ps)
-    after = _pruning(retention)
+    after, progress = _pruning(retention), progress or Progress()
     own_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with own_group as axis:
         outcomes = _Outcomes((lambda _: None) if axis.index else tell, grace, event)
@@ -126,7 +142,9 @@ def saves(
             check_awake(stages, by="save")
             outcomes.make_room_for(state)
             staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
-            target = Destination(run_dir, staging, axis.count, config, score, before_commit)
+            target = Destination(
+                run_dir, staging, axis.count, config, score, before_commit, progress
+            )
 
             def taken() -> Snapshot:
                 return take(state, {} if axis.index else facts_at(facts, state.cursor.batch))
@@ -137,8 +155,21 @@ def saves(
 
         try:
             yield save, outcomes.collect
-        except BaseException:
+        except BaseException as error:
             outcomes.give_up()
+            found = unsaved(error)
+            if found is not None:
+                name = f".staging-{token}-{hash_counters(counters_of(found.state)):016x}"
+                staging = run_dir / "checkpoints" / name
+                target = Destination(
+                    run_dir, staging, axis.count, config, found.score, before_commit, progress
+                )
+
+                def taken_whole() -> Snapshot:
+                    check_awake(stages, by="save")
+                    return take(found.state, facts_at(facts, found.state.cursor.batch))
+
+                outcomes.save_unsaved(found, taken_whole, target, axis)
             raise
         outcomes.land()
         outcomes.raise_last()
@@ -195,6 +226,21 @@ class _Outcomes:
         for flight in self.flights:
             flight.close()
 
+    def save_unsaved(
+        self, found: Unsaved, take: Callable[[], Snapshot], target: Destination, axis: Axis
+    ) -> None:
+        """Save a state after an error, or say why that failed; raises nothing."""
+        began, step = time.perf_counter(), found.state.step
+        try:
+            path = write_and_commit(take, target, axis, follows=found.follows)
+        except Exception as error:  # noqa: BLE001 (the error that ended the run is raised)
+            found.tell(f"warning: step {step} was not saved after the error: {error_text(error)}")
+            return
+        if path is not None:
+            seconds = time.perf_counter() - began
+            self.event("save", **_told(Saved(step, path, seconds, seconds)))
+            found.tell(f"step {step}, the last one before the error, is saved in {path}")
+
     def raise_last(self) -> None:
         """Raise what the last save failed with, if it has failed."""
         outcomes = [*self.latest, *self.ended]
@@ -212,7 +258,7 @@ def _complaints(outcome: Saved, grace: float) -> list[str]:
     """Return what a user has to know of a save that has ended."""
     found = list(outcome.told)
     if outcome.error is not None:
-        found.append(f"warning: step {outcome.step} was not saved: {outcome.error}")
+        found.append(f"warning: step {outcome.step} was not saved: {error_text(outcome.error)}")
     if outcome.seconds > grace:
         took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
         late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"

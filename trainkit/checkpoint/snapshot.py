@@ -113,8 +113,7 @@ def bind_snapshots(
     kept: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
-        health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
-        state = attrs.evolve(state, tokens=int(state.tokens), health=health)
+        state = _plain_counters(state)
         boxes = boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
         described = _described(state, optimizer, ps, facts)
@@ -139,6 +138,47 @@ def bind_snapshots(
         )
 
     return take
+
+
+def check_savable(
+    state: TrainState,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
+) -> None:
+    """Refuse a state that no checkpoint could hold, without saving it.
+
+    An optimizer makes its state in its first step, so this is worth asking after that step: the
+    first save may come hundreds of steps later.
+
+    Args:
+        state: The counters of the run.
+        stages: This rank's stages.
+        optimizer: The optimizer of their parameters.
+        ps: The layout.
+
+    Raises:
+        ValueError: Names the tensor, the module or the entry of the optimizer's state that a
+            checkpoint cannot hold, as `save_checkpoint` would.
+
+    Effects:
+        Gives gathered parameters back to their shards.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> check_savable(TrainState(step=1), [model], optimizer, solo_parallel())
+    """
+    check_modules(stages)
+    _entries(boxes_to_write(stages, optimizer, ps))
+    check_optimizer(stages, optimizer)
+    _described(_plain_counters(state), optimizer, ps, {})
+
+
+def _plain_counters(state: TrainState) -> TrainState:
+    health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
+    return attrs.evolve(state, tokens=int(state.tokens), health=health)
 
 
 def _copy(values: list[Tensor], into: list[Tensor]) -> None:
@@ -221,14 +261,7 @@ def _allocate(
 
     Of boxes in `anything`, infinite values are saved too.
     """
-    tensors: dict[str, dict[str, Any]] = {
-        name: {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
-        for name, (tensor, _) in boxes.items()
-    }
-    for name, entry in tensors.items():
-        problem = description_problem(name, entry)
-        if problem is not None:
-            raise ValueError(f"save_checkpoint: {problem}")
+    tensors = _entries(boxes)
     full = {name: box.local for name, (_, box) in boxes.items() if box.local.numel()}
     order = sorted(full, key=lambda name: (-full[name].element_size(), name))  # so all are aligned
     most = max(_FILE_BYTES, sum(x.nbytes for x in full.values()) // _FILES)
@@ -242,6 +275,19 @@ def _allocate(
             part = {"offset": list(box.offset), "shape": list(box.values.shape), "file": file}
             tensors[box.name]["boxes"].append(part)
     return tuple(files), tensors
+
+
+def _entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str, Any]]:
+    """Return the entries of the index, without the boxes; refuse what no index can hold."""
+    tensors: dict[str, dict[str, Any]] = {
+        name: {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
+        for name, (tensor, _) in boxes.items()
+    }
+    for name, entry in tensors.items():
+        problem = description_problem(name, entry)
+        if problem is not None:
+            raise ValueError(f"save_checkpoint: {problem}")
+    return tensors
 
 
 def _one_file(file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[str]) -> TensorFile:

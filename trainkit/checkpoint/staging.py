@@ -99,9 +99,12 @@ def stage_checkpoint(
         return Staged(sorted(told["problems"]))
     (read,) = held
     differences = together(
-        lambda: check(read.saved) + _differences(read, told, stages, optimizer, leeway), axis
+        lambda: [check(read.saved), _differences(read, told, stages, optimizer, leeway)], axis
     )
-    _refuse(path, _union(differences))
+    facts, tensors = (_union([found[i] for found in differences]) for i in (0, 1))
+    if facts and tensors:  # of another model, say, which the facts name
+        tensors = [f"tensors and options of its optimizer that differ too: {len(tensors)}"]
+    _refuse(path, facts + tensors)
     targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
     made: dict[str, Target] = {}
 
@@ -163,7 +166,8 @@ def state_from(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _union(lists: Sequence[Sequence[str]]) -> list[str]:
-    return sorted({text for texts in lists for text in texts})
+    """Return what all ranks say, each thing once and in their order."""
+    return list(dict.fromkeys(text for texts in lists for text in texts))
 
 
 def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:

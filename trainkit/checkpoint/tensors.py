@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -102,7 +102,8 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
             if not isinstance(value, Tensor | float | int | str | None):
                 raise ValueError(  # noqa: TRY004 (as all that is wrong with an optimizer)
                     f"save_checkpoint: the optimizer keeps {key!r} of {names[id(p)]} as a "
-                    f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers alone"
+                    f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers "
+                    "alone; keep a tensor there"
                 )
     hidden = hidden_state(optimizer, names)
     if hidden:
@@ -287,10 +288,32 @@ def base_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
         >>> base_hash([nn.Linear(1, 1)], solo_parallel())
         '0000000000000000'
     """
+    return _hash_of_parameters(stages, ps, is_base)
+
+
+def weights_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
+    """Return the hash of all parameters: 16 hex digits, the same in every layout.
+
+    Effects:
+        Communicates on `ps.world`, and waits.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> zeros, ones = (nn.Linear(1, 1, bias=False) for _ in range(2))
+        >>> _ = nn.init.zeros_(zeros.weight), nn.init.ones_(ones.weight)
+        >>> weights_hash([zeros], solo_parallel()) == weights_hash([ones], solo_parallel())
+        False
+    """
+    return _hash_of_parameters(stages, ps, lambda _: True)
+
+
+def _hash_of_parameters(
+    stages: Iterable[nn.Module], ps: ParallelState, is_hashed: Callable[[nn.Parameter], bool]
+) -> str:
     named = {
         f"model/{name}": p.data
         for name, p in _parameters(list(stages)).items()
-        if is_base(p) and not is_tied_copy(p)
+        if is_hashed(p) and not is_tied_copy(p)
     }
     return f"{sum(_box_hashes(_own_boxes(named, ps), ps).values()) & MASK64:016x}"
 

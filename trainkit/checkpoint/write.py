@@ -53,12 +53,19 @@ _WRITERS = 4
 _REPORT_BYTES = 1 << 30
 
 
+@attrs.define(eq=False)
+class Progress:
+    """How many parts of checkpoints this rank has written: it stands still while the disk hangs."""
+
+    parts: int = 0
+
+
 @attrs.frozen(eq=False)
 class Destination:
     """Where a save goes, and what is written beside the state.
 
     `ranks` is how many write, `config` the resolved configuration, `before_commit` is called when
-    all data is on the disk and the manifest is not.
+    all data is on the disk and the manifest is not, `progress` counts what is written.
     """
 
     run_dir: Path
@@ -67,6 +74,7 @@ class Destination:
     config: Mapping[str, Any] | None = None
     score: float | None = None
     before_commit: Callable[[], None] | None = None
+    progress: Progress = attrs.field(factory=Progress)
 
 
 _disk_errors = partial(
@@ -147,9 +155,10 @@ def _write_file(
         path = target.staging / file.name
         handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            sha256 = _stream(file, handle, stopped)
+            sha256 = _stream(file, handle, stopped, target.progress)
             hashes = _hashes(file, stopped)  # while the disk is busy with what was written last
             os.fsync(handle)
+            target.progress.parts += 1
         finally:
             os.close(handle)
     except BaseException:
@@ -158,7 +167,7 @@ def _write_file(
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
 
-def _stream(file: TensorFile, handle: int, stopped: Event) -> str:
+def _stream(file: TensorFile, handle: int, stopped: Event, progress: Progress) -> str:
     """Hash and write a file, chunk by chunk; return its sha256."""
     digest, written, begun = hashlib.sha256(), 0, 0
     for chunk in _chunks(file):
@@ -167,6 +176,7 @@ def _stream(file: TensorFile, handle: int, stopped: Event) -> str:
         digest.update(chunk)
         write_all(handle, chunk)
         written += len(chunk)
+        progress.parts += 1
         if written - begun >= _BEGUN or written == len(file.header) + file.data.nbytes:
             # Linux begins to write what is said not to be needed: the disk works while the rest is
             # hashed, and the last fsync finds little to do. Elsewhere it is a hint.
@@ -252,6 +262,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
         for name, data in texts.items():
             parse_json(target.staging / name, data)  # what is written must be readable
             files[name] = write_durably(target.staging / name, [data])
+            target.progress.parts += 1
         if target.before_commit is not None:
             target.before_commit()
         manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))

@@ -4,8 +4,11 @@ Train a tiny decoder for three steps on one process, and again in each layout of
 print the largest differences from one process: of the loss, of the gradient norm, and of every
 parameter, buffer and number of the optimizer after the last step, each max|a - b| / max|b|. A tied
 decoder, one with dropout, one of which half is frozen, and a model in plain torch follow in fewer
-layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is needed. For your own
-model call trainkit.testing.certify.
+layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is needed. With --device
+cuda each rank has a GPU to itself, and NCCL between them. For your own model call
+trainkit.testing.certify.
+
+The first row of each table compares packed documents with each document alone, in fp64.
 
 A layout's name is its degrees and its choices:
   dp2           parameters sharded over 2 ranks        replica2    2 replicas of them
@@ -19,6 +22,7 @@ Examples:
   python -m trainkit certify --world 2                 those of two ranks
   python -m trainkit certify --layouts "dp2*" "*zero*" those whose name matches
   python -m trainkit certify --tier exact              integers: equal bit for bit
+  python -m trainkit certify --device cuda --tier bf16 on this machine's GPUs, as far as they reach
 
 A row is red when a number is outside the bound, when a step trained on other tokens, or when the
 layout failed; the reason follows below the table, and the exit code is 67.
@@ -74,6 +78,12 @@ def add(certify: argparse.ArgumentParser) -> None:
         choices=("fp64", "exact", "fp32", "bf16"),
         help="the numbers it computes in, and so the bound (default fp64: 1e-12)",
     )
+    certify.add_argument(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where ranks compute; cuda: one rank on each GPU (default cpu)",
+    )
     certify.add_argument("--json", action="store_true", help="print the rows as JSON")
     certify.add_argument("--markdown", action="store_true", help="print a Markdown page")
     certify.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -91,12 +101,13 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.testing.builtin import certify_builtin  # noqa: PLC0415
     from trainkit.testing.certificate import as_markdown, as_text  # noqa: PLC0415
 
-    chosen = _choice(options.layouts, options.world, options.tier)
+    chosen = _choice(options.layouts, options.world, options.tier, options.device)
     certificates = certify_builtin(
         options.tier,
         chosen=chosen,
         optimizers=options.all,
         tell=None if options.quiet else say_on_stderr,
+        device=options.device,
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67
     if options.json:
@@ -107,10 +118,14 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     return "\n\n".join(map(as_text, certificates)), code
 
 
-def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callable[[Case], bool]:
+def _choice(
+    patterns: list[str] | None, world: int | None, tier: str, device: str
+) -> Callable[[Case], bool]:
     from trainkit.testing.builtin import cases_of_model, models_of_tier  # noqa: PLC0415 (torch)
     from trainkit.testing.cases import runs_here  # noqa: PLC0415 (imports torch)
+    from trainkit.testing.ranks import check_devices  # noqa: PLC0415 (imports torch)
 
+    check_devices("certify", world or 1, device)
     names = [case.name for case in cases_of_model(models_of_tier(tier)[0])]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -123,7 +138,7 @@ def _choice(patterns: list[str] | None, world: int | None, tier: str) -> Callabl
 
     def is_chosen(case: Case) -> bool:
         is_named = any(fnmatchcase(case.name, pattern) for pattern in patterns or ())
-        wanted = is_named if patterns else runs_here(case)
+        wanted = is_named if patterns else runs_here(case, device)
         return wanted and world in (None, case.world)
 
     return is_chosen

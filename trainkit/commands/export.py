@@ -49,7 +49,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", help="bytes, a tokenizer.json or its folder (default: the run's)"
     )
     parser.add_argument(
-        "--context", type=int, help="the most tokens of a row (default: the run's row length)"
+        "--context",
+        type=int,
+        help="the most tokens that the model is for (default: as the folder that the run began "
+        "with, or else the run's row length)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a folder that this command wrote"
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         _refuse_of_whole(options)
         how = {"family": options.family, "base": options.base, "overwrite": options.overwrite}
         return adapters.export_peft(path, options.folder, **how), 0
-    context = options.context or facts.get("config.row_length")
+    context = options.context or facts.get("context") or facts.get("config.row_length")
     if context is None:
         raise ConfigError("export: the run does not say its row length; give --context")
     name, template = _tokenizer(options.tokenizer, facts), facts.get("config.template")

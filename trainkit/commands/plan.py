@@ -21,6 +21,9 @@ ring's and FSDP's run beside arithmetic.
 Examples:
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
 
+  # a model of your own: a Hugging Face folder, or a run
+  python -m trainkit plan --init ./my-model --world 8 --hardware h100 --row-length 8192
+
   # longer rows: only layouts with tensor parallelism of 2, with everything computed again
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \
       --tp 2 --recompute full
@@ -45,10 +48,11 @@ Examples:
   # for a script
   python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
 
-Gradients are reduced once, after the last microbatch (--reduce last, as the recipes do), and until
-then every rank holds them whole; what is too large for that, but fits with --reduce each, says so.
+FSDP reduces gradients once, after the last microbatch (--reduce last, the recipes' default), and
+until then every rank holds them whole; or after each one (--reduce each), which takes less memory
+and sends more. Where they differ both are in the table, unless --reduce names one.
 
-A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2.
+A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2 --reduce each.
 """
 
 from __future__ import annotations
@@ -80,7 +84,10 @@ def add(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_work(group: Any) -> None:
-    group.add_argument("--size", default="tiny", help="a named model, such as llama-3.1-8b (tiny)")
+    group.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
+    group.add_argument(
+        "--init", metavar="FOLDER", help="a Hugging Face folder or a run, for its model instead"
+    )
     group.add_argument("--vocab-size", type=int, metavar="V", help="another size of vocabulary")
     group.add_argument("--row-length", type=int, default=4096, metavar="S", help="tokens (4096)")
     group.add_argument(
@@ -115,7 +122,11 @@ def _add_work(group: Any) -> None:
     _add_training(group)
     group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
     group.add_argument(
-        "--reduce", choices=("last", "each"), default="last", help="after which microbatch (last)"
+        "--reduce",
+        nargs="+",
+        choices=("last", "each"),
+        default=["last", "each"],
+        help="after which microbatch FSDP reduces gradients (both)",
     )
     group.add_argument(
         "--fold-sp",
@@ -186,12 +197,11 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     # Imported here: they import torch.
     import attrs  # noqa: PLC0415
 
-    from trainkit.models.sizes import decoder_config  # noqa: PLC0415
+    from trainkit.optim import read_options  # noqa: PLC0415
     from trainkit.planning import Job, plan, plan_table  # noqa: PLC0415
 
-    vocabulary = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
-    config = decoder_config(options.size, **vocabulary)
-    layouts = _layouts(options, config)
+    config = _config(options)
+    layouts, machine = _layouts(options, config), _hardware(options)
     job = Job(
         config=config,
         row_length=options.row_length,
@@ -199,12 +209,12 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         microbatch=options.microbatch,
         precision=Precision(
             storage=options.storage,
-            compute=options.compute or ("fp32" if options.hardware == "cpu" else "bf16"),
+            compute=options.compute or ("fp32" if machine.name == "cpu" else "bf16"),
             reduction=options.reduction,
             moments=options.moments,
         ),
         optimizer=options.optimizer,
-        optimizer_options=options.optimizer_options,
+        optimizer_options=read_options(options.optimizer_options, optimizer=options.optimizer),
         mean=options.mean is not None,
         offload_optimizer=options.offload_optimizer,
         offload_activations=options.offload_activations,
@@ -215,8 +225,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     plans = plan(
         job,
         layouts,
-        _hardware(options),
+        machine,
         recompute=options.recompute,
+        reduce=options.reduce,
         efficiency=options.efficiency,
         headroom=options.headroom,
     )
@@ -226,6 +237,24 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             for one in plans
         ], 0
     return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
+
+
+def _config(options: argparse.Namespace) -> DecoderConfig:
+    """Return the model of --size, or that of the folder or run that --init names."""
+    import attrs  # noqa: PLC0415 -- see run
+
+    from trainkit.hub import read_model  # noqa: PLC0415 -- see run
+    from trainkit.models.sizes import decoder_config  # noqa: PLC0415 -- see run
+
+    if options.init is not None and options.size is not None:
+        raise ConfigError(
+            f"plan: --size {options.size} and --init {options.init} both name a model; give one",
+            where="init",
+        )
+    words = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+    if options.init is None:
+        return decoder_config(options.size or "tiny", **words)
+    return attrs.evolve(read_model(options.init, context=options.row_length), **words)
 
 
 def _begins(options: argparse.Namespace) -> list[Any]:
@@ -248,10 +277,9 @@ def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
     every, active = count_parameters(config), count_active_parameters(config)
     met = f" ({active / 1e6:,.1f} for a token)" if active < every else ""
     return (
-        f"{options.size}, {every / 1e6:,.1f} million parameters{met}, on "
+        f"{options.init or options.size or 'tiny'}, {every / 1e6:,.1f} million parameters{met}, on "
         f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
-        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens, "
-        f"--reduce {options.reduce}"
+        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
     )
 
 
@@ -274,7 +302,7 @@ def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]
 
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
-    names = ("fold_sp", "schedule", "reduce", "cpu_offload")
+    names = ("fold_sp", "schedule", "cpu_offload")
     names += ("reshard_over", "prefetch", "ends_apart")
     experts = 1 if config.experts is None else config.experts.count
     like = Layout(**{name: getattr(options, name) for name in names})

@@ -20,9 +20,11 @@ With a BPE of 32,000 tokens trained on the corpus itself, which is written to we
 
   python -m trainkit prepare web.jsonl --out web.tokens --tokenizer bpe:32000
 
-Conversations, trained on what the assistant says:
+Conversations, trained on what the assistant says, written by the tokenizer's own chat template, or
+by another:
 
-  python -m trainkit prepare chats.jsonl --out chats.tokens --messages --template chatml
+  python -m trainkit prepare chats.jsonl --out chats.tokens --messages --tokenizer model/
+  python -m trainkit prepare chats.jsonl --out chats.tokens --messages --template qwen3
 
 The same for rows of 4096 tokens: longer conversations end with the last answer that fits whole, and
 the report counts those that were truncated, or dropped because not even the first one fits:
@@ -30,9 +32,9 @@ the report counts those that were truncated, or dropped because not even the fir
   python -m trainkit prepare chats.jsonl --out chats.tokens --messages --max-length 4096
 
 Records of token ids, in the field "tokens", with a weight for each that is a label, and the two
-experts that each token chose where it entered:
+experts that each token chose where it entered (models take choices as int64 alone):
 
-  python -m trainkit prepare ids.jsonl --out a.tokens --columns weights:float32 moe:uint8:2:token
+  python -m trainkit prepare ids.jsonl --out a.tokens --columns w:float32 choices:int64:2:token
 
 A command that was stopped goes on when it is given again: finished parts lie in OUT.parts until the
 corpus is written.
@@ -59,7 +61,6 @@ if TYPE_CHECKING:
     from trainkit.prepare.prepare import Prepared, Progress
     from trainkit.types import Tokenizer
 
-_TEMPLATES = ("chatml", "llama3", "qwen3")
 _SAMPLE = 256 << 20  # characters of text that a BPE is trained on at most
 _INTERRUPTED = 76
 
@@ -107,7 +108,10 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         help="records are conversations: only what the assistant says is trained on",
     )
     parser.add_argument(
-        "--template", choices=_TEMPLATES, default="chatml", help="of conversations (chatml)"
+        "--template",
+        metavar="NAME",
+        help="with --messages: chatml, llama3, qwen3, or a folder that has one (default: that of "
+        "the tokenizer's folder, or else chatml)",
     )
     parser.add_argument(
         "--train-on",
@@ -149,6 +153,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _prepared(options: argparse.Namespace) -> dict[str, Any]:
+    from trainkit.chat import template_hash  # noqa: PLC0415
     from trainkit.corpora.text import TEXT_SUFFIXES  # noqa: PLC0415
     from trainkit.prepare.prepare import check_out, prepare_corpus  # noqa: PLC0415
 
@@ -158,11 +163,16 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
     files = {"suffixes": options.suffix or list(TEXT_SUFFIXES), "keep": keep}
     begun = time.monotonic()
     tokenizer, facts = _tokenizer(options, files)
+    template = _template(options, tokenizer) if options.messages else None
+    facts |= {} if template is None else {"template": template}
+    made_with = {key: facts[key] for key in ("tokenizer", "template") if key in facts}
     done = prepare_corpus(
         options.source,
         options.out,
         tokenizer=tokenizer,
-        make_encode=_make_encode(options),
+        make_encode=_make_encode(options, template),
+        template_hash=None if template is None else template_hash(template),
+        made_with=made_with,
         field=options.field or "text",
         workers=options.workers,
         tell=say_on_stderr,
@@ -195,7 +205,11 @@ def _is_kept(patterns: list[str], name: str) -> bool:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    for flag, value in (("--train-on", options.train_on), ("--max-length", options.max_length)):
+    for flag, value in (
+        ("--train-on", options.train_on),
+        ("--max-length", options.max_length),
+        ("--template", options.template),
+    ):
         if value is not None and not options.messages:
             raise ConfigError(f"prepare: {flag} is for conversations: give --messages too")
     if options.trained is not None and not options.columns:
@@ -210,31 +224,46 @@ def _column(told: str) -> tuple[str, Column]:
     """Return the name of a column, and what it is, from NAME:DTYPE[:K][:token].
 
     Examples:
-        >>> _column("experts:uint8:2:token")
-        ('experts', Column(dtype='uint8', inner=(2,), of='token'))
+        >>> _column("choices:int64:2:token")
+        ('choices', Column(dtype='int64', inner=(2,), of='token'))
     """
     name, *rest = told.split(":")
     of = "token" if rest[1:] and rest[-1] == "token" else "label"
     dtype, *inner = rest[: len(rest) - (of == "token")] or [""]
     if not (name and dtype) or len(inner) > 1 or not all(size.isdecimal() for size in inner):
-        must = "NAME:DTYPE[:K][:token], such as weights:float32 or experts:uint8:2:token"
+        must = "NAME:DTYPE[:K][:token], such as weights:float32 or choices:int64:2:token"
         raise ConfigError(f"prepare: --columns must be {must}, got {told!r}")
     return name, Column(dtype, tuple(map(int, inner)), of)
 
 
-def _make_encode(options: argparse.Namespace) -> Callable[[Tokenizer], Any] | None:
+def _template(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
+    """Return the name of the template: that given, or that of the tokenizer's folder, or chatml."""
+    from trainkit.chat import choose_template, template_beside  # noqa: PLC0415
+
+    own = template_beside(options.tokenizer)
+    return choose_template(options.template, tokenizer, own=own, where=options.tokenizer)
+
+
+def encode_conversations(tokenizer: Tokenizer, *, template: str, **options: Any) -> Any:
+    """Return a `chat_encoder` for the template of a name, which each process finds for itself."""
+    from trainkit.chat import chat_encoder, find_template  # noqa: PLC0415
+
+    return chat_encoder(tokenizer, template=find_template(template), **options)
+
+
+def _make_encode(
+    options: argparse.Namespace, template: str | None
+) -> Callable[[Tokenizer], Any] | None:
     if options.columns:
         from trainkit.tokenizers import sample_encoder  # noqa: PLC0415
 
         how = {"tokens": options.field or "tokens", "trained": options.trained}
         return partial(sample_encoder, columns=dict(map(_column, options.columns)), **how)
-    if not options.messages:
+    if template is None:
         return None
-    from trainkit.chat import TEMPLATES, chat_encoder  # noqa: PLC0415
-
     return partial(
-        chat_encoder,
-        template=TEMPLATES[options.template],
+        encode_conversations,
+        template=template,
         field=options.field or "messages",
         train=options.train_on or "assistant",
         max_length=options.max_length,

@@ -41,7 +41,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, help="with --top-k: what logits are divided by (1)"
     )
     parser.add_argument(
-        "--context", type=int, help="the most tokens that the model is given (its row length)"
+        "--context",
+        type=int,
+        help="the most tokens that the model is given (by default "
+        "what it is for: its row length, or the context of the folder that it began with)",
     )
     parser.add_argument(
         "--batch", type=int, default=8192, help="tokens that go through it at once (8192)"
@@ -69,7 +72,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     if world_size() > 1:
         raise ConfigError(f"score: one process does it, and there are {world_size()}")
     trained = hub.open_trained(options.model, context=options.context, tell=say_on_stderr)
-    corpus = corpora.open_corpus(options.corpus, tokenizer=trained.tokenizer)
+    corpus = corpora.open_corpus(
+        options.corpus, tokenizer=trained.tokenizer, template=trained.template
+    )
     compute = parallel.choose_precision(Precision(compute=options.compute)).compute
     temperature = options.temperature or 1.0
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")

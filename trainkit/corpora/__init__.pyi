@@ -14,6 +14,7 @@ from .open import hold_out as hold_out
 from .open import open_conversations as open_conversations
 from .open import open_corpus as open_corpus
 from .open import open_library as open_library
+from .open import recorded_names as recorded_names
 from .open import trainable_tokens as trainable_tokens
 from .pairs import open_pairs as open_pairs
 from .pairs import prolong_answers as prolong_answers

@@ -40,6 +40,8 @@ def write_content(
     vocab_size: int | None,
     tokenizer_hash: str | None,
     columns: Mapping[str, Column],
+    template_hash: str | None,
+    made_with: Mapping[str, str],
 ) -> None:
     """Write a whole token file in one pass over the documents.
 
@@ -51,6 +53,8 @@ def write_content(
         vocab_size: No token may be this large or larger.
         tokenizer_hash: Of the tokenizer that made the tokens.
         columns: What there is of each token besides.
+        template_hash: Of the template that conversations were written with.
+        made_with: The names of the tokenizer and of the template.
 
     Raises:
         DataError: A document is not what it must be, or there is none.
@@ -102,6 +106,8 @@ def write_content(
         hashlib.sha256(table).hexdigest(),
         tokenizer_hash,
         columns,
+        template_hash,
+        made_with,
     )
     file.seek(0)
     write(encode_header(facts_of(header)))

@@ -205,7 +205,7 @@ def read_sidecar(path: Path) -> Sidecar:
     rules: dict[str, Callable[[Any], bool]] = {
         "dtype": lambda x: x in DTYPES,
         "offsets": lambda x: (
-            (type(x) is str and Path(x).name == x)
+            (type(x) is str and Path(x).name == x and "\0" not in x)
             or (type(x) is list and all(type(i) is int for i in x))
         ),
         "eos_id": lambda x: type(x) is int and x >= 0,

@@ -23,7 +23,8 @@ from trainkit.corpora.tokens import TokenCorpus, gathered, memory_corpus
 from trainkit.noise.hashing import GOLDEN, MASK64, hash_box, key_of, mix
 from trainkit.noise.jit import jit
 from trainkit.tokenizers import byte_tokenizer, covered_hashes, text_encoder
-from trainkit.types import Corpus, check_range
+from trainkit.tokenizers.documents import encode_documents
+from trainkit.types import Corpus, DataError, check_range
 
 if TYPE_CHECKING:
     import os
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     Encode = Callable[[Mapping[str, Any]], ArrayLike | Sample]
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Corpus)
 
 
 def open_corpus(
@@ -47,6 +49,7 @@ def open_corpus(
     keep: Callable[[str], bool] | None = None,
     encode: Encode | None = None,
     eos_id: int | None = None,
+    template: str | None = None,
 ) -> TokenCorpus | JoinedCorpus:
     """Open a corpus, whatever lies at a path; its name says what it is, never its content.
 
@@ -73,16 +76,18 @@ def open_corpus(
             attribute `columns`, if it has one, says by name what `Column`s its samples have.
         eos_id: In files of tokens that do not say where documents end, one ends after each of
             these; otherwise such a file is one document.
+        template: The name of the chat template of the model, as `chat.find_template` takes it: a
+            token file of conversations that were written with another is refused.
 
     Returns:
         The corpus; a `JoinedCorpus` of a directory of token files.
 
     Raises:
         DataError: The path is missing, unreadable, empty, damaged, binary, of no known kind or of
-            two; or a token lies outside the vocabulary, or is another tokenizer's. The message
-            names the place.
+            two; or a token lies outside the vocabulary, or is another tokenizer's, or another
+            template's. The message names the place.
         DiskError: The disk fails.
-        ConfigError: A parquet or arrow file, and pyarrow is missing.
+        ConfigError: A parquet or arrow file, and pyarrow is missing; or there is no such template.
         ValueError: An argument that makes no sense for what lies at the path.
 
     Examples:
@@ -103,6 +108,7 @@ def open_corpus(
         known = getattr(tokenizer, "vocab_size", None)
         root = path if path.is_dir() else path.parent
         parts = open_parts(root, names, vocab_size=known, eos_id=eos_id)
+        _check_templates(path, parts, template)
         return _covered(path, join_corpora(parts) if path.is_dir() else parts[0], tokenizer)
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
@@ -111,8 +117,17 @@ def open_corpus(
         is_text = document_files(path, suffixes=suffixes, keep=keep)[0].endswith(tuple(suffixes))
         field = "text" if is_text else field
         encode = text_encoder(tokenizer, field=field)
-    vocab_size = getattr(tokenizer or encode, "vocab_size", None)
-    return _encoded(path, encode, vocab_size, suffixes, keep)
+        corpus = _encoded(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
+        separators = len(encode_documents(tokenizer, [""])[0])
+        if (corpus.lengths <= separators).all():
+            raise DataError(
+                f"open_corpus: {path}: there is no text: all documents ({len(corpus.lengths)}) are "
+                "empty",
+                where=path,
+                hint="see what --data and --field name",
+            )
+        return corpus
+    return _encoded(path, encode, getattr(tokenizer or encode, "vocab_size", None), suffixes, keep)
 
 
 def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorpus:
@@ -132,19 +147,45 @@ def _covered(
 ) -> TokenCorpus | JoinedCorpus:
     """Return the corpus if all its tokens are the tokenizer's."""
     known = getattr(tokenizer, "vocab_size", None)
-    if corpus.vocab_size is not None and known is not None and corpus.vocab_size > known:
-        what = f"its vocabulary of {corpus.vocab_size} is larger than the tokenizer's, {known}"
-        raise bad_file(path, what, got=corpus.vocab_size, want=known)
     covered = () if tokenizer is None else covered_hashes(tokenizer)
     for part in getattr(corpus, "parts", [corpus]):
-        made_by = part.tokenizer_hash
+        made_by, name = part.tokenizer_hash, part.made_with.get("tokenizer")
+        if part.vocab_size is not None and known is not None and part.vocab_size > known:
+            what = f"its vocabulary of {part.vocab_size} is larger than the tokenizer's, {known}"
+            what += "" if name is None else f"; give --tokenizer {name}, which made it"
+            raise bad_file(path, what, got=part.vocab_size, want=known)
         if covered and made_by is not None and made_by not in covered:
             place = path if part.file is None else part.file.path
             what = f"its tokens were made by the tokenizer {made_by}, and this one is {covered[-1]}"
             mend = "the same ids mean other text: open it with that tokenizer, or make it anew"
             hint = "the hashes are those of tokenizer_hash"
+            if name is not None:
+                mend = f"the same ids mean other text: give --tokenizer {name}, which made it"
             raise bad_file(place, f"{what}; {mend}", got=made_by, want=covered[-1], hint=hint)
     return corpus
+
+
+def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | None) -> None:
+    """Refuse token files of conversations that were not written with a template."""
+    written = [part for part in parts if part.template_hash is not None]
+    if template is None or not written:
+        return
+    from trainkit.chat import template_hash  # noqa: PLC0415 (few corpora need it)
+
+    want = template_hash(template)
+    for part in written:
+        if part.template_hash != want:
+            place = path if part.file is None else part.file.path
+            name = part.made_with.get("template", "another")
+            raise bad_file(
+                place,
+                f"its conversations were written with the template {name} "
+                f"({part.template_hash}), and the model's is {template} ({want}); take that one by "
+                "--template, or make the file anew: python -m trainkit prepare --messages "
+                f"--template {template}",
+                got=part.template_hash,
+                want=want,
+            )
 
 
 def held_out(name: str, *, one_in: int = 20) -> bool:
@@ -199,7 +240,7 @@ def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
 
 
 def open_conversations(
-    path: Path | None, encode: Encode, *, tokenizer: Any
+    path: Path | None, encode: Encode, *, tokenizer: Any, template: str | None = None
 ) -> TokenCorpus | JoinedCorpus:
     """Open conversations as a corpus that says which of its tokens are trained on.
 
@@ -208,6 +249,8 @@ def open_conversations(
             made of such; None for those of `docstring_conversations`.
         encode: From a record to a `Sample`, from `chat.chat_encoder`.
         tokenizer: What `encode` takes, with its `vocab_size`; or what made the .tokens file.
+        template: The name of the chat template of `encode`, with which a .tokens file must have
+            been written; None does not look.
 
     Raises:
         DataError: As `open_corpus`; or a .tokens file does not say which tokens are trained on.
@@ -231,7 +274,7 @@ def open_conversations(
         return memory_corpus(samples, vocab_size=vocab_size, names=names)
     if path.suffix != ".tokens":
         return open_corpus(path, encode=encode)
-    corpus = open_corpus(path, tokenizer=tokenizer)
+    corpus = open_corpus(path, tokenizer=tokenizer, template=template)
     if isinstance(corpus, TokenCorpus) and corpus.trained is None:
         what = "nothing says which of its tokens the assistant said"
         raise bad_file(path, f"{what}; write it with python -m trainkit prepare --messages")
@@ -350,6 +393,41 @@ def fingerprint(corpus: Corpus) -> str:
         arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(own.values[name])
     parts = (hash_box(name, x, shape=x.shape, offset=[0] * x.ndim) for name, x in arrays.items())
     return f"{sum(parts) & MASK64:016x}"
+
+
+def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
+    """Return corpora by the names that a run has for them, which may be those of old folders.
+
+    A mixture draws the rows of a corpus in an order that its name decides, and reports its loss by
+    that name, so a corpus that was renamed keeps the one that it had.
+
+    Args:
+        corpora: By the names that they have now.
+        facts: Of the run's checkpoint: "fingerprint of NAME" for each.
+
+    Returns:
+        The same corpora in the same order. One whose name the facts do not know has that of the
+        fingerprint which is its own and no other corpus' name; else it keeps its name.
+
+    Examples:
+        >>> corpora = {"new": TokenCorpus(np.arange(4), np.array([0, 4]))}
+        >>> facts = {"fingerprint of old": fingerprint(corpora["new"])}
+        >>> list(recorded_names(corpora, facts))
+        ['old']
+    """
+    begin = "fingerprint of "
+    free = {
+        name.removeprefix(begin): value
+        for name, value in facts.items()
+        if name.startswith(begin) and name.removeprefix(begin) not in corpora
+    }
+    found: dict[str, C] = {}
+    for name, corpus in corpora.items():
+        own = None if not free or f"{begin}{name}" in facts else fingerprint(corpus)
+        was = next((old for old, value in free.items() if value == own), name)
+        free.pop(was, None)
+        found[was] = corpus
+    return found
 
 
 def _encoded(

@@ -159,12 +159,18 @@ def blocks(file: BinaryIO, path: Path, place: int = 0) -> Iterator[bytes]:
 
 
 def read_at(file: BinaryIO, path: Path, place: int, size: int) -> bytes:
-    """Return up to `size` bytes of an open file from byte `place` on; fewer at its end.
+    """Return up to `size` bytes of an open file from byte `place` on; fewer at its end alone.
 
     Raises:
         DiskError: The disk fails.
     """
-    return retried(partial(os.pread, file.fileno(), size, place), path)
+    data = retried(partial(os.pread, file.fileno(), size, place), path)
+    while len(data) < size:  # the system may give fewer than there are
+        more = retried(partial(os.pread, file.fileno(), size - len(data), place + len(data)), path)
+        if not more:
+            break
+        data += more
+    return data
 
 
 def hash_of(file: BinaryIO, path: Path) -> str:

@@ -45,7 +45,9 @@ SAMPLED = 32
 class Header:
     """What a token file says of itself; positions are bytes from its beginning.
 
-    `tokenizer` is the `tokenizer_hash` of what made the tokens, where somebody said so.
+    `tokenizer` is the `tokenizer_hash` of what made the tokens, and `template` the `template_hash`
+    of how conversations were written, where somebody said so; `made_with` has the names of both,
+    "tokenizer" and "template", as they were on a command line, for messages.
     """
 
     dtype: str
@@ -58,6 +60,8 @@ class Header:
     table_sha256: str
     tokenizer: str | None = None
     columns: Mapping[str, Column] = attrs.field(factory=dict)
+    template: str | None = None
+    made_with: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def kind(self) -> np.dtype[Any]:
@@ -122,8 +126,11 @@ def described(columns: Mapping[str, Column]) -> list[list[Any]]:
 
 def facts_of(header: Header) -> dict[str, Any]:
     """Return what a header says, as JSON has it."""
-    facts = attrs.asdict(header, filter=lambda field, _: field.name != "columns")
-    return facts | ({"columns": described(header.columns)} if header.columns else {})
+    others = ("columns", "template", "made_with")
+    facts = attrs.asdict(header, filter=lambda field, _: field.name not in others)
+    facts |= {"columns": described(header.columns)} if header.columns else {}
+    facts |= {} if header.template is None else {"template": header.template}
+    return facts | ({"made_with": dict(header.made_with)} if header.made_with else {})
 
 
 def encode_header(facts: Mapping[str, Any]) -> bytes:
@@ -183,8 +190,11 @@ def _checked(facts: dict[str, Any], path: Path) -> Header:
         "offsets_sha256": lambda x: type(x) is str,
         "table_sha256": lambda x: type(x) is str,
         "tokenizer": lambda x: x is None or type(x) is str,
+        "template": lambda x: x is None or type(x) is str,
+        "made_with": lambda x: type(x) is dict and all(type(each) is str for each in x.values()),
     }
-    facts = {"tokenizer": None, **facts}  # files that are older do not say
+    # Files that are older do not say these.
+    facts = {"tokenizer": None, "template": None, "made_with": {}, **facts}
     for name, rule in rules.items():
         if name not in facts or not rule(facts[name]):
             raise broken(path, f"a header with {name} {facts.get(name)!r}", got=facts.get(name))

@@ -58,6 +58,10 @@ class TokenCorpus:
         tokenizer_hash: Of the tokenizer that made a token file; None where the file does not say.
         columns: What there is of each token besides, by name.
         values: The columns' values, `[T]` or `[T, k]`, by name.
+        template_hash: Of the template that the conversations of a token file were written with;
+            None where the file does not say.
+        made_with: The names of the "tokenizer" and the "template" of a token file, as they were
+            given; for messages.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -71,6 +75,8 @@ class TokenCorpus:
     tokenizer_hash: str | None = None
     columns: Mapping[str, Column] = attrs.field(factory=dict)
     values: Mapping[str, np.ndarray[Any, Any]] = attrs.field(factory=dict)
+    template_hash: str | None = None
+    made_with: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def lengths(self) -> IntArray:
@@ -207,6 +213,8 @@ def write_corpus(
     vocab_size: int | None = None,
     tokenizer_hash: str | None = None,
     columns: Mapping[str, Column] | None = None,
+    template_hash: str | None = None,
+    made_with: Mapping[str, str] | None = None,
 ) -> TokenCorpus:
     """Write documents of tokens into a token file, whole or not at all, and open it.
 
@@ -221,6 +229,10 @@ def write_corpus(
         tokenizer_hash: Of the tokenizer that made the ids, as the function of that name gives it;
             written down, and compared when the file is opened with a tokenizer.
         columns: What there is of each token besides, by name; each `Sample` has its values.
+        template_hash: Of the template that conversations were written with, as the function of that
+            name gives it; written down, and compared when the file is opened with a template.
+        made_with: The names of the "tokenizer" and the "template", which messages give to whoever
+            opens the file with another.
 
     Returns:
         The corpus, mapped from the file.
@@ -258,6 +270,8 @@ def write_corpus(
             vocab_size=vocab_size,
             tokenizer_hash=tokenizer_hash,
             columns=checked_columns("write_corpus", columns),
+            template_hash=template_hash,
+            made_with=made_with or {},
         )
     return open_tokens(path, check="none")
 
@@ -323,6 +337,8 @@ def open_part(path: Path, *, most: int | None, vocab_size: int | None = None) ->
         tokenizer_hash=header.tokenizer,
         columns=header.columns,
         values={name: x.reshape(-1, *header.columns[name].inner) for name, x in values.items()},
+        template_hash=header.template,
+        made_with=header.made_with,
     )
 
 

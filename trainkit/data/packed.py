@@ -115,7 +115,8 @@ def packed_facts(packed: Packed) -> dict[str, Any]:
         packed: A corpus in memory, or one of token files, and its rows.
 
     Returns:
-        "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows".
+        "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows". The
+        fingerprint is that of all that is in the files, which may be renamed: see `changes_of`.
 
     Examples:
         >>> from trainkit.corpora.tokens import memory_corpus

@@ -141,7 +141,7 @@ def score_corpus(
                 first_rank(partial(write_corpus, path, scored, **how))
         if any(had):
             first_rank(lambda: tell(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
-        first_rank(lambda: _join(paths, out, getattr(corpus, "tokenizer_hash", None), how))
+        first_rank(lambda: _join(paths, out, corpus, how))
     return sum(had)
 
 
@@ -159,10 +159,17 @@ def _on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:
     return together(own, axis)[0]
 
 
-def _join(paths: Sequence[Path], out: Path, tokenizer_hash: str | None, how: Any) -> None:
-    """Write the parts as one file, and delete them."""
+def _join(paths: Sequence[Path], out: Path, corpus: Any, how: Any) -> None:
+    """Write the parts as one file, made with what the corpus was made with, and delete them."""
     whole = join_corpora(open_tokens(path, check="none") for path in paths)
-    write_corpus(out, documents_of(whole), tokenizer_hash=tokenizer_hash, **how)
+    write_corpus(
+        out,
+        documents_of(whole),
+        tokenizer_hash=getattr(corpus, "tokenizer_hash", None),
+        template_hash=getattr(corpus, "template_hash", None),
+        made_with=getattr(corpus, "made_with", None),
+        **how,
+    )
     shutil.rmtree(paths[0].parent)
 
 

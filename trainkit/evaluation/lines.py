@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from trainkit.files import disk_errors, sync_folder
 from trainkit.types import SOLO, Axis, DataError, check_range
 
 Lines = Sequence[Mapping[str, Any]]
-_FORM = {"form": "trainkit results 1"}
+_FORM = {"form": "trainkit results 2"}
+_HASH = b',"hash":"'
 
 
 def in_groups(
@@ -70,7 +72,8 @@ def write_lines(
     """Write lines to a file, a group at a time, after those that it has; return how many it had.
 
     The first line holds `facts`, what the results are of: a hash of the model, of the data. A file
-    with others is refused. Half a line at the end, of a run that was killed, is cut off.
+    with others is refused. Every line ends with a hash of itself, and one that was changed is
+    refused too. Half a line at the end, of a run that was killed, is cut off.
 
     Args:
         path: The file, made if need be; the first rank of `axis` writes it.
@@ -106,7 +109,7 @@ def write_lines(
 
     def begin() -> int:
         handles.append(_open(path))
-        return _go_on(handles[0], path, _line({**_FORM, **facts}))
+        return _go_on(handles[0], path, facts)
 
     def append(lines: Lines) -> None:
         with disk_errors(path, by="write_lines"):
@@ -159,16 +162,16 @@ def _open(path: Path) -> BinaryIO:
     return file
 
 
-def _go_on(file: BinaryIO, path: Path, head: bytes) -> int:
+def _go_on(file: BinaryIO, path: Path, facts: Mapping[str, Any]) -> int:
     """Put the file's end behind its last whole line; return how many it has after the first."""
-    found = file.readline()
+    head, found = _line({**_FORM, **facts}), file.readline()
     if not found.endswith(b"\n"):
         if not head.startswith(found):
             raise _foreign(path)
         count, end = 0, 0
     else:
         file.seek(0)
-        _check_facts(path, _head(file, path), orjson.loads(head))
+        _check_facts(path, _head(file, path), _without_hash(orjson.loads(head)))
         count, end = 0, file.tell()
         for count, (_, end) in enumerate(_whole_lines(file, path), start=1):  # noqa: B007
             pass
@@ -188,7 +191,11 @@ def _head(file: BinaryIO, path: Path) -> dict[str, Any]:
         facts = None
     if not isinstance(facts, dict) or facts.get("form") != _FORM["form"]:
         raise _foreign(path)
-    return facts
+    return _without_hash(facts)
+
+
+def _without_hash(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != "hash"}
 
 
 def _foreign(path: Path) -> DataError:
@@ -219,11 +226,17 @@ def _whole_lines(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], i
             value = orjson.loads(line)
         except orjson.JSONDecodeError:
             value = None
-        if not isinstance(value, dict) or value.get("index") != number:
+        is_right = _with_hash(line.rpartition(_HASH)[0]) == line
+        if not is_right or not isinstance(value, dict) or value.get("index") != number:
             what = f"{path}: line {number + 2} is damaged: it is not the result of item {number}"
             raise DataError(what, where=path, hint="remove it and all lines after it")
-        yield value, file.tell()
+        yield _without_hash(value), file.tell()
 
 
 def _line(values: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+    """Return a line of JSON; its last entry is a hash of the others, as they stand there."""
+    return _with_hash(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[:-1])
+
+
+def _with_hash(begin: bytes) -> bytes:
+    return begin + _HASH + hashlib.sha256(begin).hexdigest()[:16].encode() + b'"}\n'

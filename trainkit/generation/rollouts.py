@@ -9,6 +9,7 @@ of a microbatch before the first update, for `parallel.with_columns`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -135,37 +136,54 @@ def sample_answers(
     return found
 
 
-def read_answers(records: Iterable[Mapping[str, Any]], *, tokenizer: AnyTokenizer) -> list[Answer]:
+def read_answers(
+    records: Iterable[Mapping[str, Any]],
+    *,
+    tokenizer: AnyTokenizer,
+    vocab_size: int | None = None,
+    first: int = 0,
+) -> list[Answer]:
     """Return a rollout of what another sampler has written down.
 
+    The tokens that the sampler drew are "ids", which `logprobs` belong to. A text alone may be
+    encoded into others: that is refused where it shows, by another number of tokens or by a text
+    that does not come back from them. It shows no more where the number happens to be the same.
+
     Args:
-        records: Each with "prompt" and "answer", texts; "logprobs", of each token of the answer and
-            of the one that ended it; "truncated", if it was cut off before; and "choices", where
-            experts were chosen: for each token of prompt and answer, but perhaps the last, those
-            of each layer. Answers to one prompt follow one another.
-        tokenizer: What the sampler has, too; prompts begin with its BOS, if it has one, and answers
-            that are not truncated end with its EOS.
+        records: Each with "prompt", a text, and "ids", all tokens that were drawn, with the EOS
+            unless the answer is truncated, or "answer", their text, or both; "prompt_ids", the
+            tokens that the prompt had, else those of its text behind BOS; "logprobs" of each drawn
+            token, the EOS too; "truncated", true if it was cut off before it ended; and "choices",
+            where experts were chosen: for each token of prompt and answer, but perhaps the last,
+            those of each layer. Answers to one prompt follow one another.
+        tokenizer: What the sampler has, too.
+        vocab_size: How many words the model has, if more than the tokenizer.
+        first: The number of the first record, for messages.
 
     Raises:
-        DataError: A field is missing or no such thing, a text does not come back from its tokens,
-            or there are not as many log-probabilities or choices as tokens. The message names the
-            record.
+        DataError: A field is missing or no such thing, ids are not in the vocabulary or not those
+            of the answer, a text does not come back from its tokens, a log-probability is above 0
+            or no finite number, or there are not as many log-probabilities or choices as tokens.
+            The message names the record.
 
     Examples:
         >>> from trainkit.tokenizers import byte_tokenizer
-        >>> record = {"prompt": "1+1=", "answer": "2", "logprobs": [-0.1, -0.2]}
-        >>> read_answers([record], tokenizer=byte_tokenizer())[0].ids
-        [50, 257]
+        >>> record = {"prompt": "1+1=", "ids": [50, 257], "logprobs": [-0.1, -0.2]}
+        >>> read_answers([record], tokenizer=byte_tokenizer())[0].text
+        '2'
+        >>> text = {"prompt": "1+1=", "answer": "2", "logprobs": [-0.1, 12.0]}
+        >>> read_answers([text], tokenizer=byte_tokenizer())
+        Traceback (most recent call last):
+        ...
+        trainkit.types.DataError: read_answers: record 0 has the log-probability 12.0 for token 1...
     """
     found, group, before = list[Answer](), -1, None
-    for number, record in enumerate(records):
-        prompt, answer = (_text(record, name, number) for name in ("prompt", "answer"))
-        group, before = group + (prompt != before), prompt
-        cut, stop_id = bool(record.get("truncated", False)), tokenizer.eos_id
-        prompt_ids, ids = (_round_trip(x, tokenizer, number) for x in (prompt, answer))
-        prompt_ids = [*_begins(tokenizer), *prompt_ids]
-        ids += [] if cut or stop_id is None else [stop_id]
-        logprobs = _of_each(record, "logprobs", [len(ids)], number)
+    words = tokenizer.vocab_size if vocab_size is None else vocab_size
+    for number, record in enumerate(records, start=first):
+        prompt, prompt_ids = _read_prompt(record, tokenizer, words, number)
+        answer, ids, cut = _read_answer(record, tokenizer, words, number)
+        group, before = group + ((prompt, prompt_ids) != before), (prompt, prompt_ids)
+        logprobs = _read_logprobs(record, ids, number)
         choices = None
         if record.get("choices") is not None:
             whole = len(prompt_ids) + len(ids)
@@ -175,6 +193,92 @@ def read_answers(records: Iterable[Mapping[str, Any]], *, tokenizer: AnyTokenize
         parts = prompt, prompt_ids, answer, ids, group, cut, logprobs, choices
         found.append(Answer(*parts))
     return found
+
+
+def _read_prompt(
+    record: Mapping[str, Any], tokenizer: AnyTokenizer, words: int, number: int
+) -> tuple[str, list[int]]:
+    """Return the prompt of a record and its tokens."""
+    prompt = _text(record, "prompt", number)
+    if record.get("prompt_ids") is not None:
+        return prompt, _ids(record, "prompt_ids", words, number)
+    return prompt, [*_begins(tokenizer), *_encode(prompt, "prompt", tokenizer, number)]
+
+
+def _read_answer(
+    record: Mapping[str, Any], tokenizer: AnyTokenizer, words: int, number: int
+) -> tuple[str, list[int], bool]:
+    """Return the answer of a record, its tokens, and whether it is truncated."""
+    cut, stop_id = record.get("truncated"), tokenizer.eos_id
+    if cut not in (None, False, True):
+        raise DataError(
+            f"read_answers: record {number} has truncated={cut!r}; it must be true or false",
+            where=f"record {number}",
+            got=cut,
+        )
+    if record.get("ids") is None:
+        answer = _text(record, "answer", number)
+        ids = _encode(answer, "answer", tokenizer, number)
+        return answer, [*ids, *([] if cut or stop_id is None else [stop_id])], bool(cut)
+    ids = _ids(record, "ids", words, number)
+    if stop_id is not None and (ids[-1] == stop_id) == bool(cut):
+        raise DataError(
+            f"read_answers: record {number} is {'' if cut else 'not '}truncated, and its ids end "
+            f"with {ids[-1]}; those of an answer end with EOS, {stop_id}, unless it was truncated",
+            where=f"record {number}",
+            got=ids[-1],
+            want=stop_id,
+        )
+    answer = tokenizer.decode(ids)
+    if record.get("answer") is not None and (given := _text(record, "answer", number)) != answer:
+        raise DataError(
+            f"read_answers: record {number} has the answer {given!r:.200}, and its ids are "
+            f"{answer!r:.200}: what is trained would not be what is checked; use the sampler's own "
+            'tokenizer, or leave "answer" out',
+            where=f"record {number}",
+            got=given,
+            want=answer,
+        )
+    return answer, ids, bool(cut)
+
+
+def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], number: int) -> list[float]:
+    """Return the log-probability of each token that was drawn."""
+    values = record.get("logprobs")
+    if record.get("ids") is None and isinstance(values, list) and len(values) != len(ids):
+        raise DataError(
+            f"read_answers: record {number} has {len(values)} log-probabilities, and its answer "
+            f"{record['answer']!r:.200} is encoded into {len(ids)} tokens, with the EOS unless it "
+            'was truncated: the sampler drew other tokens; give those that it drew as "ids", and '
+            'those of the prompt as "prompt_ids"',
+            where=f"record {number}",
+            got=len(values),
+            want=len(ids),
+        )
+    values = _of_each(record, "logprobs", [len(ids)], number)
+    for place, value in enumerate(values):
+        is_number = isinstance(value, float | int) and not isinstance(value, bool)
+        if not (is_number and -math.inf < value <= 0):
+            raise DataError(
+                f"read_answers: record {number} has the log-probability {value!r} for token "
+                f"{place} of its answer; it must be a finite number, at most 0",
+                where=f"record {number}",
+                got=value,
+            )
+    return [*values]
+
+
+def _ids(record: Mapping[str, Any], name: str, words: int, number: int) -> list[int]:
+    values = record[name]
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    if is_list and values and all(type(x) is int and 0 <= x < words for x in values):
+        return [*values]
+    raise DataError(
+        f"read_answers: record {number} has {name}={values!r:.200}; it must be a list of ids of "
+        f"tokens, at least one, from 0 to {words - 1}",
+        where=f"record {number}",
+        want=words,
+    )
 
 
 def _of_each(
@@ -206,12 +310,14 @@ def _text(record: Mapping[str, Any], name: str, number: int) -> str:
     return text
 
 
-def _round_trip(text: str, tokenizer: AnyTokenizer, number: int) -> list[int]:
+def _encode(text: str, name: str, tokenizer: AnyTokenizer, number: int) -> list[int]:
+    """Return the tokens of a text that comes back from them."""
     ids = [*tokenizer.encode(text)]
     if (back := tokenizer.decode(ids)) != text:
         raise DataError(
-            f"read_answers: {text!r} of record {number} comes back from its tokens as {back!r}; "
-            "what is trained would not be what was checked: use the sampler's own tokenizer",
+            f"read_answers: the {name} {text!r:.200} of record {number} comes back from its tokens "
+            f"as {back!r:.200}; what is trained would not be what was checked: use the sampler's "
+            'own tokenizer, and give the tokens that it drew as "ids" and "prompt_ids"',
             where=f"record {number}",
             got=back,
             want=text,
@@ -224,6 +330,7 @@ def bind_reader(
     *,
     tokenizer: AnyTokenizer,
     size: int,
+    vocab_size: int | None = None,
     axis: Axis = SOLO,
 ) -> Callable[[int], list[Answer]]:
     """Return what reads the rollouts of another sampler one by one, when they are asked for.
@@ -233,6 +340,7 @@ def bind_reader(
             iterator that waits for an engine.
         tokenizer: As there.
         size: How many answers a rollout has.
+        vocab_size: As there.
         axis: The ranks that call this together; the first one reads for all.
 
     Returns:
@@ -274,7 +382,8 @@ def bind_reader(
                 got=taken,
                 want=end,
             )
-        return [attrs.asdict(answer) for answer in read_answers(part, tokenizer=tokenizer)]
+        answers = read_answers(part, tokenizer=tokenizer, vocab_size=vocab_size, first=begin)
+        return [attrs.asdict(answer) for answer in answers]
 
     def read(number: int) -> list[Answer]:
         work = partial(take, number) if axis.index == 0 else list
@@ -357,7 +466,8 @@ def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenC
         choices of experts of their own, "sampler_logprobs" and "choices".
 
     Raises:
-        DataError: A number is not finite, or not there for each token.
+        DataError: A number is not finite, or not there for each token, or a log-probability is
+            above 0.
 
     Examples:
         >>> answer = Answer("1+1=", [256, 49], "2", [50, 257], 0)
@@ -371,7 +481,14 @@ def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenC
     if answers[0].choices is not None:
         columns["choices"] = Column("int64", (len(answers[0].choices[0]),), of="token")
 
-    def sample(answer: Answer, advantage: float) -> Sample:
+    def sample(number: int, answer: Answer, advantage: float) -> Sample:
+        largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
+        if largest > 0:
+            raise DataError(
+                f"answer_corpus: answer {number} has the log-probability {largest}; it must be at "
+                "most 0",
+                where=f"answer {number}",
+            )
         before, ids = len(answer.prompt_ids), np.array([*answer.prompt_ids, *answer.ids], np.int64)
         values = {
             "advantages": [0.0] * before + [advantage] * len(answer.ids),
@@ -382,7 +499,8 @@ def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenC
         return Sample(ids, np.arange(len(ids)) >= before, own)
 
     given = zip(answers, np.asarray(advantages).tolist(), strict=True)
-    return memory_corpus((sample(*x) for x in given), columns=columns)
+    samples = (sample(number, *each) for number, each in enumerate(given))
+    return memory_corpus(samples, columns=columns)
 
 
 def minibatches(

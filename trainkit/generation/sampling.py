@@ -6,6 +6,7 @@ temperature, then what is left out. What is left out gets the logit -inf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -54,7 +55,9 @@ class Sampling:
     min_p: float = attrs.field(default=0.0, validator=fraction)
     """Leave out tokens that are less likely than the likeliest times this."""
 
-    repetition_penalty: float = attrs.field(default=1.0, validator=positive)
+    repetition_penalty: float = attrs.field(
+        default=1.0, validator=rule(lambda x: 0 < x < math.inf, "above 0 and finite")
+    )
     """What the logits of tokens of the text so far are divided by, or multiplied by below 0."""
 
     seed: int = 0

@@ -14,8 +14,11 @@ from .folder import is_folder as is_folder
 from .folder import load_weights as load_weights
 from .folder import open_folder as open_folder
 from .links import There as There
+from .memory import export_tensors as export_tensors
+from .memory import import_tensors as import_tensors
 from .resize import resized_weights as resized_weights
 from .tokenizer import tokenizer_files as tokenizer_files
 from .trained import Trained as Trained
 from .trained import base_run as base_run
 from .trained import open_trained as open_trained
+from .trained import read_model as read_model

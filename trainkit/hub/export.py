@@ -98,7 +98,7 @@ def export_folder(
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     known = _family(family, config)
     values = write_config(config, context=context, family=known)
-    links, shapes = _there(known, config)
+    links, shapes = family_links(known, config)
     ours = _saved(path, our_shapes(config)) if read is None else _given(read, our_shapes(config))
     cast = {name: dtype or ours[name].dtype for name in parameter_shapes(config)}
     kinds = _kinds(links, {name: x.dtype for name, x in ours.items()} | cast)
@@ -161,7 +161,7 @@ def stream_weights(
         kinds = ", ".join(type(stage).__name__ for stage in stages)
         raise ConfigError(f"stream_weights: it takes the stages of a Decoder, got {kinds}")
     config: DecoderConfig = stages[0].config  # type: ignore[assignment]
-    links, shapes = _there(_family(family, config), config)
+    links, shapes = family_links(family, config)
     read = linked(_gathered(stages, config, dtype=dtype, axis=axis), links, shapes)
     for name, shape in shapes.items():
         yield name, read(name, shape, (0,) * len(shape)).clone()
@@ -211,9 +211,24 @@ def _family(family: Family | str | None, config: DecoderConfig) -> Family:
     return known if isinstance(known, Family) else family_named(known, where="family")
 
 
-def _there(family: Family, config: DecoderConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-    """Return the links from their tensors to ours, and the shapes of theirs."""
-    links = links_of(family, config)
+def family_links(
+    family: Family | str | None, config: DecoderConfig
+) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    """Return the links from a family's tensors to ours, and the shapes of theirs.
+
+    Args:
+        family: The family, or its `model_type`; by default the first that computes the decoder.
+        config: The decoder.
+
+    Raises:
+        ConfigError: No family computes it, or there is none of that name.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> family_links("llama", decoder_config("tiny"))[1]["model.norm.weight"]
+        (128,)
+    """
+    links = links_of(_family(family, config), config)
     return [link.turned() for link in links], their_shapes(links)
 
 

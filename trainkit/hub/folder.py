@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint.boxes import parameter_of, shortened
+from trainkit.checkpoint.manifest import MANIFEST
 from trainkit.checkpoint.plain import read_bounded, refusal
 from trainkit.checkpoint.reading import reader
 from trainkit.checkpoint.sources import INDEX
@@ -41,6 +42,9 @@ _ROWS = 4096
 _BLOCK = "weight_block_size"
 
 
+T = TypeVar("T")
+
+
 @attrs.frozen(eq=False)
 class Folder:
     """What a Hugging Face folder says of itself in its `config.json`.
@@ -51,6 +55,8 @@ class Folder:
         config: The decoder that it describes.
         values: All of its `config.json`.
         context: The most tokens that a row is meant to have.
+        full_context: The most tokens that the model is for, whatever a row is to have here:
+            `max_position_embeddings`.
     """
 
     path: Path
@@ -58,6 +64,7 @@ class Folder:
     config: DecoderConfig
     values: Mapping[str, Any]
     context: int
+    full_context: int
 
 
 def is_folder(path: Path | str) -> bool:
@@ -68,6 +75,42 @@ def is_folder(path: Path | str) -> bool:
         False
     """
     return (Path(path) / CONFIG).is_file()
+
+
+def check_is_there(path: Path | str, *, function: str) -> None:
+    """Refuse a model's path at which there is nothing, or no folder of a model.
+
+    Args:
+        path: A run, a checkpoint or a Hugging Face folder.
+        function: What says so.
+
+    Raises:
+        CheckpointError: There is no such folder, which may be the name of a model on the hub; or
+            the folder has no `config.json` and no checkpoint.
+
+    Examples:
+        >>> check_is_there("google/gemma-3-1b-it", function="open_folder")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: open_folder: there is no folder google/gemma-3-1b-it; a ...
+    """
+    path = Path(path)
+    if not path.exists():
+        name = str(path) if len(path.parts) == 2 and not path.is_absolute() else "NAME"
+        raise CheckpointError(
+            f"{function}: there is no folder {path}; a model of the Hugging Face hub is downloaded "
+            f"first, and its folder named: hf download {name} --local-dir DIR",
+            where=path,
+        )
+    files = [path / CONFIG, path / MANIFEST, path / "checkpoints"]
+    if not any(file.exists() or file.is_symlink() for file in files):
+        raise CheckpointError(
+            f"{function}: {path} has no config.json, as a Hugging Face folder has, and no "
+            "checkpoints, as a run has",
+            where=path,
+            hint="name a run that has saved, one of its checkpoints, or a folder that was "
+            "downloaded whole: hf download NAME --local-dir DIR",
+        )
 
 
 def open_folder(
@@ -87,15 +130,16 @@ def open_folder(
     Raises:
         ConfigError: The folder is none of a model that trainkit computes; all that is wrong with
             its `config.json` is named.
-        CheckpointError: `config.json` is missing, no plain file, or no good JSON; or a file of the
-            folder is a link.
+        CheckpointError: There is no folder, or its `config.json` is missing, no plain file, or no
+            good JSON; or a file of the folder is a link.
 
     Examples:
         >>> open_folder("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+        trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
+    check_is_there(path, function="open_folder")
     file = Path(path) / CONFIG
     links = [
         each.name
@@ -115,7 +159,8 @@ def open_folder(
     if type(most) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     family = family_named(values["model_type"], where=str(file), families=families)
-    return Folder(Path(path), family, config, values, context or min(most, config.reach or most))
+    context = context or min(most, config.reach or most)
+    return Folder(Path(path), family, config, values, context, full_context=most)
 
 
 def init_config(
@@ -139,18 +184,21 @@ def init_config(
     Raises:
         ConfigError: It is a run; the embedding is too small, and `resize` is false; there are
             experts and the recipe trains none, or the other way round; or as `open_folder`.
-        CheckpointError: As `open_folder`.
+        CheckpointError: As `open_folder`; or its tensors have other shapes than its config.json
+            says.
 
     Examples:
         >>> init_config("/does/not/exist", vocab_size=259)
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+        trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
     if (Path(path) / "checkpoints").is_dir() and not is_folder(path):
         hint = f"python -m trainkit export {path} FOLDER makes one of it"
         raise ConfigError(f"--init: {path} is a run, and no Hugging Face folder", hint=hint)
-    config = open_folder(path, context=context).config
+    folder = open_folder(path, context=context)
+    _check_shapes(folder)
+    config = folder.config
     if vocab_size > config.vocab_size and resize:
         config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
     if vocab_size > config.vocab_size:
@@ -172,6 +220,27 @@ def init_config(
             hint="recipes/moe.py trains experts; docs/howto/train-experts.md has what they need",
         )
     return config
+
+
+def _check_shapes(folder: Folder) -> None:
+    """Refuse a config.json of other sizes than the tensors have, before a model is made of it."""
+    try:
+        held = of_whole_model(_described(folder.path), folder.family, folder.config)
+    except CheckpointError:  # `load_weights` says what is wrong with the files
+        return
+    wanted = their_shapes(links_of(folder.family, folder.config))
+    problems = [
+        f"{name} is {tuple(held[name].shape)}, and would be {shape}"
+        for name, shape in wanted.items()
+        if name in held and tuple(held[name].shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"init_config: {folder.path} has tensors of other sizes than its config.json says: "
+            f"{shortened(problems)}",
+            where=folder.path,
+            got=problems,
+        )
 
 
 def our_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -324,7 +393,7 @@ def load_weights(
         >>> load_weights("/does/not/exist", [])
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: checkpoint: /does/not/exist/config.json cannot be read: ...
+        trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
     folder = open_folder(path)
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
@@ -360,11 +429,12 @@ def _looked_over(
     found, scales = dict[str, Stored](), dict[str, Stored]()
 
     def look_over() -> None:
-        held = _of_whole_model(folder, _described(folder.path))
+        held = of_whole_model(_described(folder.path), folder.family, folder.config)
         both = _fitting(folder, links, held, missing=allow_missing, extra=allow_extra)
         for known, part in zip((found, scales), both, strict=True):
             known.update(part)
-        if axis.index == 0 and folder.config.tied and {*_ends(folder)} <= held.keys():
+        ends = {*_ends(folder.family, folder.config)}
+        if axis.index == 0 and folder.config.tied and ends <= held.keys():
             _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
     together(look_over, axis)
@@ -390,10 +460,60 @@ def _fitting(
     wanted = their_shapes(links)
     quantized = folder.values.get("quantization_config")
     scales, problems = scales_of(found, [*wanted], quantized[_BLOCK]) if quantized else ({}, [])
-    problems += [
+    beside = [name + SCALES for name in scales]
+    problems += tensor_problems(
+        {name: x for name, x in found.items() if name not in beside},
+        links,
+        folder.family,
+        folder.config,
+        allow_missing=missing,
+        allow_extra=extra,
+        no_floats=[*scales],
+    )
+    said = folder.values.get("dtype") or folder.values.get("torch_dtype")
+    problems += [  # as many bytes, and other numbers
+        f"{name} is of {found[name].dtype}, and {CONFIG} says {said}"
+        for name in wanted
+        if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
+    ]
+    _refuse(folder, problems)
+    return {name: found[name] for name in wanted if name in found}, scales
+
+
+def tensor_problems(
+    found: Mapping[str, Stored],
+    links: Sequence[Link],
+    family: Family,
+    config: DecoderConfig,
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_extra: Sequence[str] = (),
+    no_floats: Sequence[str] = (),
+) -> list[str]:
+    """Say which tensors of a family's model are missing, left over, of another shape or no floats.
+
+    Args:
+        found: The tensors that there are, by the names of a model with a head.
+        links: Those of the family, as `links_of` gives them.
+        family: The family.
+        config: The decoder.
+        allow_missing: Patterns of names that may be missing.
+        allow_extra: Patterns of names that are left aside.
+        no_floats: Names of tensors that may be of another dtype.
+
+    Examples:
+        >>> config = DecoderConfig(
+        ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
+        ... )
+        >>> llama = family_named("llama")
+        >>> tensor_problems({}, links_of(llama, config), llama, config)[0]
+        'model.embed_tokens.weight of shape [64, 16] is missing'
+    """
+    wanted = their_shapes(links)
+    problems = [
         f"{name} of shape {list(shape)} is missing"
         for name, shape in wanted.items()
-        if name not in found and not _matches(name, missing)
+        if name not in found and not _matches(name, allow_missing)
     ]
     problems += [
         f"{name} has the shape {list(found[name].shape)}, not {list(shape)}"
@@ -403,24 +523,16 @@ def _fitting(
     problems += [
         f"{name} is of {found[name].dtype}, no floating point"
         for name in wanted
-        if name in found and found[name].dtype not in _FLOATS and name not in scales
+        if name in found and found[name].dtype not in _FLOATS and name not in no_floats
     ]
-    said = folder.values.get("dtype") or folder.values.get("torch_dtype")
-    problems += [  # as many bytes, and other numbers
-        f"{name} is of {found[name].dtype}, and {CONFIG} says {said}"
-        for name in wanted
-        if name in found and {str(said), found[name].dtype} == {"float16", "bfloat16"}
-    ]
-    aside = [pattern.format(layers=folder.config.layers) for pattern in folder.family.aside]
-    beside = {name + SCALES for name in scales}
-    aside += [*extra, *(_ends(folder)[1:] if folder.config.tied else [])]
+    aside = [pattern.format(layers=config.layers) for pattern in family.aside]
+    aside += [*allow_extra, *(_ends(family, config)[1:] if config.tied else [])]
     problems += [
         f"{name} has no place in the model"
         for name in found
-        if name not in wanted and name not in beside and not _matches(name, aside)
+        if name not in wanted and not _matches(name, aside)
     ]
-    _refuse(folder, problems)
-    return {name: found[name] for name in wanted if name in found}, scales
+    return problems
 
 
 def _refuse(folder: Folder, problems: list[str]) -> None:
@@ -445,7 +557,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
     """Refuse a head that is not the embedding, looking at some rows of both at a time."""
-    names = _ends(folder)
+    names = _ends(folder.family, folder.config)
     whole, head = (found[name] for name in names)
     alike = (head.shape, head.dtype) == (whole.shape, whole.dtype)
     read, (rows, width) = reader(found), whole.shape
@@ -459,18 +571,24 @@ def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
             )
 
 
-def _ends(folder: Folder) -> tuple[str, str]:
-    """Return the names of the embedding and of the head in a folder."""
-    names = folder.family.names(folder.config)
+def _ends(family: Family, config: DecoderConfig) -> tuple[str, str]:
+    """Return the names that the embedding and the head have in a family."""
+    names = family.names(config)
     return names["embedding.weight"].name, names["head.weight"].name
 
 
-def _of_whole_model(folder: Folder, found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by the names of a model with a head: a model without one leaves out a part."""
-    prefix = _ends(folder)[0].split(".")[0] + "."
+def of_whole_model(found: Mapping[str, T], family: Family, config: DecoderConfig) -> dict[str, T]:
+    """Return tensors by the names of a model with a head: a model without one leaves out a part.
+
+    Examples:
+        >>> from trainkit.models.sizes import decoder_config
+        >>> of_whole_model({"norm.weight": 1}, family_named("llama"), decoder_config("tiny"))
+        {'model.norm.weight': 1}
+    """
+    embedding, head = _ends(family, config)
+    prefix = embedding.split(".")[0] + "."
     if any(name.startswith(prefix) for name in found):
         return dict(found)
-    head = _ends(folder)[1]
     return {name if name == head else prefix + name: x for name, x in found.items()}
 
 

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class There:
-    """Where a tensor of ours is in a folder of a family.
+    """Where a tensor of ours is in a model of a family, in a folder or in memory.
 
     Attributes:
         name: The tensor there. `{e}` in it stands for the number of an expert: one tensor for each.
@@ -97,7 +97,7 @@ def make_links(
         rotary: How many of them, the last ones, are rotary pairs.
 
     Raises:
-        ConfigError: A tensor of ours has no place there; all are named.
+        ConfigError: A tensor of ours has no place there, or no dimension; all are named.
 
     Examples:
         >>> table = {"q": There("qk", joined=True), "k": There("qk", joined=True)}
@@ -109,6 +109,14 @@ def make_links(
     if lost:
         raise ConfigError(
             f"make_links: the family has no name for {shortened(lost)}", where="names", got=lost
+        )
+    scalars = [name for name, shape in shapes.items() if not len(shape)]
+    if scalars:
+        raise ConfigError(
+            f"make_links: {shortened(scalars)} must have a dimension, got the shape (); tensors "
+            "are linked by their rows: give a number the shape (1,) on both sides",
+            where="shapes",
+            got=scalars,
         )
     links: list[Link] = []
     ends: dict[str, int] = {}

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import attrs
 
-from trainkit.chat import has_template
+from trainkit.chat import template_beside
 from trainkit.checkpoint import load as checkpoints
 from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.files import say_on_stderr
-from trainkit.hub.folder import is_folder, open_folder
+from trainkit.hub.folder import check_is_there, is_folder, open_folder
 from trainkit.mesh import world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.sizes import config_from_facts
@@ -36,6 +36,9 @@ class Trained:
         name: The name of its tokenizer, for `open_tokenizer`.
         tokenizer: Its tokenizer.
         context: The most tokens that it is meant to be given.
+        full_context: The most tokens that it is for, whatever it is to be given here: of a folder
+            its `max_position_embeddings`; of a run what its base was for, or the length of its
+            rows, if that is more.
         adds_bos: Whether texts begin with BOS: those of a run as `learned_bos` says, those of a
             folder where its tokenizer says so.
         template: The name of its chat template, for `chat.find_template`; None where it has learned
@@ -48,6 +51,7 @@ class Trained:
     name: str
     tokenizer: ByteTokenizer | HFTokenizer
     context: int
+    full_context: int
     adds_bos: bool
     template: str | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
@@ -66,7 +70,7 @@ def open_trained(
         path: A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face
             folder.
         tokenizer: What `open_tokenizer` takes; by default the run's, or the folder's own.
-        context: The most tokens that it will be given; by default those of a run's rows, and what
+        context: The most tokens that it will be given; by default a run's `full_context`, and what
             `open_folder` says of a folder, whose `context` this is.
         tell: Called with one sentence about each checkpoint passed over.
 
@@ -81,7 +85,7 @@ def open_trained(
         >>> open_trained("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: open_trained: there is no folder /does/not/exist; a model...
     """
     path = Path(path)
     of_folder = is_folder(path)
@@ -92,6 +96,7 @@ def open_trained(
             want="a run, one of its checkpoints, or a whole model",
             hint="name the run that trained them, or export that with --merge",
         )
+    check_is_there(path, function="open_trained")
     found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, tell)
     found = found if context is None else attrs.evolve(found, context=context)
     reach = found.config.reach
@@ -115,11 +120,36 @@ def open_trained(
     return found
 
 
+def read_model(path: Path | str, *, context: int | None = None) -> DecoderConfig:
+    """Return the model of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
+
+    Args:
+        path: The folder, the run (its newest checkpoint that verifies) or the checkpoint.
+        context: The most tokens that it will be given, as for `open_folder`.
+
+    Raises:
+        CheckpointError: There is nothing of the kind, or it is not of a decoder.
+        ConfigError: As `open_folder`.
+
+    Examples:
+        >>> read_model("/does/not/exist")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.CheckpointError: read_model: there is no folder /does/not/exist; a model...
+    """
+    path = Path(path)
+    check_is_there(path, function="read_model")
+    if is_folder(path):
+        return open_folder(path, context=context).config
+    facts = checkpoints.read_facts(find_checkpoint(path), needs=("model",))
+    return config_from_facts(facts["model"])
+
+
 def _folder(path: Path, name: str | None, context: int | None) -> Trained:
     folder, tokenizer = open_folder(path, context=context), open_tokenizer(name or path)
     adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos
-    name, template = name or str(path), str(path) if has_template(path) else None
-    return Trained(path, folder.config, name, tokenizer, folder.context, adds_bos, template)
+    known = folder.context, folder.full_context, adds_bos, template_beside(path)
+    return Trained(path, folder.config, name or str(path), tokenizer, *known)
 
 
 def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
@@ -138,7 +168,8 @@ def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
             hint="name the run's own",
         )
     config, adds_bos = config_from_facts(facts["model"]), learned_bos(tokenizer, facts)
-    known = facts["config.row_length"], adds_bos, facts.get("config.template"), facts
+    full = facts.get("context", facts["config.row_length"])
+    known = min(full, config.reach or full), full, adds_bos, facts.get("config.template"), facts
     return Trained(path, config, name, tokenizer, *known)
 
 

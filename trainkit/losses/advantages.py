@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainkit.types import check_range
+
 
 def group_advantages(
     rewards: Tensor, groups: Tensor, *, num_groups: int, deviation: bool = True, eps: float = 1e-4
@@ -21,13 +23,14 @@ def group_advantages(
         num_groups: How many prompts there are.
         deviation: Whether to divide by the standard deviation of the group (that of a sample, with
             n - 1), as GRPO does; Dr. GRPO does not.
-        eps: What is added to the deviation.
+        eps: What is added to the deviation, at least 0.
 
     Returns:
         `[N]`; 0 in a group of one, and in one of equal rewards.
 
     Raises:
-        ValueError: Rewards are not floating, or there is not one group for each.
+        ValueError: Rewards are not floating, there is not one group for each, or a number is out of
+            its range.
 
     References:
         Shao et al., "DeepSeekMath" (2024); Liu et al., "Understanding R1-Zero-like training"
@@ -38,6 +41,8 @@ def group_advantages(
         >>> group_advantages(rewards, groups, num_groups=2, deviation=False)
         tensor([ 0.5000, -0.5000,  0.0000])
     """
+    check_range("group_advantages", at_least=1, num_groups=num_groups)
+    check_range("group_advantages", at_least=0, eps=eps)
     exact = _exact(rewards)
     counts, sums = _by_group(exact, groups, num_groups)
     above = exact - (sums / counts)[groups]
@@ -59,7 +64,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor
         `[N]`; 0 in a group of one, which has no others.
 
     Raises:
-        ValueError: Rewards are not floating, or there is not one group for each.
+        ValueError: As `group_advantages`.
 
     References:
         Kool et al., "Buy 4 REINFORCE samples, get a baseline for free" (2019); Ahmadian et al.,
@@ -70,6 +75,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor
         >>> leave_one_out(rewards, groups, num_groups=1)
         tensor([ 1.5000, -1.5000,  0.0000])
     """
+    check_range("leave_one_out", at_least=1, num_groups=num_groups)
     exact = _exact(rewards)
     counts, sums = _by_group(exact, groups, num_groups)
     others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]
@@ -99,11 +105,14 @@ def gae(
             `document_ids.masked_fill(labels == -100, -1)`.
         bootstrap: Floating `[B, S]`, of which the value at the last step of each document counts:
             what the critic expects after it, 0 of an answer that has ended. Without it all have.
-        discount: What a reward of the next step is worth, gamma.
-        trace: How far the estimates look ahead, lambda.
+        discount: What a reward of the next step is worth, gamma, from 0 to 1.
+        trace: How far the estimates look ahead, lambda, from 0 to 1.
 
     Returns:
         `[B, S]`, 0 where there is no step. Values plus these are the critic's targets.
+
+    Raises:
+        ValueError: `discount` or `trace` is not between 0 and 1.
 
     References:
         Schulman et al., "High-dimensional continuous control using generalized advantage
@@ -117,6 +126,7 @@ def gae(
         >>> gae(rewards, values, torch.tensor([[0, 0, 1]]), bootstrap=cut_off, trace=1.0)
         tensor([[0.7500, 0.7500, 1.5000]])
     """
+    check_range("gae", at_least=0, at_most=1, discount=discount, trace=trace)
     steps = document_ids >= 0
     goes_on = torch.zeros_like(steps)
     goes_on[:, :-1] = steps[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.losses.logits import read_field
 from trainkit.losses.terms import with_terms
-from trainkit.types import Routed
+from trainkit.types import Routed, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,8 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
         A loss that returns a sum for each term with a weight.
 
     Raises:
-        ValueError: Later, the output is not that of a decoder with experts.
+        ValueError: A weight is below 0 or not finite; later, the output is not that of a decoder
+            with experts.
 
     References:
         Fedus et al., "Switch transformers" (2021); Zoph et al., "ST-MoE" (2022), for the z-loss.
@@ -50,8 +52,8 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
         >>> {name: float(x) for name, x in total.items()}, terms["load"].tolist()
         ({'loss': 2.77..., 'balance': 1.0}, [[1, 1]])
     """
+    check_range("routed", at_least=0, balance=balance, router_z=router_z)
     weights = {"balance": balance, "router_z": router_z}
-
     named = [f"{name}{end}" for name in weights for end in ("", "/count")]
 
     @with_terms(*loss.terms, *named, "dropped", "load")
@@ -62,7 +64,7 @@ def routed(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> N
             raise ValueError(f"routed: a Routed was expected, {mend}; got a {got}")  # noqa: TRY004
         total, terms = loss(output.output, batch)
         own = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
-        tokens = (batch["document_ids"] >= 0).sum()
+        tokens = (read_field("routed", batch, "document_ids") >= 0).sum()
         parts = {name: weight * own[name] for name, weight in weights.items() if weight}
         values = [value for x in own.values() for value in (x.detach(), tokens)]
         reported = dict(zip(named, values, strict=True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.logits import check_labels, sum_and_parts, summed_cross_entropy
+from trainkit.losses.logits import check_labels, cure_of, sum_and_parts, summed_cross_entropy
 from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
@@ -88,7 +88,7 @@ class Columns(Mapping[str, Tensor]):
         if name not in self._columns:
             has = ", ".join(self) or "no column"
             what = f'the batch has no "{name}" for each of its labels (it has {has})'
-            raise ValueError(f"{what}; put a tensor of the shape of the labels under this name")
+            raise ValueError(f"{what}; {cure_of(name)}")
         if name not in self._read:
             own = self._columns[name]
             self._read[name] = own if self._ignored is None else _cleared(own, self._ignored)
@@ -155,7 +155,7 @@ def linear_cross_entropy(
             `[V_r, D]`, in rank order: as many as it has, which may be none.
         labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
         bias: The output layer's bias `[V]` or `[V_r]`, of the same dtype.
-        softcap: What logits are kept between by tanh.
+        softcap: What logits are kept between by tanh, above 0.
         axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a `vocabulary_axis`.
         chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
             memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
@@ -165,7 +165,8 @@ def linear_cross_entropy(
         A scalar, fp32 or fp64, equal on all ranks of the axis.
 
     Raises:
-        ValueError: Shapes or dtypes do not match, `chunk` is below 1, or as `cross_entropy`.
+        ValueError: Shapes or dtypes do not match, `chunk` is below 1, `softcap` is not above 0, or
+            as `cross_entropy`.
 
     Effects:
         Communicates: two all-reduces on `axis` per chunk, of one and of two numbers per token; as
@@ -244,7 +245,10 @@ def cast_factors(
     if len(dtypes) > 1 and not autocast:
         got = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"{where}: hidden, weight and bias must have one dtype, got {got}")
-    check_range(where, at_least=1, chunk=chunk)
+    if chunk is not None:
+        check_range(where, at_least=1, chunk=chunk)
+    if softcap is not None:
+        check_range(where, above=0, softcap=softcap)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
     cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return Factors(*cast, softcap)

@@ -9,6 +9,9 @@ The result is then equal on all ranks, and what is sent does not grow with the v
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -254,3 +257,54 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
             got = f"got {int(flat[place])} at index {place} of the flattened labels"
             mend = f"set what is not to be trained on to {IGNORED_LABEL}"
             raise ValueError(f"{function}: {must}, {got}; {mend}")
+
+
+_CURES = {
+    "labels": "collate_bins makes them, and shift_labels those of rows of your own",
+    "document_ids": "collate_bins and batch_of_rows make them: the number of each token's document "
+    "in its row, below 0 for padding",
+    "position_ids": "collate_bins and batch_of_rows make them: the place of each token in its "
+    "document, from 0",
+    "old_logprobs": "parallel.with_columns(stages, microbatches, generation.old_logprobs) adds it, "
+    "before the first update",
+    "sampler_logprobs": "generation.answer_corpus adds it where answers have logprobs",
+    "advantages": "generation.answer_corpus adds it",
+    "reference_logprobs": "evaluation.score_corpus with logprob_columns writes a corpus with it",
+    "desirable": "put 1 at the labels of good answers and 0 at those of bad ones",
+    "kl": "losses.with_reference_point adds it",
+    "weights": "losses.document_mean makes them, or a Column of the corpus named weights",
+    "teacher_hidden": "parallel.with_columns(teacher, microbatches, ...) adds it",
+    "teacher_ids": "evaluation.score_corpus with top_columns writes a corpus that has it",
+    "teacher_logprobs": "evaluation.score_corpus with top_columns writes a corpus that has it",
+}
+
+
+def cure_of(name: str) -> str:
+    """Return what gives a batch the column of that name, for messages.
+
+    Examples:
+        >>> cure_of("kl"), cure_of("mine")
+        ('losses.with_reference_point adds it', 'put a tensor of the shape of the labels under ...')
+    """
+    return _CURES.get(name, "put a tensor of the shape of the labels under this name")
+
+
+def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
+    """Return a tensor of a batch.
+
+    Raises:
+        ValueError: It has none of that name; the message says what makes one.
+
+    Examples:
+        >>> read_field("mine", {"input_ids": 0}, "labels")
+        Traceback (most recent call last):
+        ...
+        ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
+    """
+    try:
+        return batch[name]
+    except KeyError:
+        raise ValueError(
+            f'{where}: the batch has no "{name}" (it has {", ".join(batch) or "nothing"}); '
+            f"{cure_of(name)}"
+        ) from None

@@ -67,12 +67,15 @@ def token_logprobs(
         labels: int64 `[...]`.
         bias: `[V]`, or this rank's part of it.
         temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
-            each label, as the three that follow.
+            each label, as the three that follow. Where the label is -100, a tensor may hold
+            anything.
         top_k: How many of the likeliest words may be drawn; of equals there may be more.
         top_p: The likeliest words that together have this much.
         min_p: Words that are at least this likely, relative to the likeliest.
         softcap: What logits are kept between by tanh, before all else.
-        axis: The axis over which the vocabulary is cut.
+        axis: The axis over which the vocabulary is cut. Over several ranks the gradient of `hidden`
+            is this rank's part, of its words alone: let `hidden` come from `collectives.gather_dim`
+            or go through `collectives.sum_grad`, which sum it, once.
         chunk: Not more logits exist at a time than so many tokens have. By default those that fit
             into 16 MiB, and where words are left out as in `linear_cross_entropy`.
 

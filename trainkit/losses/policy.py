@@ -39,7 +39,15 @@ from trainkit.losses.terms import (
     output_logprobs,
     with_terms,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, ConfigError, positive
+from trainkit.types import (
+    IGNORED_LABEL,
+    SOLO,
+    Axis,
+    ConfigError,
+    check_range,
+    non_negative,
+    positive,
+)
 
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From log-probabilities, ratios to the old ones, and advantages to what each token or answer
@@ -52,6 +60,13 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 def clipped(low: float = 0.2, high: float = 0.2) -> Surrogate:
     """Return the pessimistic surrogate: no gain from a ratio beyond 1 - low or 1 + high.
 
+    Args:
+        low: From 0 to 1; 1 bounds nothing from below.
+        high: At least 0.
+
+    Raises:
+        ValueError: A bound is out of its range.
+
     References:
         Schulman et al. 2017; Yu et al., "DAPO" (2025), for a high that is not low.
 
@@ -60,6 +75,8 @@ def clipped(low: float = 0.2, high: float = 0.2) -> Surrogate:
         >>> clipped()(ratios.log(), ratios, advantages)
         (tensor([-1.2000,  1.5000]), tensor([ True, False]))
     """
+    check_range("clipped", at_least=0, at_most=1, low=low)
+    check_range("clipped", at_least=0, high=high)
 
     def surrogate(_: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         plain = ratios * advantages
@@ -75,14 +92,23 @@ def bounded_weights(low: float = 1.0, high: float = 0.28) -> Surrogate:
     Every token keeps a gradient, also where its ratio is bounded; but for a word that the shaping
     leaves out by now, which costs nothing.
 
+    Args:
+        low: From 0 to 1; 1 bounds nothing from below.
+        high: At least 0.
+
+    Raises:
+        ValueError: A bound is out of its range.
+
     References:
-        MiniMax 2025; a low of 1 bounds nothing from below.
+        MiniMax 2025.
 
     Examples:
         >>> ratios, advantages = torch.tensor([2.0]), torch.tensor([1.0])
         >>> bounded_weights(high=0.5)(torch.tensor([-1.0]), ratios, advantages)
         (tensor([1.5000]), tensor([True]))
     """
+    check_range("bounded_weights", at_least=0, at_most=1, low=low)
+    check_range("bounded_weights", at_least=0, high=high)
 
     def surrogate(logprobs: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         bounded = ratios.detach().clamp(1 - low, 1 + high)
@@ -129,6 +155,9 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 def importance(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
     """Return how much likelier what was drawn is to the trainer than to its sampler, at most so.
 
+    Raises:
+        ValueError: `most` is not above 0; infinite, it truncates nothing.
+
     References:
         Ionides, "Truncated importance sampling" (2008); Yao et al., "Your efficient RL framework
         secretly brings you off-policy RL training" (2025).
@@ -137,6 +166,8 @@ def importance(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
         >>> importance(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -9.0]), most=2.0)
         tensor([1., 2.])
     """
+    if not most > 0:
+        raise ValueError(f"importance: most must be above 0, got {most}")
     return (old - sampler).exp().clamp(max=most)
 
 
@@ -145,7 +176,8 @@ class Added:
     """What is added to a policy gradient, and how answers of another sampler are weighed.
 
     Raises:
-        ConfigError: A divergence is weighed that is not there, or `most_importance` is not above 0.
+        ConfigError: A divergence is weighed that is not there, `kl_weight` is below 0 or not
+            finite, or `most_importance` is not above 0.
 
     Examples:
         >>> Added(kl=k3, kl_weight=0.04).most_importance is None
@@ -155,7 +187,7 @@ class Added:
     kl: Estimator | None = None
     """Estimates the divergence from `batch["reference_logprobs"]`, which is added..."""
 
-    kl_weight: float = 0.0
+    kl_weight: float = attrs.field(default=0.0, validator=non_negative)
     """... this many times; 0 only reports it."""
 
     most_importance: float | None = attrs.field(default=None, validator=optional(positive))
@@ -191,9 +223,12 @@ def policy_gradient(
     Args:
         surrogate: What a ratio costs: `clipped`, `bounded_weights`, or one of your own.
         added: What else is there.
-        entropy_weight: How much of each token's entropy is taken off.
+        entropy_weight: How much of each token's entropy is taken off; below 0 it is added.
         weighted: Whether a token counts `batch["weights"]`; see `document_mean`.
         shaping: How the sampler shapes logits, which old log-probabilities stand for too.
+
+    Raises:
+        ValueError: `entropy_weight` is not finite.
 
     Examples:
         >>> batch = {"labels": torch.tensor([[1, 2]]), "advantages": torch.ones(1, 2)}
@@ -202,6 +237,7 @@ def policy_gradient(
         >>> float(total), float(terms["clipped"])
         (-2.0, 0.0)
     """
+    check_range("policy_gradient", entropy_weight=entropy_weight)
 
     def cost(scores: TokenScores, columns: Columns) -> Tensor:
         value, _ = _bound(surrogate, scores, columns)
@@ -266,7 +302,7 @@ def sequence_policy_gradient(
             columns["kl"] = added.kl(logprobs, column(_REFERENCE))
         if added.most_importance is not None:
             columns["importance"] = old - column("sampler_logprobs")
-        found = sum_documents(batch, columns, axis=axis)
+        found = sum_documents(batch, columns, axis=axis, where="sequence_policy_gradient")
         ratios = found.means("log_ratios").exp()
         cost, bounded = surrogate(found.means("logprobs"), ratios, found.means("advantages"))
         figures = {"clipped": bounded.to(cost.dtype), "old_kl": found.means("old_kl")}

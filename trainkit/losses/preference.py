@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from trainkit.batch.denominators import on_host
+from trainkit.losses.logits import read_field
 from trainkit.losses.sequences import Documents, count_names, counted, sum_documents
 from trainkit.losses.terms import NamedLoss, Terms, output_logprobs, with_terms
 from trainkit.losses.weights import add_column
-from trainkit.types import SOLO, Axis
+from trainkit.types import SOLO, Axis, check_range
 
 OfPair = Callable[[Tensor, Tensor], Tensor]
 """From the scores of the chosen and of the rejected answers to what each pair costs."""
@@ -41,11 +42,15 @@ def dpo(
     over pairs with its "/count". A reward is `beta` times the log-ratio of the whole answer.
 
     Args:
-        beta: What the log-ratios are multiplied by.
-        label_smoothing: The chance that a pair is the wrong way round (conservative DPO).
+        beta: What the log-ratios are multiplied by, above 0.
+        label_smoothing: The chance that a pair is the wrong way round (conservative DPO), below a
+            half.
         reference_free: Whether the reference takes all answers for equally likely; else its
             log-probability of each label is `batch["reference_logprobs"]`.
         axis: The ranks over which the tokens of a row are dealt.
+
+    Raises:
+        ValueError: A number is out of its range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -63,6 +68,8 @@ def dpo(
         >>> float(total), int(terms["preference/count"])  # log 2
         (0.69..., 1)
     """
+    check_range("dpo", above=0, beta=beta)
+    check_range("dpo", at_least=0, below=0.5, label_smoothing=label_smoothing)
 
     def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
         margin = beta * (chosen - rejected)
@@ -79,8 +86,11 @@ def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     what `dpo` does.
 
     Args:
-        beta: The strength of the regularization, tau in the paper.
+        beta: The strength of the regularization, tau in the paper; above 0.
         axis: The ranks over which the tokens of a row are dealt.
+
+    Raises:
+        ValueError: A number is out of its range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -93,6 +103,7 @@ def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
         >>> ipo().terms[:2]
         ('preference', 'preference/count')
     """
+    check_range("ipo", above=0, beta=beta)
 
     def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - rejected - 1 / (2 * beta)).square()
@@ -106,9 +117,12 @@ def simpo(beta: float = 2.0, *, gamma: float = 1.0, axis: Axis = SOLO) -> NamedL
     A pair of which one answer has no label, and so no mean, costs nothing.
 
     Args:
-        beta: What the means over the tokens of an answer are multiplied by: its reward.
-        gamma: The margin by which the chosen reward shall be above the rejected one.
+        beta: What the means over the tokens of an answer are multiplied by, above 0: its reward.
+        gamma: The margin by which the chosen reward shall be above the rejected one, at least 0.
         axis: The ranks over which the tokens of a row are dealt.
+
+    Raises:
+        ValueError: A number is out of its range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -120,6 +134,8 @@ def simpo(beta: float = 2.0, *, gamma: float = 1.0, axis: Axis = SOLO) -> NamedL
         >>> simpo().terms[2:4]
         ('margin', 'margin/count')
     """
+    check_range("simpo", above=0, beta=beta)
+    check_range("simpo", at_least=0, gamma=gamma)
 
     def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(beta * (chosen - rejected) - gamma)
@@ -135,8 +151,11 @@ def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     reference.
 
     Args:
-        weight: How much the odds count, lambda in the paper.
+        weight: How much the odds count, lambda in the paper; at least 0.
         axis: The ranks over which the tokens of a row are dealt.
+
+    Raises:
+        ValueError: A number is out of its range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -148,6 +167,7 @@ def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
         >>> orpo().terms[4:6]
         ('accuracy', 'accuracy/count')
     """
+    check_range("orpo", at_least=0, weight=weight)
 
     def log_odds(means: Tensor) -> Tensor:
         below = means.clamp(max=-torch.finfo(means.dtype).eps)  # the odds of 1 are infinite
@@ -177,10 +197,13 @@ def kto(
     log-ratio, over the documents of either kind.
 
     Args:
-        beta: What log-ratios are multiplied by.
-        desirable_weight: What a good answer counts.
-        undesirable_weight: What a bad answer counts.
+        beta: What log-ratios are multiplied by, above 0.
+        desirable_weight: What a good answer counts, at least 0.
+        undesirable_weight: What a bad answer counts, at least 0.
         axis: The ranks over which the tokens of a row are dealt.
+
+    Raises:
+        ValueError: A number is out of its range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -192,6 +215,13 @@ def kto(
         >>> kto().terms[:2]
         ('preference', 'preference/count')
     """
+    check_range("kto", above=0, beta=beta)
+    check_range(
+        "kto",
+        at_least=0,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
     names = count_names("preference", "desirable_reward", "undesirable_reward")
 
     @with_terms(*names)
@@ -257,7 +287,8 @@ def with_reference_point(
         tensor([[0., 0.]])
     """
     point = kl.detach().float().clamp(min=0)
-    labels = [(batch, batch["labels"]) for batch in microbatches]
+    where = "with_reference_point"
+    labels = [(batch, read_field(where, batch, "labels")) for batch in microbatches]
     return [add_column(batch, "kl", point.to(x.device).expand(x.shape)) for batch, x in labels]
 
 
@@ -277,7 +308,7 @@ def _documents(
     own = {name: columns[name].view_as(logprobs) for name in names}
     # Token by token: what is left of two sums over a long answer would have lost digits.
     scores = logprobs - columns["reference_logprobs"].view_as(logprobs) if reference else logprobs
-    return sum_documents(batch, {_SCORES: scores, **own}, axis=axis)
+    return sum_documents(batch, {_SCORES: scores, **own}, axis=axis, where=where)
 
 
 def _of_pairs(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.collectives import sum_forward, sum_grad
+from trainkit.losses.logits import read_field
 from trainkit.types import IGNORED_LABEL, Axis
 
 
@@ -35,7 +36,11 @@ class Documents(NamedTuple):
 
 
 def sum_documents(
-    batch: Mapping[str, Any], columns: Mapping[str, Tensor], *, axis: Axis
+    batch: Mapping[str, Any],
+    columns: Mapping[str, Tensor],
+    *,
+    axis: Axis,
+    where: str = "sum_documents",
 ) -> Documents:
     """Return the sums of columns over the trained tokens of each document, differentiable.
 
@@ -46,6 +51,10 @@ def sum_documents(
         batch: "labels", "document_ids" and "position_ids", `[B, S]`.
         columns: Floating columns `[B, S]`; what they hold elsewhere is not looked at.
         axis: The ranks over which the tokens of a row are dealt, `ps.sp`.
+        where: Who asks, for messages.
+
+    Raises:
+        ValueError: The batch lacks one of the three.
 
     Effects:
         Communicates: one all-reduce on `axis`, and in backward another.
@@ -59,7 +68,8 @@ def sum_documents(
         >>> found.sums["x"], found.tokens
         (tensor([[3., 4., 0., 0.]]), tensor([[2., 1., 0., 0.]]))
     """
-    ids, kept = batch["document_ids"], batch["labels"] != IGNORED_LABEL
+    ids, positions = (read_field(where, batch, x) for x in ("document_ids", "position_ids"))
+    kept = read_field(where, batch, "labels") != IGNORED_LABEL
     rows, most = len(ids), ids.shape[1] * axis.count
     most += most % 2
     first = most * torch.arange(rows, device=ids.device).unsqueeze(1)
@@ -71,7 +81,7 @@ def sum_documents(
         return x.new_zeros(rows * most).scatter_add(0, index, x.flatten()).view(rows, most)
 
     own = [add(torch.where(kept, x, 0).to(dtype)) for x in columns.values()]
-    begun = add(((batch["position_ids"] == 0) & (ids >= 0)).to(dtype))
+    begun = add(((positions == 0) & (ids >= 0)).to(dtype))
     parts = torch.stack([*own, add(kept.to(dtype)), begun])
     *sums, tokens, known = sum_grad(sum_forward(parts, axis), axis).unbind()
     named = dict(zip(columns, sums, strict=True))

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainkit.batch.denominators import on_host
 from trainkit.losses.softmax import gather_words, words_of_rank
-from trainkit.types import Axis
+from trainkit.types import IGNORED_LABEL, Axis
 
 Each = float | Tensor
 """A number, or one for each row of logits: `[R]` for logits `[R, V]`."""
@@ -24,7 +25,8 @@ class Shaping(NamedTuple):
     """How logits are shaped, as by `generation.Sampling`; as it stands here, not at all.
 
     Each is a number or a tensor per token, for rows of which some were drawn otherwise: then 1, V,
-    1 and 0 are what changes nothing.
+    1 and 0 are what changes nothing. Where the label is -100 a tensor may hold anything, as a
+    column of a batch does: those tokens are not shaped.
     """
 
     temperature: Each = 1.0
@@ -39,19 +41,14 @@ class Shaping(NamedTuple):
         return not all_left
 
     def flat(self, where: str, labels: Tensor) -> Shaping:
-        """Return the shaping of flattened tokens.
+        """Return the shaping of flattened tokens, which is the identity where a label is -100.
 
         Raises:
-            ValueError: A tensor has another shape than the labels, or a number is out of its range.
+            ValueError: A tensor has another shape than the labels, `top_k` holds no integers, or a
+                number is out of its range; on a CPU, also one in a tensor beside a trained label.
         """
-        for (name, (holds, range_)), x in zip(_RANGES.items(), self, strict=True):
-            if isinstance(x, Tensor) and x.shape not in (labels.shape, ()):
-                want, got = tuple(labels.shape), tuple(x.shape)
-                must = f"{name} must be a number or have the shape of labels {want}"
-                raise ValueError(f"{where}: {must}, got {got}")
-            if not isinstance(x, Tensor) and not (x is None and name == "top_k") and not holds(x):
-                raise ValueError(f"{where}: {name} must be {range_}, got {x}")
-        return Shaping(*(_each(x, labels) for x in self))
+        settings = zip(_RANGES, self, strict=True)
+        return Shaping(*(_flat(where, name, x, labels) for name, x in settings))
 
     def of(self, rows: slice) -> Shaping:
         """Return the shaping of some of the tokens, which are flattened."""
@@ -64,12 +61,49 @@ class Shaping(NamedTuple):
 
 
 UNSHAPED = Shaping()
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda x: 0 < x < math.inf, "above 0 (at 0 nothing is drawn)"),
-    "top_k": (lambda x: x >= 1, "at least 1, or None"),
-    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+
+
+# Which values a setting may have, in words too, and the one that changes nothing.
+_RANGES: dict[str, tuple[Callable[[Any], Any], str, float]] = {
+    "temperature": (
+        lambda x: (x > 0) & (x < math.inf),
+        "above 0 and finite (at 0 nothing is drawn)",
+        1.0,
+    ),
+    "top_k": (
+        lambda x: (x >= 1) & (x < math.inf),
+        "at least 1, or None",
+        torch.iinfo(torch.int64).max,
+    ),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1", 1.0),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "between 0 and 1", 0.0),
 }
+
+
+def _flat(where: str, name: str, x: Any, labels: Tensor) -> Any:
+    """Return a setting of flattened tokens: a number, or a tensor with the identity at -100."""
+    is_valid, valid_range, identity = _RANGES[name]
+    if not isinstance(x, Tensor):
+        if not (x is None and name == "top_k") and not is_valid(x):
+            raise ValueError(f"{where}: {name} must be {valid_range}, got {x}")
+        return x
+    if x.shape not in (labels.shape, ()):
+        raise ValueError(
+            f"{where}: {name} must be a number or have the shape of labels {tuple(labels.shape)}, "
+            f"got {tuple(x.shape)}"
+        )
+    if name == "top_k":
+        if x.is_floating_point():
+            raise ValueError(f"{where}: top_k must hold integers, got {x.dtype}")
+        x = x.long()
+    x = x.expand(labels.shape).masked_fill(labels == IGNORED_LABEL, identity).flatten()
+    if on_host(x) and not (valid := is_valid(x)).all():
+        place = int((~valid).nonzero()[0])
+        raise ValueError(
+            f"{where}: {name} must be {valid_range}, got {x[place].item():g} at index {place} of "
+            "the flattened labels"
+        )
+    return x
 
 
 def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
@@ -183,10 +217,6 @@ def min_p(logits: Tensor, p: Each) -> Tensor:
     chances = logits.softmax(-1)
     least = _column(p) * chances.amax(-1, keepdim=True)
     return logits.masked_fill(chances < least, -torch.inf)
-
-
-def _each(x: Any, labels: Tensor) -> Any:
-    return x.expand(labels.shape).flatten() if isinstance(x, Tensor) else x
 
 
 def _column(x: Each) -> Each:

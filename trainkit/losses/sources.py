@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.losses.terms import labels_of, next_token, with_terms
+from trainkit.losses.logits import read_field
+from trainkit.losses.terms import next_token, with_terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +65,8 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
         if "source" not in batch:
             mend = "step_batch and eval_batches add it where Packed has num_rows (see join_packed)"
             raise ValueError(f'by_source: the batch has no "source"; {mend}')
-        want, got = (tuple(x.shape) for x in (labels_of("by_source", batch), batch["source"]))
+        labels = read_field("by_source", batch, "labels")
+        want, got = tuple(labels.shape), tuple(batch["source"].shape)
         if got != want:
             must = f"must have the shape of labels {want}, one for each token"
             raise ValueError(f"by_source: source {must}, got {got}")

@@ -11,7 +11,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,11 +46,14 @@ def distillation(
     beta: float = 0.0,
     temperature: float = 1.0,
     top_k: int | None = None,
+    weighted: bool = False,
     chunk: int | None = None,
 ) -> NamedLoss:
     """Return the divergence of a student from a teacher whose hidden states are in the batch.
 
-    "distillation" is a sum over the tokens that have labels, whose number is the denominator.
+    "distillation" is a sum over the tokens that have labels, whose number is the denominator. Its
+    `per_token(output, batch)` gives the sum, each token's part of it, detached `[B, S]`, and what
+    it adds to the denominator.
 
     Args:
         teacher: Its output weight, or this rank's rows of it, the axis over which they are cut (the
@@ -60,6 +63,8 @@ def distillation(
             the generalized Jensen-Shannon divergence, whose mixture has `beta` of the teacher.
         temperature: What the logits of both are divided by; no factor makes up for it.
         top_k: How many of the teacher's words are told apart at each token; all by default.
+        weighted: Whether a token counts `batch["weights"]`, floating `[B, S]`; then the denominator
+            is their sum, `batch.count_weights`, which is reported as "distillation/count".
         chunk: Tokens whose logits exist at a time, as in `linear_cross_entropy`.
 
     Raises:
@@ -72,15 +77,11 @@ def distillation(
         >>> float(loss(Hidden(torch.ones(1, 2, 4), torch.eye(4)), batch)[0])
         0.0
     """
-    _check(beta, temperature)
+    _check("distillation", beta, temperature, chunk)
     check_range("distillation", at_least=1, top_k=top_k)
 
-    @with_terms("distillation")
-    def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        factors, labels, axis = read_output("distillation", output, batch)
-        ignored = labels.flatten() == IGNORED_LABEL
-        hidden = Columns(columns_of(batch, labels), ignored)["teacher_hidden"].detach()
-        weight = teacher.weight.detach()
+    def bind_compare(factors: Factors, columns: Columns, axis: VocabularyAxis) -> OfLogits:
+        hidden, weight = columns["teacher_hidden"].detach(), teacher.weight.detach()
         _check_teacher(hidden, weight, words=len(factors.weight))
         make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
         scratch = list[Tensor]()  # fresh memory would be cleared by the system for each chunk
@@ -96,13 +97,19 @@ def distillation(
             ids, logprobs = likeliest(wanted, top_k, axis)
             return _compare_top_(logits, (ids, logprobs), beta, axis, gradient)
 
-        return _summed(factors, compare, ignored, temperature, axis=axis, chunk=chunk)
+        return compare
 
-    return loss
+    return _make_loss(
+        "distillation", bind_compare, temperature=temperature, weighted=weighted, chunk=chunk
+    )
 
 
 def stored_distillation(
-    *, beta: float = 0.0, temperature: float = 1.0, chunk: int | None = None
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    weighted: bool = False,
+    chunk: int | None = None,
 ) -> NamedLoss:
     """Return the divergence from a teacher of which the batch holds the likeliest words.
 
@@ -110,6 +117,7 @@ def stored_distillation(
         beta: As in `distillation`.
         temperature: What the student's logits are divided by: the one at which the teacher's
             log-probabilities were taken.
+        weighted: As in `distillation`.
         chunk: As in `distillation`.
 
     Returns:
@@ -126,22 +134,20 @@ def stored_distillation(
         >>> float(stored_distillation()(hidden, batch)[0])
         0.0
     """
-    _check(beta, temperature)
+    _check("stored_distillation", beta, temperature, chunk)
 
-    @with_terms("distillation")
-    def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        factors, labels, axis = read_output("stored_distillation", output, batch)
-        ignored = labels.flatten() == IGNORED_LABEL
-        columns = Columns(columns_of(batch, labels), ignored)
+    def bind_compare(_: Factors, columns: Columns, axis: VocabularyAxis) -> OfLogits:
         ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
             own = logprobs[rows].to(logits.dtype)
             return _compare_top_(logits, (ids[rows], own), beta, axis, gradient)
 
-        return _summed(factors, compare, ignored, temperature, axis=axis, chunk=chunk)
+        return compare
 
-    return loss
+    return _make_loss(
+        "stored_distillation", bind_compare, temperature=temperature, weighted=weighted, chunk=chunk
+    )
 
 
 def log_softmax_(logits: Tensor, axis: Axis, *, scratch: Tensor | None = None) -> Tensor:
@@ -192,10 +198,10 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
     return ids.gather(-1, places), best
 
 
-def _check(beta: float, temperature: float) -> None:
-    if not 0 <= beta <= 1 or temperature <= 0:
-        got = f"beta {beta} and temperature {temperature}"
-        raise ValueError(f"distillation: beta is in [0, 1] and temperature above 0, got {got}")
+def _check(where: str, beta: float, temperature: float, chunk: int | None) -> None:
+    check_range(where, at_least=0, at_most=1, beta=beta)
+    check_range(where, above=0, temperature=temperature)
+    check_range(where, at_least=1, chunk=chunk)
 
 
 def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:
@@ -205,26 +211,42 @@ def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:
         raise ValueError(f"distillation: the teacher's weight must have shape {want}, {got}")
 
 
-def _summed(
-    factors: Factors,
-    compare: OfLogits,
-    ignored: Tensor,
-    temperature: float,
+def _make_loss(
+    where: str,
+    bind_compare: Callable[[Factors, Columns, VocabularyAxis], OfLogits],
     *,
-    axis: Axis,
+    temperature: float,
+    weighted: bool,
     chunk: int | None,
-) -> Terms:
-    """Return the sum of divergences, of which `compare` leaves the gradient in the logits."""
+) -> NamedLoss:
+    """Return a loss of divergences, of which `compare` leaves the gradient in the logits."""
 
-    def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-        values = compare(_divided_(logits, temperature), rows, gradient)
-        values = values.masked_fill(ignored[rows], 0)
-        if gradient:
-            _divided_(logits.mul_((~ignored[rows]).unsqueeze(-1)), temperature)
-        return torch.stack([values, values], dim=-1)
+    def per_token(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        factors, labels, axis = read_output(where, output, batch)
+        ignored = labels.flatten() == IGNORED_LABEL
+        columns = Columns(columns_of(batch, labels), ignored)
+        weights = columns["weights"] if weighted else (~ignored).long()
+        compare = bind_compare(factors, columns, axis)
 
-    total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
-    return total, {"distillation": values.sum()}
+        def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+            values = compare(_divided_(logits, temperature), rows, gradient)
+            own = weights[rows].to(values.dtype)
+            values = (own * values).masked_fill(ignored[rows], 0)
+            if gradient:
+                _divided_(logits.mul_(own.unsqueeze(-1)), temperature)
+            return torch.stack([values, values], dim=-1)
+
+        total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
+        return total, values.view(labels.shape), weights.view(labels.shape)
+
+    names = ("distillation", "distillation/count") if weighted else ("distillation",)
+
+    @with_terms(*names, per_token=per_token)
+    def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
+        total, values, weights = per_token(output, batch)
+        return total, dict(zip(names, (values.sum(), weights.sum()), strict=False))
+
+    return loss
 
 
 def _divided_(logits: Tensor, temperature: float) -> Tensor:

@@ -37,6 +37,7 @@ from trainkit.losses.linear import (
 from trainkit.losses.logits import (
     check_labels,
     cross_entropy_per_token,
+    read_field,
     sum_and_parts,
     summed_cross_entropy,
     z_loss,
@@ -49,7 +50,15 @@ from trainkit.losses.softmax import (
     vocabulary_axis,
     words_of_rank,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Denominator, Hidden, VocabularyAxis, unrouted
+from trainkit.types import (
+    IGNORED_LABEL,
+    SOLO,
+    Denominator,
+    Hidden,
+    VocabularyAxis,
+    check_range,
+    unrouted,
+)
 
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
@@ -107,26 +116,6 @@ def with_terms(
     return decorate
 
 
-def labels_of(where: str, batch: Mapping[str, Any]) -> Tensor:
-    """Return a batch's labels.
-
-    Raises:
-        ValueError: It has none.
-
-    Examples:
-        >>> labels_of("mine", {"input_ids": 0})
-        Traceback (most recent call last):
-        ...
-        ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
-    """
-    try:
-        return batch["labels"]
-    except KeyError:
-        what = f'the batch has no "labels" (it has {", ".join(batch) or "nothing"})'
-        mend = "collate_bins makes them, and shift_labels those of rows of your own"
-        raise ValueError(f"{where}: {what}; {mend}") from None
-
-
 def read_output(
     where: str, output: Any, batch: Mapping[str, Any]
 ) -> tuple[Factors, Tensor, VocabularyAxis]:
@@ -150,7 +139,7 @@ def read_output(
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis, softcap = Hidden(*output)
-    labels, axis = labels_of(where, batch), vocabulary_axis(weight, axis)
+    labels, axis = read_field(where, batch, "labels"), vocabulary_axis(weight, axis)
     factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
     return factors, labels, axis
 
@@ -161,7 +150,7 @@ def _logits_and_labels(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, T
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
         raise ValueError(f"next_token: logits are needed, got a {got}; {mend}")  # noqa: TRY004
-    return logits, labels_of("next_token", batch)
+    return logits, read_field("next_token", batch, "labels")
 
 
 def _of_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,6 +215,9 @@ def loss_of_scores(
         shaping: How logits are shaped before, as a sampler does, or a function of the batch that
             says so.
 
+    Raises:
+        ValueError: A weight is not finite.
+
     Examples:
         >>> def focal(scores, columns):  # Lin et al. 2017, "Focal loss"
         ...     return (1 - (-scores.losses).exp()) ** columns["gamma"] * scores.losses
@@ -235,6 +227,8 @@ def loss_of_scores(
         >>> float(total)  # (3 / 4)^2 log 4
         0.77...
     """
+    for name, (_, weight) in terms.items():
+        check_range("loss_of_scores", **{name: weight})
     names, of_scores = tuple(terms), tuple(terms.values())
     one_for_all = shaping if isinstance(shaping, Shaping) else None
 
@@ -272,7 +266,7 @@ def _values(
         factors, labels, axis = read_output(where, output, batch)
         how: dict[str, Any] = {"beside": batch, "shaping": shaping, "axis": axis}
         return linear_terms(factors, labels, terms, **how)
-    labels = labels_of(where, batch)
+    labels = read_field(where, batch, "labels")
     check_labels(where, output, labels, words=output.shape[-1])
     flat = labels.flatten()
     rows = output.to(accumulation_dtype(output)).flatten(0, -2)
@@ -305,7 +299,7 @@ def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[
         factors, labels, axis = read_output(where, output, batch)
         logprobs = logprobs_of(factors, labels, axis=axis)
     else:
-        labels = labels_of(where, batch)
+        labels = read_field(where, batch, "labels")
         logprobs = -cross_entropy_per_token(output, labels)
     return logprobs, Columns(columns_of(batch, labels))
 
@@ -351,7 +345,7 @@ def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
     output = unrouted(output)
     if isinstance(output, tuple):
         return _in_one_pass(z_term, output, batch)
-    total = z_loss(output, labels_of("z_term", batch))
+    total = z_loss(output, read_field("z_term", batch, "labels"))
     return total, {"z_loss": total.detach()}
 
 
@@ -374,6 +368,9 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
             with the dimensions of the labels, cut alike.
         chunk: T, as in `linear_cross_entropy`.
 
+    Raises:
+        ValueError: `chunk` is below 1.
+
     Examples:
         >>> import torch
         >>> batch = {"labels": torch.tensor([[1, -100]])}
@@ -382,6 +379,7 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         >>> bool(torch.isclose(one, z_term(hidden @ weight.T, batch)[0]))
         True
     """
+    check_range("in_chunks", at_least=1, chunk=chunk)
 
     @with_terms(*loss.terms)
     def chunked(output: Any, batch: Mapping[str, Any]) -> Terms:

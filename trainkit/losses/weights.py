@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.collectives import all_sum
+from trainkit.losses.logits import read_field
 from trainkit.types import IGNORED_LABEL, Axis, Batch
 
 
@@ -42,8 +43,10 @@ def microbatch_mean(
         >>> microbatch_mean([batch], axis=SOLO)[0]["weights"]
         tensor([[0.5000, 0.0000, 0.5000]], dtype=torch.float64)
     """
+    labels = [read_field("microbatch_mean", batch, "labels") for batch in microbatches]
     return [
-        _weighed(batch, torch.zeros_like(batch["labels"]), 1, axis=axis) for batch in microbatches
+        _weighed(batch, x, torch.zeros_like(x), 1, axis=axis)
+        for batch, x in zip(microbatches, labels, strict=True)
     ]
 
 
@@ -73,17 +76,22 @@ def document_mean(
     """
 
     def units(batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        ids = batch["document_ids"]
+        ids = read_field("document_mean", batch, "document_ids")
         most = ids.shape[1] * axis.count
         rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
         return rows * most + ids.clamp(min=0), len(ids) * most
 
-    return [_weighed(batch, *units(batch), axis=axis) for batch in microbatches]
+    return [
+        _weighed(batch, read_field("document_mean", batch, "labels"), *units(batch), axis=axis)
+        for batch in microbatches
+    ]
 
 
-def _weighed(batch: Mapping[str, Any], units: Tensor, count: int, *, axis: Axis) -> Any:
+def _weighed(
+    batch: Mapping[str, Any], labels: Tensor, units: Tensor, count: int, *, axis: Axis
+) -> Any:
     """Return a batch whose tokens weigh 1 over the weight of their unit, a number below a count."""
-    kept = (batch["labels"] != IGNORED_LABEL).double()
+    kept = (labels != IGNORED_LABEL).double()
     if "weights" in batch:
         kept = torch.where(kept > 0, batch["weights"].double(), 0)
     units = units.flatten()

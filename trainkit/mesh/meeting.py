@@ -7,6 +7,7 @@ ranks sit down at a table first: a store at the launcher's address, where each s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -17,16 +18,18 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
+import attrs
 import torch
 import torch.distributed as dist
 
 from trainkit.collectives import backends_of
 from trainkit.mesh.launch import Launch
-from trainkit.mesh.table import SLACK, clear_table, session_name
+from trainkit.mesh.table import SLACK, clear_table, session_name, waiting_lines
 from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
 
+_STORE_GRACE = 3.0  # seconds in which a store answers that is one
 _PORT_GRACE = 5.0  # seconds for which an address may still be in use by a run that is ending
 _ASKED_PATIENCE = 20.0  # seconds to wait for others after being asked to stop: a launcher waits 30
 _NOTHING_LOST = 75  # the exit code of a run that was told to stop and has lost nothing
@@ -66,9 +69,15 @@ def open_world(
         failed leaves no group behind.
     """
     deadline = time.monotonic() + start_timeout.total_seconds()
+    found = _Found()
     patience = start_timeout.total_seconds() + SLACK + 1
     place = f"{launch.address}:{launch.port}"
-    store = _bounded(lambda: _meet(launch, deadline), patience, asked)
+    store = _bounded(
+        lambda: _meet(launch, deadline, found),
+        patience,
+        asked,
+        lambda: _refuse_another_program(launch, found),
+    )
     if store is None:
         raise PeerError(
             f"parallel_session: rank {launch.rank} found somebody at {place} who did not answer "
@@ -154,7 +163,10 @@ def _unheard(group: dist.ProcessGroup, backend: str, reason: str) -> PeerError:
 
 
 def _bounded(
-    work: Callable[[], T], seconds: float, asked: Callable[[], str | None] = lambda: None
+    work: Callable[[], T],
+    seconds: float,
+    asked: Callable[[], str | None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> T | None:
     """Return what `work` returns, or None after some seconds: torch's stores may wait for ever.
 
@@ -181,6 +193,7 @@ def _bounded(
         try:
             result, error = results.get(timeout=min(0.2, max(0.0, deadline - now)))
         except queue.Empty:
+            check()
             if now < deadline:
                 continue
             return None
@@ -199,10 +212,18 @@ def _asked_to_stop(reason: str) -> PreemptedError:
     return error
 
 
-def _meet(launch: Launch, deadline: float) -> tuple[dist.Store, str]:
+@attrs.define(eq=False)
+class _Found:
+    """When somebody was found at the address who has not answered as a store yet, or None."""
+
+    since: float | None = None
+    asked: float = 0.0  # when that program was last asked who it is
+
+
+def _meet(launch: Launch, deadline: float, found: _Found) -> tuple[dist.Store, str]:
     """Return the store and this session's name on it."""
     while True:
-        store = _open_store(launch, deadline)
+        store = _open_store(launch, deadline, found)
         try:
             return store, session_name(launch, store, deadline)
         except dist.DistNetworkError as error:  # it was the last session's, and has gone since
@@ -216,18 +237,19 @@ def _meet(launch: Launch, deadline: float) -> tuple[dist.Store, str]:
             time.sleep(0.1)
 
 
-def _open_store(launch: Launch, deadline: float) -> dist.Store:
+def _open_store(launch: Launch, deadline: float, found: _Found) -> dist.Store:
     assert launch.address is not None
     assert launch.port is not None
     # torchrun's agent keeps the store itself; then even rank 0 is a guest.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
         _reach(launch, deadline)
+        found.since = time.monotonic()
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     until = min(deadline, time.monotonic() + _PORT_GRACE)
     while True:
         try:
-            return dist.TCPStore(
+            store = dist.TCPStore(
                 launch.address,
                 launch.port,
                 None,
@@ -242,14 +264,55 @@ def _open_store(launch: Launch, deadline: float) -> dist.Store:
             if "EADDRINUSE" not in str(error) or time.monotonic() > until:
                 raise _cannot_listen(launch, str(error)) from None
             time.sleep(0.2)
+        else:
+            found.since = None
+            return store
+
+
+def _refuse_another_program(launch: Launch, found: _Found) -> None:
+    """Refuse an address where a line of text is answered, to which a store is silent.
+
+    It is tried when nobody has answered as a store for some seconds, and again after as many.
+    """
+    since, now = found.since, time.monotonic()
+    if since is None or now - max(since, found.asked) < _STORE_GRACE:
+        return
+    found.asked = now
+    answer = _answer_to_a_line(launch)
+    if answer:
+        place = f"{launch.address}:{launch.port}"
+        raise ConfigError(
+            f"parallel_session: rank {launch.rank} found another program at {place}, which answers "
+            f"{answer!r}, and not rank 0",
+            where=place,
+            got=answer,
+            want="rank 0, listening there",
+            hint="mend MASTER_ADDR, or choose another MASTER_PORT for all ranks",
+        )
+
+
+def _answer_to_a_line(launch: Launch) -> str:
+    """Return the beginning of what is said at the address after a line of HTTP; "" for nothing."""
+    assert launch.port is not None
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((launch.address, launch.port), 2.0) as connection,
+    ):
+        connection.settimeout(2.0)
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return connection.recv(64).decode(errors="replace").partition("\r\n")[0]
+    return ""
 
 
 def _cannot_listen(launch: Launch, error: str) -> ConfigError:
     place = f"{launch.address}:{launch.port}"
     text, hint = f"rank 0 cannot listen at {place}: {error.splitlines()[0]}", None
     if "EADDRINUSE" in error:
+        answer = _answer_to_a_line(launch)
         text = f"rank 0 cannot listen at {place}: the port is taken"
-        hint = "another job is there, or a second process with RANK 0; choose another MASTER_PORT"
+        text += f" by another program, which answers {answer!r}" if answer else ""
+        holder = "" if answer else "another job is there, or a second process with RANK 0; "
+        hint = f"{holder}choose another MASTER_PORT"
     elif "EACCES" in error:
         text = f"rank 0 cannot listen at {place}: this user may not use port {launch.port}"
         hint = "choose a MASTER_PORT above 1024"
@@ -262,12 +325,14 @@ def _cannot_listen(launch: Launch, error: str) -> ConfigError:
 def _reach(launch: Launch, deadline: float) -> None:
     """Wait until somebody listens; torch would fill stderr with what it sees meanwhile."""
     place, pause, begin = f"{launch.address}:{launch.port}", 0.01, time.monotonic()
+    waits_for = waiting_lines(launch)
     while True:
         left = deadline - time.monotonic()
         try:
             socket.create_connection((launch.address, launch.port), max(0.1, min(left, 5))).close()
         except OSError as error:
             if left > 0:
+                waits_for(f"rank 0 of {launch.world}")
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, 0.5)
                 continue

@@ -6,17 +6,19 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import orjson
 import torch.distributed as dist
 
+from trainkit.files import say_on_stderr
 from trainkit.mesh.launch import Launch
 from trainkit.types import ConfigError, PeerError
 
 _READ_GRACE = 3.0  # seconds for which rank 0 waits until the others have read a bad verdict
+_REMINDER = 10.0  # seconds between two lines that say who is missing
 SLACK = 2.0
 """Seconds between rank 0's patience and that of the others, who wait for its verdict."""
 
@@ -70,6 +72,35 @@ def missing_ranks(seats: Sequence[Seat], world: int) -> list[int]:
     return sorted(set(range(world)) - {seat.rank for seat in seats})
 
 
+def waiting_lines(launch: Launch) -> Callable[[str], None]:
+    """Return `waits_for(whom)`, which says every ten seconds for whom this rank has been waiting.
+
+    Effects:
+        From what is returned: writes to stderr.
+
+    Examples:
+        >>> waiting_lines(Launch(0, 2, 0))("rank 1 of 2")  # nothing is said in the first seconds
+    """
+    begin = last = time.monotonic()
+
+    def waits_for(whom: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _REMINDER:
+            last = now
+            say_on_stderr(
+                f"parallel_session: rank {launch.rank} has been waiting for {whom} for "
+                f"{now - begin:.0f} s, at {launch.address}:{launch.port}"
+            )
+
+    return waits_for
+
+
+def _named(missing: Sequence[int], world: int) -> str:
+    shown = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
+    return f"rank{'s' if len(missing) > 1 else ''} {shown} of {world}"
+
+
 def _table(store: dist.Store) -> dist.Store:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"trainkit/meeting/{attempt}", store)
@@ -90,10 +121,10 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
     number = table.add("seats", 1)
     table.set(f"seat/{number}", orjson.dumps(attrs.asdict(seat)).decode())
     if launch.rank == 0:
-        verdict = _judge(table, launch.world, deadline)
+        verdict = _judge(table, launch, deadline)
         table.set("verdict", orjson.dumps(verdict).decode())
     else:
-        verdict = _verdict_of_rank_0(table, launch.world, deadline + SLACK)
+        verdict = _verdict_of_rank_0(table, launch, deadline + SLACK)
         table.add("read", 1)
     if "name" not in verdict:
         if launch.rank == 0:
@@ -102,18 +133,20 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
     return verdict["name"]
 
 
-def _judge(table: dist.Store, world: int, deadline: float) -> Mapping[str, Any]:
+def _judge(table: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
     seats: list[Seat] = []
+    waits_for = waiting_lines(launch)
     while True:
         _read_seats(table, seats)
-        trouble = find_trouble(seats, world)
+        trouble = find_trouble(seats, launch.world)
         if trouble is not None:
             return {"trouble": trouble, "seats": len(seats)}
-        missing = missing_ranks(seats, world)
+        missing = missing_ranks(seats, launch.world)
         if not missing:
             return {"name": secrets.token_hex(8)}
         if time.monotonic() > deadline:
             return {"missing": missing, "seats": len(seats)}
+        waits_for(_named(missing, launch.world))
         time.sleep(0.005)
 
 
@@ -124,13 +157,15 @@ def _read_seats(table: dist.Store, seats: list[Seat]) -> None:
         seats.append(Seat(**orjson.loads(table.get(f"seat/{len(seats) + 1}"))))
 
 
-def _verdict_of_rank_0(table: dist.Store, world: int, deadline: float) -> Mapping[str, Any]:
-    pause = 0.002
+def _verdict_of_rank_0(table: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
+    pause, waits_for, seats = 0.002, waiting_lines(launch), list[Seat]()
     while not table.check(["verdict"]):
-        if time.monotonic() > deadline:  # under an agent's store rank 0 itself may be missing
-            seats: list[Seat] = []
-            _read_seats(table, seats)
-            return {"missing": missing_ranks(seats, world), "seats": len(seats)}
+        _read_seats(table, seats)
+        missing = missing_ranks(seats, launch.world)
+        if time.monotonic() > deadline:
+            return {"missing": missing, "seats": len(seats)}
+        if 0 in missing:  # under an agent's store; else rank 0 says who is missing
+            waits_for(_named(missing, launch.world))
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
     return orjson.loads(table.get("verdict"))
@@ -152,11 +187,9 @@ def _as_error(verdict: Mapping[str, Any], launch: Launch) -> ConfigError | PeerE
             want="ranks 0 to WORLD_SIZE - 1, each once, at one MASTER_ADDR:MASTER_PORT",
             hint=f"see what each process was started with; all of them came to {place}",
         )
-    shown = ", ".join(map(str, verdict["missing"][:16])) + ", ..." * (len(verdict["missing"]) > 16)
-    plural = "s" if len(verdict["missing"]) > 1 else ""
     return PeerError(
-        f"parallel_session: still waiting for rank{plural} {shown} of {launch.world}, who did not "
-        f"come to {place} in time",
+        f"parallel_session: still waiting for {_named(verdict['missing'], launch.world)}, who did "
+        f"not come to {place} in time",
         where=place,
         got=f"{launch.world - len(verdict['missing'])} ranks",
         want=f"{launch.world} ranks",

@@ -22,12 +22,15 @@ from .decoder import build_decoder as build_decoder
 from .dispatch import ep_combine as ep_combine
 from .dispatch import ep_dispatch as ep_dispatch
 from .dispatch import ep_dispatch_keys as ep_dispatch_keys
+from .experts import ExpertMlp as ExpertMlp
+from .experts import Router as Router
 from .experts import Tape as Tape
 from .experts import advance_routers_ as advance_routers_
 from .experts import balance_sum as balance_sum
 from .experts import grouped_linear as grouped_linear
 from .experts import update_expert_bias as update_expert_bias
 from .initial import init_weights as init_weights
+from .layers import norm_of as norm_of
 from .routers import Routing as Routing
 from .routers import capacity_of as capacity_of
 from .routers import jittered as jittered

@@ -12,7 +12,9 @@ from typing import Literal
 import attrs
 from attrs.validators import optional
 
-from trainkit.types import ConfigError, check_range, non_negative, one_of, positive, rule
+from trainkit.types import ConfigError, check_range, non_negative, one_of, rule
+
+_POSITIVE = rule(lambda value: 0 < value < math.inf, "above 0 and finite")
 
 
 @attrs.frozen
@@ -34,8 +36,8 @@ class Llama3Scaling:
     original_length: int = 8192
 
     def __attrs_post_init__(self) -> None:
-        ok = self.factor >= 1 and self.original_length >= 1
-        if not ok or not 0 < self.low_freq_factor < self.high_freq_factor:
+        ok = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
+        if not ok or not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise ValueError(
                 "Llama3Scaling: want factor >= 1, 0 < low_freq_factor < high_freq_factor and "
                 f"original_length >= 1, got {self}"
@@ -63,8 +65,9 @@ class YarnScaling:
     mscale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        ok = self.factor >= 1 and self.original_length >= 1 and self.mscale >= 0
-        if not ok or not 0 < self.beta_slow < self.beta_fast:
+        ok = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
+        ok = ok and 0 <= self.mscale < math.inf
+        if not ok or not 0 < self.beta_slow < self.beta_fast < math.inf:
             raise ValueError(
                 "YarnScaling: want factor >= 1, original_length >= 1, mscale >= 0 and 0 < "
                 f"beta_slow < beta_fast, got {self}"
@@ -121,10 +124,11 @@ class LongRopeScaling:
 
     def __attrs_post_init__(self) -> None:
         real = all(0 < x < math.inf for x in (*self.short, *self.long, self.attention_factor))
-        if not real or len(self.short) != len(self.long) or self.original_length < 1:
+        lengths = all(1 <= x < math.inf for x in (self.original_length, self.context))
+        if not (real and lengths) or len(self.short) != len(self.long):
             raise ValueError(
                 "LongRopeScaling: want as many short as long factors, all above 0, an "
-                f"attention_factor above 0 and original_length >= 1, got {self}"
+                f"attention_factor above 0, original_length >= 1 and context >= 1, got {self}"
             )
 
     @property
@@ -151,7 +155,7 @@ class Sliding:
         [0, 2, 4]
     """
 
-    window: int = attrs.field(validator=positive)
+    window: int = attrs.field(validator=_POSITIVE)
     """How many keys a query sees at most, itself among them."""
 
     first: int = attrs.field(default=0, validator=non_negative)
@@ -244,13 +248,13 @@ class Latents:
         trainkit.types.ConfigError: rotary must be even and at least 2, got 63
     """
 
-    query_rank: int | None = attrs.field(default=None, validator=optional(positive))
+    query_rank: int | None = attrs.field(default=None, validator=optional(_POSITIVE))
     """The size of the latent of queries; None makes queries of the residual stream."""
 
-    kv_rank: int = attrs.field(validator=positive)
+    kv_rank: int = attrs.field(validator=_POSITIVE)
     """The size of the latent of keys and values."""
 
-    plain: int = attrs.field(validator=positive)
+    plain: int = attrs.field(validator=_POSITIVE)
     """The size of the part of a head of queries and keys that has no positions."""
 
     rotary: int = attrs.field(
@@ -258,7 +262,7 @@ class Latents:
     )
     """The size of the part that has."""
 
-    values: int = attrs.field(validator=positive)
+    values: int = attrs.field(validator=_POSITIVE)
     """The size of a head of values."""
 
 
@@ -278,13 +282,13 @@ class Experts:
         trainkit.types.ConfigError: Experts: 9 of 8 experts cannot be chosen from 1 of 1 equal...
     """
 
-    count: int = attrs.field(validator=positive)
+    count: int = attrs.field(validator=_POSITIVE)
     """How many there are in a layer, E."""
 
-    chosen: int = attrs.field(validator=positive)
+    chosen: int = attrs.field(validator=_POSITIVE)
     """How many a token goes to, k."""
 
-    width: int = attrs.field(validator=positive)
+    width: int = attrs.field(validator=_POSITIVE)
     """The inner size of one."""
 
     shared: int = attrs.field(default=0, validator=non_negative)
@@ -293,7 +297,7 @@ class Experts:
     first: int = attrs.field(default=0, validator=non_negative)
     """The first layer that may have experts; those before it have an MLP."""
 
-    every: int = attrs.field(default=1, validator=positive)
+    every: int = attrs.field(default=1, validator=_POSITIVE)
     """Only every so many layers have experts: layers every - 1, 2 * every - 1, and so on."""
 
     scores: Literal["softmax", "sigmoid"] = attrs.field(
@@ -313,7 +317,7 @@ class Experts:
     groups_chosen: int = 1
     """Of how many groups a token may choose experts."""
 
-    scale: float = attrs.field(default=1.0, validator=positive)
+    scale: float = attrs.field(default=1.0, validator=_POSITIVE)
     """What weights are multiplied by, after all."""
 
     capacity: float = attrs.field(
@@ -440,12 +444,14 @@ class DecoderConfig:
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
-            self._require(field, "at least 1", ok=getattr(self, field) >= 1)
+            self._require(field, "at least 1", ok=1 <= getattr(self, field) < math.inf)
         self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=self._divides_heads())
         if self.latents is not None:
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
             for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
+        ok = self.head_dim is None or 1 <= self.head_dim < math.inf
+        self._require("head_dim", "a finite number of at least 1", ok=ok)
         ok = self.latents is not None or self.head_dim is not None or self.width % self.heads == 0
         self._require("width", f"a multiple of heads = {self.heads}, or head_dim given", ok=ok)
         ok = self.rotary_size >= 2 and self.rotary_size % 2 == 0
@@ -453,8 +459,8 @@ class DecoderConfig:
         if self.rotary_dim is not None:
             self._require("rotary_dim", f"even, from 2 to head_size = {self.head_size}", ok=ok)
         self._require("head_size", "even and at least 2, for the rotary pairs", ok=ok)
-        self._require("norm_eps", "positive", ok=self.norm_eps > 0)
-        self._require("rope_theta", "above 1", ok=self.rope_theta > 1)
+        self._require("norm_eps", "positive", ok=0 < self.norm_eps < math.inf)
+        self._require("rope_theta", "above 1", ok=1 < self.rope_theta < math.inf)
         self._require("dropout", "in [0, 1)", ok=0 <= self.dropout < 1)
         ok = self.experts is None or bool(self.expert_layers)
         self._require("experts", f"in some of the {self.layers} layers", ok=ok)
@@ -475,7 +481,8 @@ class DecoderConfig:
             len(factors or ()) == self.rotary_size // 2,
         )
         self._require("rope_scaling", rule, ok=factors is None or ok)
-        for field in ("positions", "query_scalar", "score_softcap", "logit_softcap"):
+        numbers = ("positions", "query_scalar", "score_softcap", "logit_softcap", "embedding_scale")
+        for field in numbers:
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
 

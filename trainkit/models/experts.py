@@ -33,7 +33,7 @@ from trainkit.models.routers import (
     softmax_topk,
 )
 from trainkit.noise import counters
-from trainkit.types import ConfigError, Spans
+from trainkit.types import ConfigError, Spans, check_range
 
 Balance = Literal["batch", "microbatch", "document"]
 """Over what `balance` compares how often experts are chosen with how much they are wanted: the last
@@ -411,6 +411,7 @@ def balance_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
         >>> balance_sum(routing, torch.full((4,), 0.25), experts=4)
         tensor(3.)
     """
+    check_range("balance_sum", at_least=1, experts=experts)
     return experts * (routing.shares * load).sum()
 
 
@@ -439,7 +440,10 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
     Args:
         bias: fp32 `[..., E]`.
         counts: How often each expert was chosen in the whole global batch, `[..., E]`.
-        rate: By how much a bias moves, 0.001 for instance.
+        rate: By how much a bias moves, 0.001 for instance; at least 0.
+
+    Raises:
+        ValueError: `rate` is a number below 0, or not finite.
 
     References:
         Wang et al., "Auxiliary-loss-free load balancing" (2024).
@@ -448,6 +452,8 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
         >>> update_expert_bias(torch.zeros(3), torch.tensor([4, 1, 1]), rate=0.5)
         tensor([-0.5000,  0.5000,  0.5000])
     """
+    if not isinstance(rate, Tensor):
+        check_range("update_expert_bias", at_least=0, rate=rate)
     counts = counts.to(torch.float64)
     return bias + rate * (counts.mean(-1, keepdim=True) - counts).sign().to(bias.dtype)
 
@@ -473,7 +479,8 @@ def advance_routers_(
         Writes the buffers `load` and `bias` of every `Router` in the stages. No host sync.
 
     Raises:
-        ValueError: `counts` is not as above, or biases are in 16 bits, where `rate` would be lost.
+        ValueError: `counts` is not as above, `rate` is below 0 or not finite, or biases are in 16
+            bits, where it would be lost.
 
     Examples:
         >>> experts = Experts(count=4, chosen=2, width=8, scores="sigmoid", biased=True)
@@ -483,6 +490,7 @@ def advance_routers_(
         >>> layer.router.load
         tensor([0.7500, 0.0000, 0.1250, 0.1250])
     """
+    check_range("advance_routers_", at_least=0, rate=rate)
     biases = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
         router, experts = layer.router, len(layer.router.load)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainkit.models.config import check_groups
 from trainkit.noise import counters
+from trainkit.types import check_range
 
 
 class Routing(NamedTuple):
@@ -98,13 +99,13 @@ def sigmoid_topk(
         groups: Into how many groups of neighbours the experts are divided.
         groups_chosen: Of how many groups a token may choose experts.
         renormalise: Divide a token's weights by their sum.
-        scale: What weights are multiplied by then.
+        scale: What weights are multiplied by then, above 0.
         is_token: As in `softmax_topk`.
         indices: As in `softmax_topk`.
 
     Raises:
-        ValueError: As `softmax_topk`, or the groups do not divide the experts, or those chosen hold
-            fewer than `chosen` experts.
+        ValueError: As `softmax_topk`, or the groups do not divide the experts, those chosen hold
+            fewer than `chosen` experts, or `scale` is not above 0.
 
     References:
         DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 2.1.2.
@@ -120,6 +121,7 @@ def sigmoid_topk(
     if bias is not None and bias.shape != logits.shape[-1:]:
         want, got = [logits.shape[-1]], tuple(bias.shape)
         raise ValueError(f"sigmoid_topk: bias must be {want}, one for each expert, got {got}")
+    check_range("sigmoid_topk", above=0, scale=scale)
     check_groups("sigmoid_topk", logits.shape[-1], chosen, groups, groups_chosen)
     scores = _wide(logits).sigmoid()
     if indices is None:
@@ -187,10 +189,13 @@ def capacity_of(counts: Tensor, factor: float) -> Tensor:
 
     Args:
         counts: int64 `[E]`, how often each expert was chosen.
-        factor: 1.25 for instance; 1 is room for all choices if they are even.
+        factor: 1.25 for instance; 1 is room for all choices if they are even. Above 0.
 
     Returns:
         int64, 0-d, without a host sync.
+
+    Raises:
+        ValueError: `factor` is not above 0, or not finite.
 
     References:
         Fedus et al., "Switch transformers" (2021), section 2.2.
@@ -199,6 +204,7 @@ def capacity_of(counts: Tensor, factor: float) -> Tensor:
         >>> capacity_of(torch.tensor([6, 0, 1, 1]), 1.25), capacity_of(torch.tensor([0, 0]), 1.25)
         (tensor(3), tensor(1))
     """
+    check_range("capacity_of", above=0, factor=factor)
     return (counts.sum().double() * factor / len(counts)).ceil().clamp(min=1).long()
 
 
@@ -217,12 +223,17 @@ def limited(routing: Routing, capacity: Tensor | int) -> Routing:
     Returns:
         What is left of it, with counts of that. No host sync.
 
+    Raises:
+        ValueError: `capacity` is a number below 1.
+
     Examples:
         >>> routing = softmax_topk(torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]), 1)
         >>> kept = limited(routing, 1)
         >>> kept.indices.tolist(), kept.weights.tolist(), (routing.counts - kept.counts).tolist()
         ([[0], [2], [1]], [[1.0], [0.0], [1.0]], [1, 0])
     """
+    if not isinstance(capacity, Tensor):
+        check_range("limited", at_least=1, capacity=capacity)
     experts, flat = len(routing.counts), routing.indices.flatten()
     ordered = flat.sort(stable=True)
     first = torch.cat([routing.counts.new_zeros(1), routing.counts.cumsum(0)])

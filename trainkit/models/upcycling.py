@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.models.config import DecoderConfig, Experts, parameter_shapes
 from trainkit.models.initial import init_weights
-from trainkit.types import ConfigError, Weights
+from trainkit.types import ConfigError, Weights, check_range
 
 
 def upcycled(weights: Weights, config: DecoderConfig, *, seed: int, noise: float = 0.0) -> Weights:
@@ -36,7 +36,8 @@ def upcycled(weights: Weights, config: DecoderConfig, *, seed: int, noise: float
     Raises:
         ConfigError: There are no experts, their width or number does not fit the MLP, or there is a
             shared expert, for which the dense decoder has nothing.
-        ValueError: `weights` says that an MLP is of another shape.
+        ValueError: `weights` says that an MLP is of another shape, or `noise` is below 0 or not
+            finite.
 
     References:
         Komatsuzaki et al., "Sparse upcycling" (2022).
@@ -53,6 +54,7 @@ def upcycled(weights: Weights, config: DecoderConfig, *, seed: int, noise: float
         >>> torch.equal(first, third)
         True
     """
+    check_range("upcycled", at_least=0, noise=noise)
     experts, slices = _slices(config)
     drawn, names = init_weights(config, seed=seed), set(parameter_shapes(config))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from torch import Tensor
 
 from trainkit.noise.counters import mix_tensor, row_keys, signed
@@ -110,11 +111,14 @@ def _mixed_32(x: Tensor) -> Tensor:
     return ((x ^ (x >> 15)) * 0x846CA68B) & MASK_32
 
 
-def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int) -> Tensor:
+def rounded_rows(
+    x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int, lower: bool = False
+) -> Tensor:
     """Round a part of a tensor to bf16 as `rounded_bf16` does, by the whole tensor's indices.
 
     An element's 16 random bits are a function of its row's key and of its column, so any part of a
-    tensor is rounded as it is in the whole.
+    tensor is rounded as it is in the whole. Each key gives 32 bits: two tensors can be rounded
+    independently by the same keys, one by the upper half and one by the lower half.
 
     Args:
         x: fp32, flat: row after row of a box; it may begin and end inside of one.
@@ -122,6 +126,7 @@ def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: in
         columns: The length of a row of the box.
         begin: The index of `x[0]` in the flat box.
         first: The index of the box's first column in the whole tensor.
+        lower: Round by the lower half of the bits instead of the upper half.
 
     Returns:
         bf16, of the shape of `x`.
@@ -138,7 +143,8 @@ def rounded_rows(x: Tensor, keys: Tensor, *, columns: int, begin: int, first: in
     noise = _mixed_32(
         keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32
     )
-    bits = x.view(torch.int32) + (noise >> 16).to(torch.int32)
+    noise = (noise ^ (noise >> 16)) & 0xFFFF if lower else noise >> 16
+    bits = x.view(torch.int32) + noise.to(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isfinite(), high, x.to(torch.bfloat16))
 
@@ -147,27 +153,37 @@ GOLDEN_32, MASK_32 = 0x9E3779B9, 0xFFFFFFFF
 
 
 @jit
-def fill_noise(keys: Any, columns: int, first: int, begin: int, out: Any) -> None:
-    """Fill with the random bits of `rounded_rows`, in a loop that numba compiles.
+def fill_noise(  # noqa: PLR0917 (compiled code)
+    keys: Any, step: Any, columns: int, first: int, begin: int, out: Any
+) -> None:
+    """Fill with the random bits of `rounded_rows` at a step, in a loop that numba compiles.
 
     Args:
-        keys: uint32 `[rows]`, as for `rounded_rows`.
+        keys: uint32 `[rows]`, those of `rounding_keys`; `keys_at` is computed here.
+        step: The count of steps, an int.
         columns: As in `rounded_rows`, and so are `first` and `begin`.
         first: The index of the box's first column.
         begin: The index of `out[0]` in the flat box.
-        out: uint32, flat: what is below 2^16 of each.
+        out: uint32, flat: the upper half of each is that of `rounded_rows`, and so is the lower.
     """
     # Each cast keeps a number in 32 bits, which numba widens in every operation.
+    counted = np.uint32(np.uint32(step) * np.uint32(GOLDEN_32))
     done = 0
     while done < out.size:
         row, inside = divmod(begin + done, columns)
         part = out[done : done + columns - inside]
-        key = np.uint32(keys[row] + np.uint32(np.uint32(inside + first) * np.uint32(GOLDEN_32)))
+        key = _mixed(np.uint32(keys[row] + counted))
+        key = np.uint32(key + np.uint32(np.uint32(inside + first) * np.uint32(GOLDEN_32)))
         for i in range(part.size):
             part[i] = np.uint32(key + np.uint32(np.uint32(i) * np.uint32(GOLDEN_32)))
         done += part.size
     for i in range(out.size):
-        noise = out[i]
-        noise = np.uint32(np.uint32(noise ^ (noise >> np.uint32(16))) * np.uint32(0x7FEB352D))
-        noise = np.uint32(np.uint32(noise ^ (noise >> np.uint32(15))) * np.uint32(0x846CA68B))
-        out[i] = noise >> np.uint32(16)
+        noise = _mixed(out[i])
+        out[i] = np.uint32(noise ^ np.uint32(noise >> np.uint32(16)))
+
+
+@register_jitable
+def _mixed(x: Any) -> Any:
+    """Return `_mixed_32` of a uint32."""
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    return np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) * np.uint32(0x846CA68B))

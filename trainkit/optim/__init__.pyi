@@ -14,6 +14,8 @@ from .rules import ScheduleFree as ScheduleFree
 from .rules import SignSGD as SignSGD
 from .table import OPTIMIZERS as OPTIMIZERS
 from .table import make_optimizer as make_optimizer
+from .table import read_groups as read_groups
+from .table import read_options as read_options
 from .table import state_bytes as state_bytes
 from .together import averaged as averaged
 from .together import together as together

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from trainkit.optim.groups import check_numbers
 from trainkit.optim.storage import Moments, Rounding
 from trainkit.parallel.naming import PlacedAlike, placed_as
+from trainkit.parallel.reduction import check_dense, local_of
 
 
 class AdamW(torch.optim.AdamW):
@@ -26,14 +28,57 @@ class AdamW(torch.optim.AdamW):
 
     def _init_group(self, group: Any, *lists: Any, **named: Any) -> Any:
         is_new = any(p.grad is not None and p not in self.state for p in group["params"])
-        with PlacedAlike() if is_new else nullcontext():
-            has_complex = super()._init_group(group, *lists, **named)
+        try:
+            with PlacedAlike() if is_new else nullcontext():
+                has_complex = super()._init_group(group, *lists, **named)
+        except RuntimeError:
+            check_dense(group["params"], [group])  # torch's words name no parameter
+            raise
         if group["fused"]:
             params, grads = lists[:2]
             grads[:] = [placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
             for tensors in (*lists, *named.values()):
-                tensors[:] = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+                tensors[:] = [local_of(x) for x in tensors]
+            # The kernel goes through the memory of all of them at once, whatever their strides.
+            grads[:] = [in_memory_order_of(p, g) for p, g in zip(params, grads, strict=True)]
         return has_complex
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, laid out in memory as the parameters are.
+
+        Effects:
+            Replaces the state and the options of the groups.
+        """
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            for name, x in state.items():
+                if x.shape == p.shape and not hasattr(x, "placements"):
+                    state[name] = in_memory_order_of(p, x)
+
+
+def in_memory_order_of(p: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor whose elements follow each other in memory as a parameter's do.
+
+    Args:
+        p: A parameter without gaps in its memory.
+        x: A tensor of its shape: returned as it is where its strides will do, else copied.
+
+    Examples:
+        >>> p = torch.ones(2, 3)
+        >>> in_memory_order_of(p, torch.ones(3, 2).t()).stride()
+        (3, 1)
+    """
+    if (p.is_contiguous() and x.is_contiguous()) or x.stride() == p.stride():
+        return x
+    return torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)
+
+
+def _is_dense(p: Tensor) -> bool:
+    """Say whether a parameter's memory has no gaps, which torch's fused kernel would write to."""
+    local = local_of(p)
+    return (
+        local.is_contiguous() or torch.empty_like(local, device="meta").stride() == local.stride()
+    )
 
 
 def adamw(
@@ -69,7 +114,8 @@ def adamw(
             "kahan"; see `storage.Rounding`.
         seed: what stochastic rounding follows from, beside the parameter's name and the step.
         fused: one kernel, or torch's default. A group of plain and sharded parameters takes the
-            default in any case: torch's kernel takes only one kind.
+            default in any case: torch's kernel takes only one kind. So does a parameter with gaps
+            in its memory, as a slice of another tensor has.
 
     Raises:
         ValueError: if there is no parameter or a number is out of range.
@@ -86,12 +132,10 @@ def adamw(
     listed: list[Any] = list(params)
     if not listed:
         raise ValueError("adamw: at least one parameter is needed, got none")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"adamw: {name} must be finite and at least 0, got {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"adamw: betas must be two numbers of at least 0 and below 1, got {betas}")
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    for group in groups:
+        check_numbers("adamw", numbers | group)
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     narrow = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
     if cautious or narrow or moments != "fp32" or rounding != "nearest":
@@ -100,8 +144,9 @@ def adamw(
         how = {"cautious": cautious, "moments": moments, "rounding": rounding, "seed": seed}
         return NarrowAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how)
     one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)
+    can_fuse = one_kind and all(_is_dense(p) for group in groups for p in group["params"])
     return AdamW(
-        groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused and one_kind
+        groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused and can_fuse
     )
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, cast, get_args
 
+import attrs
 import numpy as np
 import torch
 from numba.extending import overload, register_jitable
 from torch import Tensor, nn
 
-from trainkit.noise.hashing import key_of
-from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
+from trainkit.optim.groups import check_numbers
 from trainkit.optim.loops import rule_loop
+from trainkit.optim.rows import Rows
 from trainkit.optim.storage import (
-    BLOCK,
     Moments,
     Rounding,
     empty_moment,
@@ -33,8 +33,8 @@ from trainkit.optim.storage import (
     written_moment,
 )
 from trainkit.optim.together import load_as_saved_
-from trainkit.parallel.naming import Box, PlacedAlike, box_of, placed_as
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.naming import PlacedAlike, box_of, placed_as
+from trainkit.parallel.reduction import check_dense, local_of
 from trainkit.types import among
 
 Numbers = tuple[tuple[Any, ...], dict[str, Any]]
@@ -119,6 +119,7 @@ class Elementwise(torch.optim.Optimizer):
     counts: ClassVar[tuple[str, ...]] = ("step",)
     options: ClassVar[Mapping[str, Any]] = {}
     rule: ClassVar[Any]
+    _parts: ClassVar[tuple[str, ...]]
 
     _step_supports_amp_scaling = True
 
@@ -155,19 +156,15 @@ class Elementwise(torch.optim.Optimizer):
         name = type(self).__name__
         among(get_args(Moments), name, moments=moments)
         among(get_args(Rounding), name, rounding=rounding)
-        for option, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}: {option} must be finite and at least 0, got {value}")
         if unknown := sorted(options.keys() - self.options.keys()):
             raise TypeError(f"{name}: there is no option {unknown[0]}; there are {[*self.options]}")
         options = {**self.options, **options}
         options |= {"lr": lr, "weight_decay": weight_decay, "cautious": cautious}
         options |= {"moments": moments, "rounding": rounding, "seed": seed, "capturable": True}
+        self._known_rows = dict[int, Rows]()
         super().__init__(list(params), options)
         for group in self.param_groups:
-            if not all(0 <= beta < 1 for beta in group.get("betas", ())):
-                must = "must be at least 0 and below 1"
-                raise ValueError(f"{name}: betas {must}, got {group['betas']}")
+            check_numbers(name, group)
             if group["rounding"] == "stochastic" and "param_names" not in group:
                 raise ValueError(
                     f"{name}: stochastic rounding draws by the names of parameters; give them in "
@@ -176,6 +173,13 @@ class Elementwise(torch.optim.Optimizer):
             if {*self.moments} - {*self.copies}:
                 for p in group["params"]:
                     is_in_blocks(p, group["moments"])
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """List what is remembered beside counts, in the order in which the loop takes it."""
+        super().__init_subclass__(**options)
+        scales = map(scale_name, cls.moments)
+        none = ("none", "none")
+        cls._parts = ("rest", *(*cls.moments, *none)[:2], *(*scales, *none)[:2])
 
     @staticmethod
     def numbers(
@@ -193,11 +197,14 @@ class Elementwise(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        refused = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            names = group.get("param_names", [""] * len(group["params"]))
+            check_dense(group["params"], [group])
+            numbers = _shared_numbers(self, group)
+            names = group.get("param_names") or [""] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):
                 if p.grad is not None:
-                    self._step_one(p, group, name)
+                    self._step_one(p, group, name, numbers, refused)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -209,31 +216,51 @@ class Elementwise(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         load_as_saved_(self, state_dict)
 
-    def _step_one(self, p: nn.Parameter, group: Mapping[str, Any], name: str) -> None:
-        state, on_host = self.state[p], p.device.type == "cpu"
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what was copied or loaded; torch calls it for both."""
+        super().__setstate__(state)
+        self._known_rows = {}
+
+    def _step_one(
+        self,
+        p: nn.Parameter,
+        group: Mapping[str, Any],
+        name: str,
+        numbers: Callable[..., Any],
+        refused: Tensor | None,
+    ) -> None:
+        state, on_host = self.state[p], p.is_cpu
         if not state:
             state.update(self.begun(p, group))
-        refused = getattr(self, "found_inf", None)
         if on_host and refused is not None:
             if refused:
                 return
             refused = None
-        counts = {x: float(state[x]) if on_host else state[x].double() for x in self.counts}
-        numbers, counted = self.numbers(group, counts)
+        counts = [float(state[x]) if on_host else state[x].double() for x in self.counts]
+        told, in_fp32, in_fp64, counted, step = numbers(counts)
         for x, count in counted.items():
-            _put_(state[x], torch.as_tensor(count, dtype=torch.float64), refused)
-        box = box_of(p)
-        held = {"": box.local} | {x: local_of(t) for x, t in state.items() if x not in counts}
-        flat = {x: t.reshape(-1) for x, t in held.items()}
-        grad = local_of(placed_as(p, p.grad)).reshape(-1)
-        rounded = _rounding(box, group, name, counted["step"])
-        if on_host and _can_loop(grad, *flat.values()):
-            self._step_in_loop(flat, grad, numbers, rounded, counted["step"])
+            if on_host:
+                state[x].fill_(count)
+            else:
+                _put_(state[x], torch.as_tensor(count, dtype=torch.float64), refused)
+        held = [local_of(p), local_of(placed_as(p, p.grad)), *map(state.get, self._parts)]
+        held = [None if x is None else local_of(x) for x in held]
+        kinds = _kinds_of(*[None if x is None else x.dtype for x in held])
+        is_drawn = kinds.p == torch.bfloat16 and group["rounding"] == "stochastic"
+        rows = self._rows(p, group["seed"], name) if is_drawn or kinds.has_narrow_moments else None
+        keys = rows if is_drawn else None
+        if on_host and kinds.can_loop:
+            told = in_fp64 if kinds.p == torch.float64 else in_fp32
+            self._step_in_loop(held, kinds, told, keys, rows, step)
         else:
-            self._step_whole(flat, grad, numbers, rounded, counted["step"], refused)
-        for x, t in held.items():
-            if not t.is_contiguous():
-                t.copy_(flat[x].view(t.shape))
+            self._step_whole(held, told, keys, rows, step, refused)
+
+    def _rows(self, p: nn.Parameter, seed: int, name: str) -> Rows:
+        """Return the keys by which this rank's part of a parameter is rounded at random."""
+        known = self._known_rows.get(id(p))
+        if known is None or not known.are_of(p, seed, name):
+            known = self._known_rows[id(p)] = Rows.of(p, seed, name)
+        return known
 
     def begun(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return what is remembered of a parameter before its first step."""
@@ -247,53 +274,63 @@ class Elementwise(torch.optim.Optimizer):
                 made["rest"] = torch.zeros_like(p.data)
         return made
 
-    def _step_in_loop(
+    def _step_in_loop(  # noqa: PLR0917 (all that a step reads and writes)
         self,
-        flat: Mapping[str, Tensor],
-        grad: Tensor,
+        held: Sequence[Tensor | None],
+        kinds: _Kinds,
         numbers: tuple[Any, ...],
-        rounded: Mapping[str, Any] | None,
+        keys: Rows | None,
+        rows: Rows | None,
         step: Any,
     ) -> None:
-        kind = np.float64 if grad.dtype == torch.float64 else np.float32
-        kept = {x: _array(t) for x, t in flat.items()}
-        names = (*self.moments, "", "")[:2]
-        moments = [kept[x] if x else None for x in names]
-        scales = [flat.get(scale_name(x)) for x in names]
-        scales = [None if x is None else x.view(torch.int32).numpy() for x in scales]
-        keys = None if rounded is None else rounded["keys"].numpy().astype(np.uint32)
-        noise = None if rounded is None else np.empty(BLOCK, np.uint32)
-        at = (0, 0) if rounded is None else (rounded["columns"], rounded["first"])
-        work = tuple(np.empty(BLOCK, kind) for _ in names)
-        how = (tuple(scales), keys, at, up_of(step).numpy())
-        how += (work, tuple(x.view(np.int32) for x in work), noise, tuple(map(kind, numbers)))
-        run = rule_loop(self.rule, len(self.moments))
-        run(kept[""], _array(grad), kept.get("rest"), *moments, *how)
+        flat = [x if x is None or x.is_contiguous() else x.contiguous() for x in held]
+        size = cast("Tensor", flat[0]).numel()
+        rule_loop(self.rule, len(self.moments))(
+            size,
+            tuple([0 if x is None else x.data_ptr() for x in flat]),
+            kinds.arrays,
+            None if keys is None else keys.own_array,
+            rows.moments_array if rows is not None and kinds.has_narrow_moments else None,
+            (0, 1, 0) if rows is None else (int(step), rows.columns, rows.first),
+            up_of(step).numpy() if kinds.has_scales else _INT32,
+            numbers,
+        )
+        for x, y in zip(held, flat, strict=True):
+            if x is not None and y is not None and x is not y and x is not held[1]:
+                x.copy_(y)  # never into the gradient
 
     def _step_whole(  # noqa: PLR0917 (all that a step reads and writes)
         self,
-        flat: Mapping[str, Tensor],
-        grad: Tensor,
+        held: Sequence[Tensor | None],
         numbers: tuple[Any, ...],
-        rounded: dict[str, Any] | None,
+        keys: Rows | None,
+        rows: Rows | None,
         step: Any,
         refused: Tensor | None,
     ) -> None:
+        named = dict(zip(("", "grad", *self._parts), held, strict=True))
+        flat = {x: t.detach().reshape(-1) for x, t in named.items() if t is not None}
         dtype = wide(flat[""].dtype)
         p = flat[""].to(dtype)
         if "rest" in flat:
             p = p + flat["rest"]
         moments = [read_moment(x, flat, dtype) for x in self.moments]
-        stepped = self.rule(p, grad.to(dtype), *moments, numbers)
+        stepped = self.rule(p, flat.pop("grad").to(dtype), *moments, numbers)
         p, *moments = stepped if self.moments else (stepped,)
-        found = {"": p if rounded is None else rounded_rows(p, begin=0, **rounded)}
+        found = {"": p if keys is None else keys.rounded(p, keys.own, step)}
         if "rest" in flat:
             found[""] = p.to(flat[""].dtype)
             found["rest"] = p - found[""]
-        for x, values in zip(self.moments, moments, strict=True):
-            found |= written_moment(x, values, flat, step)
+        for index, (x, values) in enumerate(zip(self.moments, moments, strict=True)):
+            if rows is not None and flat[x].dtype == torch.bfloat16:
+                found[x] = rows.rounded(values, rows.moments, step, lower=index == 1)
+            else:
+                found |= written_moment(x, values, flat, step)
         for x, values in found.items():
             _put_(flat[x], values, refused)
+            whole = named[x]
+            if whole is not None and not whole.is_contiguous():
+                whole.copy_(flat[x].view(whole.shape))
 
 
 def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
@@ -301,28 +338,57 @@ def _put_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
     out.copy_(values if refused is None else torch.where(refused > 0, out, values.to(out.dtype)))
 
 
-def _can_loop(p: Tensor, *others: Tensor) -> bool:
-    """Return whether a compiled loop knows the dtypes that a step reads and writes."""
-    narrow = {torch.float32, torch.bfloat16, torch.uint8}
-    return {x.dtype for x in (p, *others)} <= ({p.dtype} if p.dtype == torch.float64 else narrow)
+_ARRAYS = {
+    torch.float64: np.empty(0, np.float64),
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.uint8: np.empty(0, np.uint8),
+}
+_INT32 = np.empty(0, np.int32)
 
 
-def _array(x: Tensor) -> Any:
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+@attrs.frozen
+class _Kinds:
+    """What follows from the dtypes of the tensors that a step of a parameter reads and writes."""
+
+    p: torch.dtype
+    can_loop: bool
+    arrays: tuple[Any, ...]
+    has_narrow_moments: bool
+    has_scales: bool
 
 
-def _rounding(box: Box, group: Mapping[str, Any], name: str, step: Any) -> dict[str, Any] | None:
-    """Return what `rounded_rows` rounds a parameter at random by; None to nearest."""
-    local = box.local
-    if group["rounding"] != "stochastic" or local.dtype != torch.bfloat16:
-        return None
-    shape, offset = tuple(local.shape) or (1,), tuple(box.offset) or (0,)
-    keys = keys_at(_row_keys(group["seed"], name, shape, offset, local.device), step)
-    return {"keys": keys, "columns": shape[-1], "first": offset[-1]}
+@functools.cache
+def _kinds_of(*dtypes: torch.dtype | None) -> _Kinds:
+    """Return this of parameter, gradient, rest, two moments and their scales; None for none."""
+    p, _, _, *moments, m_scales, v_scales = dtypes
+    there, narrow = {*dtypes} - {None}, {torch.float32, torch.bfloat16, torch.uint8}
+    can_loop = there == {torch.float64} or there <= narrow
+    arrays = [None if x is None else _ARRAYS.get(x) for x in dtypes[:5]]
+    arrays += [None if x is None else _INT32 for x in (m_scales, v_scales)]
+    has_scales = m_scales is not None or v_scales is not None
+    assert p is not None
+    return _Kinds(p, can_loop, tuple(arrays), torch.bfloat16 in moments, has_scales)
 
 
-@functools.lru_cache(maxsize=10_000)
-def _row_keys(
-    seed: int, name: str, shape: tuple[int, ...], offset: tuple[int, ...], device: torch.device
-) -> Tensor:
-    return rounding_keys(key_of(seed, "rounding", name), shape, offset).to(device)
+def _shared_numbers(optimizer: Elementwise, group: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function from counts to what a step uses, computed once for equal counts.
+
+    That is the numbers as they are, in fp32 and in fp64, the counts after the step, and the step.
+    """
+    known: dict[Any, Any] = {}
+
+    def numbers(counts: list[Any]) -> Any:
+        on_host = type(counts[0]) is float
+        key = tuple(counts) if on_host else None
+        if key is None or key not in known:
+            named = dict(zip(optimizer.counts, counts, strict=True))
+            told, counted = optimizer.numbers(group, named)
+            in_loop = (tuple(map(kind, told)) for kind in (np.float32, np.float64))
+            found = (told, *(in_loop if on_host else ((), ())), counted, counted["step"])
+            if key is None:
+                return found
+            known[key] = found
+        return known[key]
+
+    return numbers

@@ -9,9 +9,31 @@ from torch import nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.parallel.naming import COPY_SUFFIX, fitting_names
-from trainkit.types import SOLO, Axis, ConfigError
+from trainkit.types import SOLO, Axis, ConfigError, check_range
 
 Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
+
+
+def check_numbers(optimizer: str, group: Mapping[str, Any]) -> None:
+    """Refuse a group's lr, weight_decay, eps, betas and momentum that are out of their range.
+
+    Raises:
+        ValueError: One is.
+
+    Examples:
+        >>> check_numbers("Momentum", {"lr": 0.1, "momentum": 1.5})
+        Traceback (most recent call last):
+        ...
+        ValueError: Momentum: momentum must be at least 0 and below 1, got 1.5
+    """
+    for option in ("lr", "weight_decay", "eps"):
+        check_range(optimizer, at_least=0, **{option: group.get(option)})
+    check_range(optimizer, at_least=0, below=1, momentum=group.get("momentum"))
+    if (betas := group.get("betas")) is not None:
+        if len(betas) != 2:
+            raise ValueError(f"{optimizer}: betas must be two numbers, got {betas}")
+        for index, beta in enumerate(betas):
+            check_range(optimizer, at_least=0, below=1, **{f"betas[{index}]": beta})
 
 
 def decay_groups(named_parameters: Named, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -41,10 +63,7 @@ def decay_groups(named_parameters: Named, *, weight_decay: float) -> list[dict[s
         >>> [(group["weight_decay"], [tuple(p.shape) for p in group["params"]]) for group in groups]
         [(0.1, [(2, 3)]), (0.0, [(2,)])]
     """
-    if not 0 <= weight_decay < float("inf"):
-        raise ValueError(
-            f"decay_groups: weight_decay must be finite and at least 0, got {weight_decay}"
-        )
+    check_range("decay_groups", at_least=0, weight_decay=weight_decay)
     is_mapping = isinstance(named_parameters, Mapping)
     pairs: Any = list(named_parameters.items() if is_mapping else named_parameters)
     if not pairs:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.optim.dealt import Box, Grid, Matrix, Round, compute_whole, rounds_of
 from trainkit.parallel.naming import PlacedAlike, boxes_of, canonical_name
 from trainkit.parallel.reduction import check_dense, local_of
-from trainkit.types import SOLO, Axis, among
+from trainkit.types import SOLO, Axis, among, check_range
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _LEAST_NORM = 1e-7
@@ -49,6 +49,9 @@ def orthogonalized(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | Non
     Returns:
         A tensor of the shape and dtype of `matrices`.
 
+    Raises:
+        ValueError: `steps` is below 1.
+
     References:
         Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); Bernstein
         and Newhouse, "Old optimizer, new norm" (2024), for the orthogonal factor as steepest
@@ -59,6 +62,7 @@ def orthogonalized(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | Non
         >>> torch.linalg.svdvals(orthogonalized(x)).sub(1).abs().max() < 0.35
         tensor(True)
     """
+    check_range("orthogonalized", at_least=1, steps=steps)
     a, b, c = _COEFFICIENTS
     x = matrices.to(dtype or computing_dtype(matrices)).contiguous()
     x = x.reshape(-1, *x.shape[-2:])
@@ -228,6 +232,7 @@ class Muon(torch.optim.Optimizer):
         axis: Axis = SOLO,
         bucket_bytes: int = 128 * 2**20,
     ) -> None:
+        check_range("Muon", at_least=1, bucket_bytes=bucket_bytes)
         self._axis, self._bucket_bytes = axis, bucket_bytes
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "cautious": cautious}
         options |= {"weight_decay": weight_decay, "steps": steps, "scale": scale, "dtype": dtype}
@@ -285,7 +290,7 @@ class Muon(torch.optim.Optimizer):
         self, plan: _Plan, refused: Tensor | None
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Move the momenta of a plan; return gradient and momentum of each parameter by its id."""
-        check_dense(plan.parameters)
+        check_dense(plan.parameters, self.param_groups)
         grad_scale = getattr(self, "grad_scale", None)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         momenta = {id(p): group["momentum"] for group in self.param_groups for p in group["params"]}
@@ -312,13 +317,10 @@ def _check_options(group: Mapping[str, Any]) -> None:
         among(_DTYPES, "Muon", dtype=group["dtype"])
     if group["parts_dim"] not in (-2, -1):
         raise ValueError(f"Muon: parts_dim must be -2 or -1, got {group['parts_dim']}")
-    for name in ("lr", "weight_decay"):
-        if not 0 <= group[name] < math.inf:
-            raise ValueError(f"Muon: {name} must be finite and at least 0, got {group[name]}")
-    if not 0 <= group["momentum"] < 1:
-        raise ValueError(f"Muon: momentum must be at least 0 and below 1, got {group['momentum']}")
-    if group["steps"] < 1:
-        raise ValueError(f"Muon: steps must be at least 1, got {group['steps']}")
+    check_range("Muon", at_least=0, lr=group["lr"])
+    check_range("Muon", at_least=0, weight_decay=group["weight_decay"])
+    check_range("Muon", at_least=0, below=1, momentum=group["momentum"])
+    check_range("Muon", at_least=1, steps=group["steps"])
     if group["parts"] is not None and not (group["parts"] and min(group["parts"]) > 0):
         raise ValueError(f"Muon: parts must be sizes of at least 1, got {group['parts']}")
 

@@ -17,7 +17,9 @@ from trainkit.noise.rounding import MASK_32
 from trainkit.parallel.naming import box_of, empty_rows_like
 
 Moments = Literal["fp32", "bf16", "8bit"]
-"""How moments are kept. 8bit is a float of 8 bits, three of its fraction, whose largest exponent is
+"""How moments are kept. bf16 rounds up or down at random: a moment moves by a thousandth of itself
+in a step, less than half the distance of two bf16 numbers, and rounded to nearest would never move.
+8bit is a float of 8 bits, three of its fraction, whose largest exponent is
 that of 256 numbers of a row; matrices whose rows are no multiple of 256 numbers, and vectors, in
 fp32. The sign, if there is one, takes a bit: smaller than 2^-15 of the largest becomes 0. A second
 moment has none: it reaches down to 2^-31, and never becomes 0. What is between two codes is rounded

@@ -9,8 +9,8 @@ import ast
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -74,7 +74,11 @@ OPTIMIZERS: dict[str, Kind] = {
 
 
 def state_bytes(
-    optimizer: str, options: Sequence[str] = (), *, hidden: bool = True, in_blocks: bool = True
+    optimizer: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    hidden: bool = True,
+    in_blocks: bool = True,
 ) -> float:
     """Return what an optimizer remembers of each element of a matrix in fp32, in bytes.
 
@@ -85,20 +89,22 @@ def state_bytes(
         in_blocks: Of one whose rows are blocks of moments in 8 bits; others have them in fp32.
 
     Examples:
-        >>> state_bytes("adamw"), state_bytes("adamw", ["moments=bf16"]), state_bytes("signsgd")
+        >>> few = {"moments": "bf16"}
+        >>> state_bytes("adamw"), state_bytes("adamw", few), state_bytes("signsgd")
         (8.0, 4.0, 0.0)
         >>> state_bytes("muon"), state_bytes("muon", hidden=False)
         (4.0, 8.0)
         >>> (
-        ...     state_bytes("lion", ["moments=8bit"]),
-        ...     state_bytes("lion", ["moments=8bit"], in_blocks=False),
+        ...     state_bytes("lion", {"moments": "8bit"}),
+        ...     state_bytes("lion", {"moments": "8bit"}, in_blocks=False),
         ... )
         (1.015625, 4.0)
     """
-    told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
+    _check_values(optimizer, options)
+    kind = OPTIMIZERS[optimizer]
     if kind.rest and not hidden:
         return state_bytes(kind.rest)
-    moments = told.get("moments", "fp32")
+    moments = options.get("moments", "fp32")
     kept = moment_bytes(moments if in_blocks or moments != "8bit" else "fp32")
     return kind.narrow * kept + 4 * kind.wide
 
@@ -109,25 +115,27 @@ def make_optimizer(
     lr: float,
     optimizer: str = "adamw",
     weight_decay: float = 0.0,
-    options: Sequence[str] = (),
-    groups: Sequence[str] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+    groups: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     mean: float | None = None,
     precision: Precision | None = None,
     seed: int = 0,
     axis: Axis = SOLO,
     offload: bool = False,
 ) -> torch.optim.Optimizer:
-    r"""Return the optimizer that names and texts ask for, as recipes take them from flags.
+    r"""Return an optimizer by its name, over all trainable parameters of a model.
 
     Args:
         stages: This rank's stages of the model, whose trainable parameters it steps.
         lr: The rate; a group's "lr_scale" multiplies it, see `clip_and_step`.
         optimizer: A name of `OPTIMIZERS`.
         weight_decay: Of matrices; vectors have none.
-        options: Its own options: "betas=(0.9, 0.99)", "moments=bf16".
-        groups: What other parameters get: a regular expression of names in the whole model, and
-            what holds for these: r"layers\.\d+\.mlp\..* lr_scale=0.5 optimizer=lion". What no
-            expression matches is as all the rest of the arguments say.
+        options: Its own options: {"betas": (0.9, 0.99), "moments": "bf16"}. What a command line
+            says becomes such a mapping by `read_options`.
+        groups: What other parameters get, by a regular expression of names in the whole model:
+            {r"layers\.\d+\.mlp\..*": {"lr_scale": 0.5, "optimizer": "lion"}}, with "lr_scale",
+            "weight_decay", "max_norm", "optimizer" and the options of that. What no expression
+            matches is as all the rest of the arguments say. See `read_groups` for texts.
         mean: As in `together`.
         precision: Its `moments` and, where parameters are kept in bf16, stochastic rounding are
             options of every optimizer here, before those of its own.
@@ -144,34 +152,41 @@ def make_optimizer(
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
-        >>> groups = ["head.* lr_scale=0.5 optimizer=lion"]
+        >>> groups = {"head.*": {"lr_scale": 0.5, "optimizer": "lion"}}
         >>> optimizer = make_optimizer([model], lr=0.1, groups=groups)
         >>> [(x["optimizer"], x.get("lr_scale"), len(x["params"])) for x in optimizer.param_groups]
         [('Lion', 0.5, 1), ('Lion', 0.5, 1), ('AdamW', None, 1), ('AdamW', None, 1)]
     """
-    stages, asked = list(stages), [_of_group(text) for text in groups]
+    stages = list(stages)
+    for which, given in (("options", options), ("groups", groups)):
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"make_optimizer: {which} must be a mapping of names to values, got {given!r}; "
+                f"optim.read_{which} makes one of a command line's texts",
+                where=which,
+                got=given,
+            )
     split = [named_parameters_of(stages)]
-    if asked:
-        patterns = [pattern for pattern, _, _ in asked]
-        split = split_by_pattern(split[0], patterns, axis=axis)
-    kinds = [
-        _kind(x) for x in (optimizer, *(own.get("optimizer", optimizer) for _, own, _ in asked))
-    ]
-    parts = _hidden_parts(stages, axis) if any(kind.rest for kind in kinds) else {}
+    if groups:
+        split = split_by_pattern(split[0], list(groups), axis=axis)
+    names = (optimizer, *(own.get("optimizer", optimizer) for own in groups.values()))
+    parts = _hidden_parts(stages, axis) if any(_kind(name).rest for name in names) else {}
     main = {"optimizer": optimizer, "weight_decay": weight_decay, "seed": seed}
-    made, others = list[torch.optim.Optimizer](), ("", dict[str, Any](), list[str]())
-    for named, (_, own, texts) in zip(split, [*asked, others], strict=True):
-        told: dict[str, Any] = main | own
-        shared = options if told["optimizer"] == optimizer else ()
+    made = list[torch.optim.Optimizer]()
+    of_groups: list[Mapping[str, Any]] = [*groups.values(), MappingProxyType({})]
+    for named, own in zip(split, of_groups, strict=True):
+        told: dict[str, Any] = main | _of_a_group(own)
+        shared = options if told["optimizer"] == optimizer else {}
+        own_options = {name: x for name, x in own.items() if name not in _NO_OPTIONS}
         kept = options_of(told["optimizer"], precision or Precision())
-        made += _made(named, parts, lr, [*kept, *shared, *texts], **told)
+        made += _made(named, parts, lr, {**kept, **shared, **own_options}, **told)
     whole = made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
     if offload:
         offload_state_(whole)
     return whole
 
 
-def options_of(optimizer: str, precision: Precision) -> list[str]:
+def options_of(optimizer: str, precision: Precision) -> dict[str, Any]:
     """Return what a precision says to an optimizer, as options.
 
     Raises:
@@ -179,7 +194,7 @@ def options_of(optimizer: str, precision: Precision) -> list[str]:
 
     Examples:
         >>> options_of("lion", Precision(storage="bf16", moments="8bit"))
-        ['moments=8bit', 'rounding=stochastic']
+        {'moments': '8bit', 'rounding': 'stochastic'}
         >>> options_of("muon", Precision(storage="bf16"))
         Traceback (most recent call last):
         trainkit.types.ConfigError: muon cannot keep parameters in bf16: ...
@@ -192,7 +207,7 @@ def options_of(optimizer: str, precision: Precision) -> list[str]:
         what = "parameters in bf16" if name == "rounding" else f"moments in {precision.moments}"
         told = f"{optimizer} cannot keep {what}: it has no option {name}; {can} have"
         raise ConfigError(told, where="optimizer", got=optimizer, want=can)
-    return [f"{name}={value}" for name, value in asked.items()]
+    return asked
 
 
 def _kind(optimizer: str) -> Kind:
@@ -214,31 +229,31 @@ def _hidden_parts(
     return {x: [name for name, parts in own.items() if parts == x] for x in ordered}
 
 
-def check_options(*, groups: Sequence[str] = (), **asked: Any) -> None:
+def check_options(
+    *, groups: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), **asked: Any
+) -> None:
     """Refuse what `make_optimizer` would refuse, but for patterns, which need the model's names.
 
     Raises:
         ConfigError: See `make_optimizer`.
 
     Examples:
-        >>> check_options(lr=0.1, optimizer="lion", groups=[".*bias betas=(0.5,0.9)"])
+        >>> check_options(lr=0.1, optimizer="lion", groups={".*bias": {"betas": (0.5, 0.9)}})
         >>> check_options(lr=0.1, optimizer="lino")
         Traceback (most recent call last):
         trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
     """
     probe = [nn.Linear(1, 1, bias=False)]
     make_optimizer(probe, **asked)
-    for _, own, texts in map(_of_group, groups):
-        told = {name: x for name, x in own.items() if name in ("optimizer", "weight_decay")}
-        shared = asked.get("options", ()) if "optimizer" not in own else ()
-        make_optimizer(probe, **asked | told | {"options": [*shared, *texts]})
+    for own in groups.values():
+        make_optimizer(probe, **asked, groups={".*": own})
 
 
 def _made(
     named: Mapping[str, nn.Parameter],
     hidden: Mapping[tuple[int, ...] | None, Sequence[str]],
     lr: float,
-    options: Sequence[str],
+    options: Mapping[str, Any],
     *,
     optimizer: str,
     weight_decay: float,
@@ -246,7 +261,8 @@ def _made(
     **of_groups: Any,
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizer of these parameters: with its `rest`, two."""
-    told, kind = _parsed(optimizer, options), OPTIMIZERS[optimizer]
+    _check_values(optimizer, options)
+    told, kind = dict(options), OPTIMIZERS[optimizer]
     told |= {"seed": seed} if "seed" in kind.parameters else {}
     groups = grouped(named.items(), weight_decay=weight_decay)
     others: list[torch.optim.Optimizer] = []
@@ -259,55 +275,115 @@ def _made(
         taken = {name for group in groups for name in group["param_names"]}
         left = {name: p for name, p in named.items() if name not in taken}
         how: dict[str, Any] = {"weight_decay": weight_decay, "seed": seed, **of_groups}
-        others = _made(left, {}, lr, (), optimizer=kind.rest, **how)
+        others = _made(left, {}, lr, {}, optimizer=kind.rest, **how)
     try:
         return [kind.make([group | of_groups for group in groups], lr=lr, **told), *others]
     except ValueError as error:
-        raise ConfigError(str(error), where="optimizer_options", got=list(options)) from error
+        raise ConfigError(str(error), where="optimizer_options", got=options) from error
 
 
 _OF_GROUPS = ("lr_scale", "weight_decay", "max_norm")
+_NO_OPTIONS = (*_OF_GROUPS, "optimizer")
 
 
-def _of_group(text: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Return a group's pattern, what holds for it, and options of its optimizer."""
-    pattern, *rest = text.split() or [""]
-    own, options = dict[str, Any](), list[str]()
-    for part in rest:
-        name, _, value = part.partition("=")
-        if name in _OF_GROUPS:
-            own[name] = _number(name, value)
-        elif name == "optimizer":
-            own[name] = value
-        else:
-            options.append(part)
-    return pattern, own, options
+def _of_a_group(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what holds for a group beside options of its optimizer."""
+    for name in _OF_GROUPS:
+        value = own.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"optimizer groups: {name} must be a finite number of at least 0, got {value!r}",
+                where=name,
+                got=value,
+            )
+    return {name: value for name, value in own.items() if name in _NO_OPTIONS}
 
 
-def _number(name: str, value: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(value) < math.inf:
-            return float(value)
-    told = f"optimizer groups: {name} must be a finite number of at least 0, got {value!r}"
-    raise ConfigError(told, where=name, got=value)
-
-
-def _parsed(optimizer: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return options as values, each of the type of what holds without it."""
-    known, found = _kind(optimizer).options, dict[str, Any]()
-    for text in options:
-        name, _, value = text.partition("=")
+def _check_values(optimizer: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that an optimizer does not have, or values of another type."""
+    known = _kind(optimizer).options
+    for name, value in options.items():
         if name not in known:
             listed = ", ".join(f"{x}={default}" for x, default in known.items())
-            told = f"{optimizer} has no option {name!r}; it has {listed}"
-            raise ConfigError(told, where="options", got=text, want=listed)
+            raise ConfigError(
+                f"{optimizer} has no option {name!r}; it has {listed}",
+                where="options",
+                got=name,
+                want=listed,
+            )
         default = known[name]
-        try:
-            found[name] = value if isinstance(default, str) else ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
-        kind = float if type(default) is int or type(default) is float else type(default)
-        if not isinstance(found[name], (int, float) if kind is float else kind):
-            told = f"{optimizer}: {name} must be as {default!r}, got {value!r}"
-            raise ConfigError(told, where="options", got=text, want=default)
+        kind = (int, float) if type(default) in (int, float) else type(default)
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{optimizer}: {name} must be as {default!r}, got {value!r}",
+                where="options",
+                got=value,
+                want=default,
+            )
+
+
+# --------------------------------------------------------------------------- texts of command lines
+
+
+def read_options(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, Any]:
+    """Return options of an optimizer, as a command line says them, as values.
+
+    Args:
+        texts: "NAME=VALUE" each: "betas=(0.9, 0.99)", "moments=bf16", "cautious=True".
+        optimizer: Whose they are, a name of `OPTIMIZERS`: its defaults say which are texts.
+
+    Raises:
+        ConfigError: It has no such option, or the value is of another type than the default.
+
+    Examples:
+        >>> read_options(["betas=(0.9, 0.99)", "moments=bf16"], optimizer="lion")
+        {'betas': (0.9, 0.99), 'moments': 'bf16'}
+    """
+    known, found = _kind(optimizer).options, dict[str, Any]()
+    for text in texts:
+        name, _, value = text.partition("=")
+        found[name] = value if isinstance(known.get(name), str) else _literal(value)
+        _check_values(optimizer, {name: found[name]})
     return found
+
+
+def read_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, dict[str, Any]]:
+    """Return what groups of parameters get, as a command line says it, as values.
+
+    Args:
+        texts: A regular expression of names each, and after it "NAME=VALUE" pairs without
+            spaces: "head.* lr_scale=0.5 optimizer=lion".
+        optimizer: The optimizer of groups that do not say.
+
+    Raises:
+        ConfigError: As `read_options`; or two texts begin with the same expression.
+
+    Examples:
+        >>> read_groups(["head.* lr_scale=0.5 optimizer=lion betas=(0.8,0.9)"])
+        {'head.*': {'lr_scale': 0.5, 'optimizer': 'lion', 'betas': (0.8, 0.9)}}
+    """
+    found = dict[str, dict[str, Any]]()
+    for text in texts:
+        pattern, *pairs = text.split() or [""]
+        if pattern in found:
+            raise ConfigError(
+                f"optimizer groups: {pattern!r} is given twice; a parameter is in one group",
+                where="pattern",
+                got=pattern,
+            )
+        named = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+        own = {name: _literal(named[name]) for name in _OF_GROUPS if name in named}
+        own |= {"optimizer": named["optimizer"]} if "optimizer" in named else {}
+        others = [pair for pair in pairs if pair.partition("=")[0] not in _NO_OPTIONS]
+        found[pattern] = own | read_options(others, optimizer=named.get("optimizer", optimizer))
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        try:
+            return float(text)  # nan and inf, which are refused by their range
+        except ValueError:
+            return text

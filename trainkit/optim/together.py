@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.reduction import local_of
+from trainkit.types import check_range
 
 
 class Together(torch.optim.Optimizer):
@@ -125,8 +126,7 @@ def together(
     if not parts or any(isinstance(part, Together) for part in parts):
         found = "none" if not parts else "one that is several already"
         raise ValueError(f"together: parts must be optimizers, got {found}")
-    if mean is not None and not 0 <= mean < 1:
-        raise ValueError(f"together: mean must be in [0, 1), got {mean}")
+    check_range("together", at_least=0, below=1, mean=mean)
     return Together(parts, mean)
 
 

@@ -202,7 +202,8 @@ def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, 
         first = int((lengths > rule.capacity).argmax())
         raise ValueError(
             f"pack_bins: document {first} has {lengths[first]} tokens; the capacity is "
-            f'{rule.capacity}: raise it, or ask for overlong="split", "truncate" or "drop"'
+            f"{rule.capacity}: raise it (--row-length of a recipe, --capacity of pack), or let "
+            "`overlong` split, truncate or drop such documents (--overlong of pack)"
         )
     if num_pieces > MOST_PIECES:
         raise ValueError(

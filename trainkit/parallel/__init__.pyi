@@ -25,6 +25,7 @@ from .naming import named_buffers_of as named_buffers_of
 from .naming import named_parameters_of as named_parameters_of
 from .offloading import offload as offload
 from .offloading import to_host as to_host
+from .places import place_stages as place_stages
 from .plan import decoder_plan as decoder_plan
 from .recomputing import recompute as recompute
 from .replicating import average_parameters as average_parameters

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainkit.parallel.naming import blocks_of, unhide_
 from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Call, ParallelState, Precision
 
 _COMPUTE = "_trainkit_compute"
@@ -70,6 +71,9 @@ def precision(
         A transform for `build_stages`. Parameters made in fp16 or bf16, as those of many Hugging
         Face models are, become fp32, or what `storage` says.
 
+    Raises:
+        ConfigError: When applied: an embedding has a `max_norm`.
+
     References:
         Micikevicius et al., "Mixed precision training" (2018).
 
@@ -83,6 +87,7 @@ def precision(
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if compute is None:
             return module
+        refuse_max_norm(module, by="precision")
         for parameter in module.parameters():
             if parameter.dtype in {torch.float16, torch.bfloat16, torch.float32} - {storage}:
                 kept = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)

@@ -67,8 +67,11 @@ def problems(
     return found
 
 
+_NAMED = 8  # problems of a layout
+
+
 def refuse(problems: Sequence[ConfigError]) -> None:
-    """Raise the first of some problems, and say how many more there are.
+    """Raise some problems as one, in the order of their finding; of many the first eight are named.
 
     Raises:
         ConfigError: There is one.
@@ -77,8 +80,9 @@ def refuse(problems: Sequence[ConfigError]) -> None:
         >>> refuse(problems(Layout(tp=2), world=2))
     """
     if problems:
-        first, more = problems[0], len(problems) - 1
-        what = f"{first.what} (and {more} more problem{'s' * (more > 1)})" if more else first.what
+        first, more = problems[0], len(problems) - _NAMED
+        what = "; and ".join(problem.what for problem in problems[:_NAMED])
+        what += f"; and {more} more" if more > 0 else ""
         raise ConfigError(what, where=first.where, got=first.got, want=first.want)
 
 

@@ -26,7 +26,7 @@ from trainkit.parallel.naming import (
     retie_,
     ties_of,
 )
-from trainkit.types import SOLO, Axis, CheckpointError, Weights
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 
 Fill = Callable[[Weights, str, Sequence[int], Sequence[int]], Tensor]
 """`Fill(weights, name, shape, offset) -> Tensor`: a box of a parameter that a transform has made.
@@ -57,6 +57,7 @@ def materialize_(
     Raises:
         ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
             a wrong shape.
+        ConfigError: A buffer is computed from parameters, which have no values yet.
         CheckpointError: `weights` holds two values for what is one parameter.
 
     Effects:
@@ -78,12 +79,22 @@ def materialize_(
             f"build_stages: {what} the meta device; make_model must build every parameter under "
             "torch.device('meta'), and a buffer in __init__, from numbers alone"
         )
+    for name in live_buffers(module):
+        if (buffers or {})[name].is_meta:
+            raise ConfigError(
+                f"build_stages: the buffer {name!r} is computed from a parameter when the model is "
+                "made, as spectral_norm does, and make_model makes parameters without values; "
+                "compute it in the forward pass, or take what computes it off "
+                "(torch.nn.utils.parametrize.remove_parametrizations)",
+                where=name,
+                want="a buffer that is made from numbers alone",
+            )
     ties = ties_of(module)
     with PlacedAlike():
         module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
-    held, fills = shapes_of(weights), _fills_of(module)
+    held, fills = shapes_of(weights), fills_of(module)
     stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
     with torch.no_grad():
         for name, buffer in live_buffers(module).items():
@@ -96,8 +107,13 @@ def materialize_(
                 box.local.copy_(_values(give, names.get(name, (name,)), shape, offset))
 
 
-def _fills_of(module: nn.Module) -> dict[str, Fill]:
-    """Return what makes those parameters that weights do not hold, by name in the whole model."""
+def fills_of(module: nn.Module) -> dict[str, Fill]:
+    """Return what makes those parameters that weights do not hold, by name in the whole model.
+
+    Examples:
+        >>> fills_of(nn.Linear(1, 1))
+        {}
+    """
     parts = ((path, vars(part).get("fills", {})) for path, part in module.named_modules())
     return {
         canonical_name(f"{path}.{key}" if path else key): fill

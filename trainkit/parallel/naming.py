@@ -445,6 +445,8 @@ def placed_as(p: Any, grad: Any) -> Any:
         >>> placed_as(torch.ones(2), grad) is grad
         True
     """
+    if type(grad) is Tensor and type(p) is nn.Parameter:
+        return grad
     if getattr(grad, "placements", None) == getattr(p, "placements", None):
         return grad
     return grad.redistribute(placements=p.placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -100,7 +101,7 @@ def offload(
         'offload'
     """
     for name, value in (("budget", budget), ("smallest", smallest)):
-        if value < 0:
+        if not 0 <= value < math.inf:
             raise ConfigError(f"offload: {name} is in bytes, at least 0, got {value}", where=name)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import divided, divisors_of
+from trainkit.batch import check_terms, divided, divisors_of
 from trainkit.parallel import reduction, stage_forward
 from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
@@ -67,7 +67,8 @@ class _Step:
                 output, stage_forward.stage_boundary(stage, batch), place
             )
         assert self.divisors is not None
-        total, self.terms[index] = self.loss(output, batch)
+        returned = self.loss(output, batch)
+        total, self.terms[index] = check_terms(returned, by="forward_backward")
         return divided(total, self.divisors).double()
 
     def reduction_of(self, stage: nn.Module) -> reduction.Reduction:

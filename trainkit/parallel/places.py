@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
+from trainkit.collectives import all_gather_json
 from trainkit.parallel.naming import mark_tied_copy_, named_parameters_of
+from trainkit.parallel.reduction import local_of
+from trainkit.parallel.split import rank_of_stages
 from trainkit.types import SOLO, Axis, ConfigError
 
 _PLACE = "_trainkit_place"
@@ -47,12 +52,119 @@ def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]
     return stage
 
 
+def place_stages(
+    stages: Sequence[nn.Module],
+    axis: Axis,
+    *,
+    schedule: str = "1f1b",
+    tied: Collection[str] = (),
+) -> list[nn.Module]:
+    """Say of modules that are pipeline stages already where each of them stands.
+
+    For a model that was cut by hand, in place of `build_stages`: each rank passes the stages that
+    it holds, and what comes back goes to `bind_forward_backward`, `evaluate` and `clip_and_step` as
+    the stages of `build_stages` do. A stage needs a method `boundary(batch)`, which gives the shape
+    and dtype of what it passes on as a tensor on the meta device. Transforms come before: call this
+    with modules that are sharded already.
+
+    Args:
+        stages: This rank's stages, first ones first. Parameters have the names that they have in
+            the whole model: blocks under their own numbers, `nn.ModuleDict({"3": block})`.
+        axis: The pipeline axis.
+        schedule: The schedule, a name of `parallel.split.SCHEDULES`; with several stages on a rank
+            one that places them so: rank r of P holds stages r, P + r, ... ("interleaved_1f1b"), or
+            r and 2P - 1 - r ("zero_bubble_v").
+        tied: The names of parameters that two stages share, each with a copy of the same values.
+
+    Returns:
+        The stages.
+
+    Raises:
+        ConfigError: The schedule has another number of stages on a rank, ranks pass different
+            numbers, two stages hold a parameter of one name that is not said to be tied, one that
+            is said to be is not in two stages, or the two hold other values.
+
+    Effects:
+        Sets attributes of the stages and their parameters; communicates on `axis`, and waits.
+
+    Examples:
+        >>> (stage,) = place_stages([nn.Linear(1, 1)], SOLO)
+        >>> places_of([stage])
+        [StagePlace(index=0, ranks=(0,))]
+    """
+    ranks = rank_of_stages(schedule, axis.count, per_rank=len(stages))
+    own = [index for index, rank in enumerate(ranks) if rank == axis.index]
+    held = [
+        {name: _digest(p) if name in tied else "" for name, p in named_parameters_of([x]).items()}
+        for x in stages
+    ]
+    every = all_gather_json(held, axis)
+    if {len(x) for x in every} != {len(stages)}:
+        raise ConfigError(
+            f"place_stages: ranks of the pipeline pass {[len(x) for x in every]} stages; every "
+            "rank holds as many",
+            where="stages",
+            got=[len(x) for x in every],
+        )
+    left = [iter(parts) for parts in every]
+    order = [next(left[rank]) for rank in ranks]
+    shared = _shared_names(order, tied)
+    return [
+        placed_(stage, StagePlace(index, ranks), shared)
+        for stage, index in zip(stages, own, strict=True)
+    ]
+
+
+def _shared_names(
+    stages: Sequence[Mapping[str, str]], tied: Collection[str]
+) -> dict[str, tuple[int, int]]:
+    """Return which two stages hold each tied parameter; stages are {name: digest of a tied one}."""
+    where: dict[str, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name in stage:
+            where.setdefault(name, []).append(index)
+    for name, found in where.items():
+        if len(found) > 1 and name not in tied:
+            raise ConfigError(
+                f"place_stages: stages {found[0]} and {found[1]} both hold a parameter {name!r}; "
+                "give parameters the names that they have in the whole model (blocks under their "
+                'own numbers, nn.ModuleDict({"3": block})), or name it in `tied` if it is one '
+                "parameter with a copy",
+                where=name,
+                got=found,
+            )
+    for name in tied:
+        found = where.get(name, [])
+        if len(found) != 2:
+            raise ConfigError(
+                f"place_stages: {name!r} is said to be tied, and must be in two stages; it is in "
+                f"{found or 'none'}",
+                where=name,
+                got=found,
+                want="two stages",
+            )
+        if stages[found[0]][name] != stages[found[1]][name]:
+            raise ConfigError(
+                f"place_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
+                "which is said to be tied; copy one to the other before they are sharded",
+                where=name,
+                got=found,
+            )
+    return {name: (where[name][0], where[name][1]) for name in tied}
+
+
+def _digest(parameter: nn.Parameter) -> str:
+    """Return a hash of what this rank holds of a parameter."""
+    values = local_of(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
 def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace]:
     """Return where each of a rank's stages stands in the pipeline.
 
     Args:
-        stages: The stages of this rank, from `build_stages`; or one module of one's own, which is
-            taken for the stage of this rank's number.
+        stages: The stages of this rank, from `build_stages` or `place_stages`; or one module of
+            one's own, which is taken for the stage of this rank's number.
         axis: The pipeline axis.
 
     Raises:
@@ -77,7 +189,8 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace
     if len(places) < len(found) or not places or not fits:
         raise ConfigError(
             f"these {len(stages)} modules are not the stages of rank {axis.index} of "
-            f"{axis.count} pipeline ranks; pass what build_stages gave",
+            f"{axis.count} pipeline ranks; pass what build_stages gave, or place_stages for "
+            "modules that are stages already",
             where="stages",
             got=[None if p is None else p.index for p in found],
         )

@@ -22,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.collectives import reduce_scatter_bf16
+from trainkit.collectives import all_gather_json, reduce_scatter_bf16
 from trainkit.noise import key_of, signed
-from trainkit.types import Axis, ParallelState
+from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 Reduce = Literal["last", "each"]
 _BROKEN_OFF = "_trainkit_broken_off"
 _ROUNDED = "_trainkit_rounded"
 _PARTIAL = "_trainkit_partial"
 _REPLICATED = "_trainkit_replicated"
+_UNREAD = "_trainkit_unread_orders"
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
@@ -110,6 +111,43 @@ def sum_in_grad_dtype_(model: nn.Module) -> None:
     for _, module in reducers_of(model).fsdp:
         for unit in fsdp_groups(module):
             unit._init_mp_dtypes = partial(find, unit)  # noqa: SLF001
+
+
+def keep_what_is_returned_(module: Any) -> None:
+    """Let an FSDP2 module that returns a parameter of its own stay gathered until its backward.
+
+    Freed after forward, what it returned would have no memory: reading it ends the process, or
+    raises an error without names. Whether it returns one is seen in its first forward pass.
+
+    Args:
+        module: An FSDP2 module.
+
+    Effects:
+        Takes the place of what its units do after their first forward pass.
+    """
+
+    def look(unit: Any, inner: nn.Module, given: Any, output: Any) -> Any:
+        del unit.post_forward
+        own = {_memory_of(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
+        if any(_memory_of(x) in own for x in _tensors_in(output)):
+            module.set_reshard_after_forward(False, recurse=False)
+        return unit.post_forward(inner, given, output)
+
+    for unit in fsdp_groups(module):
+        unit.post_forward = partial(look, unit)
+
+
+def _memory_of(tensor: Any) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returns: one, or those in tuples, lists and mappings."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, tuple, list)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(part)
 
 
 def reshards_after_forward(module: Any) -> bool:
@@ -206,6 +244,10 @@ class Reduction:
     some unreduced. Here every unit reduces all of its trainable parameters, zeros where there is no
     gradient, at the moment that FSDP2 does it; units with replicas keep to one order, and one whose
     turn has not come waits; `finish` reduces what is left.
+
+    Gathers are not looked after so: ranks that gather different units at one time put shards of
+    different parameters together, without an error where these have equal sizes. So the order in
+    which a rank has gathered and reduced is compared with that of the others at the end of a step.
     """
 
     def __init__(self, reducers: Reducers, *, reduce: Reduce) -> None:
@@ -214,6 +256,8 @@ class Reduction:
         # The order of most backward passes: in another, units with replicas wait for `finish`.
         self.units = [unit for unit in reversed(dict.fromkeys(units)) if _trainable(unit)]
         self.left = list(self.units)
+        names = [(unit, name) for name, module in reducers.fsdp for unit in fsdp_groups(module)]
+        self.order = _Order(dict(reversed(names)))
         params = [p.sharded_param for unit in self.units for p in _trainable(unit)]
         self.used = {id(p): False for p in params}
         self.earlier = {id(p) for p in params if p.grad is not None}
@@ -234,6 +278,8 @@ class Reduction:
         now = not holds and (last or self.reduce == "each")
         for unit in self.units:
             unit.post_backward = partial(self._after_backward, unit, now=now, last=last)
+        for unit in self.order.names:
+            unit.unshard = partial(self.order.gather, unit)
         try:
             with ExitStack() as stack:
                 for _, module in self.reducers.ddp:
@@ -242,6 +288,8 @@ class Reduction:
         finally:
             for unit in self.units:
                 del unit.post_backward
+            for unit in self.order.names:
+                del unit.unshard
 
     def _after_backward(self, unit: Any, *_: Any, now: bool, last: bool) -> None:
         if not _was_gathered(unit):  # a unit that no microbatch has used, in no step
@@ -260,6 +308,7 @@ class Reduction:
         """Do what FSDP2 does after a unit's backward (2.11 to 2.14), with all its parameters."""
         if now:
             self._fill(unit)
+            self.order.add(unit, "reduced")
         unit.reduce_grads, unit.all_reduce_grads = now, last
         try:
             type(unit).post_backward(unit)
@@ -311,6 +360,7 @@ class Reduction:
         """
         self.reduce_left()
         self._drop_unused()
+        self.order.compare(self.reducers)
         for _, module in self.reducers.ddp:
             sum_grads_(_ddp_parameters(module), module.process_group)
             module.require_forward_param_sync = True  # its buffers, as after a reduction of its own
@@ -324,15 +374,98 @@ class Reduction:
         for (device, *groups), found in meshes.items():
             params = [p.sharded_param for p in found]
             used = [self.used[id(p)] for p in params]
-            counts = flags_of(used, torch.empty(0, device=device))
-            for group in groups:
-                if group is not None and group.size() > 1:
-                    dist.all_reduce(counts, group=group)
+            counts = flags_of(used, torch.empty(0, dtype=torch.float64, device=device))
+            shards, replicas = groups
+            if shards is not None and shards.size() > 1:
+                counts = self.order.sum_with(counts, shards)
+            if replicas is not None and replicas.size() > 1:
+                dist.all_reduce(counts, group=replicas)
             if all(used):  # only a rank that lacks a gradient waits to hear whether another has one
                 continue
             for p, count in zip(params, counts.tolist(), strict=True):
                 if not count and id(p) not in self.earlier:
                     p.grad = None
+
+
+class _Order:
+    """In which order a rank gathers FSDP2's units in a step and reduces their gradients.
+
+    Ranks compare a hash, h: among n of them all are equal if n times the sum of h^2 is the square
+    of the sum of h. The two sums travel with what is summed at the end of a step in any case, and
+    are exact in fp64 for 2^12 ranks.
+    """
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        self.names = names
+        self.numbers = {unit: number for number, unit in enumerate(names)}
+        self.events: dict[Any, list[tuple[str, int]]] = {}
+        self.sums: list[tuple[Any, Tensor]] = []
+
+    def gather(self, unit: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather a unit as FSDP2 does, and take note of it if that sends anything."""
+        before = unit._all_gather_result  # noqa: SLF001 (no public way to see a gather)
+        found = type(unit).unshard(unit, *args, **kwargs)
+        if before is None and unit._all_gather_result is not None:  # noqa: SLF001 (as above)
+            self.add(unit, "gathered")
+        return found
+
+    def add(self, unit: Any, what: str) -> None:
+        """Take note of what happens to a unit."""
+        group = getattr(unit.mesh_info, "shard_process_group", None)
+        self.events.setdefault(group, []).append((what, self.numbers[unit]))
+
+    def sum_with(self, counts: Tensor, group: Any) -> Tensor:
+        """Sum counts over a group, and beside them this order's hash and its square."""
+        own = tuple((number, what == "reduced") for what, number in self.events.get(group, ()))
+        order = hash(own) % 2**20
+        beside = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
+        counts = torch.cat([counts, *beside])
+        dist.all_reduce(counts, group=group)
+        self.sums.append((group, counts[-2:]))
+        return counts[:-2]
+
+    def compare(self, reducers: Reducers) -> None:
+        """Refuse a step in which ranks had different orders.
+
+        At once in the first step of a model, and on CPUs; else before the next step, when no device
+        must be waited for.
+
+        Raises:
+            ConfigError: They had; it names the units, on all ranks.
+        """
+        if not reducers.fsdp:
+            return
+        root = reducers.fsdp[0][1]
+        waits = _UNREAD in vars(root) and any(sums.device.type != "cpu" for _, sums in self.sums)
+        setattr(root, _UNREAD, self if waits else None)
+        if not waits:
+            self.check()
+
+    def check(self) -> None:
+        """Read the sums, and refuse orders that differ; see `compare`."""
+        for group, sums in self.sums:
+            total, squares = map(int, sums.tolist())
+            if group.size() * squares != total * total:
+                self._refuse(group)
+
+    def _refuse(self, group: Any) -> None:
+        names = [name or "the model itself" for name in self.names.values()]
+        own = [(what, names[number]) for what, number in self.events.get(group, ())]
+        ranks = all_gather_json(own, Axis("group", Share(group.rank(), group.size()), group))
+        orders = [[*map(tuple, events), ("ended the step", "")] for events in ranks]
+        first, other = orders[0], next(x for x in orders if x != orders[0])
+        at = next(i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+        one, two = (f"{what} {name!r}" if name else what for what, name in (first[at], other[at]))
+        raise ConfigError(
+            f"forward_backward: rank 0 of the ranks that shard the model {one} where rank "
+            f"{orders.index(other)} {two}: parameters of different modules were put together, and "
+            "the numbers of that step are wrong. Every rank must use all units of fsdp() in one "
+            "order, in every microbatch; leave modules that only some rows need (experts, the "
+            "tower of a further modality) out of `blocks`, so that they are gathered with the "
+            "unit around them, or call them on every rank, without rows where there are none",
+            where="blocks",
+            got=[one, two],
+        )
 
 
 def _trainable(unit: Any) -> list[Any]:
@@ -433,6 +566,9 @@ def reducing(
         Those of `Reduction` and `sum_partial_`; keeps earlier gradients out of a second reduction.
     """
     rounding, reduction = _rounding(reducers, microbatches), Reduction(reducers, reduce=reduce)
+    unread = vars(reducers.fsdp[0][1]).get(_UNREAD) if reducers.fsdp else None
+    if unread is not None:
+        unread.check()
     try:
         with ExitStack() as stack, setting_aside_reduced(reducers):
             for one in rounding:
@@ -605,6 +741,9 @@ def flags_of(flags: Sequence[bool], like: Tensor) -> Tensor:
     return torch.tensor(flags).to(like, non_blocking=True)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory.
 
@@ -612,17 +751,23 @@ def local_of(tensor: Any) -> Tensor:
         >>> local_of(torch.ones(1))
         tensor([1.])
     """
-    if type(tensor) is Tensor:
+    if type(tensor) in _PLAIN:
         return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
-def check_dense(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse sparse gradients, which nothing here adds, measures or scales.
+def check_dense(
+    parameters: Iterable[nn.Parameter], groups: Iterable[Mapping[str, Any]] = ()
+) -> None:
+    """Refuse sparse gradients, which nothing here adds, measures, scales or steps by.
+
+    Args:
+        parameters: Those whose gradients are looked at.
+        groups: Groups of an optimizer, whose "param_names" name a parameter in the message.
 
     Raises:
-        ValueError: Names the first by its shape.
+        ValueError: Names the first, by its shape where no group names it.
 
     Examples:
         >>> check_dense([nn.Parameter(torch.ones(1))])
@@ -630,10 +775,16 @@ def check_dense(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         grad = p.grad
         if grad is not None and grad.layout != torch.strided:
+            names = {
+                id(q): name
+                for group in groups
+                for q, name in zip(group["params"], group.get("param_names", ()), strict=False)
+            }
+            name, shape = names.get(id(p)), tuple(p.shape)
             raise ValueError(
-                f"trainkit sums, measures and clips dense gradients; a parameter of shape "
-                f"{tuple(p.shape)} has one of layout {grad.layout}; build its module with "
-                "sparse=False (as in nn.Embedding)"
+                f"the gradient of {f'{name!r}' if name else 'a parameter'} of shape {shape} is "
+                f"sparse ({grad.layout}), and gradients must be dense to be summed, clipped and "
+                "stepped by; build its module with sparse=False (nn.Embedding, nn.EmbeddingBag)"
             )
 
 

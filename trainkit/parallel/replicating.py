@@ -26,6 +26,7 @@ from trainkit.parallel.reduction import (
     whose_gradient,
 )
 from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Axis, ParallelState, among
 
 
@@ -44,6 +45,9 @@ def ddp(*, sums: bool = True) -> Transform:
     Returns:
         A transform for `build_stages`.
 
+    Raises:
+        ConfigError: When applied: an embedding has a `max_norm`.
+
     References:
         Li et al., "PyTorch Distributed" (2020), without its overlap with the backward pass.
 
@@ -55,6 +59,8 @@ def ddp(*, sums: bool = True) -> Transform:
     """
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.dp_replicate.count > 1:
+            refuse_max_norm(module, by="ddp")
         mark_replicated_(module)
         for part in module.modules() if sums else ():
             names = [name for name, _ in part.named_parameters(recurse=False)]

@@ -15,6 +15,7 @@ from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
 from trainkit.models.experts import check_whole_documents
 from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, ParallelState
 
 
@@ -33,7 +34,8 @@ def sequence(*, kernel: BlockKernel | None = None) -> Transform:
         A transform for `build_stages`. It renames nothing.
 
     Raises:
-        ConfigError: When applied: an axis has a size above 1, and no submodule has an `attend`.
+        ConfigError: When applied: an axis has a size above 1, and no submodule has an `attend`, or
+            an embedding has a `max_norm`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -46,6 +48,7 @@ def sequence(*, kernel: BlockKernel | None = None) -> Transform:
         if ps.ring.count == ps.ulysses.count == 1:
             return module
         check_whole_documents(module, "sequence")
+        refuse_max_norm(module, by="sequence")
         # vars: an attribute of the instance, not a method or a submodule of that name
         attending = [unit for unit in module.modules() if callable(vars(unit).get("attend"))]
         if not attending:

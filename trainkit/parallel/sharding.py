@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import backends_of
+from trainkit.collectives import backends_of, communication_device
+from trainkit.mesh import solo_parallel
 from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.dtypes import compute_dtype
 from trainkit.parallel.experts import dealt_layers
 from trainkit.parallel.fitting import problems, refuse
-from trainkit.parallel.naming import blocks_of
+from trainkit.parallel.naming import blocks_of, canonical_name
 from trainkit.parallel.recomputing import hide_hooks_
 from trainkit.parallel.reduction import (
+    keep_what_is_returned_,
     local_of,
     replicates,
     round_gradients_,
     sum_gradients_,
 )
 from trainkit.parallel.transforms import Transform
-from trainkit.types import ConfigError, Layout, ParallelState
+from trainkit.parallel.unsupported import (
+    refuse_container,
+    refuse_empty_parameters,
+    refuse_max_norm,
+)
+from trainkit.types import Axis, ConfigError, Layout, ParallelState
 
 
 def fsdp(
     layout: Layout | None = None,
     *,
-    blocks: str = "layers.*",
+    blocks: str | None = "layers.*",
     reduce_dtype: torch.dtype | None = torch.float32,
     expert_wire_dtype: torch.dtype | None = None,
 ) -> Transform:
@@ -39,7 +48,11 @@ def fsdp(
     model is one more unit, which stays gathered between forward and backward. Where both axes have
     size 1 the model is left as it is; after `ddp` in the plan it does not replicate. Parameters
     that `tensor` has made DTensors keep their placements, and are sharded once more. A frozen
-    parameter is sharded, and gets no gradient.
+    parameter is sharded, and gets no gradient. Inside a unit, modules whose parameters have another
+    dtype, as fp32 norms in bf16 blocks, are gathered by themselves, each in its forward pass.
+
+    All ranks must use all units in one order in every microbatch: a module that only some rows need
+    (an expert, the tower of a further modality) is no block, and is gathered with what is around.
 
     Args:
         layout: Its `reshard_after_forward` says whether a block's gathered parameters are freed
@@ -50,7 +63,7 @@ def fsdp(
             what comes before the blocks and after them; `cpu_offload` keeps shards of parameters,
             gradients and optimizer state in host memory, where they are stepped; a block is then
             copied to the device for its forward and its backward.
-        blocks: The name pattern of the blocks.
+        blocks: The name pattern of the blocks; None makes the whole module one unit.
         reduce_dtype: The dtype to sum gradients in where `precision` has lowered that of the
             computation.
         expert_wire_dtype: bf16 for gradients of experts that are dealt over ep to travel over
@@ -61,11 +74,14 @@ def fsdp(
             in expert_fsdp, nothing is sent, and this changes nothing.
 
     Returns:
-        A transform for `build_stages`. Gradients are summed, in the dtype of the parameters.
+        A transform for `build_stages`. Gradients are summed, in the dtype of the parameters. It
+        takes an `Axis` as well in place of a layout, for a module of one's own that holds its
+        values, the same on every rank: `fsdp(blocks=None)(module, axis)` shards it over that axis.
 
     Raises:
         ConfigError: `expert_wire_dtype` is no bf16; when applied, with it, gradients of experts
-            are not summed in fp32.
+            are not summed in fp32; an embedding has a `max_norm`; a trained parameter has no
+            element; one module holds parameters of two dtypes itself; or a block is a container.
         ValueError: When applied: `blocks` matches nothing (a pipeline stage may be without a
             block), or `cpu_offload` is asked for on one process, where it would do nothing, or
             where a group has no backend for the CPU.
@@ -84,20 +100,24 @@ def fsdp(
         raise ConfigError(f"fsdp: {what}", where="expert_wire_dtype", got=expert_wire_dtype)
     how = layout or Layout()
 
-    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+    def apply(module: nn.Module, where: ParallelState | Axis) -> nn.Module:
+        ps = _layout_over(where, module) if isinstance(where, Axis) else where
         hybrid = replicates(module, ps)
         if ps.fsdp.count == 1 and not hybrid:
             alone = Layout(cpu_offload=how.cpu_offload)
             refuse(problems(alone, world=1, device=ps.device.type))
             return module
-        units = blocks_of(module, blocks, needed_by="fsdp" if ps.pp.count == 1 else "")
+        needed_by = "fsdp" if ps.pp.count == 1 else ""
+        units = [] if blocks is None else blocks_of(module, blocks, needed_by=needed_by)
+        names = {part: canonical_name(name) for name, part in module.named_modules()}
+        _check(module, units, names)
         compute = compute_dtype(module)
         summed_in = reduce_dtype if compute else None
         shard = _sharder(ps, compute, summed_in, offloads=how.cpu_offload)
         for layer in dealt_layers(module):  # their experts are units, inside of the blocks
             experts = layer.experts
-            where = _expert_shards(experts, ps, hybrid=hybrid)
-            shard(experts, **where, reshard_after_forward=how.reshard_after_forward)
+            placed = _expert_shards(experts, ps, hybrid=hybrid)
+            shard(experts, **placed, reshard_after_forward=how.reshard_after_forward)
             hide_hooks_(experts)
             if expert_wire_dtype is not None and ps.expert_fsdp.count > 1:
                 _send_rounded_(layer, ps, summed_in)
@@ -108,14 +128,40 @@ def fsdp(
         # Backward begins with the head, and losses read its weight after its forward.
         every = [*((x, keeps) for x in (*units, first)), (last, False), (module, False)]
         for unit, reshard in every:
-            if unit != []:
-                shard(unit, mesh=mesh, reshard_after_forward=reshard)
+            for one in _units_of_one_dtype(unit, names):
+                shard(one, mesh=mesh, reshard_after_forward=reshard)
+                if one is not unit and isinstance(one, nn.Module):
+                    hide_hooks_(one)
+        for unit in units:
+            keep_what_is_returned_(unit)
         _prefetch_([*units, *last[:1]], how.prefetch)
         sum_gradients_(module)
         return module
 
     device = "cpu" if how.cpu_offload else None  # FSDP2 wants offloaded shards there from the start
     return Transform(apply, kind="fsdp", axes=("dp_replicate", "dp_shard"), device=device)
+
+
+def _check(module: nn.Module, units: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
+    """Refuse what FSDP2 would compute wrongly, or not at all, by name."""
+    refuse_max_norm(module, by="fsdp")
+    refuse_empty_parameters(module, by="fsdp")
+    for unit in (*units, module):
+        refuse_container(unit, names[unit], by="fsdp")
+
+
+def _layout_over(axis: Axis, module: nn.Module) -> ParallelState:
+    """Return the layout in which an axis is what parameters are sharded over, and all there is."""
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 (a second of import time)
+
+    held = next((p.device for p in module.parameters() if not p.is_meta), None)
+    device = held or communication_device(axis)
+    ps = solo_parallel(device)
+    if axis.count == 1:
+        return ps
+    assert axis.group is not None
+    mesh = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=("fsdp",))
+    return attrs.evolve(ps, world=axis, dp=axis, dp_shard=axis, loss=axis, fsdp=axis, mesh=mesh)
 
 
 def _sharder(
@@ -162,6 +208,87 @@ def _ends(
     if own & others or (own and all(p.dim() < 2 for p in own)):
         return [], []
     return first, last
+
+
+def _units_of_one_dtype(
+    unit: nn.Module | Sequence[nn.Module], names: Mapping[nn.Module, str]
+) -> list[Any]:
+    """Return a unit, and before it those that it must be parted into, the innermost first.
+
+    FSDP2 sums the gradients of a unit in one dtype: that of its module's own parameters, or of most
+    of its elements. A module inside whose parameters have another, as fp32 norms in bf16 blocks
+    have, is a unit of its own.
+    """
+    apart: list[nn.Module] = []
+
+    def search(part: nn.Module, dtype: torch.dtype | None) -> None:
+        for child in _children_left(part):
+            own = _trained_dtype(child, names) or dtype
+            if own != dtype and child not in apart:
+                _check_called(child, names, dtype)
+                apart.append(child)
+            search(child, own)
+
+    alike: dict[torch.dtype | None, list[nn.Module]] = {}
+    for top in [unit] if isinstance(unit, nn.Module) else unit:
+        dtype = _trained_dtype(top, names) or _commonest_dtype(top)
+        alike.setdefault(dtype, []).append(top)
+        search(top, dtype)
+    return [*reversed(apart), *([unit] if isinstance(unit, nn.Module) else alike.values())]
+
+
+def _children_left(module: nn.Module) -> list[nn.Module]:
+    """Return a module's children but for those that are units already."""
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (a second of import time)
+
+    return [child for child in module.children() if not isinstance(child, FSDPModule)]
+
+
+def _trained_dtype(module: nn.Module, names: Mapping[nn.Module, str]) -> torch.dtype | None:
+    """Return the dtype of the parameters that a module itself holds and trains, None without."""
+    own = module.named_parameters(recurse=False)
+    trained = {name: p.dtype for name, p in own if p.requires_grad}
+    found = {dtype: name for name, dtype in trained.items()}
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise ConfigError(
+            f"fsdp: {names[module] or 'the model itself'!r} holds {first!r} in {one} and "
+            f"{second!r} in {other}, and the gradients of a module are summed in one dtype; give "
+            "one of the two a module of its own, cast it, or put precision(...) into the plan, "
+            "which keeps all in one",
+            where=names[module],
+            got=[str(one), str(other)],
+            want="one dtype",
+        )
+    return next(iter(found), None)
+
+
+def _check_called(
+    module: nn.Module, names: Mapping[nn.Module, str], around: torch.dtype | None
+) -> None:
+    """Refuse a container whose parameters would be gathered in its forward pass: it has none."""
+    if type(module).forward is nn.Module.forward:
+        raise ConfigError(
+            f"fsdp: {names[module]!r} holds parameters in {_trained_dtype(module, names)} inside "
+            f"a module in {around}, and as a {type(module).__name__} is never called, so that they "
+            "could not be gathered by themselves; keep them in a module with a forward pass, cast "
+            "them, or put precision(...) into the plan, which keeps all in one dtype",
+            where=names[module],
+            got=type(module).__name__,
+            want=f"parameters in {around}",
+        )
+
+
+def _commonest_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of most of the elements that are trained in a module and in no unit yet."""
+    sizes, left = Counter[torch.dtype](), [module]
+    while left:
+        part = left.pop()
+        left += _children_left(part)
+        for p in part.parameters(recurse=False):
+            if p.requires_grad:
+                sizes[p.dtype] += p.numel()
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _prefetch_(units: Sequence[Any], ahead: int) -> None:

@@ -90,8 +90,14 @@ def rank_of_stages(schedule: str, ranks: int, *, per_rank: int | None = None) ->
     least, most = {"one": (1, 1), "loop": (1, math.inf), "v": (2, 2)}[placement]
     wanted = {"one": 1, "loop": 2, "v": 2}[placement] if per_rank is None else per_rank
     if not least <= wanted <= most:
+        fit = [
+            x
+            for x, kind in SCHEDULES.items()
+            if kind.placement == ("one" if wanted == 1 else "loop")
+        ]
         raise ConfigError(
-            f"the schedule {schedule} has {least} stage(s) on each rank, got {wanted}",
+            f"the schedule {schedule} has {least} stage(s) on each rank, got {wanted}; those with "
+            f"{wanted} are {', '.join(fit)}",
             where="stages_per_rank",
             got=wanted,
             want=least,

@@ -25,6 +25,7 @@ from trainkit.parallel.naming import canonical_name, named_parameters_of, ties_o
 from trainkit.parallel.places import StagePlace, placed_
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
 
 
@@ -104,8 +105,8 @@ def build_stages(
 
     Raises:
         ConfigError: The plan's order is wrong, an axis of size above 1 has nobody to take care of
-            it, the model cannot be split into so many stages, or a weight that modules share would
-            come apart.
+            it, the model cannot be split into so many stages, a weight that modules share would
+            come apart, or a module is one that a transform would compute wrongly.
         CheckpointError: `weights` says what it holds, and that is not this model.
         ValueError: See `materialize_`.
 
@@ -139,6 +140,8 @@ def build_stages(
     with torch.device("meta"):
         stages = list(split(model, len(ranks)))
     tied = _check_split(names, ties, stages, len(ranks))
+    for stage in stages:  # the copy in another stage would not be rescaled
+        refuse_max_norm(stage, by="build_stages", weights=tied)
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
     return [
         placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)

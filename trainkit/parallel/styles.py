@@ -269,9 +269,9 @@ def sums_problem(module: nn.Module, styles: Mapping[str, Style]) -> str | None:
         trained = any(p.requires_grad for p in child.parameters(recurse=False))
         if trained and name not in styles and (cut or _is_around_a_cut(name, styles)):
             return (
-                f"{name or 'the root'!r} has parameters of its own and no style; say "
+                f"{name or 'the model itself'!r} has parameters of its own and no style; say "
                 '"partial" if each rank sees a part of the tokens, heads or features there, or '
-                '"replicated" if all of them'
+                f'"replicated" if all of them, for the pattern {name!r}'
             )
     return None
 

@@ -7,7 +7,8 @@ gradient norm, checkpoints and the optimizer know which part of the whole a rank
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import gather_replicated, sum_forward
 from trainkit.models.decoder import Decoder
 from trainkit.models.experts import ExpertMlp, check_whole_documents
-from trainkit.parallel.naming import name_matches
+from trainkit.parallel.naming import canonical_name, name_matches
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.styles import (
     STYLES,
@@ -27,6 +28,7 @@ from trainkit.parallel.styles import (
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed, VocabularyAxis
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
@@ -91,6 +93,7 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
     Args:
         styles: From patterns of module names, in which `*` stands for one part, to the names of
             `STYLES` or to a `Style`: {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}.
+            The pattern "" is the module itself, for parameters that it holds directly.
             None takes the plan of `models.Decoder`; `hf_styles(model)` that of a Hugging Face
             model.
 
@@ -101,7 +104,9 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         ConfigError: When applied: a style is unknown or does not fit its module, styles would sum a
             gradient twice or not at all, as far as that can be seen, a pattern matches nothing
             (without pipeline stages), two patterns match one module, or a number of heads or a
-            dimension does not divide by tp. Nothing has been sent then.
+            dimension does not divide by tp; an embedding has a `max_norm`; a style cuts a parameter
+            that its module computes (`weight_norm`). Nothing has been sent then. In its forward
+            pass: a module reads a parameter of another one, as the parts of it cannot be.
 
     References:
         Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
@@ -125,10 +130,13 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
         if ps.tp.count == 1:
             return module
         check_whole_documents(module, "tensor")
+        refuse_max_norm(module, by="tensor")
         parents = dict(module.named_modules())
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)
         _shard_(module, cut, ps.tp)
+        if isinstance(module.forward, MethodType):  # no function that somebody has put there
+            module.forward = MethodType(_naming_who_mixes(module.forward.__func__), module)
         if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_slice_by_token(ps.tp), with_kwargs=True)
@@ -233,6 +241,7 @@ def _styles_of(
     own = _inside_experts(module)
     for pattern, named in ready.items():
         matching = [name for name in names if name_matches(name, pattern) and name not in own]
+        matching = matching if pattern else [""]
         if not matching and whole and styles is not None:
             raise ConfigError(
                 f"tensor: no submodule's name matches {pattern!r}; take the pattern out, or "
@@ -288,6 +297,8 @@ def _check_module(
             f"tensor: the style of the pattern {pattern!r} does not fit {name!r}: {problem}",
             where=name,
         )
+    for own in style.cuts:
+        _check_is_parameter(module, own, name, style_of=pattern)
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
     for own, parameter in module.named_parameters(recurse=False):
         dim = style.cuts.get(own)
@@ -305,6 +316,24 @@ def _check_module(
                 got=count,
                 want=f"a multiple of {axis.count}",
             )
+
+
+def _check_is_parameter(module: nn.Module, own: str, name: str, *, style_of: str) -> None:
+    """Refuse to cut what a module computes from other parameters, as `weight_norm` has it."""
+    held = dict(module.named_parameters(recurse=False))
+    if own in held or hasattr(module, "cut_") or getattr(module, own, None) is None:
+        return
+    starts = (f"{own}_", f"parametrizations.{own}.")
+    made_of = ", ".join(x for x, _ in module.named_parameters() if x.startswith(starts))
+    raise ConfigError(
+        f"tensor: '{name}.{own}' is no parameter, but computed in each forward pass"
+        f"{f' from {made_of}' if made_of else ''}, which the style of the pattern {style_of!r} "
+        "cannot cut; take that off before (torch.nn.utils.parametrize.remove_parametrizations, or "
+        "torch.nn.utils.remove_weight_norm), or leave the module without a style",
+        where=f"{name}.{own}",
+        got=made_of,
+        want="a parameter",
+    )
 
 
 def _head_size(parent: nn.Module | None) -> int | None:
@@ -352,6 +381,45 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
         if kind not in classes:
             classes[kind] = styled_class(*kind, axis)
         child.__class__ = classes[kind]
+
+
+def _naming_who_mixes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that says which module has read the parameters of another one.
+
+    A module with parameters sees the parts that this rank has while its own forward pass runs; to
+    all others they are sharded tensors, which torch does not multiply with plain ones.
+    """
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            name, line = _innermost(self, error)
+            raise ConfigError(
+                f"tensor: {name or 'the model itself'!r} computes with a parameter of another "
+                f"module ({line}), of which each rank has a part that only the module's own "
+                "forward pass sees; call that module there (self.up(x) in place of "
+                "linear(x, self.up.weight)), or let the parameter be one of its own",
+                where=name,
+            ) from error
+
+    return call
+
+
+def _innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
+    """Return the name of the innermost part of a module that an error passed, and the line."""
+    names = {id(part): name for name, part in module.named_modules()}
+    found, line, trace = "", "its forward pass", error.__traceback__
+    while trace is not None:
+        frame, code = trace.tb_frame, trace.tb_frame.f_code
+        part = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        ours = "/trainkit/" in code.co_filename or "/torch/" in code.co_filename
+        if id(part) in names and not ours:
+            found, line = names[id(part)], f"{Path(code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return canonical_name(found), line
 
 
 def _placed(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Parameter:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import attrs
 from torch import nn
 
 from trainkit.parallel.naming import ties_of
-from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState
+from trainkit.types import Axis, ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (
     *("quantized", "rounded", "adapter", "tensor", "attention", "sequence", "expert", "ddp"),
@@ -38,9 +39,17 @@ class Transform:
     axes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     device: str | None = attrs.field(default=None, kw_only=True)
 
-    def __call__(self, module: nn.Module, ps: ParallelState) -> nn.Module:
+    def __call__(self, module: nn.Module, ps: ParallelState | Axis) -> nn.Module:
+        if isinstance(ps, Axis) and self.kind != "fsdp":
+            raise ConfigError(
+                f"{self.kind}: it was given the axis {ps.name!r}, and takes a ParallelState, as "
+                "tk.parallel_session yields it; of the transforms fsdp() alone takes an Axis",
+                where="ps",
+                got=ps.name,
+                want="a ParallelState",
+            )
         ties = ties_of(module)
-        made = self.apply(module, ps)
+        made = self.apply(module, cast("ParallelState", ps))
         _check_ties(made, ties, self.kind)
         return made
 

@@ -27,7 +27,8 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     counts them.
 
     Args:
-        metrics_path: A file that `jsonl` wrote, with `step`, `loss` and perhaps `lr`.
+        metrics_path: A file that `jsonl` wrote, with `step`, `loss` and perhaps `lr`. A loss is one
+            per pair or per answer where steps count `pairs` or `answers`, else per token.
         image_path: The picture; the name says the format (.png, .svg, .pdf).
 
     Raises:
@@ -109,7 +110,8 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, floa
         at, values = list(held_out), list(held_out.values())
         axes.plot(at, values, "o-", color=_ORANGE, markersize=5, linewidth=1.2, label="held out")
         title += f", held out {values[-1]:.3f}"
-    axes.set_ylabel("loss (nats per token)", color=drawing.GREY)
+    unit = next((f"per {x}" for x in ("pair", "answer") if f"{x}s" in steps[-1]), "nats per token")
+    axes.set_ylabel(f"loss ({unit})", color=drawing.GREY)
     axes.legend(frameon=False, fontsize=9, labelcolor=drawing.GREY)
     return title
 

@@ -25,6 +25,8 @@ class Block:
         movable: What of `kept` may lie in host memory meanwhile; see `parallel.offload`.
         used: What of it backward needs at once, whatever may stay: three for two gradients.
         again: Which part of its products, and of attention, backward computes again.
+        split: The gradients that those of its weights are made of, which a schedule that splits
+            backward holds meanwhile.
     """
 
     kept: int
@@ -32,6 +34,7 @@ class Block:
     movable: int
     used: int
     again: tuple[float, float]
+    split: int = 0
 
 
 def block_activations(
@@ -95,6 +98,8 @@ def block_activations(
     worst = max(everything + half.beside, norms / 2 + first.kept + first.beside)
     whole, given = everything * item + numbers * FP32, split * item
     results, mode = _numbered(first, half), read_mode(job.recompute)
+    # Of a block's last product, which is no result, and of its normed inputs.
+    passed = given + 2 * split * (item if fused_norms else FP32)
     held, movable, left = whole, whole, list[Result]()
     if mode is not None:
         keeps = mode if mode.budget is None else fitting(results, mode.budget * whole - given)
@@ -110,6 +115,7 @@ def block_activations(
             _operations(left) / _operations(results),
             float(any(x.group == "attention" for x in left)),
         ),
+        split=round(tokens * (sum(x.size for x in results if x.group == "products") + passed)),
     )
 
 
@@ -240,6 +246,7 @@ def _of_experts(job: Job, layout: Layout) -> _Half:
     item, again = job.itemsize / tp, job.recompute != "none"
     low = job.itemsize != FP32
     inputs = d * (not low or shared > 0)
+    summed = d * (1 + low * FP32 / job.itemsize)  # rows are weighted and summed in fp32
     scores = experts.count * FP32 / job.itemsize
     dealt = layout.ep > 1
     sent = [Result("exchanges", WHOLE, 0, k * d * item)] * dealt
@@ -248,7 +255,7 @@ def _of_experts(job: Job, layout: Layout) -> _Half:
     return _Half(
         kept=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
         results=[*_products(item, (d, scores)), *sent, *own, *sent, *beside],
-        beside=(d + d * again + scores + k * max(d, 2 * f - d)) / tp,
+        beside=(d + d * again + scores + k * max(summed, 2 * f - d)) / tp,
         numbers=(2 * experts.count + (8 + 4 * dealt) * k + 4 + d * low) / tp,
         choices=2 * k / tp,
     )

@@ -28,6 +28,11 @@ FP32 = 4
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
+def _items(options: Any) -> tuple[tuple[str, Any], ...]:
+    """Return a mapping as pairs, by which a job can be compared and hashed."""
+    return tuple(dict(options).items())
+
+
 @attrs.frozen(kw_only=True)
 class Job:
     """What is trained, and how: everything that a plan needs to know except layout and machine."""
@@ -64,9 +69,10 @@ class Job:
     """linear for `next_token_linear`, whose logits exist chunk by chunk; plain for `next_token`."""
 
     optimizer: str = "adamw"
-    """What steps, with its options as recipes take them: what it remembers."""
+    """What steps, a name of `optim.OPTIMIZERS`: what it remembers."""
 
-    optimizer_options: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_items)
+    """Its options, given as a mapping: {"moments": "bf16"}."""
 
     mean: bool = False
     """Whether it keeps a mean of the weights; see `optim.together`."""

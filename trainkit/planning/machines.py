@@ -57,7 +57,7 @@ def hardware(name: str) -> Hardware:
     reports. "cpu" is a guess at two cores of a server that talk by gloo.
 
     Args:
-        name: "a100" (80 GB), "h100" (SXM), "h200", "b200" or "cpu".
+        name: "a100" (80 GB), "h100" (SXM), "h200", "b200" or "cpu", in any case.
 
     Raises:
         ValueError: There is no such name.
@@ -67,9 +67,9 @@ def hardware(name: str) -> Hardware:
         79.0
     """
     kinds = _known()
-    if name not in kinds:
+    if name.lower() not in kinds:
         raise ValueError(f"hardware: no machine is named {name!r}; there are {', '.join(kinds)}")
-    return kinds[name]
+    return kinds[name.lower()]
 
 
 def _known() -> dict[str, Hardware]:

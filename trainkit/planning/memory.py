@@ -13,7 +13,13 @@ from functools import partial
 import attrs
 
 from trainkit.optim.table import OPTIMIZERS, options_of, state_bytes
-from trainkit.planning.activations import Block, Head, block_activations, head_activations
+from trainkit.planning.activations import (
+    Block,
+    Head,
+    block_activations,
+    head_activations,
+    tokens_per_microbatch,
+)
 from trainkit.planning.jobs import FP32, Job, num_microbatches, stages_per_rank
 from trainkit.planning.stages import (
     BUCKET,
@@ -45,7 +51,8 @@ class Memory:
         optimizer: Of the optimizer's state, of the same.
         activations: What the blocks keep for backward, and what one block's backward takes besides.
         logits: What the output layer and the loss need at once.
-        gathered: FSDP's gathered parameters, and gradients that are not scattered yet.
+        gathered: FSDP's gathered parameters, and gradients that are not scattered yet; or the
+            copies of parameters that `precision` casts.
         buffers: What communication needs: key and value blocks, stage boundaries.
         peak: The largest sum of all of these at any moment.
         moment: When that is.
@@ -70,13 +77,19 @@ class Memory:
 
 
 def memory_of(
-    job: Job, layout: Layout, *, fused_norms: bool = True, in_backward: bool = False
+    job: Job,
+    layout: Layout,
+    *,
+    pp_rank: int | None = None,
+    fused_norms: bool = True,
+    in_backward: bool = False,
 ) -> Memory:
-    """Return what the pipeline rank holds that needs most.
+    """Return what a pipeline rank holds: the one that needs most, or the one that is asked for.
 
     Args:
         job: What is trained, and how.
         layout: The degrees.
+        pp_rank: Which pipeline rank; None takes the one whose peak is the highest.
         fused_norms: Whether a norm is one kernel, as on a GPU, and keeps its input alone.
         in_backward: Whether parameters are stepped as their gradients arrive, by
             `grads.bind_step_in_backward`.
@@ -93,8 +106,10 @@ def memory_of(
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
     if job.config.experts is not None:  # the first of those with most of them
         ranks.add(max(range(layout.pp), key=lambda rank: part_of(job, layout, rank).experts))
-    how = {"fused_norms": fused_norms, "in_backward": in_backward}
-    found = [_memory_of_rank(job, layout, rank, **how) for rank in sorted(ranks)]
+    found = [
+        _memory_of_rank(job, layout, rank, fused_norms=fused_norms, in_backward=in_backward)
+        for rank in (sorted(ranks) if pp_rank is None else [pp_rank])
+    ]
     return max(found, key=lambda memory: memory.peak)
 
 
@@ -103,10 +118,10 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
 
     Of all parameters, and of the one of which it is the most.
     """
-    options = [*options_of(job.optimizer, job.precision), *job.optimizer_options]
+    options = {**options_of(job.optimizer, job.precision), **dict(job.optimizer_options)}
     each = []
-    rounded = [x for x in options if x.startswith("rounding=")][-1:]
-    rest = job.stored if rounded == ["rounding=kahan"] and job.stored < FP32 else 0
+    is_kahan = options.get("rounding") == "kahan"
+    rest = job.stored if is_kahan and job.stored < FP32 else 0
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         of = partial(state_bytes, job.optimizer, options, hidden=hidden)
         short = of(in_blocks=False) * own.short
@@ -153,10 +168,13 @@ def _memory_of_rank(
         parameters=parameters,
         gradients=gradients if rank.stays else 0,
         optimizer=optimizer,
-        activations=round(rank.waiting(rank.held, 0) - one.kept + one.backward),
+        activations=round(
+            rank.waiting(rank.held, 0) - rank.held * rank.casts - one.kept + one.backward
+        ),
         logits=rank.heads * rank.head.kept + rank.head.beside,
         gathered=max(shard.ends, shard.head, shard.first)
-        + (shard.unit + shard.ahead + shard.scatter + _unreduced(rank)),
+        + (shard.unit + shard.ahead + shard.scatter + _unreduced(rank))
+        + round(max(rank.held * rank.casts, rank.cast)),
         buffers=buffers,
         peak=round(between + buffers + moments[moment]),
         moment=moment,
@@ -176,6 +194,9 @@ def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank
         if many
     }
     of_blocks = _kept(job, part, units, kinds)
+    largest = max(kinds.values(), key=lambda block: block.backward)
+    of_stage, of_block = _casts(job, layout, part, units)
+    again = job.recompute != "none"  # then backward casts them once more, a block at a time
     return _Rank(
         job=job,
         layout=layout,
@@ -184,17 +205,31 @@ def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank
         unit=_largest_unit(part, units),
         ends=ends.trained,
         apart=units_apart(job, layout, part=part)[1].trained,
-        activations=max(kinds.values(), key=lambda block: block.backward),
-        kept=of_blocks[0] / stages_per_rank(layout),
+        activations=largest,
+        kept=of_blocks[0] / stages_per_rank(layout) + _passed_on(job, layout, part),
         movable=of_blocks[1] / stages_per_rank(layout),
+        casts=0.0 if again else of_stage,
+        cast=of_block,
         head=_head(job, layout, part, units, fused_norms),
         sharding=sharding_of(job, layout, part=part),
         unpacked=_unpacked(job, layout, part) if blocks.packed.whole else 0,
         layers=part.layers / stages_per_rank(layout),
-        held=in_flight(job, layout, pp_rank),
+        held=in_flight(job, layout, pp_rank, split=largest.split / largest.kept),
         later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
         heads=_heads_in_flight(job, layout, pp_rank),
     )
+
+
+def _casts(job: Job, layout: Layout, part: Part, units: Units) -> tuple[float, float]:
+    """Return the bytes of a stage's and of a block's weights that `precision` casts in forward.
+
+    FSDP gathers weights cast, once for all microbatches. Without it each microbatch casts its own.
+    """
+    if layout.wrapped > 1 or job.precision.compute == job.precision.storage:
+        return 0.0, 0.0
+    own = blocks_of(part, units)
+    cast = (own.trained.whole + own.frozen.whole) * job.itemsize
+    return cast / stages_per_rank(layout), cast / part.layers
 
 
 def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> tuple[int, int]:
@@ -206,6 +241,18 @@ def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> tu
     numbers = [number for number in part.numbers if number >= units.first_trained]
     found = [kinds[number in routed] for number in numbers]
     return sum(x.kept for x in found), sum(x.movable for x in found)
+
+
+def _passed_on(job: Job, layout: Layout, part: Part) -> float:
+    """Return the bytes that a waiting microbatch adds to what a stage has passed on.
+
+    torch holds its output until its backward. Where a rank has several stages, all that was sent is
+    held to the end of the step, and counted by `buffers_of`: but it has not sent its gradient yet.
+    """
+    output = tokens_per_microbatch(job, layout) * job.config.width / layout.tp * job.itemsize
+    if stages_per_rank(layout) > 1:
+        return -output
+    return output if layout.pp > 1 and not part.head else 0.0
 
 
 def _largest_unit(part: Part, units: Units) -> Sizes:
@@ -263,11 +310,13 @@ class _Rank:
     activations: Block
     kept: float
     movable: float
+    casts: float
+    cast: float
     head: Head
     sharding: Sharding
     unpacked: int
     layers: float
-    held: int
+    held: float
     later: int
     heads: int
     stays: bool = True
@@ -278,7 +327,7 @@ class _Rank:
         budget = self.job.offload_activations
         return 0.0 if budget is None else max(0.0, self.held * self.movable - budget)
 
-    def waiting(self, stages: int, blocks: int) -> float:
+    def waiting(self, stages: float, blocks: int) -> float:
         """Return the bytes on the device of what some stages and blocks have kept."""
         one, budget = self.activations, self.job.offload_activations
         whole, movable = (
@@ -286,7 +335,7 @@ class _Rank:
             for stage, block in ((self.kept, one.kept), (self.movable, one.movable))
         )
         away = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
-        return whole - away
+        return whole - away + stages * self.casts + blocks * (self.cast if self.casts else 0.0)
 
     @property
     def gradients(self) -> int:
@@ -333,7 +382,7 @@ def _moments(rank: _Rank) -> dict[str, float]:
     return moments
 
 
-def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]:
+def _moments_of_pass(rank: _Rank, held: float, *, before: int) -> dict[str, float]:
     """Return the moments of one backward that begins with `before` bytes of gradients.
 
     A gradient that is there already is added to, so that only one weight's is there twice; that of
@@ -350,6 +399,7 @@ def _moments_of_pass(rank: _Rank, held: int, *, before: int) -> dict[str, float]
     weight = rank.blocks.largest * rank.job.itemsize
     of_block = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
     computed = one.backward - one.kept + weight + rank.unpacked + shard.ends + shard.unit
+    computed += 0.0 if rank.casts else rank.cast
     ahead = shard.ahead if rank.layers > 1 else 0
     second = rank.waiting(held, -1) + (at_start if before else at_start + block)
     last_but_one = rank.waiting(held - 1, 2) + (at_end if before else at_end - block)

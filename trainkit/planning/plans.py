@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -48,8 +48,7 @@ class Plan:
     Args:
         layout: The degrees.
         recompute: What is computed again in backward.
-        why_not: Why it cannot be, in one sentence, and whether `reduce="each"` would help; empty
-            where it can.
+        why_not: Why it cannot be, in one sentence; empty where it can.
         memory: Bytes of the rank that needs most; None where the model does not allow the layout.
         traffic: What one rank sends in a step.
         seconds: The estimated time of a step.
@@ -78,6 +77,7 @@ def plan(
     hardware: Hardware,
     *,
     recompute: Sequence[str] = ("none", "selective", "full"),
+    reduce: Sequence[Literal["last", "each"]] | None = None,
     efficiency: float = 0.5,
     headroom: float = 0.1,
 ) -> list[Plan]:
@@ -92,13 +92,15 @@ def plan(
         layouts: Those to try, for instance `layouts_of(8, like=Layout(fold_sp="none"))`.
         hardware: What they run on; `hardware("h100")`, or your own record.
         recompute: The policies to try, in place of the job's.
+        reduce: After which microbatches FSDP reduces gradients, in place of the layouts': `("last",
+            "each")` tries both wherever they differ.
         efficiency: The fraction of the peak that the arithmetic reaches.
         headroom: The fraction of memory that is not planned with: the driver's, the kernels' and
             what fragments.
 
     Returns:
-        One plan for each layout and policy: those that fit, fastest first, then those whose memory
-        does not suffice, least first, then those that the model does not allow.
+        One plan for each layout, policy and reduction: those that fit, fastest first, then those
+        whose memory does not suffice, least first, then those that the model does not allow.
 
     Raises:
         ConfigError: A fraction is out of range, or a policy unknown.
@@ -119,9 +121,22 @@ def plan(
     usable = round(hardware.memory * (1 - headroom))
     jobs = [attrs.evolve(job, recompute=policy) for policy in recompute]
     plans = [
-        _plan_one(job, layout, hardware, usable, efficiency) for layout in layouts for job in jobs
+        _plan_one(one, reducing, hardware, usable, efficiency)
+        for layout in layouts
+        for reducing in _reductions(job, layout, reduce)
+        for one in jobs
     ]
     return sorted(plans, key=_order)
+
+
+def _reductions(
+    job: Job, layout: Layout, reduce: Sequence[Literal["last", "each"]] | None
+) -> list[Layout]:
+    """Return the layout with each way to reduce, or one where FSDP reduces once anyway."""
+    if reduce is None:
+        return [layout]
+    differ = layout.wrapped > 1 and num_microbatches(job, layout) > 1
+    return [attrs.evolve(layout, reduce=one) for one in (reduce if differ else reduce[:1])]
 
 
 def _kind(job: Job) -> str:
@@ -143,7 +158,7 @@ def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficie
         return Plan(layout, job.recompute, why_not)
     memory = memory_of(job, layout, fused_norms=hardware.fused_norms)
     if memory.peak > usable:
-        why_not = _too_large(memory, usable) + _remedy(job, layout, hardware, usable)
+        why_not = _too_large(memory, usable)
     seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
     whole = part_of(job, Layout(), 0)
     flops = job.rows * _row_flops(job, whole)
@@ -170,12 +185,6 @@ def _too_large(memory: Memory, usable: int) -> str:
         f"{_gib(memory.peak)} GiB ({memory.moment}) exceed {_gib(usable)} GiB; most are "
         f"{largest}: {_gib(getattr(memory, largest))} GiB"
     )
-
-
-def _remedy(job: Job, layout: Layout, hardware: Hardware, usable: int) -> str:
-    """Say whether a layout fits where gradients do not wait whole for the last microbatch."""
-    each = memory_of(job, attrs.evolve(layout, reduce="each"), fused_norms=hardware.fused_norms)
-    return f'; with reduce="each" it fits: {_gib(each.peak)} GiB' if each.peak <= usable else ""
 
 
 def _gib(size: float) -> str:

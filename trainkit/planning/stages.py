@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import pairwise
 
@@ -77,34 +76,49 @@ def blocks_of(part: Part, units: Units) -> Held:
     return units.blocks(part.numbers) + units.dealt(part.numbers)
 
 
-def in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
+def in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> float:
     """Return the most (stage, microbatch) pairs whose activations a rank holds at once.
 
     All microbatches for GPipe and looped BFS; p - rank for 1F1B; its interleaved form holds more of
     smaller stages (Narayanan et al., "Efficient large-scale language model training on GPU
-    clusters", 2021). Where backward is split, every rank holds as much as the first one of 1F1B,
-    and some that wait for their weights' gradients (Qi et al., "Zero bubble pipeline parallelism",
-    2023): one, and in torch's interleaved form (from 2.11 on) more on later ranks.
+    clusters", 2021). Where backward is split, a pair whose gradient of the input has been sent
+    waits for its weights' gradients, and holds the gradients that these are made of as well (Qi et
+    al., "Zero bubble pipeline parallelism", 2023); how many do is read off torch's orders (from
+    2.11 on).
+
+    Args:
+        job: What is trained.
+        layout: The degrees and the schedule.
+        pp_rank: Which rank it is.
+        split: What a pair that waits for its weights' gradients holds besides its activations, as a
+            part of them.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
         >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8)
         >>> [in_flight(job, Layout(pp=4), rank) for rank in range(4)]
         [4, 3, 2, 1]
+        >>> layout = Layout(pp=4, schedule="zero_bubble_v")
+        >>> [in_flight(job, layout, rank, split=0.5) for rank in range(4)]
+        [8.5, 8.5, 8.5, 10.5]
     """
-    p, v, m = layout.pp, stages_per_rank(layout), num_microbatches(job, layout)
+    p, v, m, rank = layout.pp, stages_per_rank(layout), num_microbatches(job, layout), pp_rank
     if p == 1:
         return 1
+    # How many pairs wait for a backward, and how many for their weights' gradients alone.
     most = {
-        "gpipe": m,
-        "looped_bfs": v * m,
-        "1f1b": p - pp_rank,
-        "interleaved_1f1b": 2 * (p - pp_rank - 1) + (v - 1) * p + 1,
-        "interleaved_zero_bubble": v * p + 1 + math.ceil(pp_rank / 2),
-        "zero_bubble_v": 2 * p + 1,
-        "dual_pipe_v": 2 * p + 1,
+        "gpipe": [(m, 0)],
+        "looped_bfs": [(v * m, 0)],
+        "1f1b": [(p - rank, 0)],
+        "interleaved_1f1b": [(2 * (p - rank - 1) + (v - 1) * p + 1, 0)],
+        "interleaved_zero_bubble": [(v * p - 1 - rank, 1 + rank)],
+        "zero_bubble_v": [(2 * p - 1, 1), (p - 1 - rank, 2 * rank + 1)],
+        "dual_pipe_v": [(2 * p + 1, 0)],
     }
-    return min(most[layout.schedule], v * m)
+    return max(
+        min(whole + halves, v * m) + split * min(halves, v * m)
+        for whole, halves in most[layout.schedule]
+    )
 
 
 @attrs.frozen
@@ -154,8 +168,7 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     if layout.wrapped == 1:
         cast = item if job.precision.compute != job.precision.storage else 0
-        own = ends + blocks
-        return Sharding(ends=(own.trained.whole + own.frozen.whole) * cast)
+        return Sharding(ends=(ends.trained.whole + ends.frozen.whole) * cast)
     kinds = [layer for layer, _ in units.counts(part.numbers)]
     stay = 0 if reshards(layout) else blocks.gathered(item)
     block = 0 if stay else max(x.block.gathered(item) for x in kinds)
@@ -200,7 +213,8 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
     The ring holds two blocks of keys and values, the present and the next one, in backward as many
     of their gradients in fp32, and an fp32 sum of the queries' gradients (or of the output). The
     pipeline stages of torch (from 2.11 on) hold a receiving buffer for every microbatch of a step
-    and each of their boundaries.
+    and each of their boundaries; schedules with several stages on a rank also hold what was sent
+    across them until the step ends.
 
     Examples:
         >>> from trainkit.models.sizes import decoder_config
@@ -214,7 +228,7 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
     if layout.pp == 1:
         return round(ring)
     boundary = tokens * config.width / layout.tp * job.itemsize
-    borders = pipeline_borders(layout, pp_rank)
+    borders = pipeline_borders(layout, pp_rank) * (2 if stages_per_rank(layout) > 1 else 1)
     return round(ring + num_microbatches(job, layout) * borders * boundary)
 
 

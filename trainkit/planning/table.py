@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainkit.planning.plans import Plan
 
 _HEADER = (
-    *("layout", "recompute", "peak GiB", "params", "grads", "optim", "activ.", "logits"),
+    *("layout", "recompute", "reduce", "peak GiB", "params", "grads", "optim", "activ.", "logits"),
     *("gathered", "sent GB", "step s", "tokens/s", "util."),
 )
 
@@ -40,7 +40,7 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     lines += _more(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
-        lines += _columns([(str(one.layout), one.recompute, one.why_not) for one in large[:limit]])
+        lines += _columns([(*_choices(one), one.why_not) for one in large[:limit]])
         lines += _more(len(large), limit, "that do not fit")
     if impossible:
         lines += ["", "not possible:"]
@@ -59,7 +59,12 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
     if not any(host):
         return rows
     column = ["host", *(_figure(size / 2**30) for size in host)]
-    return [(*row[:3], cell, *row[3:]) for row, cell in zip(rows, column, strict=True)]
+    return [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, column, strict=True)]
+
+
+def _choices(one: Plan) -> tuple[str, str, str]:
+    """Return what a recipe is told to get this plan: degrees, --recompute and --reduce."""
+    return str(one.layout), one.recompute, one.layout.reduce
 
 
 def _row(one: Plan) -> tuple[str, ...]:
@@ -72,8 +77,7 @@ def _row(one: Plan) -> tuple[str, ...]:
     )
     sent = sum(transfer.sent for transfer in one.traffic)
     return (
-        str(one.layout),
-        one.recompute,
+        *_choices(one),
         *(_figure(size / 2**30) for size in sizes),
         _figure(sent / 1e9),
         _figure(one.seconds.step),
@@ -94,7 +98,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if i < 2 or len(row) == 3 else cell.rjust(width)
+            cell.ljust(width) if i < 3 or len(row) == 4 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows

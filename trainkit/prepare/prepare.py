@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from trainkit.chat.encode import answers_warning
 from trainkit.corpora.records import RECORD_SUFFIXES
 from trainkit.corpora.shards import left_out
 from trainkit.corpora.text import TEXT_SUFFIXES, check_name
@@ -107,6 +108,8 @@ def prepare_corpus(
     *,
     tokenizer: Tokenizer,
     make_encode: MakeEncode | None = None,
+    template_hash: str | None = None,
+    made_with: Mapping[str, str] | None = None,
     field: str = "text",
     suffixes: Sequence[str] = TEXT_SUFFIXES,
     keep: Callable[[str], bool] | None = None,
@@ -136,6 +139,10 @@ def prepare_corpus(
             a function at the top of a module, or a `functools.partial` of one. What it returns may
             have an attribute `counts`, a `Counter` of what happened, and `columns`, the `Column`s
             of its samples by name. `tokenizers.sample_encoder` is one for records of ids.
+        template_hash: Of the template with which `make_encode` writes conversations, as the
+            function of that name gives it; the token file says it.
+        made_with: The names of the "tokenizer" and the "template", as a command line has them; the
+            token file says them too.
         field: The field of a record that holds its text.
         suffixes: How the names of a directory's text files end.
         keep: Says by its relative path whether a file of a directory is wanted.
@@ -150,8 +157,9 @@ def prepare_corpus(
         progress: Called whenever a part is finished.
 
     Raises:
-        DataError: The source is missing, empty or damaged, a document cannot be encoded, or a
-            process died. The message names the file and the line, or the process and the chunk.
+        DataError: The source is missing, empty or damaged, a document cannot be encoded, a process
+            died, or the template hides too many answers (`chat.answers_warning`). The message names
+            the file and the line, or the process and the chunk.
         DiskError: A file cannot be written, or the disk is full.
         ConfigError: Another process prepares the same file, or a library is missing.
         ValueError: An argument is out of its range.
@@ -173,6 +181,7 @@ def prepare_corpus(
     check_out(out)
     check_range("prepare", at_least=1, workers=workers)
     work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
+    work = attrs.evolve(work, settings={**work.settings, "template": template_hash})
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     kinds = (*suffixes, *RECORD_SUFFIXES)
     for told in filter(None, (left_out(path, kinds) for path in _paths_of(source))):
@@ -195,8 +204,10 @@ def prepare_corpus(
         _write_parts(work, todo, executor, crew, timeout=timeout, done=done)
         sums = summed(parts.values())
         _check_content(sums, _paths_of(source))
+        if warning := answers_warning(sums.counts):
+            say(warning)
         say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
-        corpus = _join(out, work, [parts[i] for i in range(len(chunks))])
+        corpus = _join(out, work, [parts[i] for i in range(len(chunks))], made_with)
     seconds = time.monotonic() - begun
     return Prepared(
         path=out,
@@ -321,7 +332,9 @@ def _check_content(sums: Tally, sources: Sequence[Path]) -> None:
         raise DataError(f"prepare: {place}: no documents: {found}", where=place)
 
 
-def _join(out: Path, work: Work, parts: Sequence[Tally]) -> TokenCorpus:
+def _join(
+    out: Path, work: Work, parts: Sequence[Tally], made_with: Mapping[str, str] | None
+) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
     needed = sum(file.stat().st_size for file in work.folder.glob(f"*{SUFFIX}"))
     if (free := shutil.disk_usage(out.parent).free) < needed:
@@ -336,6 +349,8 @@ def _join(out: Path, work: Work, parts: Sequence[Tally]) -> TokenCorpus:
         vocab_size=work.settings["vocab_size"],
         tokenizer_hash=work.settings["tokenizer"],
         columns=whole.columns,
+        template_hash=work.settings["template"],
+        made_with=made_with,
     )
     with disk_errors(out, by="prepare"):
         joined.replace(out)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import orjson
 
 from trainkit.files import flush, point_nowhere, say_on_stderr
-from trainkit.types import TrainkitError
+from trainkit.types import TrainkitError, error_text
 
 SAVED = 75
 """The exit code of a run that was told to stop and is saved: start the same command again."""
@@ -58,7 +58,14 @@ _MEMORY_HINT = (
 )
 _FILES_WORDS = re.compile(r"too many open files", re.IGNORECASE)
 _FILES_HINT = "let the process open more files (ulimit -n 65536), and run the same command again"
+_THREAD_WORDS = re.compile(r"can't start new thread", re.IGNORECASE)
+_THREAD_HINT = (
+    "let the user start more threads and processes (ulimit -u), or start fewer of them "
+    "(OMP_NUM_THREADS, --workers), and run the same command again"
+)
 _LONGEST = 2000  # characters of another library's error
+_LONGEST_FACT = 8000  # of anything else that is told
+_LONGEST_TRACEBACK = 1_000_000
 _HINTS = {
     _PEER: "another rank ended or is stuck: its own report says why; run the same command again",
     _BUG: "this is a bug in trainkit or in the recipe; the traceback says where",
@@ -190,12 +197,18 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _open_standard_files() -> None:
-    """Let no file that is opened get the number of a standard one that was closed at the start."""
+    """Let no file that is opened get the number of a standard one that was closed at the start.
+
+    Python has None for such a one, which libraries that print do not expect.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until the process ends)
 
 
 def _ignore_signals() -> None:
@@ -224,7 +237,7 @@ def error_code(error: BaseException) -> int:
     """Return the exit code of a recipe that `error` ends.
 
     Returns:
-        64 configuration, environment (no file left to open) or a bad argument, 65 data, 66
+        64 configuration, environment (no file or thread left) or a bad argument, 65 data, 66
         checkpoint, 67 numerics, 68 a peer lost or a timeout, 70 a bug or no memory left, 74 disk,
         76 interrupted.
 
@@ -232,17 +245,17 @@ def error_code(error: BaseException) -> int:
         >>> error_code(ValueError("x")), error_code(OSError(28, "No space left on device"))
         (64, 74)
     """
+    if _limit_hint(error):
+        return _USAGE
     if isinstance(error, TrainkitError):
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED
-    if is_out_of_memory(error):
-        return _BUG
-    if _is_peer_loss(error) and not _is_out_of_files(error):
+    if _is_peer_loss(error) and not is_out_of_memory(error):
         return _PEER
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return _DISK
-    return _USAGE if isinstance(error, ValueError) or _is_out_of_files(error) else _BUG
+    return _USAGE if isinstance(error, ValueError) else _BUG
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -257,15 +270,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch's own is known by name, since whoever reports need not have loaded torch.
     if any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(error_text(error)) is not None
 
 
-def _is_out_of_files(error: BaseException) -> bool:
-    """Return whether the process, or the system, has no number for another file."""
-    is_plain = isinstance(error, OSError | RuntimeError | ImportError)
-    return getattr(error, "errno", None) in {errno.EMFILE, errno.ENFILE} or (
-        is_plain and _FILES_WORDS.search(str(error)) is not None
-    )
+def _limit_hint(error: BaseException) -> str | None:
+    """Return what to do where an error came of a limit of the system on files or threads.
+
+    Such an error may have become another one, a peer that cannot be reached for instance.
+    """
+    seen = list[BaseException]()
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        number = getattr(cause, "errno", None)
+        is_plain = isinstance(cause, OSError | RuntimeError | ImportError)
+        text = error_text(cause) if is_plain else ""
+        if number in {errno.EMFILE, errno.ENFILE} or _FILES_WORDS.search(text):
+            return _FILES_HINT
+        # A process that cannot be forked; as the cause of another error it is a lock that is held.
+        is_fork = cause is error and isinstance(error, BlockingIOError)
+        if is_fork or _THREAD_WORDS.search(text):
+            return _THREAD_HINT
+        cause = cause.__cause__
+    return None
 
 
 def bytes_asked(error: BaseException) -> str | None:
@@ -276,7 +303,7 @@ def bytes_asked(error: BaseException) -> str | None:
         '20.00 GiB'
         >>> bytes_asked(MemoryError())
     """
-    found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", str(error))
+    found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", error_text(error))
     return found[1] if found else None
 
 
@@ -288,14 +315,13 @@ def _is_peer_loss(error: BaseException) -> bool:
     return (
         isinstance(error, RuntimeError | ConnectionError | TimeoutError)
         and not isinstance(error, BrokenPipeError)
-        and _PEER_WORDS.search(str(error)) is not None
+        and _PEER_WORDS.search(error_text(error)) is not None
     )
 
 
 def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
     code, no_memory = error_code(error), is_out_of_memory(error)
-    hint = _MEMORY_HINT if no_memory else _HINTS.get(code)
-    hint = _FILES_HINT if _is_out_of_files(error) else hint
+    limit, hint = _limit_hint(error), _MEMORY_HINT if no_memory else _HINTS.get(code)
     facts = {
         "code": code,
         "what": _what(error),
@@ -304,17 +330,18 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
         "step": None if run_dir is None else last_step(Path(run_dir) / "metrics.jsonl"),
         "got": getattr(error, "got", None) or (bytes_asked(error) if no_memory else None),
         "want": getattr(error, "want", None),
-        "hint": getattr(error, "hint", None) or hint,
+        "hint": limit or getattr(error, "hint", None) or hint,
     }
     # A whole line of JSON whatever the error carries: a tensor or a set has a repr.
     plain = (str, int, float, bool, type(None))
-    return {k: v if isinstance(v, plain) else repr(v) for k, v in facts.items()}
+    shown = {k: v if isinstance(v, plain) else repr(v) for k, v in facts.items()}
+    return {k: v[:_LONGEST_FACT] if isinstance(v, str) else v for k, v in shown.items()}
 
 
 def _what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
-    text = " ".join(str(error).split())
+    text = " ".join(error_text(error, most=_LONGEST_FACT - 100).split())
     is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text
@@ -353,7 +380,7 @@ def _keep_traceback(
     error: BaseException, run_dir: str | Path | None, facts: dict[str, Any]
 ) -> Path | None:
     """Append the traceback to the rank's file and return its path, or print it if that fails."""
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))[:_LONGEST_TRACEBACK]
     if run_dir is not None:
         path = Path(run_dir) / "errors" / f"rank_{facts['rank']:05d}.txt"
         with contextlib.suppress(OSError):

@@ -6,7 +6,7 @@ import attrs
 
 from trainkit.types import rule
 
-_waited = rule(lambda value: 0 < value <= 30 * 86400, "above 0 and at most 30 days in seconds")
+_waited = rule(lambda value: 1 <= value <= 30 * 86400, "from 1 to 2592000 seconds (30 days)")
 
 
 @attrs.frozen(kw_only=True)

@@ -122,9 +122,13 @@ def _see(path: Path, token: str, rank: int, patience: float) -> None:
 
 
 def _read_text(path: Path) -> str:
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(4096)
-    return ""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(4096)
+    except OSError as error:
+        if error.errno in {errno.EMFILE, errno.ENFILE}:  # it says nothing of what is there
+            raise
+        return ""
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ import orjson
 
 from trainkit.types import PeerError
 
+IN_UNIT = "a unit of fsdp"
+"""What stands in a beat's `doing` where a unit of FSDP2 is gathered or its gradients reduced."""
 SILENT = 4.0
 """Seconds without a new beat after which a rank on this host is silent."""
 SILENT_AFAR = 65.0
@@ -44,7 +46,8 @@ class Beat:
 
     `elapsed` is how long its phase has lasted and `allow` how long it may, in seconds. `doing` is
     what its main thread was at, `waits` if that was a collective, `busy` the share of time in which
-    it was none (-1: not known yet). `state` is "running", "ended" or "failed".
+    it was none (-1: not known yet), `still` the seconds since it has last written a part of a save.
+    `state` is "running", "ended" or "failed".
     """
 
     session: str
@@ -55,6 +58,7 @@ class Beat:
     doing: str
     busy: float = -1.0
     waits: bool = False
+    still: float = 0.0
     state: str = "running"
 
     @property
@@ -391,6 +395,19 @@ def are_apart(beats: Mapping[int, Beat | None]) -> bool:
     """
     known = [beat for beat in beats.values() if beat is not None and beat.waits]
     return len(known) == len(beats) and len({beat.doing for beat in known}) > 1
+
+
+def are_in_units(beats: Mapping[int, Beat | None]) -> bool:
+    """Return whether all ranks wait for each other in collectives, one at least in an FSDP unit's.
+
+    Examples:
+        >>> a = Beat("a", 1, "step 3", 61.0, 60.0, f"forward (x.py:1) > {IN_UNIT} (unshard)")
+        >>> a = attrs.evolve(a, waits=True)
+        >>> are_in_units({0: a, 1: a}), are_in_units({0: a, 1: attrs.evolve(a, waits=False)})
+        (True, False)
+    """
+    all_wait = all(beat is not None and beat.waits for beat in beats.values())
+    return all_wait and any(beat is not None and IN_UNIT in beat.doing for beat in beats.values())
 
 
 # ------------------------------------------------------------------------------------ words

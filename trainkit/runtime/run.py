@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from trainkit import checkpoint, health
 from trainkit.checkpoint.guard import Guard
+from trainkit.checkpoint.manifest import step_of
 from trainkit.checkpoint.save import Save
-from trainkit.collectives import together
-from trainkit.files import replacing, toml_text
+from trainkit.collectives import all_gather_json, together
+from trainkit.files import replacing, say_on_stderr, toml_text
 from trainkit.mesh import launch_notes, parallel_session
 from trainkit.metrics import memory_stats, step_records
 from trainkit.optim.together import averaged
@@ -38,7 +39,7 @@ from trainkit.runtime.lock import run_lock
 from trainkit.runtime.reproducible import set_numerics
 from trainkit.runtime.signals import Asked, stop_votes, trap_signals
 from trainkit.runtime.startup import agree_at_start, code_facts
-from trainkit.runtime.watchdog import Announce, watch
+from trainkit.runtime.watchdog import Announce, is_echo, watch
 from trainkit.schedules import due
 from trainkit.sinks.lines import read_jsonl, sync_lines
 from trainkit.sinks.named import named_sinks
@@ -48,7 +49,9 @@ from trainkit.types import (
     ForwardBackward,
     Layout,
     Numerics,
+    NumericsError,
     ParallelState,
+    PeerError,
     Sink,
     StepBatch,
     TrainState,
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_SOFTWARE = "software"  # a fact that may change, as people mend their recipes: it is told
 _STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
@@ -76,7 +80,8 @@ class Loop:
     them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
     back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
     one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
-    and before all that is done between steps, and nothing else waits for the device."""
+    and before all that is done between steps, and nothing else waits for the device. After the
+    first step an event "memory" has the peak of every rank."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
@@ -86,8 +91,8 @@ class Loop:
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
-    save is due or the run stops (`saves`), collects garbage (`collected_by_hand`), and returns why
-    it stops, or None."""
+    save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
+    (`saves`), collects garbage (`collected_by_hand`), and returns why it stops, or None."""
 
     event: Callable[..., None]
     """`event(name, **facts)` adds a line to events.jsonl."""
@@ -115,7 +120,8 @@ class Run:
     resume: Callable[..., TrainState]
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
     checkpoints have room (`checkpoint.require_space`), goes on from the last one or begins
-    (`checkpoint.resume`), says which, and writes config.toml."""
+    (`checkpoint.resume`), says which, and writes config.toml. Beside `facts` checkpoints hold what
+    they were written by (`code_facts`): other code goes on, and is told."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
@@ -177,6 +183,7 @@ def open_run(
     """
     layout, limits = layout or Layout(), limits or Limits()
     start = timedelta(seconds=limits.start_timeout)
+    progress = checkpoint.Progress()
     longest = max(start, timedelta(seconds=10 * limits.step_timeout))
     if numerics is not None:
         set_numerics(numerics)
@@ -194,17 +201,19 @@ def open_run(
             allow=limits.start_timeout,
             grace=limits.grace,
             hold=hold,
+            written=lambda: progress.parts,
         ) as phase,
         stop_votes(asked, ps.world) as stopping,
     ):
         same = {f"config.{name}": x for name, x in (config or {}).items() if name != "out"}
-        agree_at_start(ps.world, same | code_facts())
+        software = code_facts()  # once: a recipe may be edited while it runs
+        agree_at_start(ps.world, same | software)
         say = printer(ps.world.share)
         for note in launch_notes(os.environ):
             say(note)
         if numerics is not None:
             say(str(numerics))
-        frame = _Frame(folder, ps, say, phase, stopping, limits, config)
+        frame = _Frame(folder, ps, say, phase, stopping, limits, software, config, progress)
         yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
 
 
@@ -212,6 +221,16 @@ def open_run(
 def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
     together(lambda: str(make_run_dir(run_dir)), axis)
     yield Path(run_dir)
+
+
+def _with_software(facts: checkpoint.Facts | None, software: Mapping[str, str]) -> checkpoint.Facts:
+    """Return the facts of a run and, as one of them, the code that it is run by."""
+
+    def facts_at(batches: int) -> Mapping[str, Any]:
+        known = facts(batches) if callable(facts) else facts or {}
+        return {**known, _SOFTWARE: software}
+
+    return facts_at
 
 
 @attrs.define(eq=False)
@@ -224,7 +243,9 @@ class _Frame:
     phase: Announce
     stopping: Asked
     limits: Limits
+    software: Mapping[str, str]
     config: Mapping[str, Any] | None
+    progress: checkpoint.Progress
     facts: checkpoint.Facts | None = None
     told: list[str] = attrs.field(factory=list)  # how the run began
 
@@ -237,7 +258,8 @@ class _Frame:
         changes: checkpoint.Changes | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = list(stages), facts
+        stages, self.facts = list(stages), _with_software(facts, self.software)
+        changes = changes or checkpoint.Changes()
         checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
             self.dir,
@@ -246,8 +268,8 @@ class _Frame:
             optimizer,
             self.ps,
             request=request,
-            facts=facts,
-            changes=changes or checkpoint.Changes(),
+            facts=self.facts,
+            changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
             tell=self.told.append,
         )
         self.say("\n".join(self.told) or "beginning afresh")
@@ -273,7 +295,13 @@ class _Frame:
             self.say(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
+        policy, stages = policy or health.Policy(), list(stages)
         others = named_sinks(keeping.sinks, self.dir, config=self.config)
+        opened = list[_Around]()
+
+        def unsaved(error: BaseException) -> checkpoint.Unsaved | None:
+            return opened[0].unsaved(error) if opened else None
+
         with (
             run_sinks(self.dir, self.ps.world.share, step=state.step, last=steps, extra=others) as (
                 log,
@@ -281,10 +309,10 @@ class _Frame:
             ),
             checkpoint.guarded_saves(
                 self.dir,
-                list(stages),
+                stages,
                 optimizer,
                 self.ps,
-                policy=policy or health.Policy(),
+                policy=policy,
                 replay=replay,
                 event=event,
                 facts=self.facts,
@@ -294,13 +322,20 @@ class _Frame:
                 grace=self.limits.grace or 25.0,
                 before_commit=partial(sync_lines, self.dir),
                 tell=self.say,
+                unsaved=unsaved,
+                progress=self.progress,
             ) as (save, guard),
             collected_by_hand() as collect,
         ):
-            event("resume", step=state.step, told=self.told)
-            around = _Around(self, optimizer, steps, keeping, log, event, save, guard, collect)
-            yield Loop(around.after, around.evaluated, around.keep, event)
-            around.end()
+            event("resume", step=state.step, told=self.told, software=self.software)
+            around = _Around(
+                self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
+            )
+            around.first = around.hold(state).step
+            opened.append(around)
+            with around.optimizer_steps_counted():
+                yield Loop(around.after, around.evaluated, around.keep, event)
+                around.end()
         if around.stop:
             why, again = f"({around.stop})", "the same command goes on from there"
             self.say(f"stopped after step {around.step} {why}; {again}")
@@ -322,9 +357,15 @@ class _Frame:
 
 @attrs.define(eq=False)
 class _Around:
-    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote."""
+    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote.
+
+    `held` is the state that the stages and the optimizer hold, as far as the loop knows it. It is
+    whole until the next optimizer step begins, which writes parameters and moments one by one and
+    is followed by the counters: see `unsaved`.
+    """
 
     frame: _Frame
+    stages: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     steps: int
     keeping: checkpoint.Keeping
@@ -333,13 +374,81 @@ class _Around:
     save: Save
     guard: Guard
     collect: Collect
+    policy: health.Policy
     begin: float = attrs.field(factory=time.perf_counter)
     score: tuple[int, float] | None = None
+    best: int | None = None  # the step of the last evaluation, if that was one of the best so far
     stop: str | None = None
     step: int = 0
     pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
     batch: StepBatch | None = None  # of the last of them
     begun: bool = False
+    held: TrainState | None = None
+    optimizer_steps: int = 0
+    steps_of_held: int = 0  # optimizer steps that `held` is the outcome of
+    first: int = 0  # the step that the loop began with
+    last_saved: int | None = None  # the step of which a save was begun last
+    memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when last looked at
+
+    @contextlib.contextmanager
+    def optimizer_steps_counted(self) -> Iterator[None]:
+        def count(*_: Any) -> None:
+            self.optimizer_steps += 1
+
+        handle = self.optimizer.register_step_pre_hook(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def hold(self, state: TrainState) -> TrainState:
+        """Return a state, and know that it is what the stages and the optimizer hold."""
+        self.held, self.steps_of_held = state, self.optimizer_steps
+        return state
+
+    def unsaved(self, error: BaseException) -> checkpoint.Unsaved | None:
+        """Return the state that is whole when an error ends the run, if it is not saved already.
+
+        Nothing here communicates. After a `NumericsError` it is an earlier state that is wanted.
+        """
+        state, follows = self.held, is_echo(error) or isinstance(error, PeerError)
+        if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
+            return None
+        if self.optimizer_steps != self.steps_of_held:
+            if not follows:
+                say_on_stderr(
+                    f"warning: step {state.step} cannot be saved: the error came within step "
+                    f"{state.step + 1}, after its optimizer step had begun"
+                )
+            return None
+        try:
+            state = self.look(state, self._judge_alone)
+        except NumericsError:  # what follows from it, all ranks decide together
+            return None
+        scored, score = self.score or (None, None)
+        return checkpoint.Unsaved(
+            state, say_on_stderr, score if scored == state.step else None, follows
+        )
+
+    def _is_saved(self, step: int) -> bool:
+        newest = checkpoint.list_checkpoints(self.frame.dir / "checkpoints")[:1]
+        was_begun = step == self.last_saved and [step_of(path) for path in newest] == [step]
+        return step == self.first or was_begun
+
+    def _judge_alone(
+        self,
+        state: TrainState,
+        record: Mapping[str, Any],
+        batch: StepBatch | None,
+        *,
+        seen: health.Memory | None = None,
+    ) -> TrainState:
+        """Judge a step as `guard_numbers` does, without asking other ranks."""
+        del batch
+        action, state = health.judge(state, record, self.policy, seen=seen)
+        if action.reason:
+            raise NumericsError(action.reason)
+        return state
 
     def after(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
@@ -352,34 +461,61 @@ class _Around:
                 k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in metrics.items()
             }
             self.pending.append((state, kept))
-            return state
+            return self.hold(state)
+        if not self.begun:  # a save that cannot succeed is refused here, not many steps later
+            checkpoint.check_savable(state, self.stages, self.optimizer, self.frame.ps)
         self.pending.append((state, metrics))
         # The next steps may take their time from here on: these have been handed to the device.
         self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
-        self.begun = True
-        return self.look(state)
+        is_first, self.begun = not self.begun, True
+        state = self.look(state)
+        if is_first:
+            self.report_memory(state.step)
+        return state
 
-    def look(self, state: TrainState) -> TrainState:
+    def report_memory(self, step: int) -> None:
+        """Write the peak of every rank: the lines of the steps have the first rank's alone."""
+        peaks = all_gather_json(self.memory["memory_peak"], self.frame.ps.world)
+        self.event("memory", step=step, memory_peak=peaks)
+        if len(peaks) > 1:
+            most = max(peaks)
+            self.frame.say(
+                f"memory: at most {most / 2**30:.2f} GiB on a rank so far, on rank "
+                f"{peaks.index(most)}; metrics.jsonl has that of rank 0"
+            )
+
+    def look(self, state: TrainState, guard: Guard | None = None) -> TrainState:
         """Write the lines of the steps that nobody has looked at and judge them, one by one.
 
         A roll-back from one of them gives up those after it, as if they had not been taken.
         """
-        steps = self.pending
+        guard, steps = guard or self.guard, self.pending
+        self.held = None  # a roll-back writes parameters
         self.pending = []
         known = steps[0][0].health if steps else state.health
         records = step_records([metrics for _, metrics in steps], begin=self.begin)
-        memory = memory_stats(self.frame.ps.device) if steps else {}
+        if steps:
+            self.memory = self._memory()
         for (at, _), record in zip(steps, records, strict=True):
-            record.update(memory)
+            record.update(self.memory)
             self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
             judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
-            after = self.guard(judged, record, batch, seen=at.health)
+            after = guard(judged, record, batch, seen=at.health)
             self.begin = time.perf_counter()
             if after.step < at.step:
-                return after
+                self.last_saved = after.step
+                return self.hold(after)
             known = after.health
-        return attrs.evolve(state, health=health.with_scale_of(state.health, known))
+        scaled = health.with_scale_of(state.health, known)
+        return self.hold(attrs.evolve(state, health=scaled))
+
+    def _memory(self) -> dict[str, int]:
+        device, before = self.frame.ps.device, self.memory.get("memory_peak", 0)
+        found = memory_stats(device)
+        if device.type == "cpu":  # whose peak is that of the whole process
+            found["memory_peak"] = max(before, found["memory_peak"])
+        return found
 
     def end(self) -> None:
         if self.pending:
@@ -398,21 +534,30 @@ class _Around:
         with averaged(self.optimizer):
             found = evaluate()
         state = health.refuse_divergence(state, found["loss"])
+        score = found.get("score", found["loss"])
+        if state.step > 0:  # the weights that a run begins with are no checkpoint of it
+            is_best, memory = health.among_best(score, state.health, most=self.keeping.keep_best)
+            state = attrs.evolve(state, health=memory)
+            self.best = state.step if is_best else None
+        self.hold(state)
         self.event("evaluation", step=state.step, **found)
-        unit = "pair" if "pairs" in found else "token"
-        told = f"{found['loss']:.4f} nats per {unit}, {found[f'{unit}s']} {unit}s"
+        unit = next((x for x in ("pair", "answer") if f"{x}s" in found), "token")
+        nats = "nats " if unit == "token" else ""
+        told = f"{found['loss']:.4f} {nats}per {unit}, {found[f'{unit}s']} {unit}s"
         self.frame.say(f"held out: {told}")
-        self.score = state.step, found.get("score", found["loss"])
+        self.score = state.step, score
         self.begin = time.perf_counter()
         return state
 
     def keep(self, state: TrainState) -> str | None:
         self.stop = self.frame.stopping()
-        if self.stop or self._saves(state):
+        saves = self.stop or self._saves(state) or self.best == state.step
+        if saves:
             state = self.look(state)
             scored, score = self.score or (None, None)
+            self.last_saved = state.step
             self.save(state, score if scored == state.step else None)
-        self.collect(idle=self._saves(state))
+        self.collect(idle=bool(saves))
         self.step = state.step
         if not self.pending:
             self.begin = time.perf_counter()

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from trainkit.checkpoint.flight import SAVE_THREAD
+from trainkit.checkpoint.flight import save_threads
 from trainkit.checkpoint.manifest import list_checkpoints, step_of
 from trainkit.collectives import all_gather_json
 from trainkit.files import say_on_stderr
@@ -47,6 +47,7 @@ from trainkit.types import (
     PeerError,
     PreemptedError,
     TrainkitError,
+    error_text,
 )
 
 Announce = Callable[..., None]
@@ -57,6 +58,7 @@ _TICK = 0.2  # seconds between two samples of what the main thread is at
 _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause behind a broken connection may still be told
+_SAVE_AFTER_ERROR = "/trainkit/checkpoint/interrupted.py"  # the main thread has noticed, and saves
 _AHEAD = 75.0  # seconds before a phase is overdue from which on the others are looked at
 _SAMPLES = 150  # what the busy share is a mean of: half a minute
 _FEWEST = 25  # samples from which on it is told
@@ -69,11 +71,17 @@ _APART = (
     "which the same command meets again: every rank must call the same collectives in the same "
     "order"
 )
+_UNITS = (
+    "every rank must use all units of fsdp() in one order, in every microbatch: leave modules that "
+    "only some rows need (experts, the tower of a further modality) out of its `blocks`, so that "
+    "they are gathered with the unit around them, or call them on every rank"
+)
 _LOOKS = 5  # looks at which a rank must be slow in a row
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
 _SECOND = 1.0  # between two looks at the watch itself
 _STUCK = 8  # such looks after which it hangs: it needs 6 s for its own last words
 _WORDS = 5.0  # seconds for last words and the traceback
+_STILL = 10.0  # seconds without a part of a save written after which the disk is taken to hang
 _STEPS = 8  # steps of which the longest counts
 
 
@@ -97,12 +105,16 @@ class _Self:
     steps: deque[float] = attrs.field(factory=lambda: deque(maxlen=_STEPS))  # how long they took
     save: float = 0.0  # how long the longest save has taken in its thread
     saving: float = 0.0  # for how long a save has been under way there
+    still: float = 0.0  # seconds since a save has last written something
+    parts: int | None = None  # that saves had written then
+    pause: float = 0.0  # the longest such time within a save that then went on
     looked: float = attrs.field(factory=time.monotonic)  # when the thread last went round
     state: str = "running"
     unwinding: bool = False
     is_there: Callable[[], bool] = lambda: True  # the run directory
     hold: Callable[[], None] = lambda: None  # keep it this run's
     asked: Callable[[], str | None] = lambda: None  # why the run shall stop
+    written: Callable[[], int] | None = None  # parts that saves have written
     grace: float | None = None  # seconds that a stop may take
     warn: Callable[[str], object] = say_on_stderr
     told: set[str] = attrs.field(factory=set)  # what is warned of once
@@ -127,6 +139,7 @@ def watch(
     allow: float = 1800.0,
     grace: float | None = None,
     hold: Callable[[], None] = lambda: None,
+    written: Callable[[], int] | None = None,
     tell: Callable[[str], object] = say_on_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
@@ -153,9 +166,13 @@ def watch(
         allow: Seconds for what comes before the first `phase`.
         grace: Seconds between being asked to stop and the end. None: 25, as torchrun kills after
             30, or as many as two steps and a save have taken, with 5 to spare; a save that is under
-            way by then has as long again, or what its phase allows if it is the first.
+            way by then has as long again, or what its phase allows if it is the first, unless the
+            disk hangs.
         hold: Called on rank 0 once a second, in the watching thread: keeps the directory this
             run's, as `run_lock` yields it. A ConfigError of it ends the process (74).
+        written: Returns how many parts of checkpoints this rank has written. A save hangs if no
+            rank has written one for 10 s, or twice as long as a pause has been in a save that went
+            on. None: no save is taken to hang.
         tell: Takes warnings, in the watching thread; by default they go to stderr.
 
     Yields:
@@ -182,6 +199,7 @@ def watch(
     """
     rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
     rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, tell
+    rank.written = written
     work = (rank, stop)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
     guard = threading.Thread(target=_guard_the_watch, args=work, daemon=True)
@@ -197,7 +215,7 @@ def watch(
             rank.state = "ended"
         except BaseException as error:
             rank.unwinding = True
-            raised = _resolve_echo(rank, error) if _is_echo(error) else _own_failure(rank, error)
+            raised = _resolve_echo(rank, error) if is_echo(error) else _own_failure(rank, error)
             rank.state = "failed"
             if raised is error:
                 raise
@@ -351,6 +369,7 @@ def _fresh_beat(rank: _Self) -> peers.Beat:
         doing="" if rank.unwinding else _doing(rank.thread),
         busy=sum(rank.busy) / len(rank.busy) if len(rank.busy) >= _FEWEST else -1.0,
         waits=_waits(rank.thread),
+        still=rank.still,
         state=rank.state,
     )
 
@@ -397,14 +416,23 @@ def _measure(rank: _Self, passed: float) -> None:
         rank.timed, rank.elapsed = rank.phase, 0.0
     rank.elapsed += passed
     rank.unseen += passed
-    if not rank.stopping:  # one that hangs then is no measure of what to wait for
-        rank.save = max(rank.save, rank.saving)
-    is_saving = any(thread.name == SAVE_THREAD for thread in threading.enumerate())
-    rank.saving = rank.saving + passed if is_saving else 0.0
+    _measure_saves(rank, passed)
     if rank.phase[0] != _START:
         rank.busy.append(not _waits(rank.thread))
     if rank.stopping or rank.asked() is not None:
         rank.stopping += passed
+
+
+def _measure_saves(rank: _Self, passed: float) -> None:
+    """Note how long a save has taken, and what pauses it has made, once it has gone on."""
+    is_saving, parts = bool(save_threads()), None if rank.written is None else rank.written()
+    if not is_saving and not rank.stopping:
+        rank.save = max(rank.save, rank.saving)
+    if parts != rank.parts and not rank.stopping:
+        rank.pause = max(rank.pause, min(rank.still, rank.saving))
+    rank.saving = rank.saving + passed if is_saving else 0.0
+    rank.still = 0.0 if parts is None or parts != rank.parts else rank.still + passed
+    rank.parts = parts
 
 
 def _time_to_stop(rank: _Self) -> float:
@@ -435,7 +463,8 @@ def _act(rank: _Self, *, passed: float) -> None:
         failure = _accused(rank, culprits) if culprits else None
     # Who is late or accused has nothing to wait for: the main thread has noticed nothing.
     hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
-    if failure is not None and (hopeless or rank.doomed > _CAUSE_GRACE):
+    noticed = any(file.endswith(_SAVE_AFTER_ERROR) for file, _, _ in _stack(rank.thread))
+    if failure is not None and (hopeless or (rank.doomed > _CAUSE_GRACE and not noticed)):
         _end(rank, _error_of(rank, failure))
     if rank.stopping > (_GRACE if rank.grace is None else rank.grace):
         _end_late_stop(rank)
@@ -475,7 +504,9 @@ def _accused(rank: _Self, culprits: Sequence[int]) -> peers.Failure:
     beats = {x.rank: peers.read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
     beats[rank.number] = rank.beat
     why, hint = "is stuck", ""
-    if peers.are_apart(beats):
+    if peers.are_in_units(beats):
+        why, hint = "waits for parameters or gradients of another unit than others", _UNITS
+    elif peers.are_apart(beats):
         why, hint = "waits at another place than others", _APART
     elif culprits[0] in rank.others:
         sighting = rank.others[culprits[0]]
@@ -489,11 +520,16 @@ def _accused(rank: _Self, culprits: Sequence[int]) -> peers.Failure:
 
 
 def _may_finish_saving(rank: _Self) -> bool:
-    """Return whether a stop takes long because the checkpoint does, and nobody is missing."""
+    """Return whether a stop takes long because the checkpoint does, and nobody is missing.
+
+    A rank that has written its own part waits for the others: one of all must go on writing.
+    """
     found = rank.others.items()
+    stills = [rank.still, *(x.beat.still for x in rank.others.values() if x.beat)]
     at_fault = any(peers.is_at_fault(x, near=rank.near[number]) for number, x in found)
     saving = any("/trainkit/checkpoint/" in file for file, _, _ in _stack(rank.thread))
-    return saving and not at_fault and not rank.beat.is_overdue
+    hangs = min(stills) > max(_STILL, 2 * rank.pause)
+    return saving and not hangs and not at_fault and not rank.beat.is_overdue
 
 
 def _error_of(rank: _Self, failure: peers.Failure) -> TrainkitError:
@@ -562,8 +598,13 @@ def _last_words(rank: _Self, error: TrainkitError) -> None:
 # ------------------------------------------------------------------------------------ the main one
 
 
-def _is_echo(error: BaseException) -> bool:
-    """Return whether an error may only say that another rank has ended."""
+def is_echo(error: BaseException) -> bool:
+    """Return whether an error may only say that another rank has ended.
+
+    Examples:
+        >>> is_echo(RuntimeError("Connection closed by peer")), is_echo(PeerError("rank 1 is gone"))
+        (True, False)
+    """
     return not isinstance(error, TrainkitError) and error_code(error) == PeerError.code
 
 
@@ -571,7 +612,9 @@ def _own_failure(rank: _Self, error: BaseException) -> BaseException:
     """Tell the others what went wrong here, and return what is to be raised for it."""
     if isinstance(error, PeerError):
         return error
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:2000]}".removesuffix(": ")
+    text = f"{type(error).__name__}: {' '.join(error_text(error, most=2000).split())}".removesuffix(
+        ": "
+    )
     what = f"failed: {text} (in phase {rank.phase[0]!r})"
     if isinstance(error, SystemExit):
         if len(rank.members) == 1:
@@ -625,7 +668,7 @@ def _unexplained(
     if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
         return error
     silent = [number for number, x in seen.items() if x.still > _ECHO_GRACE / 2]
-    lines = " ".join(str(error).split())[:300]
+    lines = " ".join(error_text(error, most=300).split())
     shown = [*silent, *(number for number in seen if number not in silent)][:16]
     states = "; ".join(
         f"{peers.name_of(rank.members[number])} was {peers.describe(seen[number].beat)}"
@@ -640,6 +683,7 @@ def _unexplained(
 
 # ------------------------------------------------------------------------------------ the stack
 
+_OF_UNITS = "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
 _OTHERS = (sysconfig.get_path("stdlib"), "<")
 
 
@@ -667,11 +711,16 @@ def _waits(thread: int) -> bool:
 
 
 def _doing(thread: int) -> str:
-    """Return the three innermost functions of the recipe or of trainkit, outermost first."""
+    """Return the three innermost functions of the recipe or of trainkit, outermost first.
+
+    Behind them stands what FSDP2 does to a unit, if it is at that.
+    """
+    stack = _stack(thread)
     own = [
         f"{function} ({Path(file).name}:{line})"
-        for file, function, line in _stack(thread)
+        for file, function, line in stack
         if "/trainkit/" in file or not ("/site-packages/" in file or file.startswith(_OTHERS))
         if not file.endswith("/trainkit/runtime/errors.py")
     ]
-    return " > ".join(reversed(own[:3]))
+    of_unit = [function for file, function, _ in stack if file.endswith(_OF_UNITS)]
+    return " > ".join([*reversed(own[:3]), *(f"{peers.IN_UNIT} ({x})" for x in of_unit[:1])])

@@ -90,7 +90,8 @@ def _life(
     if following is not None:
         reached, end = following["step"] + (following.get("repeated") or 0), following["time"]
     worked = math.fsum(x for step, x in seconds.items() if first["step"] < step <= reached)
-    return first["time"], min(end, max(events[-1]["time"], first["time"] + worked))
+    last = max(event["time"] for event in events)  # a save's line comes later than the save
+    return first["time"], min(end, max(last, first["time"] + worked))
 
 
 def best_save_interval(*, stall: float, between_failures: float) -> float:

@@ -11,5 +11,9 @@ from .certifying import certify as certify
 from .ledger import Collective as Collective
 from .ledger import Ledger as Ledger
 from .ledger import count_collectives as count_collectives
+from .packing import PACKING_BOUNDS as PACKING_BOUNDS
+from .packing import PackingDifference as PackingDifference
+from .packing import PackingError as PackingError
+from .packing import check_packing as check_packing
 from .ranks import RankError as RankError
 from .ranks import run_ranks as run_ranks

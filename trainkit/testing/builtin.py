@@ -173,7 +173,7 @@ def _packings(config: models.DecoderConfig, form: Format) -> dict[str, Packing]:
         return packings_of(with_adapters(config, form=form))
 
 
-_EPS = {"adamw": "eps=1e-4", "schedule-free": "eps=1e-4"}  # see `certificate_optimizer`
+_EPS = {"adamw": {"eps": 1e-4}, "schedule-free": {"eps": 1e-4}}  # see `certificate_optimizer`
 
 
 def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
@@ -187,9 +187,14 @@ def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.opti
         >>> type(stepped_by("lion", [nn.Linear(2, 2)], solo_parallel().pp)).__name__
         'Lion'
     """
-    options = [_EPS[name]] if name in _EPS else []
-    how: dict[str, Any] = {"optimizer": name, "options": options, "axis": axis}
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, **how)
+    return make_optimizer(
+        stages,
+        lr=1e-2,
+        weight_decay=0.1,
+        optimizer=name,
+        options=_EPS.get(name, {}),
+        axis=axis,
+    )
 
 
 def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
@@ -204,14 +209,25 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
         >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
         ['Lion', 'Momentum', 'NarrowAdamW', 'ScheduleFree', 'SignSGD']
     """
-    groups = [
-        "embedding.* optimizer=signsgd cautious=True",
-        rf".*\.attention\..* optimizer=schedule-free cautious=True {_EPS['schedule-free']}",
-        r".*\.experts\..* optimizer=lion cautious=True",
-        r".*router.* optimizer=momentum cautious=True",
-    ]
-    how: dict[str, Any] = {"options": ["cautious=True", _EPS["adamw"]], "mean": 0.5, "axis": axis}
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, groups=groups, **how)
+    steppers = {
+        "embedding.*": "signsgd",
+        r".*\.attention\..*": "schedule-free",
+        r".*\.experts\..*": "lion",
+        ".*router.*": "momentum",
+    }
+    groups = {
+        pattern: {"optimizer": name, "cautious": True, **_EPS.get(name, {})}
+        for pattern, name in steppers.items()
+    }
+    return make_optimizer(
+        stages,
+        lr=1e-2,
+        weight_decay=0.1,
+        options={"cautious": True, **_EPS["adamw"]},
+        groups=groups,
+        mean=0.5,
+        axis=axis,
+    )
 
 
 LATENT = attrs.evolve(
@@ -633,6 +649,9 @@ def exact_cases() -> list[Case]:
 def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
     """Return which of `MODELS` a tier is about; the first is trained in most cases.
 
+    In bf16 none has experts, as rounding to 8 bits turns the choices of a router, and none has the
+    losses that subtract log-probabilities, of which rounding is all that is left.
+
     Args:
         tier: See `certify`.
         optimizers: Also one that each of `OPTIMIZERS` trains.
@@ -643,6 +662,8 @@ def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
     """
     stepped = [f"decoder with experts, by {name}" for name in OPTIMIZERS if name != "adamw"]
     others = [*list(MODELS)[:-1], *(stepped if optimizers else [])]
+    if tier == "bf16":
+        return [name for name in others if "experts" not in name and "losses" not in name]
     return ["exact model"] if tier == "exact" else others
 
 
@@ -653,6 +674,7 @@ def certify_builtin(
     optimizers: bool = False,
     steps: int = 3,
     tell: Callable[[str], None] | None = None,
+    device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
 
@@ -665,15 +687,17 @@ def certify_builtin(
         optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
         steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
+        device: "cpu" or "cuda"; see `certify`.
 
     Raises:
         ValueError: The tier is unknown, or no layout is chosen.
+        ConfigError: As for `certify`.
 
     Effects:
         Starts processes; see `certify`.
     """
     subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers, steps=steps)
-    return certify_together(subjects, timeout=TIMEOUT, tell=tell)
+    return certify_together(subjects, timeout=TIMEOUT, tell=tell, device=device)
 
 
 def builtin_subjects(

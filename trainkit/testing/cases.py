@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from trainkit.parallel.fitting import problems
 from trainkit.types import Layout
@@ -66,14 +67,18 @@ class Case:
         return ", ".join([" x ".join(factors) or "one rank", *chosen])
 
 
-def runs_here(case: Case) -> bool:
-    """Say whether this torch can run a case on CPUs: 2.11 has no V schedules there.
+def runs_here(case: Case, device: str = "cpu") -> bool:
+    """Return whether this torch and this machine can run a case on a kind of device.
+
+    On CPUs 2.11 has no V schedules; on "cuda" there must be a GPU for each rank.
 
     Examples:
         >>> runs_here(Case(Layout(pp=2, schedule="gpipe")))
         True
     """
-    return not problems(case.layout, world=case.world, device="cpu")
+    if device == "cuda" and case.world > torch.cuda.device_count():
+        return False
+    return not problems(case.layout, world=case.world, device=device)
 
 
 def choices_of(case: Case) -> set[Any]:

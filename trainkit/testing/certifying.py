@@ -19,15 +19,19 @@ from pathlib import Path
 
 import attrs
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainkit.batch import to_device
 from trainkit.models import call_model
+from trainkit.parallel.leaks import tensors_of
 from trainkit.parallel.stages import SplitModel, split_layers
 from trainkit.testing.cases import Case
 from trainkit.testing.certificate import Certificate, Row, is_within, tier_called
 from trainkit.testing.exact import integer_steps
-from trainkit.testing.ranks import RankError, run_ranks
+from trainkit.testing.packing import PackingError, check_packing
+from trainkit.testing.ranks import RankError, check_devices, run_ranks
 from trainkit.testing.train import (
     Differences,
     Held,
@@ -39,6 +43,7 @@ from trainkit.testing.train import (
     certificate_optimizer,
     certificate_weights,
     compare_layout,
+    plain_model,
     train_plain,
 )
 from trainkit.types import Batch, Call, Loss, Weights
@@ -63,6 +68,7 @@ def certify(
     timeout: float = 60.0,
     tell: Callable[[str], None] | None = None,
     alone: tuple[Callable[[], nn.Module], Weights] | None = None,
+    device: str = "cpu",
 ) -> Certificate:
     """Train a model for some steps in each layout, and compare it with one process.
 
@@ -76,8 +82,8 @@ def certify(
     processes; one that fails or hangs is a red row and the others go on in a new start.
 
     Args:
-        make_model: Makes the whole model; called under the meta device, and once for real, for what
-            layouts are compared with. What a plan would change of a model belongs in here.
+        make_model: Makes the whole model; called under the meta device, and twice for real, for
+            what layouts are compared with. What a plan would change of a model belongs in here.
         make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
             `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
             `multiple_of`).
@@ -86,12 +92,15 @@ def certify(
         loss: A `Loss` that says its `terms`, or a function of the `ParallelState` that gives one,
             for a loss that communicates.
         call: How a batch enters the model.
-        weights: The initial values.
+        weights: The initial values, but for adapters that `make_model` adds by `lora(...)`, which
+            bring their own; its `values=` gives them others.
         optimizer: From the stages and the pipeline's axis to an optimizer; by default
             `certificate_optimizer`, and `integer_steps` in the tier "exact".
         split: How the model is cut into pipeline stages, as for `build_stages`.
         steps: How many optimizer steps to take.
-        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. For "exact" the model must keep
+        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. The model is cast to its dtype; one
+            that is made in several dtypes keeps them, of which the lowest must be that of the tier:
+            "bf16" for a model in bf16 with norms in fp32. For "exact" the model must keep
             integers integers, and the number of valid tokens of a step must be a power of two.
         lr: The learning rate: 0.01 by default. `integer_steps` wants the number of valid tokens.
         max_norm: What gradients are clipped to; never in the tier "exact".
@@ -100,18 +109,22 @@ def certify(
         tell: Called with a line after every layout: how it went, and the time left.
         alone: What makes the model of the one process, and its weights, where matrices in few bits
             are compared with plain ones of the same values; see `adapters.rounded_weights`.
+        device: "cpu", or "cuda" for one rank on each GPU, with NCCL between them. The bounds of the
+            tiers were measured on CPUs.
 
     Returns:
-        The certificate, its rows in the order of `cases`.
+        The certificate, its rows in the order of `cases`, and before them that of `check_packing`,
+        on the batch of the first step: a model that computes one packed document from another makes
+        the certificate red.
 
     Raises:
         ValueError: An argument is wrong, two cases have one name, a function cannot be sent, or
             the numbers of one process alone are not finite.
+        ConfigError: A case has more ranks than this machine has GPUs, on "cuda".
         RankError: One process alone cannot train the model.
 
     Effects:
-        Starts processes, which have ended when it returns; see `run_ranks`. They compute on the
-        CPU.
+        Starts processes, which have ended when it returns; see `run_ranks`.
 
     Examples:
         >>> from trainkit.testing.builtin import exact_plan
@@ -147,7 +160,7 @@ def certify(
         max_norm=None if is_exact else max_norm,
         alone=alone,
     )
-    return certify_together([(training, cases)], timeout=timeout, tell=tell)[0]
+    return certify_together([(training, cases)], timeout=timeout, tell=tell, device=device)[0]
 
 
 def certify_together(
@@ -155,6 +168,7 @@ def certify_together(
     *,
     timeout: float,
     tell: Callable[[str], None] | None = None,
+    device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of several models, whose layouts share the starts of processes.
 
@@ -165,9 +179,11 @@ def certify_together(
         subjects: What is trained, and the cases to compare.
         timeout: As for `certify`; the models on one process have as much each, together.
         tell: As for `certify`; those of fewer ranks come first.
+        device: As for `certify`.
 
     Raises:
         ValueError: As for `certify`.
+        ConfigError: As for `certify`.
         RankError: One process alone cannot train one of the models.
 
     Effects:
@@ -175,23 +191,36 @@ def certify_together(
     """
     for training, cases in subjects:
         _check(training, cases)
+        check_devices("certify", max(case.world for case in cases), device)
     trainings = [training for training, _ in subjects]
-    (alone,) = run_ranks(_train_alone, 1, *trainings, timeout=timeout * len(subjects))
+    (alone,) = run_ranks(
+        _train_alone, 1, *trainings, timeout=timeout * len(subjects), device=device
+    )
     every: list[_Job] = []
-    for (training, cases), wanted in zip(subjects, alone, strict=True):
-        _check_finite(wanted, training.title)
-        every += [_Job(training, case, wanted) for case in cases]
+    for (training, cases), (wanted, _) in zip(subjects, alone, strict=True):
+        if wanted is not None:
+            _check_finite(wanted, training.title)
+            every += [_Job(training, case, wanted) for case in cases]
     found: dict[int, Row] = {}
     report = partial(_tell_progress, tell, every, found, begin=time.monotonic())
     for world in sorted({job.case.world for job in every}):
         jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
-            found |= _run_jobs(jobs, timeout, report)
+            found |= _run_jobs(jobs, timeout, report, device)
             jobs = {index: job for index, job in jobs.items() if index not in found}
     rows = iter(found[index] for index in range(len(every)))
+    untrained = "not trained, because the model computes a packed document from others"
     return [
-        Certificate(training.title, training.tier, training.steps, (*islice(rows, len(cases)),))
-        for training, cases in subjects
+        Certificate(
+            training.title,
+            training.tier,
+            training.steps,
+            tuple(Row(case.name, case.world, error=untrained) for case in cases)
+            if wanted is None
+            else (*islice(rows, len(cases)),),
+            packing=packing,
+        )
+        for (training, cases), (wanted, packing) in zip(subjects, alone, strict=True)
     ]
 
 
@@ -234,12 +263,49 @@ class _Job:
     wanted: Outcome
 
 
-def _train_alone(*trainings: Training) -> list[Outcome]:
-    return [train_plain(training) for training in trainings]
+def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, Row | None]]:
+    """Compare packed documents, and train what does not mix them up; a leaking model is None."""
+    found: list[tuple[Outcome | None, Row | None]] = []
+    for training in trainings:
+        packing = _packing_row(training)
+        leaks = packing is not None and packing.error
+        found.append((None if leaks else train_plain(training), packing))
+    return found
+
+
+def _packing_row(training: Training) -> Row | None:
+    """Compare the packed documents of the first step with each document alone.
+
+    None where a model returns nothing of each token, a loss for one.
+    """
+    begin = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = plain_model(training).to(device)
+    batch = to_device(training.make_batches(0), torch.device(device))
+    with torch.no_grad():
+        if not tensors_of(training.call(model, batch), batch.input_ids.shape):
+            return None
+    row = Row("packed documents", 1, batches=True)
+    try:
+        found = check_packing(model, training.call, batch=batch)
+    except PackingError as error:
+        return attrs.evolve(row, error=str(error), seconds=time.monotonic() - begin)
+    return attrs.evolve(
+        row,
+        loss=found.output,
+        grad_norm=0.0,
+        parameters=found.gradient,
+        state=0.0,
+        worst=found.worst,
+        seconds=time.monotonic() - begin,
+    )
 
 
 def _run_jobs(
-    jobs: Mapping[int, _Job], timeout: float, report: Callable[[dict[int, Row]], None]
+    jobs: Mapping[int, _Job],
+    timeout: float,
+    report: Callable[[dict[int, Row]], None],
+    device: str,
 ) -> dict[int, Row]:
     """Run layouts of one number of ranks until all are done or one fails: its row and those before.
 
@@ -259,7 +325,9 @@ def _run_jobs(
         # Beside the jobs what they train: `run_ranks` looks there for functions of a script.
         given = (folder, jobs, *{id(job.training): job.training for job in jobs.values()}.values())
         try:
-            run_ranks(_compare_all, world, *given, timeout=timeout, meanwhile=meanwhile)
+            run_ranks(
+                _compare_all, world, *given, timeout=timeout, device=device, meanwhile=meanwhile
+            )
         except RankError as error:
             meanwhile()
             failed = next((index for index in jobs if index not in known), None)

@@ -23,7 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import (
+    ForkServerContext,
+    ForkServerProcess,
+    SpawnContext,
+    SpawnProcess,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.files import forget_piped_script
+from trainkit.types import ConfigError, among
 
 T = TypeVar("T")
 
@@ -77,13 +83,14 @@ class _Work:
     folder: Path
     timeout: float
     threads: int
+    device: str
     environ: dict[str, str]
 
 
 @attrs.frozen(eq=False)
 class _Child:
     index: int
-    process: ForkServerProcess
+    process: ForkServerProcess | SpawnProcess
     pipe: Connection
 
 
@@ -93,13 +100,15 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     threads: int = 1,
+    device: str = "cpu",
     meanwhile: Callable[[], bool] | None = None,
 ) -> list[T]:
     """Return `[fn(*args) on rank 0, on rank 1, ...]`, each run in a process of its own.
 
     The default process group (gloo, over a file) stands when `fn` begins, and RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE are set. Ranks see no GPU, of which a machine may have fewer.
-    Arguments and results travel as copies in memory.
+    WORLD_SIZE and LOCAL_WORLD_SIZE are set. Ranks see no GPU, of which a machine may have fewer,
+    unless `device` is "cuda": then each has one to itself, and the group sends what is on it by
+    NCCL. Arguments and results travel as copies in memory.
 
     Args:
         fn: A function of a module, or `functools.partial` of one; its file need not be importable.
@@ -107,6 +116,7 @@ def run_ranks(
         *args: What every rank is given; functions among them, or in a record of attrs, as `fn`.
         timeout: Seconds until the ranks that still run are stopped, each with its stack shown.
         threads: Threads per rank inside torch's operators.
+        device: "cpu", or "cuda" for one rank on each GPU.
         meanwhile: Called in this process a few times a second while ranks run, to show how far they
             are. When it returns true they have got on, and `timeout` counts anew.
 
@@ -117,10 +127,13 @@ def run_ranks(
         RankError: A rank raised, died or hung. All others are stopped at once, and the first cause
             is told, not the broken connections that follow from it.
         ValueError: `world` is below 1, or `fn` or `args` cannot be sent to another process.
+        ConfigError: This machine has fewer GPUs than there are ranks on "cuda".
 
     Effects:
         Starts multiprocessing's forkserver at the first call (5 s, once), then `world` processes;
-        when it returns or raises, these have ended and their files are gone.
+        when it returns or raises, these have ended and their files are gone. On "cuda" processes
+        are not forked but started anew, which takes each 10 s: a fork cannot use CUDA if the
+        process that it was forked from has.
 
     Examples:
         >>> import torch.distributed
@@ -129,6 +142,7 @@ def run_ranks(
     """
     if world < 1:
         raise ValueError(f"run_ranks: world must be at least 1, got {world}")
+    check_devices("run_ranks", world, device)
     with tempfile.TemporaryDirectory(prefix="trainkit_ranks_") as folder:
         work = _Work(
             call=_pack_call(fn, args),
@@ -137,6 +151,7 @@ def run_ranks(
             folder=Path(folder),
             timeout=timeout,
             threads=threads,
+            device=device,
             environ=dict(os.environ),
         )
         with _started(work) as ranks:
@@ -146,13 +161,38 @@ def run_ranks(
         return [_unpack(returned[index].value) for index in range(world)]
 
 
+def check_devices(function: str, world: int, device: str) -> None:
+    """Refuse more ranks on "cuda" than this machine has GPUs.
+
+    Raises:
+        ConfigError: It has fewer; says how many.
+        ValueError: `device` is neither "cpu" nor "cuda".
+
+    Examples:
+        >>> check_devices("f", 8, "cpu")
+    """
+    among(("cpu", "cuda"), function, device=device)
+    count = torch.cuda.device_count() if device == "cuda" else world
+    if count < world:
+        raise ConfigError(
+            f"{function}: device='cuda' needs a GPU for each of {world} ranks, and torch "
+            f"{torch.__version__} finds {count} on this machine; take at most as many ranks, or "
+            "device='cpu', which needs none",
+            where="device",
+            got=count,
+            want=world,
+        )
+
+
 # ------------------------------------------------------------------------------------ the parent
 
 
 @contextlib.contextmanager
 def _started(work: _Work) -> Iterator[list[_Child]]:
     forget_piped_script()
-    context = multiprocessing.get_context("forkserver")
+    context: ForkServerContext | SpawnContext = (
+        SpawnContext() if work.device == "cuda" else multiprocessing.get_context("forkserver")
+    )
     # What costs a rank 4 s to import, where this process works with it: a model of transformers.
     used = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
     context.set_forkserver_preload(["pytest", "hypothesis", "trainkit.testing.preload", *used])
@@ -331,10 +371,14 @@ def _set_up(index: int, work: _Work) -> None:
     rank, world = str(index), str(work.world)
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.clear()  # the forkserver's is as old as the first call
-    os.environ.update(work.environ | own | {"CUDA_VISIBLE_DEVICES": ""})  # there is no NCCL here
+    os.environ.update(work.environ | own)
     torch.set_num_threads(work.threads)
+    if work.device == "cuda":
+        torch.cuda.set_device(index)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if work.device == "cuda" else "gloo",
         init_method=f"file://{work.folder / 'store'}",
         rank=index,
         world_size=work.world,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.adapters.frozen import SCALES, packings_of, unpacked
-from trainkit.batch import batch_hash, count_valid_tokens
+from trainkit.batch import batch_hash, count_valid_tokens, to_device
 from trainkit.collectives import all_sum
 from trainkit.grads import clip_and_step, named_parameters_of, parameters_of, sync_sp_grads
 from trainkit.losses import mean_terms
@@ -27,7 +27,7 @@ from trainkit.metrics import reduce_metrics
 from trainkit.noise import counters
 from trainkit.noise.hashing import key_of
 from trainkit.optim import make_optimizer
-from trainkit.parallel.materialize import live_buffers
+from trainkit.parallel.materialize import fills_of, live_buffers
 from trainkit.parallel.naming import COPY_SUFFIX, box_of, ties_of
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
 from trainkit.step import bind_forward_backward
@@ -38,6 +38,7 @@ from trainkit.types import (
     Axis,
     Batch,
     Call,
+    ConfigError,
     Loss,
     ModelTransform,
     ParallelState,
@@ -131,7 +132,7 @@ def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.opti
         >>> optimizer.param_groups[0]["weight_decay"]
         0.1
     """
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, options=["eps=1e-4"], axis=axis)
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, options={"eps": 1e-4}, axis=axis)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -162,12 +163,20 @@ def train_plain(training: Training) -> Outcome:
     Effects:
         Opens the process group of one rank and closes it.
     """
+    model = plain_model(training)
+    return _train(training, Case(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
+
+
+def plain_model(training: Training) -> nn.Module:
+    """Return the whole model as a plain module, with its weights."""
     make_model, weights = training.alone or (training.make_model, training.weights)
-    model = _typed(make_model, training.tier.dtype)
+    model = _typed(make_model, training.tier)
+    fills = fills_of(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(weights(name, tuple(p.shape), (0,) * p.ndim))
-    return _train(training, Case(rows_per_microbatch=None), lambda _: [model])
+            give = partial(fills[name], weights) if name in fills else weights
+            p.copy_(give(name, tuple(p.shape), (0,) * p.ndim))
+    return model
 
 
 def train_layout(training: Training, case: Case) -> Outcome:
@@ -180,7 +189,7 @@ def train_layout(training: Training, case: Case) -> Outcome:
         training,
         case,
         lambda ps: build_stages(
-            partial(_typed, training.make_model, training.tier.dtype),
+            partial(_typed, training.make_model, training.tier),
             ps,
             training.plan(ps, case),
             weights=training.weights,
@@ -209,6 +218,7 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             whole = training.make_batches(step)
             batches = deal_batch(whole, ps.place, rows_per_microbatch=case.rows_per_microbatch)
             hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
+            batches = [to_device(batch, ps.device) for batch in batches]
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
             sync_sp_grads(params, ps.sp_unfolded)
@@ -232,7 +242,7 @@ def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) 
     found = {name: _part(p) for name, p in named.items()}
     for name, packing in (item for stage in stages for item in packings_of(stage).items()):
         codes, scales = box_of(named[name]), box_of(named[name + SCALES])
-        values = unpacked(codes.local, scales.local, packing, torch.float64).numpy()
+        values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
         found[name] = Held(values, (*codes.offset[:-1], packing.first))
         del found[name + SCALES]
     return found
@@ -336,8 +346,24 @@ def _of_part(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> 
     return 0.0 if far == 0 else far / top if top else math.inf
 
 
-def _typed(make_model: Callable[[], nn.Module], dtype: str) -> nn.Module:
-    return make_model().to(getattr(torch, dtype))
+def _typed(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
+    """Make a model in the dtype of a tier; one that is made in several dtypes keeps them."""
+    model = make_model()
+    first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
+    dtypes = sorted((x for x in first if x.is_floating_point), key=lambda x: torch.finfo(x).eps)
+    if len(dtypes) < 2:
+        return model.to(getattr(torch, tier.dtype))
+    if dtypes[-1] != getattr(torch, tier.dtype):
+        raise ConfigError(
+            f"certify: the model is made in {dtypes[0]} ({first[dtypes[0]]!r}) and {dtypes[-1]} "
+            f"({first[dtypes[-1]]!r}), which it keeps, and tier {tier.name!r} compares what is "
+            f"computed in {tier.dtype}; choose the tier of {dtypes[-1]}, or let make_model make it "
+            "in one dtype",
+            where="tier",
+            got=tier.name,
+            want=f"the tier of {dtypes[-1]}",
+        )
+    return model
 
 
 def _part(tensor: Tensor) -> Held:

@@ -1,0 +1,166 @@
+"""Models that carry what they read of one document into the next one of the row.
+
+A recurrent or convolutional layer (Mamba, gated DeltaNet, short convolutions) keeps a state over
+the row. Attention finds the documents of a packed row by their positions; such a layer does not,
+unless its kernel is given their bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from trainkit.batch.shards import spans_of_lengths
+from trainkit.models.decoder import Decoder
+from trainkit.parallel.stage_forward import evaluating
+from trainkit.types import Batch, Call, ConfigError, Hidden, unrouted
+
+# The call by which each model that was tried leaks, or None.
+_TRIED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_UNTRIED = object()
+
+
+def refuse_leaks(
+    function: str, model: nn.Module, batches: Sequence[Mapping[str, Any]], call: Call
+) -> None:
+    """Refuse packed batches for a model that carries one document into the next.
+
+    That is found out by trying, once for each model (and again for another call of one that leaks):
+    see `leaks`. trainkit's own decoders
+    are not tried, and neither are batches that do not say where documents begin.
+
+    Args:
+        function: Who asks, for the message.
+        model: The whole model, of any class.
+        batches: Some batches, at least one; the first is what the model is tried with.
+        call: How a batch enters the model.
+
+    Raises:
+        ConfigError: The model leaks, and a row has several documents.
+
+    Effects:
+        The first call for a model runs it three times without gradients, in evaluation mode. A
+        sharded model communicates, so all of its ranks must come here together.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> call = lambda model, batch: model(batch["input_ids"])
+        >>> refuse_leaks("f", nn.Embedding(2, 2), [blank_batch(1, 8)], call)
+    """
+    leaky_call = _TRIED.get(model, _UNTRIED)
+    if leaky_call is _UNTRIED or leaky_call not in (None, call):
+        leaky_call = call if leaks(model, batches[0], call) else None
+        _TRIED[model] = leaky_call
+    if leaky_call is None:
+        return
+    for batch in batches:
+        if bool((batch["document_ids"] > 0).any()):
+            raise ConfigError(
+                f"{function}: {type(model).__name__} keeps a state over the row, so a packed "
+                "document is computed from those before it: changing the first document of a row "
+                "changed the outputs of the second. Pack one document a row "
+                "(pack_bins(..., max_documents=1)), or let `call` give the bounds of documents "
+                "(batch['spans'].cu_seqlens) to a model whose kernels take them",
+                where="call",
+                got=f"{int(batch['document_ids'].max()) + 1} documents in a row",
+                want="1 document in a row",
+                hint="testing.check_packing(model, call) shows by how much",
+            )
+
+
+@torch.no_grad()
+def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
+    """Return whether a model computes a document from the one before it in the row.
+
+    The batch is taken as rows of two documents. The third quarter of a row, where the second
+    document begins, is compared after a change of the first document, and after a change of the
+    last quarter, which no causal model sees: what that changes is rounding (experts compute other
+    numbers of tokens), and a leak is sixteen times above it.
+
+    Args:
+        model: A causal model; any other is said not to leak.
+        batch: "input_ids", "position_ids", "document_ids" and "spans", of rows of 8 tokens or more;
+            of another batch nothing can be said, so it is False.
+        call: How a batch enters the model. Compared are all floating point tensors `[B, S, ...]` of
+            what it returns.
+
+    Effects:
+        Runs the model three times, in evaluation mode.
+
+    Examples:
+        >>> from trainkit.batch import blank_batch
+        >>> leaky = lambda model, batch: model(batch["input_ids"]).cumsum(1)
+        >>> leaks(nn.Embedding(2, 2), blank_batch(1, 8), leaky)
+        True
+    """
+    if isinstance(model, Decoder) or not _says_documents(batch):
+        return False
+    ids = batch["input_ids"]
+    quarter = ids.shape[1] // 4
+    half = 2 * quarter
+    lowest, highest = ids.min(), ids.max()
+    highest = torch.where(lowest == highest, (lowest - 1).abs(), highest)
+    other = torch.where(ids == lowest, highest, lowest)
+    first = torch.arange(ids.shape[1], device=ids.device) < half
+    last = torch.arange(ids.shape[1], device=ids.device) >= half + quarter
+    seen = slice(half, half + quarter)
+    with evaluating([model]), torch.compiler.set_stance("force_eager"):
+        plain, after_first, after_last = (
+            [
+                x[:, seen].clone()
+                for x in tensors_of(call(model, _halved(batch, tokens, half)), ids.shape)
+            ]
+            for tokens in (ids, torch.where(first, other, ids), torch.where(last, other, ids))
+        )
+    dtypes = {x.dtype for x in (*model.parameters(), *plain) if x.is_floating_point()}
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes) if dtypes else 0.0
+    for same, changed, rounded in zip(plain, after_first, after_last, strict=True):
+        rounding = float((rounded - same).abs().max())
+        least = max(1e-3, 2 * coarsest) * float(same.abs().max())
+        if float((changed - same).abs().max()) > max(16 * rounding, least):
+            return True
+    return False
+
+
+def tensors_of(output: Any, shape: Sequence[int]) -> list[Tensor]:
+    """Return the floating point tensors `[B, S, ...]` of a model's output.
+
+    Examples:
+        >>> output = {"logits": torch.zeros(1, 3, 5), "loss": torch.zeros(())}
+        >>> [x.shape for x in tensors_of(output, (1, 3))]
+        [torch.Size([1, 3, 5])]
+    """
+    output = unrouted(output)
+    output = output.hidden if isinstance(output, Hidden) else output
+    found = [x for x in tree_iter(output) if isinstance(x, Tensor)]
+    return [x for x in found if x.is_floating_point() and x.shape[:2] == tuple(shape)]
+
+
+def _says_documents(batch: Mapping[str, Any]) -> bool:
+    names = ("input_ids", "position_ids", "document_ids", "spans")
+    if not isinstance(batch, Mapping) or not all(name in batch for name in names):
+        return False
+    ids = batch["input_ids"]
+    # Of a sequence that is cut over ranks, `spans` are those of more than is here.
+    return ids.shape[1] >= 8 and int(batch["spans"].lengths.sum()) == ids.numel()
+
+
+def _halved(batch: Mapping[str, Any], ids: Tensor, half: int) -> Mapping[str, Any]:
+    """Return a batch with other ids, and two documents in each row, the second from `half` on."""
+    rows, length = ids.shape
+    places = torch.arange(length, device=ids.device)
+    lengths = np.array([half, length - half] * rows)
+    changes = {
+        "input_ids": ids,
+        "position_ids": torch.where(places < half, places, places - half).expand(rows, -1),
+        "document_ids": (places >= half).long().expand(rows, -1),
+        "spans": spans_of_lengths(lengths, device=ids.device),
+    }
+    return attrs.evolve(batch, **changes) if isinstance(batch, Batch) else {**batch, **changes}
