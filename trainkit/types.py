@@ -592,9 +592,16 @@ class VocabularyAxis(Axis):
 
     words: tuple[int, ...] = attrs.field(kw_only=True)
 
-    def __init__(self, axis: Axis, words: tuple[int, ...]) -> None:
-        _set_fields(self, name=axis.name, share=axis.share, group=axis.group, mesh=axis.mesh)
-        _set_fields(self, words=words)
+    def __init__(
+        self,
+        name: str,
+        share: Share,
+        group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        words: tuple[int, ...],
+    ) -> None:
+        _set_fields(self, name=name, share=share, group=group, mesh=mesh, words=words)
 
     @property
     def first(self) -> int:

@@ -51,12 +51,12 @@ def vocabulary_axis(own: Tensor, axis: Axis, *, dim: int = 0) -> VocabularyAxis:
         return axis
     words = own.shape[dim] if own.ndim else 0
     if axis.count == 1:
-        return VocabularyAxis(axis, (words,))
+        return VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=(words,))
     gather = _gather_words
     if torch.compiler.is_compiling():
         gather = torch.compiler.disable(gather)
     counts = gather(own, words, axis)
-    return VocabularyAxis(axis, counts)
+    return VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=counts)
 
 
 def _gather_words(own: Tensor, words: int, axis: Axis) -> tuple[int, ...]:

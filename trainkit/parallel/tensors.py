@@ -473,7 +473,8 @@ def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
             return output
         if isinstance(output, Hidden):
             parts = (len(output.weight),) * axis.count
-            return output._replace(axis=VocabularyAxis(axis, parts))
+            known = VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=parts)
+            return output._replace(axis=known)
         return gather_replicated(output, axis, dim=-1)
 
     return hook
