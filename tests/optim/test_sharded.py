@@ -38,6 +38,9 @@ class Block(nn.Module):
         self.experts = nn.Parameter(torch.empty(4, 3, 256))
         self.norm = nn.Parameter(torch.empty(7))
 
+    def forward(self, x):
+        return self.down(self.up(x))
+
 
 class Model(nn.Module):
     """Blocks, with something before and after them that no other stage has."""
@@ -47,6 +50,9 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(3, 256)
         self.layers = nn.ModuleDict({str(i): Block() for i in range(2)})
         self.head = nn.Linear(256, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
 
 
 def split(model, num_stages):

@@ -98,7 +98,7 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
         >>> divided(parts, divisors_of({"loss": torch.tensor(2), "balance": torch.tensor(0)}))
         tensor(11.)
     """
-    if isinstance(total, Tensor) and isinstance(divisors, Tensor):  # the usual case
+    if isinstance(total, Tensor) and isinstance(divisors, Tensor) and total.numel() == 1:
         return total / divisors
     if isinstance(total, Mapping):
         first, *rest = (x / divisor_of(name, divisors) for name, x in total.items())

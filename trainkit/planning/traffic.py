@@ -28,6 +28,8 @@ from trainkit.planning.weights import Held, Sizes, units_of
 from trainkit.types import Layout
 
 _INT64 = 8
+_FP64 = 8
+
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
@@ -78,7 +80,7 @@ def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer,
         ...     print(transfer.axis, transfer.kind, transfer.count, transfer.bytes)
         fsdp all_gather 9 3477760
         fsdp reduce_scatter 5 3543552
-        fsdp all_reduce 1 152
+        fsdp all_reduce 1 320
     """
     transfers = (
         *_sharding(job, layout, pp_rank),
@@ -116,8 +118,10 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         calls = sum(many for each, many, _ in parts if each.trained != Sizes())
         scattered = scatters * own.gathered * job.summed
         yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
-        yield Transfer(axis, size, "all_reduce", int(calls > 0), own.tensors * FP32)
-        data, calls = own.shard * job.summed + own.tensors * FP32, calls + (calls > 0)
+        # In fp64: which parameters have gradients, and two sums that tell the order of the units.
+        flags = own.tensors * _FP64
+        yield Transfer(axis, size, "all_reduce", int(calls > 0), flags + 2 * _FP64 * (calls > 0))
+        data, calls = own.shard * job.summed + flags, calls + (calls > 0)
         yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
     again = [(each, many, times - far) for each, many, _ in of_blocks]
     yield _gathers(job, ("near", layout.reshard_over), again, turns)
