@@ -43,6 +43,12 @@ def test_a_join_of_joins_is_flat(parts):
     assert not any(isinstance(part, JoinedCorpus) for part in nested.parts)
 
 
+def test_a_document_is_read_from_any_token_on():
+    corpus = join_corpora(memory_corpus(part) for part in ([[1, 2]], [[3], [4, 5, 6]]))
+    assert corpus.read(2, 1, 2).tolist() == [5, 6]
+    assert corpus.read(0, 1, 1).tolist() == [2]
+
+
 def test_nothing_cannot_be_joined():
     with pytest.raises(ValueError, match="no corpus to join"):
         join_corpora([])
