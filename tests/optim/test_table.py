@@ -315,14 +315,58 @@ def changed(before, after, tmp_path, steps=3, changes=None):
 
 def test_lion_takes_over_the_moment_of_adamw(tmp_path):
     old, new, told = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
-    assert "the optimizer takes over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
+    assert "the optimizer takes over exp_avg, drops step and exp_avg_sq (4 parameters)" in told
     for name, p in new[0].items():
         q = old[0][name]
         assert torch.equal(p, q)
-        assert {*new[1].state[p]} == {"step", "exp_avg"}
+        assert {*new[1].state[p]} == {"exp_avg"}
         assert torch.equal(new[1].state[p]["exp_avg"], old[1].state[q]["exp_avg"])
-        assert float(new[1].state[p]["step"]) == 3
     step_once(*new, 3)
+
+
+def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(tmp_path):
+    _, new, told = changed(ROWS["adamw"], ROWS["lion, bf16 moments"], tmp_path)
+    assert "the optimizer takes over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
+    assert all(float(state["step"]) == 3 for state in new[1].state.values())
+    step_once(*new, 3)
+    assert all(float(state["step"]) == 4 for state in new[1].state.values())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+def test_a_count_begins_where_moments_that_needed_none_go_on_in_few_bits(kind, tmp_path):
+    after = Row("lion", (f"moments={kind}",))
+    _, new, told = changed(ROWS["lion"], after, tmp_path)
+    assert "the optimizer takes over exp_avg, begins afresh with step (4 parameters)" in told
+    step_once(*new, 3)
+    assert all(float(state["step"]) == 1 for state in new[1].state.values())
+    _, back, told = changed(after, ROWS["lion"], tmp_path / "back")
+    assert "the optimizer takes over exp_avg, drops step (4 parameters)" in told
+    assert all(state.keys() == {"exp_avg"} for state in back[1].state.values())
+
+
+def test_only_what_needs_a_count_of_steps_has_one():
+    few = ("moments=bf16", "moments=8bit", "rounding=stochastic")
+    for name, own in (("lion", {"exp_avg"}), ("momentum", {"momentum_buffer"}), ("signsgd", set())):
+        _, optimizer = started(Row(name), 1)
+        assert all(state.keys() == own for state in optimizer.state.values())
+        for option in few:
+            counts = own or option == "rounding=stochastic"
+            _, optimizer = started(Row(name, (option,), dtype=torch.bfloat16), 2)
+            for state in optimizer.state.values():
+                assert ("step" in state) == bool(counts)
+                assert not counts or float(state["step"]) == 2
+
+
+def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
+    class Corrected(optim.Lion):
+        counts = ("step",)
+
+    old = started(ROWS["lion"], 3)
+    tk.save_checkpoint(tmp_path, TrainState(step=3), [Named(old[0])], old[1], PS)
+    new = made(torch.float64, seed=1)
+    optimizer = Corrected(new.values(), lr=0.1)
+    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, tell=print)
+    assert not any(optimizer.state.values())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit", "fp32"])
@@ -396,17 +440,17 @@ def test_copies_begin_at_the_parameters_beside_moments_that_are_taken_over(tmp_p
 
 
 def test_the_same_optimizer_is_compared_in_full_where_another_is_allowed(tmp_path):
-    named, optimizer = started(ROWS["lion"], 2)
+    named, optimizer = started(ROWS["adamw"], 2)
     for p in named.values():
         del optimizer.state[p]["exp_avg"]
     path = tk.save_checkpoint(tmp_path, TrainState(step=2), [Named(named)], optimizer, PS)
-    other = started(ROWS["lion"])
+    other = started(ROWS["adamw"])
     with pytest.raises(CheckpointError, match=r"optimizer/exp_avg/.* is missing"):
         load_checkpoint(path, [Named(other[0])], other[1], changes=ASKED)
 
 
 def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
-    _, new, _ = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
+    _, new, _ = changed(ROWS["adamw"], ROWS["lion, bf16 moments"], tmp_path)
     step_once(*new, 3)
     state = TrainState(step=4)
     tk.checkpoint.roll_back(

@@ -110,6 +110,7 @@ def _kept_of(
     corrected: Collection[str] = [key for key, x in wanted.items() if x.dim() and key != _MEAN]
     if isinstance(part, Elementwise):
         corrected = [key for key in part.moments if key not in part.copies]
+        corrected += [key for key in part.counts if key == "step"]
     keys = [key for key in wanted if fits(key)]
     if not all(key in keys for key in corrected):
         keys = [key for key in keys if key == _MEAN]

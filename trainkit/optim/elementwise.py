@@ -104,11 +104,12 @@ class Elementwise(torch.optim.Optimizer):
 
     A subclass has `moments`, the names of what it remembers of an element (two at most; the name of
     a second moment ends as "exp_avg_sq"), those of them that begin as `copies` of the parameter and
-    are never in few bits; `rule(p, g, *moments, numbers) -> (p, *moments)`, arithmetic with `root`,
-    `sign`, `where` and `decayed`; `options` of its own, with what holds otherwise; and
-    `numbers(group, counts)`, what follows from a group's options and from what is counted. Rule and
-    numbers are pure. A literal in a rule is of 64 bits, and makes so what it
-    touches: give numbers instead.
+    are never in few bits; `counts`, the names of the numbers that its rule goes by ("step" is
+    counted for any rule where rounding draws by it); `rule(p, g, *moments, numbers) -> (p,
+    *moments)`, arithmetic with `root`, `sign`, `where` and `decayed`; `options` of its own, with
+    what holds otherwise; and `numbers(group, counts)`, what follows from a group's options and from
+    what is counted. Rule and numbers are pure. A literal in a rule is of 64 bits, and makes so what
+    it touches: give numbers instead.
 
     Parameters may be sharded in any way; a step can be skipped on the device (`found_inf`); moments
     are in fp32 unless somebody asks for less, also those of parameters in bf16.
@@ -200,11 +201,12 @@ class Elementwise(torch.optim.Optimizer):
         refused = getattr(self, "found_inf", None)
         for group in self.param_groups:
             check_dense(group["params"], [group])
-            numbers = _shared_numbers(self, group)
+            counts = self.counts_of(group)
+            numbers = _shared_numbers(self, group, counts)
             names = group.get("param_names") or [""] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):
                 if p.grad is not None:
-                    self._step_one(p, group, name, numbers, refused)
+                    self._step_one(p, group, name, counts, numbers, refused)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,11 +223,19 @@ class Elementwise(torch.optim.Optimizer):
         super().__setstate__(state)
         self._known_rows = {}
 
-    def _step_one(
+    def counts_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return what is counted of a parameter: the step too where rounding draws by it."""
+        draws = group["rounding"] == "stochastic" or (
+            group["moments"] != "fp32" and {*self.moments} - {*self.copies}
+        )
+        return ("step", *self.counts) if draws and "step" not in self.counts else self.counts
+
+    def _step_one(  # noqa: PLR0917 (all that a step reads)
         self,
         p: nn.Parameter,
         group: Mapping[str, Any],
         name: str,
+        counts: tuple[str, ...],
         numbers: Callable[..., Any],
         refused: Tensor | None,
     ) -> None:
@@ -236,8 +246,8 @@ class Elementwise(torch.optim.Optimizer):
             if refused:
                 return
             refused = None
-        counts = [float(state[x]) if on_host else state[x].double() for x in self.counts]
-        told, in_fp32, in_fp64, counted, step = numbers(counts)
+        before = [float(state[x]) if on_host else state[x].double() for x in counts]
+        told, in_fp32, in_fp64, counted, step = numbers(before, on_host=on_host)
         for x, count in counted.items():
             if on_host:
                 state[x].fill_(count)
@@ -264,7 +274,8 @@ class Elementwise(torch.optim.Optimizer):
 
     def begun(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return what is remembered of a parameter before its first step."""
-        made = {x: torch.zeros((), device=p.device, dtype=torch.float64) for x in self.counts}
+        counts = self.counts_of(group)
+        made = {x: torch.zeros((), device=p.device, dtype=torch.float64) for x in counts}
         for x in self.moments:
             made |= empty_moment(p, x, "fp32" if x in self.copies else group["moments"])
         for x in self.copies:
@@ -371,21 +382,23 @@ def _kinds_of(*dtypes: torch.dtype | None) -> _Kinds:
     return _Kinds(p, can_loop, tuple(arrays), torch.bfloat16 in moments, has_scales)
 
 
-def _shared_numbers(optimizer: Elementwise, group: Mapping[str, Any]) -> Callable[..., Any]:
+def _shared_numbers(
+    optimizer: Elementwise, group: Mapping[str, Any], names: Sequence[str]
+) -> Callable[..., Any]:
     """Return a function from counts to what a step uses, computed once for equal counts.
 
-    That is the numbers as they are, in fp32 and in fp64, the counts after the step, and the step.
+    That is the numbers as they are, in fp32 and in fp64, the counts after the step, and the step (0
+    where it is not counted).
     """
     known: dict[Any, Any] = {}
 
-    def numbers(counts: list[Any]) -> Any:
-        on_host = type(counts[0]) is float
+    def numbers(counts: list[Any], *, on_host: bool) -> Any:
         key = tuple(counts) if on_host else None
         if key is None or key not in known:
-            named = dict(zip(optimizer.counts, counts, strict=True))
+            named = dict(zip(names, counts, strict=True))
             told, counted = optimizer.numbers(group, named)
             in_loop = (tuple(map(kind, told)) for kind in (np.float32, np.float64))
-            found = (told, *(in_loop if on_host else ((), ())), counted, counted["step"])
+            found = (told, *(in_loop if on_host else ((), ())), counted, counted.get("step", 0))
             if key is None:
                 return found
             known[key] = found

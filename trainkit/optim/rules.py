@@ -21,6 +21,11 @@ def _decays(group: Mapping[str, Any]) -> tuple[float, float, float]:
     return group["lr"], decay, 0.0 if group["cautious"] else decay
 
 
+def _one_more(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts after a step of a rule that goes by none: those that rounding asks for."""
+    return {name: count + 1 for name, count in counts.items()}
+
+
 def adamw_rule(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
     """Return the parameter and both moments after a step."""
     lr, decay, against, new, new_sq, scale, scale_sq, eps = c
@@ -81,13 +86,14 @@ class Lion(Elementwise):
 
     rule = staticmethod(lion_rule)
     moments = ("exp_avg",)
+    counts = ()
     options: ClassVar = {"betas": (0.9, 0.99)}
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
         """Return the rule's numbers and the count of steps."""
         first, second = group["betas"]
-        return (*_decays(group), 1 - first, 1 - second), {"step": counts["step"] + 1}
+        return (*_decays(group), 1 - first, 1 - second), _one_more(counts)
 
 
 def sign_rule(p: Any, g: Any, c: Any) -> Any:
@@ -113,11 +119,12 @@ class SignSGD(Elementwise):
     """
 
     rule = staticmethod(sign_rule)
+    counts = ()
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
         """Return the rule's numbers and the count of steps."""
-        return _decays(group), {"step": counts["step"] + 1}
+        return _decays(group), _one_more(counts)
 
 
 def momentum_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
@@ -142,12 +149,13 @@ class Momentum(Elementwise):
 
     rule = staticmethod(momentum_rule)
     moments = ("momentum_buffer",)
+    counts = ()
     options: ClassVar = {"momentum": 0.9}
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
         """Return the rule's numbers and the count of steps."""
-        return (*_decays(group), group["momentum"]), {"step": counts["step"] + 1}
+        return (*_decays(group), group["momentum"]), _one_more(counts)
 
 
 def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:

@@ -35,8 +35,8 @@ class Kind:
     """A row: what makes an optimizer of groups, and what it remembers of each element.
 
     `narrow` moments are kept as the option "moments" says, `wide` ones in fp32; `counts` are
-    numbers of each parameter. One with a `rest` steps `hidden_matrices` alone, and the optimizer of
-    that name all others.
+    numbers of each parameter (one where there is none and rounding draws by the step). One with a
+    `rest` steps `hidden_matrices` alone, and the optimizer of that name all others.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -64,11 +64,11 @@ class Kind:
 
 OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(adamw, narrow=2),
-    "lion": Kind(Lion, narrow=1),
-    "momentum": Kind(Momentum, narrow=1),
+    "lion": Kind(Lion, narrow=1, counts=0),
+    "momentum": Kind(Momentum, narrow=1, counts=0),
     "muon": Kind(partial(Muon, scale="match_rms"), wide=1, counts=0, rest="adamw"),
     "schedule-free": Kind(ScheduleFree, narrow=1, wide=1, counts=3),
-    "signsgd": Kind(SignSGD),
+    "signsgd": Kind(SignSGD, counts=0),
 }
 """All by name; docs/howto/choose-an-optimizer.md says when which."""
 

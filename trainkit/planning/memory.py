@@ -127,7 +127,11 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
         short = of(in_blocks=False) * own.short
         besides = rest + FP32 * (job.mean and not _keeps_mean(job))
         each.append((own, of() * (own.shard - own.short) + short + besides * own.shard))
-    counts = FP32 * OPTIMIZERS[job.optimizer].counts * (blocks + ends).trained.tensors
+    kind = OPTIMIZERS[job.optimizer]
+    draws = options.get("rounding") == "stochastic" or (
+        kind.narrow and options.get("moments", "fp32") != "fp32"
+    )
+    counts = FP32 * max(kind.counts, int(draws)) * (blocks + ends).trained.tensors
     most = max(round(size * own.largest / max(own.whole, 1)) for own, size in each)
     return sum(round(size) for _, size in each) + counts, most
 
