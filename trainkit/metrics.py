@@ -63,7 +63,7 @@ def reduce_metrics(
         >>> reduce_metrics({"loss": torch.tensor(6.0)}, solo_parallel().loss)
         {'loss': tensor(6.)}
     """
-    given = {name: value.detach() for name, value in sums.items()}
+    given = {name: value.detach() if value.requires_grad else value for name, value in sums.items()}
     if axis.count == 1 and names is None:
         return given
     _check_sums(sums, names)

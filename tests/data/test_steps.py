@@ -10,11 +10,11 @@ from strategies import corpus_of, packed, shares
 
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
 from trainkit.corpora import join_corpora, write_corpus
-from trainkit.data import Packed, deal_rows, eval_batches, step_batch
+from trainkit.data import Packed, deal_rows, eval_batches, step_batch, strided_batch
 from trainkit.noise import token_keys
 from trainkit.packing import pack_bins, row_costs, sequential
 from trainkit.sampling import rows_of_epochs, share_of_rows
-from trainkit.types import Cursor, DataError, Place, Share
+from trainkit.types import Column, Cursor, DataError, Place, Sample, Share
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 CORPUS = corpus_of(np.random.default_rng(0).integers(1, 30, 200))
@@ -289,3 +289,128 @@ def test_a_rank_without_rows_evaluates_a_blank_batch_that_says_its_source():
     (batch,) = eval_batches(NAMED, place=place, rows_per_batch=2)
     assert (batch["source"] == -1).all()
     assert (batch.labels == -100).all()
+
+
+# ---------------------------------------------------------------- a dataset that is read in strides
+
+
+class Read(torch.utils.data.Dataset):
+    """Items of a length of their own, one of them empty; writes down which were read."""
+
+    def __init__(self, count=21):
+        self.items = [np.full(n % 9, n + 1) for n in range(count)]
+        self.read = []
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return torch.from_numpy(self.items[number])
+
+
+def strided(count, *, rows_per_microbatch, rows=8, step=2, dataset=None, **more):
+    """The microbatches of a global batch on every rank, and the items that each has read."""
+    batches, read = [], []
+    for rank in range(count):
+        dataset_ = dataset or Read()
+        batch = strided_batch(
+            dataset_,
+            rows_of_epochs(len(dataset_), rows_per_step=rows, seed=3),
+            Cursor(step),
+            capacity=12,
+            place=Place(Share(rank, count)),
+            rows_per_microbatch=rows_per_microbatch,
+            **more,
+        )
+        assert batch.cursor == Cursor(step + 1)
+        batches.append(batch.microbatches)
+        read.append(getattr(dataset_, "read", None))
+    assert len({len(own) for own in batches}) == 1
+    return [batch for own in batches for batch in own], read
+
+
+@pytest.mark.parametrize("rows", [8, 13])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_read_strides_of_a_dataset_and_one_global_batch(rows, count, size):
+    for step in range(5):  # one straddles two epochs
+        more = {"rows": rows, "step": step, "noise_seed": 1}
+        whole, [every] = strided(1, rows_per_microbatch=rows, **more)
+        parts, read = strided(count, rows_per_microbatch=size, **more)
+        assert read == [every[rank::count] for rank in range(count)]
+        assert {batch.input_ids.shape for batch in parts} == {(size, 12)}
+        assert torch.equal(tokens_of(parts), tokens_of(whole))
+        assert count_valid_tokens(parts) == count_valid_tokens(whole)
+        assert batch_hash(parts) == batch_hash(whole)
+        for batch in parts:
+            keys = token_keys(batch.token_index, seed=1, step=step)
+            assert torch.equal(batch["noise_key"], keys)
+
+
+def test_an_item_is_a_row_whose_place_in_the_step_is_that_of_the_item():
+    items = rows_of_epochs(21, rows_per_step=8, seed=3)(2)
+    [batch], _ = strided(1, rows_per_microbatch=8)
+    for place, (number, row) in enumerate(zip(items.tolist(), batch.input_ids, strict=True)):
+        length = number % 9
+        assert row.tolist() == [number + 1] * length + [0] * (12 - length)
+        if length:
+            assert batch.token_index[place, 0] == 12 * place
+            assert batch.labels[place].tolist() == [number + 1] * (length - 1) + [-100] * (
+                13 - length
+            )
+        else:
+            assert (batch.document_ids[place] == -1).all()
+
+
+def test_a_strided_run_goes_on_at_a_cursor_bit_for_bit_on_other_ranks():
+    def run(cursors, count):
+        return [batch_hash(strided(count, rows_per_microbatch=2, step=step)[0]) for step in cursors]
+
+    assert run(range(6), 1) == run(range(3), 2) + run(range(3, 6), 4)
+
+
+def test_a_dataset_of_nothing_but_empty_items_is_blank_rows():
+    batches, _ = strided(2, rows_per_microbatch=2, rows=4, step=0, dataset=[[]] * 4)
+    assert all(batch.input_ids.shape == (2, 12) for batch in batches)
+    assert count_valid_tokens(batches) == 0
+    assert all((batch.token_index == -1).all() for batch in batches)
+
+
+def test_items_are_encoded_weighed_and_cut():
+    dataset = [{"ids": [1, 2, 3], "w": [0.0, 0.5, 0.25]}] * 3 + [{"ids": [5] * 20, "w": [1.0] * 20}]
+
+    def encode(item):
+        ids = np.array(item["ids"])
+        return Sample(ids, ids > 2, {"w": item["w"]})
+
+    more = {"encode": encode, "columns": {"w": Column("float32")}, "overlong": "truncate"}
+    [batch], _ = strided(1, rows_per_microbatch=4, rows=4, step=0, dataset=dataset, **more)
+    short = batch.input_ids[:, 0] == 1
+    assert batch.labels[short][0].tolist()[:3] == [-100, 3, -100]
+    assert batch["w"][short][0].tolist()[:3] == [0.5, 0.25, 0.0]
+    assert batch.input_ids[~short].tolist() == [[5] * 12]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "more", "error", "message"),
+    [
+        ([[1] * 13] * 4, {}, DataError, "item [0-3] has 13 tokens; the capacity is 12"),
+        ([[0.5]] * 4, {}, DataError, "item [0-3] must be integers in one dimension"),
+        ([[7]] * 4, {"vocab_size": 7}, DataError, r"item [0-3] has token 7 at 0, outside \[0, 7\)"),
+        ([[1]] * 4, {"overlong": "split"}, ValueError, 'overlong must be "error" or "truncate"'),
+        ([[1]] * 4, {"rows": 1}, ValueError, "2 ranks read different items, and .* has 1;"),
+        ([[1]] * 4, {"rows_per_microbatch": 0}, ValueError, "rows_per_microbatch"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read_is_refused_by_the_item(dataset, more, error, message):
+    with pytest.raises(error, match=message):
+        strided(2, **{"rows_per_microbatch": 1, "rows": 4, "step": 0, "dataset": dataset} | more)
+
+
+def test_what_a_dataset_raises_says_which_item_and_items_that_are_none_are_refused():
+    with pytest.raises(KeyError) as caught:
+        strided(1, rows_per_microbatch=1, dataset=[{}] * 9, encode=lambda item: item["ids"])
+    assert any("while reading item" in note for note in caught.value.__notes__)
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, 4\), got 0 to 4"):
+        strided_batch([[1]] * 4, lambda _: [0, 4], Cursor(), capacity=4, rows_per_microbatch=1)

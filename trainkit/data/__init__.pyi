@@ -10,6 +10,7 @@ from .prefetching import prefetch as prefetch
 from .steps import deal_rows as deal_rows
 from .steps import eval_batches as eval_batches
 from .steps import step_batch as step_batch
+from .steps import strided_batch as strided_batch
 from .steps import with_noise_keys as with_noise_keys
 from .stream import StreamStep as StreamStep
 from .stream import batch_maker as batch_maker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
@@ -11,19 +11,22 @@ import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
+from trainkit.corpora.documents import checked_columns
 from trainkit.corpora.mapped import check_unchanged
+from trainkit.corpora.tokens import gathered
 from trainkit.noise.counters import token_keys
-from trainkit.packing import row_costs, take_rows
+from trainkit.packing import pack_bins, row_costs, sequential, take_rows
 from trainkit.sampling import share_of_rows
-from trainkit.types import ConfigError, Place, StepBatch, check_range
+from trainkit.sampling.integers import indices_below
+from trainkit.types import ConfigError, DataError, Place, StepBatch, among, check_range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike
 
     from trainkit.data.packed import Packed
-    from trainkit.types import Batch, Bins, Corpus, Cursor, IntArray, RowsAt
+    from trainkit.types import Batch, Bins, Column, Corpus, Cursor, IntArray, RowsAt, Sample
 
 WHOLE = Place()
 
@@ -88,6 +91,139 @@ def step_batch(
     if noise_seed is not None:
         microbatches = with_noise_keys(microbatches, seed=noise_seed, batch=cursor.batch)
     return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
+
+
+def strided_batch(
+    dataset: Any,
+    rows_at: RowsAt,
+    cursor: Cursor,
+    *,
+    capacity: int,
+    encode: Callable[[Any], ArrayLike | Sample] | None = None,
+    place: Place = WHOLE,
+    rows_per_microbatch: int,
+    overlong: Literal["error", "truncate"] = "error",
+    multiple_of: int = 1,
+    pad_id: int = 0,
+    vocab_size: int | None = None,
+    columns: Mapping[str, Column] | None = None,
+    device: torch.device | str | None = None,
+    noise_seed: int | None = None,
+) -> StepBatch:
+    """Return one rank's microbatches of the items of a dataset at a cursor, one item a row.
+
+    For a `torch.utils.data.Dataset` or a list whose items are expensive to read: of each global
+    batch, rank r of n reads items r, r + n, r + 2n, ... and no others. The global batch is the same
+    for every n, and a cursor is all that a run needs to go on. Rows are not packed, since no rank
+    knows the lengths of the others' items; what can be read as a whole is better packed, as a
+    `corpora.memory_corpus` by `step_batch`, and what has no length by `stream_steps`.
+
+    Args:
+        dataset: Has a length, and an item at each number below it, the same on all ranks.
+        rows_at: The items of a global batch as a function of its number, the same on all ranks:
+            `sampling.rows_of_epochs(len(dataset), ...)` and others make one.
+        cursor: `cursor.batch` is the number of the global batch.
+        capacity: Tokens per row.
+        encode: From an item to token ids or a `Sample`; by default items are such.
+        place: Which part this rank holds, `ps.place`; all by default.
+        rows_per_microbatch: Rows in each microbatch, and no more than a global batch has; blank
+            rows fill what does not divide.
+        overlong: Whether an item longer than the capacity is cut there or an error.
+        multiple_of: What each item is aligned to; 2 * ring for a ring.
+        pad_id: The token id of padding.
+        vocab_size: No token may be this large or larger.
+        columns: What there is of each token besides, by name; each `Sample` has its values.
+        device: Where the microbatches shall be; the host by default.
+        noise_seed: For dropout, as in `step_batch`.
+
+    Returns:
+        The `StepBatch`, with the same number of microbatches on every rank. An item without tokens
+        is a blank row.
+
+    Raises:
+        ValueError: `rows_at` gives no items of the dataset, or fewer than ranks; or a number is out
+            of its range.
+        ConfigError: Rows do not divide by ring and Ulysses.
+        DataError: An item is no sequence of ids that fit, or too long. The message gives its
+            number.
+        Exception: What the dataset or `encode` raised, with a note of the item's number.
+
+    Examples:
+        >>> from trainkit.sampling import rows_of_epochs
+        >>> from trainkit.types import Cursor, Share
+        >>> dataset = [{"ids": [n] * (n + 1)} for n in range(1, 5)]
+        >>> rows_at = rows_of_epochs(len(dataset), rows_per_step=4, seed=0)
+        >>> rows_at(0).tolist()
+        [3, 0, 2, 1]
+        >>> batch = strided_batch(
+        ...     dataset,
+        ...     rows_at,
+        ...     Cursor(),
+        ...     capacity=6,
+        ...     encode=lambda item: item["ids"],
+        ...     place=Place(Share(1, 2)),
+        ...     rows_per_microbatch=2,
+        ... )
+        >>> batch.microbatches[0].input_ids.tolist()
+        [[1, 1, 0, 0, 0, 0], [2, 2, 2, 0, 0, 0]]
+    """
+    check_range("strided_batch", at_least=1, rows_per_microbatch=rows_per_microbatch)
+    among(("error", "truncate"), "strided_batch", overlong=overlong)
+    items = indices_below(len(dataset), "strided_batch", rows_at(cursor.batch))
+    share = place.rows
+    if share.count > len(items):
+        raise ValueError(
+            f"strided_batch: {share.count} ranks read different items, and the global batch has "
+            f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
+        )
+    positions = np.arange(share.index, len(items), share.count)
+    corpus = gathered(
+        _encoded_items(dataset, items[positions].tolist(), encode),
+        vocab_size=vocab_size,
+        columns=checked_columns("strided_batch", columns),
+    )
+    if overlong == "error" and (corpus.lengths > capacity).any():
+        worst = int(corpus.lengths.argmax())
+        raise DataError(
+            f"strided_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} tokens; "
+            f'the capacity is {capacity}: raise it, or ask for overlong="truncate"',
+            got=int(corpus.lengths[worst]),
+            want=capacity,
+        )
+    bins = pack_bins(
+        corpus.lengths,
+        capacity,
+        fit=sequential,
+        overlong=overlong,
+        multiple_of=multiple_of,
+        max_documents=1,
+    )
+    _check_row_length(bins, place)
+    width = min(rows_per_microbatch, len(items))
+    rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
+    rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
+    places = np.full(len(rows), -1)
+    places[: len(positions)] = positions
+    places[rows < 0] = -1
+    batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=places)
+    microbatches = [_placed(part, place, device) for part in split_batch(batch, width)]
+    if noise_seed is not None:
+        microbatches = with_noise_keys(microbatches, seed=noise_seed, batch=cursor.batch)
+    return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
+
+
+def _encoded_items(
+    dataset: Any, numbers: Sequence[int], encode: Callable[[Any], Any] | None
+) -> Iterator[tuple[str, Any]]:
+    """Read items, each with what a message calls it."""
+    for number in numbers:
+        try:
+            item = dataset[number]
+            document = item if encode is None else encode(item)
+        except Exception as error:
+            error.add_note(f"strided_batch: while reading item {number}")
+            raise
+        yield f"strided_batch: item {number}", document
 
 
 def deal_rows(

@@ -226,7 +226,8 @@ def check_shapes(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
         >>> import torch
         >>> check_shapes("cross_entropy", torch.zeros(2, 4), torch.tensor([3, 4]), words=4)
     """
-    if x.ndim < 2 or labels.shape != x.shape[:-1]:
+    shape = x.shape
+    if len(shape) < 2 or labels.shape != shape[:-1]:
         of = f"an input of shape {tuple(x.shape)} with two or more dimensions"
         must = f"labels must have shape {tuple(x.shape[:-1])}, one per vector of {of}"
         raise ValueError(f"{function}: {must}, got {tuple(labels.shape)}")

@@ -55,11 +55,13 @@ def refuse_leaks(
         >>> refuse_leaks("f", nn.Embedding(2, 2), [blank_batch(1, 8)], call)
     """
     leaky_call = _TRIED.get(model, _UNTRIED)
-    if leaky_call is _UNTRIED or leaky_call not in (None, call):
-        leaky_call = call if leaks(model, batches[0], call) else None
-        _TRIED[model] = leaky_call
     if leaky_call is None:
         return
+    if leaky_call is _UNTRIED or leaky_call != call:
+        leaky_call = call if leaks(model, batches[0], call) else None
+        _TRIED[model] = leaky_call
+        if leaky_call is None:
+            return
     for batch in batches:
         if bool((batch["document_ids"] > 0).any()):
             raise ConfigError(
