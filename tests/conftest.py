@@ -63,6 +63,16 @@ def import_or_fail(name, **how):
 _importorskip = pytest.importorskip
 
 
+@pytest.fixture(params=["on the host", "on the device"])
+def verdict(request, monkeypatch):
+    """Let a step read on the host whether it applies, as on a CPU, or on no account, as on a GPU.
+
+    There the optimizer is handed the verdict as `found_inf`.
+    """
+    if request.param == "on the device":
+        monkeypatch.setattr("trainkit.grads.on_host", lambda _: False)
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("only_all") and not config.getoption("--all"):

@@ -69,6 +69,7 @@ def test_a_norm_that_is_none_is_refused(norm_type):
         tk.grad_norm(parameters(torch.ones(1)), norm_type=norm_type)
 
 
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_a_group_with_a_norm_of_its_own_is_clipped_by_itself(norm_type):
     torch.manual_seed(0)
@@ -87,6 +88,7 @@ def test_a_group_with_a_norm_of_its_own_is_clipped_by_itself(norm_type):
         assert torch.equal(p, torch.ones_like(p) - wanted.grad)
 
 
+@pytest.mark.usefixtures("verdict")
 def test_a_bad_part_leaves_every_part_as_it_is_and_a_bad_limit_is_refused():
     params = parameters(torch.tensor([4.0]), torch.tensor([math.nan]))
     tk.clip_grads_(params, max_norm=1.0, groups=[{"params": params[1:], "max_norm": 1.0}])
@@ -108,6 +110,7 @@ def test_bf16_gradients_are_accumulated_in_fp32():
     assert tk.grad_norm(params, axis=PP).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, math.inf])
 def test_clipping_is_torch_s_and_the_norm_is_the_one_before(max_norm):
     torch.manual_seed(0)
@@ -133,6 +136,7 @@ def test_clipping_alone_scales_each_parameter_once_and_steps_nothing():
     assert tk.grad_norm([*ours, *ours]) == tk.grad_norm(ours)
 
 
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_clipping_alone_leaves_a_gradient_that_is_not_finite_as_it_is(value):
     params = parameters(torch.tensor([value, 2.0]))
@@ -202,6 +206,7 @@ def state_of(optimizer):
     return [v.clone() for s in optimizer.state.values() for v in s.values() if v is not None]
 
 
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.case("N2", "N3")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", optimizers())
@@ -222,6 +227,7 @@ def test_a_norm_that_is_not_finite_changes_nothing(name, value):
     assert all(p.grad is None for p in params)
 
 
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.case("N1")
 @pytest.mark.parametrize("value", [1.0, math.nan])
 @pytest.mark.parametrize("name", optimizers())
@@ -246,6 +252,7 @@ def test_a_step_that_does_not_apply_changes_nothing_whatever_the_gradient(name, 
     assert all(map(torch.equal, moments, state_of(optimizer)))
 
 
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.case("N1")
 @pytest.mark.parametrize("name", optimizers())
 def test_a_first_step_that_is_skipped_leaves_the_second_as_a_first(name):
@@ -416,6 +423,7 @@ def test_parameters_that_are_frozen_or_have_no_gradient_stay_as_they_are():
         assert [p in optimizer.state for p in params] == [False, False, True][: len(params)]
 
 
+@pytest.mark.usefixtures("verdict")
 def test_skipping_leaves_no_mark_on_the_optimizer():
     params = parameters(torch.ones(1))
     optimizer = torch.optim.AdamW(params, fused=True)

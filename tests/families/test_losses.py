@@ -18,6 +18,7 @@ from trainkit.losses import (
     next_token,
     next_token_linear,
     policy_gradient,
+    sequence_policy_gradient,
     stored_distillation,
     token_logprobs,
     weighted,
@@ -716,3 +717,16 @@ def test_a_policy_loss_is_its_formula(of_hidden):
     loss = policy_gradient(clipped(0.2, 0.5), added=added, entropy_weight=0.3)
     found, _ = loss(Hidden(hidden, weight) if of_hidden else hidden @ weight.T, batch)
     torch.testing.assert_close(found, want)
+
+
+def test_the_importance_of_an_answer_is_the_product_of_those_of_its_tokens():
+    (logits,) = make_logits(1, 4)
+    labels = torch.tensor([[1, 2, 3, -100]])
+    places = torch.arange(4).view(1, 4)
+    batch = {"labels": labels, "document_ids": torch.zeros_like(labels), "position_ids": places}
+    old = logits.detach().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    batch |= {"old_logprobs": old, "sampler_logprobs": old - 0.4}
+    batch["advantages"] = torch.full_like(old, 2.0)
+    loss = sequence_policy_gradient(clipped(0.2, 0.2), added=Added(most_importance=50.0))
+    total, _ = loss(logits, batch)
+    torch.testing.assert_close(total, -2.0 * torch.tensor(3 * 0.4).double().exp())

@@ -13,7 +13,9 @@ import torch
 from trainkit.data import deal_rows
 from trainkit.generation import (
     Answer,
+    Checked,
     Sampling,
+    answer_advantages,
     answer_corpus,
     bind_reader,
     check_answers,
@@ -66,6 +68,19 @@ def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
     assert (report["reward"], report["empty"], report["truncated"]) == (0.25, 1, 1)
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_an_advantage_is_that_of_its_group_in_whatever_order_answers_come():
+    groups, rewards = [0, 0, 0, 1, 1, 2, 2, 2], [1.0, 0.0, 0.0, 0.5, 0.25, 0.0, 1.0, 1.0]
+    answers = [answer(str(n), group=group) for n, group in enumerate(groups)]
+    whole = answer_advantages(answers, Checked(rewards))
+    for group in range(3):
+        own = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group]).double()
+        want = (own - own.mean()) / (own.std() + 1e-4)
+        torch.testing.assert_close(whole[[g == group for g in groups]], want)
+    for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 6, 2, 7], [0, 2, 4, 6, 1, 3, 5, 7]):
+        given = [answers[n] for n in order], Checked([rewards[n] for n in order])
+        torch.testing.assert_close(answer_advantages(*given), whole[order])
 
 
 def test_each_label_has_what_was_known_of_its_token():

@@ -353,6 +353,39 @@ def test_ppo_is_its_equation_token_by_token():
     assert not torch.allclose(found_of(loss, {**batch, "advantages": kept})[3], d_weight)
 
 
+def plain_gspo(batch, *, low, high, most):
+    """Return GSPO's objective (Zheng et al. 2025, equation 5), answer by answer.
+
+    Importance is that of an answer: the product of its tokens' ratios, truncated.
+    """
+    weight, total, products = weight_of(), 0, []
+    for row, places in documents_of(batch):
+        own = batch["labels"][row, places] != -100
+        if not own.any():
+            continue
+        part = {name: x[row, places][own] for name, x in batch.items()}
+        rows = (part["x"] @ weight.T).log_softmax(-1)
+        logprobs = rows.gather(-1, part["labels"][:, None])[:, 0]
+        ratio = (logprobs - part["old_logprobs"]).mean().exp()
+        advantage = part["advantages"].mean()
+        cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        product = (part["old_logprobs"] - part["sampler_logprobs"]).exp().prod()
+        total, products = total + cost * product.clamp(max=most), [*products, float(product)]
+    return total, weight, products
+
+
+def test_gspo_weighs_an_answer_by_the_product_of_its_tokens_importance():
+    batch, most = make_answers(), 1.03
+    want, weight, products = plain_gspo(batch, low=0.05, high=0.07, most=most)
+    assert min(products) < 0.97 < most < max(products)  # and one is truncated
+    added = Added(most_importance=most)
+    loss = sequence_policy_gradient(clipped(0.05, 0.07), added=added)
+    total, terms, _, found = found_of(loss, batch)
+    torch.testing.assert_close(total, want.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(want, weight)[0])
+    assert terms["truncated"] == sum(product > most for product in products)
+
+
 @pytest.mark.parametrize(
     ("bad", "what"),
     [({"kl_weight": 0.1}, "no kl says what"), ({"most_importance": 0.0}, "must be above 0")],

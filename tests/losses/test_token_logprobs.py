@@ -136,6 +136,28 @@ def drawn_bias():
     return torch.randn(V, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
 
 
+@pytest.mark.parametrize(
+    ("p", "left"), [(0.45, 1), (0.55, 2), (0.75, 2), (0.85, 3), (0.94, 3), (0.96, 4), (1.0, 4)]
+)
+def test_top_p_leaves_the_fewest_words_that_have_p_together(p, left):
+    chances = torch.tensor([0.15, 0.5, 0.05, 0.3], dtype=torch.float64)
+    labels = torch.tensor([1, 3, 0, 2])  # the likeliest first
+    rest = chances[labels[:left]]
+    want = (rest / rest.sum()).log()
+    hidden, weight = chances.log().expand(4, 4), torch.eye(4, dtype=torch.float64)
+    for each in (p, torch.full((4,), p, dtype=torch.float64)):
+        found = token_logprobs(hidden, weight, labels, top_p=each)
+        torch.testing.assert_close(found[:left], want)
+        assert (found[left:] == -torch.inf).all()
+
+
+def test_top_p_of_words_that_are_equal_leaves_as_many_as_have_p_together():
+    hidden, weight = torch.zeros(8, 1), torch.ones(8, 1)  # 1 / 8 each, to the last bit
+    for count in range(1, 9):
+        found = token_logprobs(hidden, weight, torch.arange(8), top_p=count / 8)
+        assert int((found != -torch.inf).sum()) == count
+
+
 PLAIN = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0}
 
 

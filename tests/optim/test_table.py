@@ -152,6 +152,7 @@ def test_every_optimizer_has_a_formula_and_rows():
 
 
 @each
+@pytest.mark.usefixtures("verdict")
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_refused_step_changes_no_bit_and_no_count(row, steps):
     def spoil(named):

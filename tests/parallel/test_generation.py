@@ -74,17 +74,35 @@ def test_every_layout_writes_the_same_text_with_the_same_logits_on_every_rank(wo
 
 
 def skewed():
-    """Let each rank's logits differ, as the order of a sum may let them, and draw."""
+    """Let each rank's logits differ, as the order of a sum may let them, and draw.
+
+    Return what the ranks draw together, what this one draws alone, and what they draw of one prompt
+    and of two, which each has a rank of its own for.
+    """
     with tk.parallel_session(dp_shard=2) as ps:
         weights = init_weights(SMALL, seed=ps.world.index)
         (model,) = tk.build_stages(lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=weights)
         how = {"max_new_tokens": 6, "context": 11}
-        return generate(model, PROMPTS, **how, call=bind_call([model], ps))
+        together = generate(model, PROMPTS, **how, call=bind_call([model], ps))
+        of_rows = bind_call([model], ps, dealt=True)
+        alone = generate(model, PROMPTS, **how)
+        dealt = [
+            generate_dealt(model, prompts, **how, call=of_rows, axis=ps.dp)
+            for prompts in (PROMPTS[:1], PROMPTS)
+        ]
+        return together, alone, dealt
 
 
 def test_every_rank_draws_what_one_rank_draws():
     first, second = run_ranks(skewed, 2)
-    assert first == second
+    assert first[0] == second[0]
+
+
+def test_a_prompt_is_answered_by_the_rank_that_it_belongs_to():
+    """A rank without prompts runs the first one along, and what it draws does not count."""
+    (_, first, of_first), (_, second, of_second) = run_ranks(skewed, 2)
+    assert of_first == of_second == [first[:1], [first[0], second[1]]]
+    assert first[0] != second[0]
 
 
 def dealt_rows(model, prompts, stop_id):

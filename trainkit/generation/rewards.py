@@ -98,7 +98,7 @@ def answer_advantages(answers: Sequence[Answer], checked: Checked) -> Tensor:
     """
     groups = torch.tensor([answer.group for answer in answers])
     rewards = torch.tensor(checked.rewards, dtype=torch.float64)
-    return group_advantages(rewards, groups, num_groups=answers[-1].group + 1)
+    return group_advantages(rewards, groups, num_groups=int(groups.max()) + 1)
 
 
 def report_answers(answers: Sequence[Answer], checked: Checked) -> dict[str, Any]:

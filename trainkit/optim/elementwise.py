@@ -120,7 +120,6 @@ class Elementwise(torch.optim.Optimizer):
     counts: ClassVar[tuple[str, ...]] = ("step",)
     options: ClassVar[Mapping[str, Any]] = {}
     rule: ClassVar[Any]
-    _parts: ClassVar[tuple[str, ...]]
 
     _step_supports_amp_scaling = True
 
@@ -180,7 +179,7 @@ class Elementwise(torch.optim.Optimizer):
         super().__init_subclass__(**options)
         scales = map(scale_name, cls.moments)
         none = ("none", "none")
-        cls._parts = ("rest", *(*cls.moments, *none)[:2], *(*scales, *none)[:2])
+        cls.parts_of_state = ("rest", *(*cls.moments, *none)[:2], *(*scales, *none)[:2])
 
     @staticmethod
     def numbers(
@@ -253,7 +252,7 @@ class Elementwise(torch.optim.Optimizer):
                 state[x].fill_(count)
             else:
                 _put_(state[x], torch.as_tensor(count, dtype=torch.float64), refused)
-        held = [local_of(p), local_of(placed_as(p, p.grad)), *map(state.get, self._parts)]
+        held = [local_of(p), local_of(placed_as(p, p.grad)), *map(state.get, self.parts_of_state)]
         held = [None if x is None else local_of(x) for x in held]
         kinds = _kinds_of(*[None if x is None else x.dtype for x in held])
         is_drawn = kinds.p == torch.bfloat16 and group["rounding"] == "stochastic"
@@ -319,7 +318,7 @@ class Elementwise(torch.optim.Optimizer):
         step: Any,
         refused: Tensor | None,
     ) -> None:
-        named = dict(zip(("", "grad", *self._parts), held, strict=True))
+        named = dict(zip(("", "grad", *self.parts_of_state), held, strict=True))
         flat = {x: t.detach().reshape(-1) for x, t in named.items() if t is not None}
         dtype = wide(flat[""].dtype)
         p = flat[""].to(dtype)
