@@ -88,9 +88,7 @@ def step_batch(
         pad_id=pad_id,
         device=device,
     )
-    if noise_seed is not None:
-        microbatches = with_noise_keys(microbatches, seed=noise_seed, batch=cursor.batch)
-    return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
+    return _finish_step(microbatches, cursor, noise_seed)
 
 
 def strided_batch(
@@ -207,6 +205,11 @@ def strided_batch(
     places[rows < 0] = -1
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=places)
     microbatches = [_placed(part, place, device) for part in split_batch(batch, width)]
+    return _finish_step(microbatches, cursor, noise_seed)
+
+
+def _finish_step(microbatches: list[Batch], cursor: Cursor, noise_seed: int | None) -> StepBatch:
+    """Return the step at a cursor, with noise keys if there is a seed for them."""
     if noise_seed is not None:
         microbatches = with_noise_keys(microbatches, seed=noise_seed, batch=cursor.batch)
     return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
