@@ -183,7 +183,7 @@ def train(cfg, run, tokenizer, base, first):
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts = make_facts(cfg, base, rows)
-    changes = tk.config.changes_of(cfg, free=["files", "base_from"])
+    changes = tk.config.changes_of(cfg, free=["files", "context", "base_from"])
     if cfg.method == "full":
         facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     else:

@@ -172,7 +172,7 @@ def train(cfg, run, tokenizer, model, first):
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts = make_facts(cfg, model, tokenizer, rows)
-    changes = tk.config.changes_of(cfg, free=["files"])
+    changes = tk.config.changes_of(cfg, free=["files", "context"])
     facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}

@@ -247,7 +247,7 @@ def make_facts(cfg, base, rows):
 
 def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes = run.ps, tk.config.changes_of(cfg, free=["files"])
+    ps, changes = run.ps, tk.config.changes_of(cfg, free=["files", "context"])
     run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
     rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)

@@ -201,7 +201,7 @@ def train(cfg, run, tokenizer, model, first):
     facts = make_facts(cfg, model, tokenizer, opened, mix)
     facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     facts_at = tk.sampling.facts_with_phases(facts, phases)
-    changes = tk.config.changes_of(cfg, free=["files"])
+    changes = tk.config.changes_of(cfg, free=["files", "context"])
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     if cfg.init and state.step == 0:
         run.say(f"beginning with the weights of {cfg.init}")

@@ -98,7 +98,7 @@ def option(default: Any, validator: Validator | None = None, *, change: Change =
         ...     rows: int = option(8, positive)
         ...     recompute: str = option("none", one_of("none", "full"), change="free")
         >>> changes_of(Config()).free[-1]
-        'recompute'
+        'config.recompute'
     """
     return attrs.field(default=default, validator=validator, metadata={"change": change})
 
@@ -359,7 +359,8 @@ def changes_of(config: Any, *, free: Sequence[str] = ()) -> Changes:
     named = {kind: list[str]() for kind in get_args(Change)}
     for name, field in _fields(type(config)).items():
         named[field.change].append(name)
-    free = (*named["no fact"], *named["free"], *free)
+    # By the whole name: a fact "tokenizer", a hash, is another than the field, which is a path.
+    free = (*(f"config.{name}" for name in (*named["no fact"], *named["free"])), *free)
     return Changes(free, tuple(named["asked"]), config.allow_change)
 
 

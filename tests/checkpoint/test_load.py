@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from checkpoint.damage import damage
@@ -17,6 +18,7 @@ from trainkit.checkpoint import compare, list_checkpoints, load, reading, stagin
 from trainkit.checkpoint.facts import Changes, compare_facts
 from trainkit.checkpoint.load import load_checkpoint, load_weights
 from trainkit.checkpoint.plain import owner_problems
+from trainkit.config import RunConfig, changes_of, option
 from trainkit.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
 
@@ -616,6 +618,22 @@ def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refuse
     assert compare_facts(saved, moved, changes) == ([], [line])
     refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, changes)
     assert refused == ["its fingerprint is 12, the run's is 13", *line.split("; ")]
+
+
+def test_a_free_field_frees_no_fact_of_its_name():
+    """The path of a tokenizer and the name of a template are free; the hashes of both are not."""
+
+    @attrs.frozen(kw_only=True)
+    class Config(RunConfig):
+        tokenizer: str = option("a", change="free")
+
+    moved = {"config.tokenizer": "b", "tokenizer": "12"}
+    config = Config(allow_change=("tokenizer",))  # which allows the path
+    for changes in (changes_of(Config()), changes_of(config)):
+        refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, changes)
+        assert (refused, told) == ([], ["its config.tokenizer is a, the run's is b"])
+        refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, changes)
+        assert refused == ["its tokenizer is 13, the run's is 12"]
 
 
 # ------------------------------------------------------------------------------- again and again

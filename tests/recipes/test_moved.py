@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from checkpoint.small import rewrite
 from recipe_runs import column, events, here, lines, refusal
 
 from trainkit.tokenizers import save_tokenizer, train_bpe
@@ -83,3 +84,21 @@ def test_conversations_that_were_renamed_go_on_and_others_do_not(home, tmp_path)
     code, what = refusal("finetune", *flags, "--data", new, "--steps", 3)
     named = ["its fingerprint is", "files: renamed.jsonl was changed"]
     assert (code, [x in what for x in named]) == (66, [True, True]), what
+
+
+def test_a_run_of_before_a_fact_was_recorded_goes_on(home, tmp_path):
+    """The context and the template's hash came later; neither is asked of a run without them."""
+    out, flags = tmp_path / "run", [*SMALL, "--row-length", 64, "--data", home / "chats.jsonl"]
+    base = mixture(home, home / "base", 1, ("sums", "orders"))
+    code, said = here([*base, "--tokenizer", "bytes"], layers=1)
+    assert code == 0, said
+    flags += ["--init", home / "base", "--out", out]
+    code, said = here([*flags, "--steps", 1], "finetune", layers=1)
+    assert code == 0, said
+
+    def forget(state):
+        del state["facts"]["context"], state["facts"]["template"]
+
+    rewrite(out / "checkpoints" / "step_00000001", "state.json", forget)
+    code, said = here([*flags, "--steps", 2], "finetune", layers=1)
+    assert code == 0, said

@@ -9,7 +9,7 @@ import trainkit as tk
 from trainkit import losses
 from trainkit.batch import batch_of_rows
 from trainkit.mesh import solo_parallel
-from trainkit.parallel.leaks import leaks
+from trainkit.parallel.leaks import leaks, refuse_leaks
 from trainkit.testing import Case, PackingError, certify, check_packing
 from trainkit.testing.builtin import CONFIG, decoder_batch, decoder_of
 from trainkit.testing.certificate import as_markdown, as_text
@@ -204,6 +204,29 @@ def test_a_model_is_tried_once_and_again_for_another_call_only_if_it_leaks():
     leaky.mix = mean_in_document  # what another call would do
     mended = how | {"call": call}
     tk.forward_backward(leaky, [batch], losses.next_token, **mended)
+
+
+def test_a_batch_that_says_no_documents_leaves_the_model_to_be_tried_with_a_later_one():
+    """A short one, or one without spans, tells nothing; the model must not be taken for sound."""
+    leaky, packed, how = Model(mean_before), packed_rows(), {"denominator": torch.tensor(30)}
+    how["call"] = call
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    silent = {name: packed[name] for name in names}
+    tk.forward_backward(leaky, [silent], losses.next_token, **how)
+    for batches in ([packed], [silent, packed]):
+        with pytest.raises(ConfigError, match="keeps a state"):
+            tk.forward_backward(leaky, batches, losses.next_token, **how)
+    del silent["document_ids"]  # of which nobody knows whether it is packed
+    refuse_leaks("forward_backward", leaky, [silent], call)
+
+
+def test_rows_of_one_document_are_not_read_on_a_device():
+    leaky = Model(mean_before)
+    with pytest.raises(ConfigError, match="keeps a state"):
+        refuse_leaks("forward_backward", leaky, [packed_rows()], call)
+    alone = packed_rows((16,))
+    unreadable = attrs.evolve(alone, document_ids=alone.document_ids.to("meta"))
+    refuse_leaks("forward_backward", leaky, [unreadable], call)
 
 
 def test_what_other_rows_change_is_rounding_and_no_leak():

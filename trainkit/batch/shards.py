@@ -323,7 +323,7 @@ def spans_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu")
         device: Where `cu_seqlens` shall live.
 
     Raises:
-        ConfigError: There would be no tokens, or more than int32 `cu_seqlens` can count.
+        ValueError: There would be no tokens, or more than int32 `cu_seqlens` can count.
 
     Examples:
         >>> spans_of_rows(2, 128).lengths.tolist()

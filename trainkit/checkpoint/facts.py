@@ -64,7 +64,8 @@ class Changes:
     """Which facts a run may be continued with another value of.
 
     A fact is named as it is, or, where it is a field of the configuration ("config.lr"), as its
-    flag is ("lr", "schedule-steps"). What is in neither list must be as it was.
+    flag is ("lr", "schedule-steps"). "config.tokenizer" is that field alone, "tokenizer" also a
+    fact of that name. What is in neither list must be as it was.
 
     `free` facts change nothing that is computed, or nothing that has been computed so far: a change
     is told. `flagged` ones change the run, which may be what its user wants: a change is refused
@@ -153,6 +154,8 @@ def compare_facts(
         {_plain_name(name) for name in names}
         for names in (changes.free, changes.flagged, changes.allow)
     )
+    fields = {name for name in changes.free if name.startswith("config.")}
+    others = {_plain_name(name) for name in changes.free if name not in fields}
     refused: list[str] = []
     told: list[str] = []
     tables: list[str] = []
@@ -161,7 +164,7 @@ def compare_facts(
         if plain in free | flagged and name not in saved:  # it was not recorded then
             continue
         problems = _fact_problems(name, saved.get(name), value)
-        if plain in free | allow:
+        if name in fields or plain in others or plain in flagged & allow:
             told += ["; ".join(problems)] if problems else []
             tables += problems if isinstance(value, dict) else []
         elif plain in flagged:

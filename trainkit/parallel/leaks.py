@@ -32,14 +32,14 @@ def refuse_leaks(
 ) -> None:
     """Refuse packed batches for a model that carries one document into the next.
 
-    That is found out by trying, once for each model (and again for another call of one that leaks):
-    see `leaks`. trainkit's own decoders
-    are not tried, and neither are batches that do not say where documents begin.
+    That is found out by trying, once for each model (and again for another call of one that leaks),
+    with the first batch that says where documents begin: see `leaks`. trainkit's own decoders are
+    not tried.
 
     Args:
         function: Who asks, for the message.
         model: The whole model, of any class.
-        batches: Some batches, at least one; the first is what the model is tried with.
+        batches: Some batches; the first that can be is what the model is tried with.
         call: How a batch enters the model.
 
     Raises:
@@ -47,7 +47,8 @@ def refuse_leaks(
 
     Effects:
         The first call for a model runs it three times without gradients, in evaluation mode. A
-        sharded model communicates, so all of its ranks must come here together.
+        sharded model communicates, so all of its ranks must come here together. Of a model that
+        leaks, the document ids are read where a row has padding or several documents.
 
     Examples:
         >>> from trainkit.batch import blank_batch
@@ -58,12 +59,15 @@ def refuse_leaks(
     if leaky_call is None:
         return
     if leaky_call is _UNTRIED or leaky_call != call:
-        leaky_call = call if leaks(model, batches[0], call) else None
+        batch = next(filter(_says_documents, batches), None)
+        if batch is None and not isinstance(model, Decoder):
+            return  # nothing is known of the model yet, so that a later batch must be tried
+        leaky_call = call if batch is not None and leaks(model, batch, call) else None
         _TRIED[model] = leaky_call
         if leaky_call is None:
             return
     for batch in batches:
-        if bool((batch["document_ids"] > 0).any()):
+        if _has_packed_row(batch):
             raise ConfigError(
                 f"{function}: {type(model).__name__} keeps a state over the row, so a packed "
                 "document is computed from those before it: changing the first document of a row "
@@ -152,6 +156,13 @@ def _says_documents(batch: Mapping[str, Any]) -> bool:
     ids = batch["input_ids"]
     # Of a sequence that is cut over ranks, `spans` are those of more than is here.
     return ids.shape[1] >= 8 and int(batch["spans"].lengths.sum()) == ids.numel()
+
+
+def _has_packed_row(batch: Mapping[str, Any]) -> bool:
+    """Return whether a row has several documents; without a host sync where its spans say no."""
+    if _says_documents(batch) and len(batch["spans"].lengths) == len(batch["input_ids"]):
+        return False  # one span a row
+    return "document_ids" in batch and bool((batch["document_ids"] > 0).any())
 
 
 def _halved(batch: Mapping[str, Any], ids: Tensor, half: int) -> Mapping[str, Any]:
