@@ -222,11 +222,8 @@ def bind_batches(cfg, shown, deal, roll_out):
 
 def train(cfg, run, tokenizer, model, first, context):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes, (shown, asked, held) = (
-        run.ps,
-        tk.config.changes_of(cfg, free=["context"]),
-        make_problems(cfg),
-    )
+    ps, changes = run.ps, tk.config.changes_of(cfg, free=["context"])
+    shown, asked, held = make_problems(cfg)
     shown = pack(cfg, tokenizer, shown)
     stages, optimizer = build(cfg, ps, model, first.path)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}

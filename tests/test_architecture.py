@@ -57,8 +57,10 @@ REACHED = {
     # The files that the README's recipe loads. Of them 1,300 are what a decoder's experts need:
     # layers, routers, dispatch, latent attention, known sizes, and the picture of their load.
     # It was 15,640 before all rooms but attention had a lazy table of contents: what has its file's
-    # name (`attention.ring`) cannot stand in one.
-    "lines of code of the core": 13_015,
+    # name (`attention.ring`) cannot stand in one. It was 13,015 before what was wrong at its edges
+    # was mended: models that leak, vocabularies in any parts, modules of others under transforms
+    # and columns that are missing are found and named, and a step on a CPU asks the host.
+    "lines of code of the core": 14_310,
     "longest chain of imports": 12,
     "share of code that refuses": 0.0985,
     "shared text of recipes": 0.176,
