@@ -13,7 +13,8 @@ from trainkit.runtime import set_numerics
 from trainkit.types import Numerics
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+PAGES = [ROOT / "README.md", *WRITTEN]
 TRAINING = ["distill", "finetune", "long_context", "moe", "preference", "pretrain", "reinforce"]
 OTHER = {
     "lr": ["1e-3"],

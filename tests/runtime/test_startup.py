@@ -126,11 +126,18 @@ def test_who_is_asked_to_stop_does_not_wait_for_the_missing(monkeypatch):
     gate.set()
 
 
+class QuietServer(http.server.ThreadingHTTPServer):
+    """Says nothing of clients that leave before they are answered."""
+
+    def handle_error(self, request, client_address):
+        del request, client_address
+
+
 @contextlib.contextmanager
 def web_server():
     """Serve HTTP on a port, and yield its number."""
     handler = http.server.BaseHTTPRequestHandler
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with QuietServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
