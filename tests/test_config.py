@@ -103,6 +103,11 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     assert (config.betas, config.corpus, config.compile) == ((0.8, 0.9), (Path("a"),), True)
     assert config.layout == Layout(dp_replicate=2)
     assert config.config == Path(file)
+    other = tmp_path / "other.toml"
+    other.write_text("steps = 5")
+    for words in (["--config", file, f"--config={other}"], [f"--config={file}", "--config", other]):
+        last = load_config(Config, list(map(str, words)))
+        assert (last.config, last.steps, last.lr) == (other, 5, Config().lr)
     assert type(config.lr) is float
 
 
@@ -126,6 +131,7 @@ def test_a_required_field_may_come_from_either(tmp_path):
         (["--stpes", "3"], "unknown flag --stpes (did you mean --steps?)"),
         (["--start-timeou=3"], "unknown flag --start-timeou (did you mean --start-timeout?)"),
         (["--seed", "9" * 26], "seed must be below 2^63, got 99999"),
+        (["--seed", str(2**63)], f"seed must be below 2^63, got {2**63}"),
         (["--zzz", "--lrr", "1"], "unknown flag --zzz; unknown flag --lrr (did you mean --lr?)"),
         (["--steps", "3.7"], "--steps: invalid literal for int() with base 10: '3.7'"),
         (["--steps"], "Missing value for argument '--steps'"),
@@ -347,6 +353,8 @@ def test_config_facts_are_plain_and_leave_out_where_a_run_is_and_how_it_is_watch
     found = config_facts(WithRows(out=Path("x"), seed=3))
     assert found["config.seed"] == 3
     assert found["config.multiple_of"] == 8
+    assert found["config.microbatch"] == 4  # which is free to change
+    assert found["config.matmul"] == "highest"  # which may when asked for
     for name in ("out", "steps", "resume", "keep", "step_timeout", "on_spike"):
         assert f"config.{name}" not in found
 

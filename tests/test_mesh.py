@@ -142,6 +142,8 @@ def test_a_product_that_is_not_the_world_is_refused_with_both_numbers():
 def test_experts_that_do_not_divide_and_unknown_folds_are_refused():
     with pytest.raises(ConfigError, match="ep 3 does not divide the 4 ranks"):
         Layout(ep=3).over(4)
+    with pytest.raises(ConfigError, match="ep 4 does not divide the 2 ranks"):
+        Layout(tp=2, ep=4).over(4)  # it divides the world
     with pytest.raises(ConfigError, match="fold_sp must be one of"):
         Layout(fold_sp="some")
 

@@ -83,6 +83,31 @@ def test_at_numbered_places_a_part_is_dropped_and_the_rest_scaled_each_by_itself
     assert apart.abs().max() < 4.5 * 0.25 * (1 - 0.25**2) ** 0.5 / 80
 
 
+# ---------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("numbers", [noise.normal, noise.symmetric])
+def test_any_box_of_a_tensor_has_the_numbers_of_the_whole(numbers):
+    whole = numbers(7, (5, 6, 7))
+    assert len(whole.unique()) == whole.numel()
+    for begin, end in [((0, 0, 0), (5, 6, 7)), ((1, 2, 3), (4, 3, 7)), ((4, 5, 6), (5, 6, 7))]:
+        box = tuple(slice(a, b) for a, b in zip(begin, end, strict=True))
+        shape = tuple(b - a for a, b in zip(begin, end, strict=True))
+        assert torch.equal(numbers(7, shape, begin), whole[box])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "moments"),
+    [(noise.normal, (1.0, 3.0)), (noise.symmetric, (1 / 3, 1 / 5))],
+)
+def test_numbers_have_the_moments_of_their_distribution(numbers, moments):
+    x = numbers(7, (100_000,)).double()
+    # Some 5 standard deviations of the means of 100,000 powers.
+    assert abs(x.mean()) < 0.016
+    assert abs(x.square().mean() - moments[0]) < 0.023
+    assert abs(x.pow(4).mean() - moments[1]) < 0.16
+
+
 # -------------------------------------------------------------------------------- rounding
 
 ODD = torch.cat(
@@ -131,6 +156,12 @@ def test_what_bf16_can_hold_and_what_is_not_finite_stay():
     assert torch.equal(noise.rounded_bf16(x, torch.tensor(3)), x.bfloat16())
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert noise.rounded_bf16(nan, torch.tensor(3)).isnan().all()
+    odd = torch.cat([nan, torch.tensor([torch.inf, -torch.inf])])
+    place = {"columns": len(odd), "begin": 0, "first": 0}
+    for key in range(8):
+        found = noise.rounding.rounded_rows(odd, torch.tensor([key]), **place)
+        assert torch.equal(found.isnan(), odd.isnan())
+        assert torch.equal(found[3:], odd[3:].bfloat16())
 
 
 def test_every_element_and_every_key_rounds_by_itself(monkeypatch):

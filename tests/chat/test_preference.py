@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainkit.batch import collate_bins
 from trainkit.chat import QWEN3_SPECIAL, answers_warning, jinja_template, qwen3
 from trainkit.chat.encode import mask_parts
-from trainkit.chat.preference import encode_pair, pack_pairs, pair_documents
+from trainkit.chat.preference import encode_pair, exchange_answers, pack_pairs, pair_documents
 from trainkit.corpora.tokens import memory_corpus
 from trainkit.packing import best_fit, first_fit, sequential
 from trainkit.tokenizers.bytes import byte_tokenizer
@@ -180,6 +180,17 @@ def test_halves_become_documents_in_turn():
     empty = Sample(np.array([], np.int64), np.array([], bool))
     with pytest.raises(DataError, match=r"pair 1 must have two halves with tokens, got \[\d+, 0\]"):
         list(pair_documents([pairs[0], (pairs[1][0], empty)]))
+
+
+def test_each_prompt_is_given_the_answer_to_the_next_one():
+    pairs = [
+        encode_pair({"prompt": f"Q{i}", "chosen": f"A{i}", "rejected": "B"}, BYTES)
+        for i in range(3)
+    ]
+    found = list(exchange_answers(chosen for chosen, _ in pairs))
+    assert [trained_texts(sample)[0][:2] for sample in found] == ["A1", "A2", "A0"]
+    asked = [BYTES.decode(sample.tokens[~sample.trained]) for sample in found]
+    assert all(f"Q{i}" in text for i, text in enumerate(asked))
 
 
 # ------------------------------------------------------------------------------------- packing

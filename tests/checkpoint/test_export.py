@@ -287,6 +287,27 @@ def test_a_folder_is_never_missing_while_another_takes_its_place(source, tmp_pat
     assert verify_weights(folder) == []
 
 
+def test_a_folder_whose_successor_cannot_take_its_name_comes_back(source, tmp_path, monkeypatch):
+    path, folder = source[0], tmp_path / "out/weights"
+    export_checkpoint(path, folder)
+    old, commit = tree(folder), files.commit_folder
+
+    def commit_fails(_, path):
+        assert not path.exists()  # the old one has stepped aside
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files, "exchange_paths", lambda *_: False)  # as on NFS
+    monkeypatch.setattr(files, "commit_folder", commit_fails)
+    with pytest.raises(DiskError, match="Input/output error"):
+        export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
+    assert tree(folder) == old
+    assert beside(folder) == ["weights"]
+    monkeypatch.setattr(files, "commit_folder", commit)
+    export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
+    assert tree(folder) != old
+    assert beside(folder) == ["weights"]
+
+
 @pytest.mark.case("M9")
 def test_a_disk_that_is_full_at_any_byte_leaves_nothing(source, tmp_path):
     path, _ = source

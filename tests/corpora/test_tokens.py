@@ -318,6 +318,11 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_document_and_place(tmp
         with pytest.raises(DataError, match=message) as caught:
             check(path)
         assert (caught.value.got, caught.value.want, caught.value.code) == (70_000, 50_000, 65)
+    forge(path, vocab_size=70_000)  # the largest of these is 69,999
+    with pytest.raises(DataError, match="token 70000 outside its vocabulary of 70000"):
+        open_tokens(path)
+    forge(path, vocab_size=70_001)
+    assert open_tokens(path).vocab_size == 70_001
     open_tokens(path, check="none")
 
 

@@ -29,6 +29,13 @@ def test_a_row_that_has_lost_its_place_is_named():
             planted(text, row)
 
 
+def test_every_room_has_at_least_two_mistakes():
+    rooms = {path.name for path in (ROOT / "trainkit").iterdir() if path.suffix in ("", ".py")}
+    rooms -= {"__init__.py", "__main__.py", "__pycache__"}
+    counts = Counter(Path(row.file).parts[1] for row in MISTAKES)
+    assert not {room: counts[room] for room in rooms if counts[room] < 2}
+
+
 def test_no_mistake_stands_twice():
     names = Counter((row.file, row.old, row.new) for row in MISTAKES)
     assert max(names.values()) == 1

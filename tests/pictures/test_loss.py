@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from trainkit import pictures, sinks
+from trainkit.pictures.loss import smooth
 from trainkit.types import ConfigError, DataError
 
 
@@ -35,6 +36,15 @@ def test_the_unit_of_a_loss_is_what_it_is_divided_by(count, unit, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
     picture = pictures.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
     assert f"loss ({unit})" in picture.read_text()
+
+
+def test_a_smoothed_loss_neither_lags_behind_nor_runs_ahead():
+    line = [3.0 * x for x in range(20)]
+    for window in (1, 3, 7):
+        half = window // 2
+        found = smooth(line, window)
+        assert found[: 20 - half] == pytest.approx(line[: 20 - half])  # the end has no later ones
+        assert found[-1] == pytest.approx(sum(line[19 - half :]) / (half + 1))
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path):

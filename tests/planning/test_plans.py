@@ -24,6 +24,7 @@ from trainkit.planning import (
 )
 from trainkit.planning.plans import _row_flops
 from trainkit.planning.stages import Part, part_of
+from trainkit.planning.traffic import Transfer
 from trainkit.planning.weights import units_of
 from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import ConfigError, Layout, Precision
@@ -230,6 +231,20 @@ def test_compute_is_the_models_operations_over_the_rate():
     # of wq, wk, wv, wo, gate and up the second, the fourth and the sixth: 4 of 8 units of work
     half = (again["attention"] + found.compute) / 2
     assert again["attention+products/2"] == pytest.approx(half)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("all_gather", 750.0),  # each rank passes three of four parts on
+        ("reduce_scatter", 750.0),
+        ("all_reduce", 1500.0),  # a reduce-scatter, then an all-gather
+        ("all_to_all", 750.0),  # what is its own stays
+        ("send", 1000.0),
+    ],
+)
+def test_what_leaves_a_rank_is_what_ring_algorithms_send(kind, sent):
+    assert Transfer("tp", 4, kind, count=1, bytes=1000).sent == sent
 
 
 def test_a_message_takes_its_bytes_over_the_bandwidth_of_its_wire():

@@ -347,11 +347,13 @@ def test_secrets_of_the_environment_are_not_told():
         "WANDB_API_KEY": KEY,
         "PATH": "/usr/bin/env",
         "KEY": "a",
+        "proxy_password": "open sesame",
     }
     text = f"login {KEY} with hf_0123456789 from /usr/bin/env failed"
     assert (
         redacted(text, environ) == "login <WANDB_API_KEY> with <HF_TOKEN> from /usr/bin/env failed"
     )
+    assert redacted("407: open sesame", environ) == "407: <proxy_password>"
 
 
 # ------------------------------------------------------------------------------------ stdout

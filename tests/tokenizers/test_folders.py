@@ -93,6 +93,7 @@ def test_a_folder_opens_with_the_ids_of_transformers(way, tmp_path):
         want = theirs(text).input_ids if begins else [theirs.bos_token_id, *ids]
         assert encode_document(ours, text).tolist() == [*want, theirs.eos_token_id]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+    assert [[*ids] for ids in ours.encode_batch(TEXTS)] == [ours.encode(text) for text in TEXTS]
     assert ours.vocab_size == len(theirs)
 
 
