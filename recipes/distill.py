@@ -101,7 +101,7 @@ def soft_labels(cfg, ps, base, batch):
     soft = {"beta": BETAS[cfg.loss], "temperature": cfg.temperature}
     loss = tk.losses.add_terms(
         (tk.losses.next_token_linear, cfg.hard),
-        (tk.losses.distillation(head, **soft), (1 - cfg.hard) * cfg.temperature**2),
+        (tk.objectives.distillation(head, **soft), (1 - cfg.hard) * cfg.temperature**2),
     )
 
     def columns_of(output, _):
@@ -195,7 +195,7 @@ def train(cfg, run, base):
         if not stop and cfg.compare and cfg.hard < 1:
             loop.event("result", **result(run.dir))
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -227,4 +227,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

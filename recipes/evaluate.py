@@ -76,7 +76,7 @@ def library(trained, how):
         }
         for i, text in enumerate(texts)
     ]
-    sources = {"library": tk.corpora.fingerprint(corpus)}
+    sources = {"library": tk.data.fingerprint(corpus)}
     return {
         "perplexity": ([evaluation.text_item({"text": x}, **how) for x in texts], sources),
         "choices": ([evaluation.choice_item(x, **how) for x in questions], sources),
@@ -182,4 +182,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

@@ -209,7 +209,7 @@ def train(cfg, run, tokenizer, base, first):
         if not stop:
             loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/loss"))
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -246,4 +246,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

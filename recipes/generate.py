@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 
 import trainkit as tk
-from trainkit.generation import Sampling
+from trainkit.post.generation import Sampling
 
 optional = attrs.validators.optional
 not_empty = attrs.validators.deep_iterable(attrs.validators.min_len(1))
@@ -94,7 +94,7 @@ def write(cfg, trained, sampling):
 
 def main(argv=None):
     """Read the configuration, look the model over, write."""
-    with tk.runtime.report_errors():
+    with tk.run.report_errors():
         cfg = tk.config.load_config(Config, argv)
         names = [field.name for field in attrs.fields(Sampling)]
         sampling = Sampling(**{name: getattr(cfg, name) for name in names})

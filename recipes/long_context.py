@@ -51,7 +51,7 @@ def open_documents(cfg, tokenizer):
         for name, parts in entries
     }
     samples = (tk.tokenizers.encode_document(tokenizer, text) for text in documents.values())
-    return tk.corpora.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
+    return tk.data.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
 
 
 def build(cfg, ps, model):
@@ -100,7 +100,7 @@ def train(cfg, run, tokenizer, model):
     run.say(tk.parallel.start_lines(stages, ps, rows, **size))
     facts = tk.config.config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"fingerprint": tk.corpora.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
+    facts |= {"fingerprint": tk.data.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
     changes = tk.config.changes_of(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
@@ -124,7 +124,7 @@ def train(cfg, run, tokenizer, model):
             state = loop.after(state, metrics, batch)
             stop = loop.keep(state)
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -144,4 +144,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

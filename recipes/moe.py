@@ -190,7 +190,7 @@ def train(cfg, run, tokenizer, model, first):
                 run.say(sample(cfg, ps, stages, tokenizer))
             stop = loop.keep(state)
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -212,4 +212,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

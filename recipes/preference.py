@@ -82,9 +82,9 @@ def build(cfg, ps, base):
 def exchange_answers(cfg, rows):
     """Return rows of the chosen answers, each to the prompt of another pair."""
     chosen = set(rows.bins.documents[::2].tolist())
-    halves = enumerate(tk.corpora.documents_of(rows.corpus))
+    halves = enumerate(tk.data.documents_of(rows.corpus))
     others = tk.chat.exchange_answers(half for number, half in halves if number in chosen)
-    corpus = tk.corpora.memory_corpus(others, vocab_size=rows.corpus.vocab_size)
+    corpus = tk.data.memory_corpus(others, vocab_size=rows.corpus.vocab_size)
     how = {"multiple_of": cfg.batch.multiple_of, "overlong": "drop"}
     return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **how))
 
@@ -107,7 +107,7 @@ def bind_reference(cfg, run, stages, optimizer):
         if begins:
             run.say(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
             facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
-            facts |= {"compute": cfg.precision.compute, "corpus": tk.corpora.fingerprint(corpus)}
+            facts |= {"compute": cfg.precision.compute, "corpus": tk.data.fingerprint(corpus)}
             how = {"context": cfg.batch.row_length, "axis": ps.world, "tell": run.say}
             measured = tk.evaluation.logprob_columns(heard)
             tk.evaluation.score_corpus(measured, corpus, path, facts=facts, **how)
@@ -121,7 +121,7 @@ def measure_kl(ps, stages, batches):
     return tk.evaluate(
         stages,
         batches,
-        tk.losses.log_ratio(axis=ps.sp),
+        tk.objectives.log_ratio(axis=ps.sp),
         axis=ps.loss,
         pp=ps.pp,
         tp=ps.tp,
@@ -134,7 +134,7 @@ def add_kl(batches, kl):
     for batch in batches:
         desirable = (batch.document_ids % 2 == 0).float()
         flagged = attrs.evolve(batch, extra={**batch.extra, "desirable": desirable})
-        yield from tk.losses.with_reference_point([flagged], kl)
+        yield from tk.objectives.with_reference_point([flagged], kl)
 
 
 def bind_kl(cfg, ps, stages, others):
@@ -166,17 +166,17 @@ def compare_with_start(cfg, run, stages, optimizer, rows, held):
     if cfg.loss == "kto":
         files = (rows, "others.tokens"), (held, "held_others.tokens")
         others = [with_reference(exchange_answers(cfg, x), file) for x, file in files if len(x)]
-        facts |= {"others": tk.corpora.fingerprint(others[0].corpus)}
+        facts |= {"others": tk.data.fingerprint(others[0].corpus)}
     if cfg.loss in ("dpo", "ipo", "kto"):
         rows = with_reference(rows, "reference.tokens")
         held = tk.Packed(rows.corpus, held.bins)
-        facts |= {"reference": tk.corpora.fingerprint(rows.corpus)}
+        facts |= {"reference": tk.data.fingerprint(rows.corpus)}
     return rows, held, others, facts
 
 
 def make_loss(cfg, ps):
     """Return the loss of pairs, or with KTO of answers: a sum over them."""
-    loss, own = getattr(tk.losses, cfg.loss), () if cfg.beta is None else (cfg.beta,)
+    loss, own = getattr(tk.objectives, cfg.loss), () if cfg.beta is None else (cfg.beta,)
     return loss(*own, axis=ps.sp)
 
 
@@ -287,7 +287,7 @@ def train(cfg, run, tokenizer, base, first):
         for metric in [f"eval/{name}" for name in ("loss", *rewards)] if not stop else ():
             loop.event("result", **tk.sinks.before_and_after(run.dir, metric))
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -317,4 +317,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

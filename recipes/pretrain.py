@@ -169,9 +169,7 @@ def make_facts(cfg, model, tokenizer, opened, rows):
     own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
     facts |= {"context": max(cfg.batch.row_length, own)}
     facts |= {"files": rows.corpus.sources}
-    return facts | {
-        f"fingerprint of {name}": tk.corpora.fingerprint(x) for name, x in opened.items()
-    }
+    return facts | {f"fingerprint of {name}": tk.data.fingerprint(x) for name, x in opened.items()}
 
 
 def train(cfg, run, tokenizer, model, first):
@@ -221,7 +219,7 @@ def train(cfg, run, tokenizer, model, first):
                 run.say(sample(cfg, ps, stages, tokenizer, held))
             stop = loop.keep(state)
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -243,4 +241,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

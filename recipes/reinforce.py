@@ -93,7 +93,7 @@ def pack(cfg, tokenizer, answered):
         asked, said = [*begin, *tokenizer.encode(problem)], [*tokenizer.encode(answer), *end]
         return Sample([*asked, *said], np.arange(len(asked) + len(said)) >= len(asked))
 
-    corpus = tk.corpora.memory_corpus(sample(*pair) for pair in answered)
+    corpus = tk.data.memory_corpus(sample(*pair) for pair in answered)
     size = {"multiple_of": cfg.batch.multiple_of, "overlong": "error", "seed": cfg.seed}
     return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **size))
 
@@ -113,8 +113,10 @@ def bind_losses(cfg, ps, stages):
     """Return forward_backward: the policy gradient of what was sampled, else the cross entropy."""
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    added = tk.losses.Added(most_importance=2.0 if cfg.rollout.sampled else None)
-    policy = tk.losses.policy_gradient(tk.losses.clipped(*[cfg.rollout.clip] * 2), added=added)
+    added = tk.objectives.Added(most_importance=2.0 if cfg.rollout.sampled else None)
+    policy = tk.objectives.policy_gradient(
+        tk.objectives.clipped(*[cfg.rollout.clip] * 2), added=added
+    )
     reinforce = tk.bind_forward_backward(stages, policy, **order)
     imitate = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
 
@@ -264,7 +266,7 @@ def train(cfg, run, tokenizer, model, first, context):
         if not stop:
             loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/success"))
     if stop:
-        return tk.runtime.SAVED
+        return tk.run.SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -300,4 +302,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.runtime.leave(main)
+    tk.run.leave(main)

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import trainkit as tk
-from trainkit.adapters import apply_freeze_
 from trainkit.batch.shards import shard_sequence
 from trainkit.grads import bind_step_in_backward
 from trainkit.losses import next_token, next_token_linear, routed
@@ -21,9 +20,10 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import DTYPES, cost, expert, fsdp, offload, precision, recompute
-from trainkit.parallel.sequences import sequence
-from trainkit.parallel.tensors import tensor
-from trainkit.testing.ledger import count_collectives
+from trainkit.parallel.sequence_parallel import sequence
+from trainkit.parallel.tensor_parallel import tensor
+from trainkit.post.adapters import apply_freeze_
+from trainkit.tools.testing.ledger import count_collectives
 from trainkit.types import Batch, Layout, Precision, Spans
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from trainkit import generation
 from trainkit.models import decoder_config
-from trainkit.runtime import report_errors
+from trainkit.run import report_errors
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = "--cache None --row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8"
@@ -72,13 +72,13 @@ def with_short_texts():
     def short(*given, max_new_tokens, **how):
         return own(*given, max_new_tokens=min(max_new_tokens, 16), **how)
 
-    return mock.patch("trainkit.generation.generate", short)
+    return mock.patch("trainkit.post.generation.generate", short)
 
 
 def without_pictures():
     """Patch what draws a run's loss and load, which takes longer than its steps."""
     pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
-    return mock.patch.multiple("trainkit.runtime.run", **pictures)
+    return mock.patch.multiple("trainkit.run.open_run", **pictures)
 
 
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):

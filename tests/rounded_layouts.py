@@ -8,11 +8,11 @@ import torch
 from whole_step import CAPACITY, CONFIG, Layout, corpus, input_of
 
 import trainkit as tk
-from trainkit.adapters import linear_transforms
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel import compiled, fsdp, precision, recompute, sequence, tensor
-from trainkit.testing import run_ranks
+from trainkit.post.adapters import linear_transforms
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
 # 16 divides sides on 2 ranks, and 32 the rows of matrices that are cut.

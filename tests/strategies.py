@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 from trainkit.packing import best_fit, first_fit, pack_bins, sequential
 from trainkit.types import Share
 

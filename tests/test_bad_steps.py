@@ -14,14 +14,14 @@ from whole_step import Layout, build, corpus, input_of
 
 import trainkit as tk
 from trainkit import grads, health, losses, schedules
-from trainkit.checkpoint.replicas import nonfinite_names
-from trainkit.checkpoint.tensors import counters_of, run_tensors
 from trainkit.grads import blame
 from trainkit.losses import next_token_linear
 from trainkit.metrics import step_record
-from trainkit.parallel.naming import box_of
-from trainkit.testing import run_ranks
+from trainkit.parallel.names import box_of
+from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Cursor, TrainState
+from trainkit.weights.checkpoint.replicas import nonfinite_names
+from trainkit.weights.checkpoint.tensors import counters_of, run_tensors
 
 NAN, INF = math.nan, math.inf
 NORM, DOWN = "layers.0.attention_norm.weight", "layers.1.mlp.down.weight"

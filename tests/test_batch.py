@@ -13,6 +13,7 @@ from torch._dynamo import lookup_backend
 
 from trainkit.attention import sdpa
 from trainkit.batch import (
+    Along,
     batch_hash,
     batch_of_rows,
     blank_batch,
@@ -21,26 +22,23 @@ from trainkit.batch import (
     contiguous_shard,
     count_tokens,
     count_valid_tokens,
+    pad_stack,
+    pooling_mask,
     shard_batch,
+    shard_tree,
     shift_labels,
+    shift_tokens,
     spans,
     spans_of_rows,
     split_batch,
     to_device,
-)
-from trainkit.batch.shards import shard_sequence
-from trainkit.corpora.joined import join_corpora
-from trainkit.corpora.tokens import TokenCorpus
-from trainkit.loaders import (
-    Along,
-    pad_stack,
-    pooling_mask,
-    shard_tree,
-    shift_tokens,
     unshard_tree,
 )
+from trainkit.batch.shards import shard_sequence
+from trainkit.data.corpus import TokenCorpus
+from trainkit.data.joined import join_corpora
 from trainkit.packing import pack_bins
-from trainkit.testing.deal import deal_batch
+from trainkit.tools.testing.deal import deal_batch
 from trainkit.types import IGNORED_LABEL, Bins, DataError, Place, Share, Spans
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")

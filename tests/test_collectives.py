@@ -15,7 +15,7 @@ from trainkit.collectives import (
     sum_grad,
 )
 from trainkit.mesh import axis_from_group, solo_parallel
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 
 def drawn(*shape, seed):

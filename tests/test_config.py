@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.config import (
+from trainkit.files import toml_text
+from trainkit.run.config import (
     OptimOptions,
     RowOptions,
     RunConfig,
@@ -27,7 +28,6 @@ from trainkit.config import (
     positive,
     read_config,
 )
-from trainkit.files import toml_text
 from trainkit.types import ConfigError, Layout
 
 
@@ -343,7 +343,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch, tmp_path, missing):
 
 
 def test_reading_a_configuration_loads_no_torch():
-    code = "import sys, trainkit.config as c; c.load_config(c.RunConfig, []); "
+    code = "import sys, trainkit.run.config as c; c.load_config(c.RunConfig, []); "
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -12,7 +12,7 @@ import trainkit
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-PRELOAD = "trainkit.testing.preload"  # importing it loads what only a forkserver wants
+PRELOAD = "trainkit.tools.testing.preload"  # importing it loads what only a forkserver wants
 
 # What has no example of its own, and why.
 DISK = "works on the disk: docs/ show it, tests/checkpoint runs it"
@@ -48,8 +48,8 @@ WITHOUT_EXAMPLE = {
     "files.replacing": "works on the disk: write_corpus is built on it",
     "collectives.backends_of": "asks a process group: communication_device calls it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
-    "pictures.plot_load": "draws a picture: docs/howto/train-experts.md shows it",
-    "pictures.plot_loss": "draws a picture",
+    "plots.plot_load": "draws a picture: docs/howto/train-experts.md shows it",
+    "plots.plot_loss": "draws a picture",
     "pictures.plot_packing": "draws a picture: docs/howto/pack.md shows it",
     "sinks.run_sinks": "works on the disk: recipes/pretrain.py shows it",
     "tokenizers.save_tokenizer": "works on the disk: docs/howto/my-own-corpus.md shows it",

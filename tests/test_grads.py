@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import blame
-from trainkit.parallel.naming import mark_tied_copy_
-from trainkit.testing import count_collectives, run_ranks
+from trainkit.parallel.names import mark_tied_copy_
+from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, Axis, Share
 
 PP = tk.solo_parallel().pp

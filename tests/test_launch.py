@@ -22,7 +22,7 @@ from trainkit.mesh import (
     read_launch,
     require_torch,
 )
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
 
 PAGE = (Path(__file__).parents[1] / "docs" / "howto" / "launch.md").read_text()

@@ -15,8 +15,8 @@ from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import decoder_plan
-from trainkit.parallel.naming import box_of
-from trainkit.testing import run_ranks
+from trainkit.parallel.names import box_of
+from trainkit.tools.testing import run_ranks
 
 FP16 = tk.Precision(compute="fp16")
 MODEL = attrs.evolve(CONFIG, vocab_size=32)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import trainkit as tk
 from trainkit.mesh import launch_from_slurm, read_launch, world_size
 from trainkit.mesh.axes import partitions_of
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout
 
 NAMES = Layout().axes["world"]

@@ -25,8 +25,8 @@ from trainkit.metrics import (
     to_host,
     tokens_per_second,
 )
-from trainkit.sinks.on_tensorboard import scalars
-from trainkit.testing import run_ranks
+from trainkit.run.sinks.tensorboard import scalars
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Axis, Share
 
 SUMS = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.loaders import buffer_sorted_order
+from trainkit.batch import buffer_sorted_order
 from trainkit.noise.hashing import key_of
 from trainkit.sampling import (
     Phase,

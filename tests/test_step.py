@@ -14,7 +14,7 @@ import trainkit as tk
 from trainkit import step
 from trainkit.batch import blank_batch
 from trainkit.losses import next_token, weighted
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError
 
 WIDTH = 3

@@ -13,17 +13,17 @@ import trainkit as tk
 from trainkit.grads import bind_step_in_backward
 from trainkit.losses import next_token_linear
 from trainkit.models import call_routed, call_with_noise
-from trainkit.parallel.naming import box_of
-from trainkit.testing import Case, run_ranks
-from trainkit.testing.builtin import (
+from trainkit.parallel.names import box_of
+from trainkit.tools.testing import Case, run_ranks
+from trainkit.tools.testing.builtin import (
     SHALLOW,
     decoder_batch,
     decoder_plan,
     expert_loss,
     with_experts,
 )
-from trainkit.testing.deal import deal_batch
-from trainkit.testing.train import certificate_optimizer, certificate_weights
+from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.train import certificate_optimizer, certificate_weights
 from trainkit.types import SOLO, Axis, ConfigError, Share
 
 

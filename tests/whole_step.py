@@ -5,13 +5,13 @@ import numpy as np
 import torch
 
 import trainkit as tk
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import compiled, ddp, fsdp, recompute
-from trainkit.parallel.sequences import sequence
-from trainkit.parallel.tensors import tensor
+from trainkit.parallel.sequence_parallel import sequence
+from trainkit.parallel.tensor_parallel import tensor
 from trainkit.sampling import rows_of_epochs
 from trainkit.types import Cursor
 

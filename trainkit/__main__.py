@@ -35,10 +35,10 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.commands import certify, checkpoint, data, export, pack, plan, prepare, score
-from trainkit.commands.text import as_text
-from trainkit.config import refuse_undecoded
-from trainkit.runtime.errors import error_code
+from trainkit.run.config import refuse_undecoded
+from trainkit.run.errors import error_code
+from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, score
+from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
 
 COMMANDS = {

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from trainkit.batch.denominators import on_host
 from trainkit.collectives import all_gather_json, all_sum, computing_device
-from trainkit.optim.offload import stepping_alone
-from trainkit.parallel.naming import canonical_name, is_tied_copy, named_parameters_of
+from trainkit.parallel.names import canonical_name, is_tied_copy, named_parameters_of
 from trainkit.parallel.reduction import (
     Reduce,
     check_dense,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import trainkit as tk
 from trainkit import attention, config, losses, mesh, models, packing, sampling
 from trainkit.batch import count_tokens, count_valid_tokens, to_device
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 from trainkit.losses import mean_terms, next_token_linear
 from trainkit.parallel import stage_forward
 from trainkit.types import SOLO, Share, Spans

@@ -23,7 +23,7 @@ from trainkit.attention import choose, flex, ring, sdpa, ulysses, varlen
 from trainkit.attention.flex import BLOCK, block_mask
 from trainkit.batch import spans_of_rows
 from trainkit.mesh import solo_parallel
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Axis, ConfigError, Share
 
 HERE = {"device": "cpu", "dtype": torch.float64, "head_size": 16}

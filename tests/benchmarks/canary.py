@@ -17,11 +17,11 @@ import torch
 
 import trainkit as tk
 from trainkit import health, models, optim, sampling
-from trainkit.checkpoint.replicas import canary
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 from trainkit.losses import mean_terms, next_token_linear
 from trainkit.parallel import fsdp
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
+from trainkit.weights.checkpoint.replicas import canary
 
 ROWS, LENGTH, TURNS, MAX_PART = 8, 256, 40, 0.005
 

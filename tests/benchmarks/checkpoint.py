@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint import verify_checkpoint
-from trainkit.checkpoint.retention import Retention
-from trainkit.checkpoint.save import saves
-from trainkit.checkpoint.snapshot import bind_snapshots
 from trainkit.noise.hashing import hash_box
+from trainkit.weights.checkpoint import verify_checkpoint
+from trainkit.weights.checkpoint.retention import Retention
+from trainkit.weights.checkpoint.save import saves
+from trainkit.weights.checkpoint.snapshot import bind_snapshots
 
 GIB = 1 << 30
 

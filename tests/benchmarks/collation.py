@@ -14,8 +14,8 @@ import torch
 
 from trainkit.batch.collate import _checked_tokens, _write_rows, collate_bins
 from trainkit.batch.loops import copy_spans, write_spans
-from trainkit.corpora.tokens import TokenCorpus
 from trainkit.data import Packed, prefetch, step_batch
+from trainkit.data.corpus import TokenCorpus
 from trainkit.packing import pack_bins, row_costs
 from trainkit.sampling import rows_of_blocks, rows_of_epochs, share_of_rows
 from trainkit.types import Column, Cursor, Share, StepBatch

@@ -13,8 +13,8 @@ import time
 import torch
 
 from trainkit import hub
-from trainkit.generation import Sampling, generate
 from trainkit.models import build_decoder, decoder_config
+from trainkit.post.generation import Sampling, generate
 
 GREEDY = Sampling(temperature=0)
 ONE, EIGHT = [64], [8, 200, 30, 120, 64, 16, 90, 45]

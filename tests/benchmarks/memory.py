@@ -26,8 +26,8 @@ from measured_step import first_state, measure_choices, step_of
 import trainkit as tk
 from trainkit import parallel
 from trainkit.models import DecoderConfig
-from trainkit.planning import Job, memory_of
-from trainkit.testing import run_ranks
+from trainkit.tools.planning import Job, memory_of
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, Precision
 
 BOUND, PAIRS, ROWS = 0.1, 3, 1

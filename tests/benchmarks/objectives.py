@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, logsigmoid
 
-from trainkit.losses import clipped, distillation, dpo, policy_gradient
+from trainkit.post.objectives import clipped, distillation, dpo, policy_gradient
 from trainkit.types import Hidden
 
 Inputs = dict[str, Tensor]

@@ -14,7 +14,7 @@ import torch
 from trainkit.attention import sdpa
 from trainkit.attention.blocks import BlockSpans, cpu_flash, matmul
 from trainkit.batch import blank_batch, collate_bins
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 from trainkit.packing import pack_bins
 
 TOKENS, HEADS, DIM, TURNS, BOUND = 4096, 8, 64, 7, 0.1

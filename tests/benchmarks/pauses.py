@@ -22,7 +22,7 @@ import trainkit as tk
 from trainkit import losses, models
 from trainkit.batch import blank_batch
 from trainkit.metrics import step_record
-from trainkit.runtime import collected_by_hand
+from trainkit.run import collected_by_hand
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1200
 BLOCK, EVERY = 300, 100

@@ -17,7 +17,7 @@ from measured_step import measure
 
 from trainkit.models import DecoderConfig
 from trainkit.models.sizes import decoder_config
-from trainkit.planning import Job, hardware, layouts_of, memory_of, plan
+from trainkit.tools.planning import Job, hardware, layouts_of, memory_of, plan
 from trainkit.types import Layout, Precision
 
 SHAPES = {

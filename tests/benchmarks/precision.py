@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainkit as tk
 from trainkit.parallel import autocast
-from trainkit.sinks.lines import read_jsonl
+from trainkit.run.sinks.jsonl import read_jsonl
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain.py"
 STEPS, WINDOW, SEEDS = 200, 20, 5

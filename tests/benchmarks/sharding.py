@@ -19,7 +19,7 @@ from trainkit.batch import blank_batch, split_batch
 from trainkit.batch.shards import contiguous_shard, shard_batch, spans_of_runs, zigzag_shard
 from trainkit.grads import sync_sp_grads
 from trainkit.mesh import parallel_session
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Share
 
 TOKENS, DOCUMENTS, RING, REPEATS, TURNS = 131_072, 128, 8, 20, 25

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 (its name everywhere)
 
 import trainkit as tk
 from trainkit import losses, models, optim, schedules
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 
 MAX_RATIO, MAX_TINY_RATIO, MAX_MICROSECONDS = 1.02, 1.08, 25.0
 

@@ -20,8 +20,8 @@ from canary import make
 import trainkit as tk
 from trainkit.collectives import agree
 from trainkit.mesh import twin_axis
-from trainkit.runtime.signals import stop_votes, trap_signals
-from trainkit.testing import run_ranks
+from trainkit.run.signals import stop_votes, trap_signals
+from trainkit.tools.testing import run_ranks
 
 TURNS, MAX_PART = 60, 0.005
 

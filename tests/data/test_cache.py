@@ -25,7 +25,7 @@ from trainkit.data import cache
 from trainkit.data.cache import cached_bins
 from trainkit.mesh import axis_from_group
 from trainkit.packing import balanced, pack_bins, packing_report, sequential
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
 
 ARRAYS = ("offsets", "documents", "starts", "lengths")

@@ -7,14 +7,14 @@ import torch
 from strategies import corpus_of
 
 import trainkit as tk
-from trainkit.data.dispatching import dispatch, stop_together
+from trainkit.data.dispatch import dispatch, stop_together
 from trainkit.data.packed import Packed
 from trainkit.data.steps import deal_rows, step_batch
-from trainkit.data.stream import documents_from, stream_steps
 from trainkit.mesh import solo_parallel
 from trainkit.packing import pack_bins
 from trainkit.sampling import rows_of_epochs
-from trainkit.testing import run_ranks
+from trainkit.text.streams.stream import documents_from, stream_steps
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor, DataError, Place, Share, StepBatch
 
 STEPS = 3

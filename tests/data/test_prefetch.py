@@ -12,7 +12,7 @@ from strategies import corpus_of
 
 from trainkit.batch import batch_hash, blank_batch, map_tensors, to_device
 from trainkit.data.packed import Packed
-from trainkit.data.prefetching import prefetch
+from trainkit.data.prefetch import prefetch
 from trainkit.data.steps import step_batch
 from trainkit.packing import pack_bins
 from trainkit.sampling import rows_of_epochs

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from strategies import corpus_of, packed, shares
 
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
-from trainkit.corpora import join_corpora, write_corpus
-from trainkit.data import Packed, deal_rows, eval_batches, step_batch, strided_batch
+from trainkit.data import Packed, deal_rows, eval_batches, join_corpora, step_batch, strided_batch
 from trainkit.noise import token_keys
 from trainkit.packing import pack_bins, row_costs, sequential
 from trainkit.sampling import rows_of_epochs, share_of_rows
+from trainkit.text.corpora import write_corpus
 from trainkit.types import Column, Cursor, DataError, Place, Sample, Share
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")

@@ -23,7 +23,7 @@ from whole_step import (
 
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
 LAYOUTS = {

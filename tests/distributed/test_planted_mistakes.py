@@ -21,15 +21,15 @@ import trainkit.parallel.pipeline
 import trainkit.parallel.reduction
 import trainkit.parallel.tied
 import trainkit.step
-from trainkit.adapters import lowrank
 from trainkit.batch import shift_labels
 from trainkit.batch.shards import spans_of_runs
 from trainkit.losses import next_token_linear, with_terms
 from trainkit.models import Tape, call_routed, call_with_noise, experts
 from trainkit.noise import counters
 from trainkit.parallel.reduction import Reduction
-from trainkit.testing import deal, train
-from trainkit.testing.builtin import (
+from trainkit.post.adapters import lowrank
+from trainkit.tools.testing import deal, train
+from trainkit.tools.testing.builtin import (
     CAPACITY,
     CONFIG,
     ROWS,
@@ -40,10 +40,10 @@ from trainkit.testing.builtin import (
     with_adapters,
     with_experts,
 )
-from trainkit.testing.cases import Case
-from trainkit.testing.certificate import TIERS, as_text
-from trainkit.testing.certifying import certify_together
-from trainkit.testing.train import Training
+from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.certificate import TIERS, as_text
+from trainkit.tools.testing.certify import certify_together
+from trainkit.tools.testing.train import Training
 from trainkit.types import Layout
 
 PATCH = pytest.MonkeyPatch()
@@ -266,7 +266,7 @@ def tape_read_one_layer_off(_ps):
 
 
 def routers_counted_per_tp_rank(_ps):
-    module = sys.modules["trainkit.parallel.tensors"]
+    module = sys.modules["trainkit.parallel.tensor_parallel"]
     add = module.sum_forward
     PATCH.setattr(module, "sum_forward", lambda x, axis: add(x, axis) * axis.count)
 

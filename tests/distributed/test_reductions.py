@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import trainkit as tk
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 
 def reduced():

@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit import collectives, losses
 from trainkit.collectives import sum_grad
-from trainkit.evaluation import score
-from trainkit.losses import by_source, softmax, teachers
+from trainkit.losses import by_source, softmax
 from trainkit.losses.softmax import scores_
 from trainkit.mesh import axis_from_group
 from trainkit.models.decoder import whole_logits
-from trainkit.testing import run_ranks
+from trainkit.post.evaluation import score
+from trainkit.post.objectives import teachers
+from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Axis, Hidden, Share, capped
 
 TOKENS, WIDTH, WORDS = (2, 7), 8, 24

@@ -6,20 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.losses import (
-    Added,
     add_terms,
-    clipped,
     cross_entropy,
     cross_entropy_per_token,
-    distillation,
-    k3,
     linear,
     linear_cross_entropy,
     next_token,
     next_token_linear,
-    policy_gradient,
-    sequence_policy_gradient,
-    stored_distillation,
     token_logprobs,
     weighted,
     with_terms,
@@ -28,6 +21,15 @@ from trainkit.losses import (
 )
 from trainkit.losses.linear import Factors, linear_sum_and_parts
 from trainkit.losses.sources import by_source
+from trainkit.post.objectives import (
+    Added,
+    clipped,
+    distillation,
+    k3,
+    policy_gradient,
+    sequence_policy_gradient,
+    stored_distillation,
+)
 from trainkit.types import Hidden, capped
 
 V, D = 11, 6

@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trainkit.grads import clip_and_step
-from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups, together
-from trainkit.testing import run_ranks
+from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups
+from trainkit.optim import combine as together
+from trainkit.tools.testing import run_ranks
 
 
 def plain_adamw(params, gradients, moments, step, *, lr, betas, eps, weight_decay):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 from strategies import packings
 
-from trainkit.loaders import buffer_sorted_order
+from trainkit.batch import buffer_sorted_order
 from trainkit.packing import (
     balanced,
     best_fit,
@@ -26,8 +26,8 @@ from trainkit.packing import (
 )
 from trainkit.packing.fits import read_only
 from trainkit.packing.pieces import cut, survey
-from trainkit.pictures.packing import _THIN, _figure, plot_packing
 from trainkit.sampling import permute, rows_of_blocks, share_of_rows
+from trainkit.tools.pictures.packing import _THIN, _figure, plot_packing
 from trainkit.types import Share
 
 FITS = [best_fit, first_fit, sequential, balanced(1), balanced(4)]

@@ -16,17 +16,18 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.adapters import quantized
 from trainkit.batch import blank_batch
-from trainkit.checkpoint import Retention
-from trainkit.generation import Sampling
-from trainkit.losses import k3, loss_of_scores, next_token
+from trainkit.losses import loss_of_scores, next_token
 from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, init_weights, softmax_topk
 from trainkit.noise import token_keys
 from trainkit.optim import Elementwise
 from trainkit.parallel import offload
+from trainkit.post.adapters import quantized
+from trainkit.post.generation import Sampling
+from trainkit.post.objectives import k3
 from trainkit.types import Hidden
+from trainkit.weights.checkpoint import Retention
 
 ROOMS = ("losses", "optim", "adapters", "models", "schedules")
 BAD = (math.nan, math.inf, -1, 0)
@@ -54,26 +55,29 @@ SKIPPED = {
 """Functions that are not tried, and why."""
 
 ALLOWED = {
-    ("losses.Added", "kl_weight"): ({0}, "0 only reports the divergence"),
-    ("losses.Added", "most_importance"): ({math.inf}, "infinite, it truncates nothing"),
-    ("losses.importance", "most"): ({math.inf}, "infinite, it truncates nothing"),
-    ("losses.clipped", "low"): ({0}, "no ratio below 1 gains"),
-    ("losses.clipped", "high"): ({0}, "no ratio above 1 gains"),
-    ("losses.bounded_weights", "low"): ({0}, "no weight below 1"),
-    ("losses.bounded_weights", "high"): ({0}, "no weight above 1"),
-    ("losses.policy_gradient", "entropy_weight"): (FINITE, "below 0 entropy is added to the loss"),
+    ("objectives.Added", "kl_weight"): ({0}, "0 only reports the divergence"),
+    ("objectives.Added", "most_importance"): ({math.inf}, "infinite, it truncates nothing"),
+    ("objectives.importance", "most"): ({math.inf}, "infinite, it truncates nothing"),
+    ("objectives.clipped", "low"): ({0}, "no ratio below 1 gains"),
+    ("objectives.clipped", "high"): ({0}, "no ratio above 1 gains"),
+    ("objectives.bounded_weights", "low"): ({0}, "no weight below 1"),
+    ("objectives.bounded_weights", "high"): ({0}, "no weight above 1"),
+    ("objectives.policy_gradient", "entropy_weight"): (
+        FINITE,
+        "below 0 entropy is added to the loss",
+    ),
     ("losses.routed", "balance"): ({0}, "0 only reports it"),
     ("losses.routed", "router_z"): ({0}, "0 only reports it"),
-    ("losses.dpo", "label_smoothing"): ({0}, "off"),
-    ("losses.simpo", "gamma"): ({0}, "no margin"),
-    ("losses.orpo", "weight"): ({0}, "the chosen answer's loss alone"),
-    ("losses.kto", "desirable_weight"): ({0}, "good answers do not count"),
-    ("losses.kto", "undesirable_weight"): ({0}, "bad answers do not count"),
-    ("losses.distillation", "beta"): ({0}, "the forward divergence"),
-    ("losses.stored_distillation", "beta"): ({0}, "the forward divergence"),
-    ("losses.gae", "discount"): ({0}, "nothing is expected of later steps"),
-    ("losses.gae", "trace"): ({0}, "one step ahead"),
-    ("losses.group_advantages", "eps"): ({0}, "the deviation as it is"),
+    ("objectives.dpo", "label_smoothing"): ({0}, "off"),
+    ("objectives.simpo", "gamma"): ({0}, "no margin"),
+    ("objectives.orpo", "weight"): ({0}, "the chosen answer's loss alone"),
+    ("objectives.kto", "desirable_weight"): ({0}, "good answers do not count"),
+    ("objectives.kto", "undesirable_weight"): ({0}, "bad answers do not count"),
+    ("objectives.distillation", "beta"): ({0}, "the forward divergence"),
+    ("objectives.stored_distillation", "beta"): ({0}, "the forward divergence"),
+    ("objectives.gae", "discount"): ({0}, "nothing is expected of later steps"),
+    ("objectives.gae", "trace"): ({0}, "one step ahead"),
+    ("objectives.group_advantages", "eps"): ({0}, "the deviation as it is"),
     ("losses.token_logprobs", "min_p"): ({0}, "off"),
     ("optim.Muon", "parts_dim"): ({-1}, "columns"),
     ("schedules.due", "last"): ({*BAD}, "a step of the run, or one that never comes"),
@@ -159,28 +163,32 @@ def in_int8():
 
 
 CALLS = {
-    "losses.Added": lambda: {"kl": k3, "kl_weight": 0.1, "most_importance": 2.0},
-    "losses.bounded_weights": dict,
-    "losses.clipped": dict,
-    "losses.distillation": lambda: {"teacher": Hidden(torch.empty(0), torch.ones(4, 3))},
-    "losses.dpo": dict,
-    "losses.gae": lambda: {
+    "objectives.Added": lambda: {"kl": k3, "kl_weight": 0.1, "most_importance": 2.0},
+    "objectives.bounded_weights": dict,
+    "objectives.clipped": dict,
+    "objectives.distillation": lambda: {"teacher": Hidden(torch.empty(0), torch.ones(4, 3))},
+    "objectives.dpo": dict,
+    "objectives.gae": lambda: {
         "rewards": torch.ones(1, 2),
         "values": torch.ones(1, 2),
         "document_ids": torch.zeros(1, 2, dtype=torch.int64),
     },
-    "losses.group_advantages": rewards,
-    "losses.importance": lambda: {"old": torch.zeros(1), "sampler": torch.zeros(1), "most": 2.0},
+    "objectives.group_advantages": rewards,
+    "objectives.importance": lambda: {
+        "old": torch.zeros(1),
+        "sampler": torch.zeros(1),
+        "most": 2.0,
+    },
     "losses.in_chunks": lambda: {"loss": next_token},
-    "losses.ipo": dict,
-    "losses.kto": dict,
-    "losses.leave_one_out": rewards,
+    "objectives.ipo": dict,
+    "objectives.kto": dict,
+    "objectives.leave_one_out": rewards,
     "losses.linear_cross_entropy": hidden,
-    "losses.orpo": dict,
-    "losses.policy_gradient": lambda: {"surrogate": lambda *args: args},
+    "objectives.orpo": dict,
+    "objectives.policy_gradient": lambda: {"surrogate": lambda *args: args},
     "losses.routed": lambda: {"loss": next_token},
-    "losses.simpo": dict,
-    "losses.stored_distillation": dict,
+    "objectives.simpo": dict,
+    "objectives.stored_distillation": dict,
     "losses.token_logprobs": hidden,
     "schedules.constant": lambda: {"lr": 0.1, "warmup": 2, "warmup_from": 0.5},
     "schedules.cosine": lambda: {"lr": 0.1, "warmup": 2, "total": 8},

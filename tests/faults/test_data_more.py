@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from trainkit.__main__ import main
 from trainkit.batch import collate_bins, shift_labels
 from trainkit.batch.shards import contiguous_shard, zigzag_shard, zigzag_unshard
-from trainkit.corpora import fingerprint, foreign, open_corpus, tokens, write_corpus
-from trainkit.data import cache
+from trainkit.data import cache, fingerprint
 from trainkit.data.cache import cached_bins
 from trainkit.losses import next_token
 from trainkit.packing import bins, pack_bins
+from trainkit.text.corpora import foreign, open_corpus, tokens, write_corpus
 from trainkit.types import DataError, Share
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 200)

@@ -14,12 +14,12 @@ import torch
 from packed_answers import documents_of, make_answers, weight_of
 
 from trainkit.batch import count_documents, count_valid_tokens
-from trainkit.losses import (
+from trainkit.losses import document_mean
+from trainkit.post.objectives import (
     Added,
     bounded_weights,
     clipped,
     distillation,
-    document_mean,
     dpo,
     ipo,
     k3,

@@ -9,25 +9,15 @@ from torch.nn.functional import cross_entropy
 
 from trainkit.batch import collate_bins
 from trainkit.collectives import sum_grad
-from trainkit.corpora import memory_corpus
-from trainkit.generation import Sampling, shaped
-from trainkit.losses import (
-    Added,
-    Shaping,
-    bounded_weights,
-    clipped,
-    k3,
-    linear,
-    logprobs,
-    loss_of_scores,
-    policy_gradient,
-    token_logprobs,
-)
+from trainkit.data import memory_corpus
+from trainkit.losses import Shaping, linear, logprobs, loss_of_scores, token_logprobs
 from trainkit.losses.linear import Factors
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.mesh import axis_from_group
 from trainkit.packing import pack_bins
-from trainkit.testing import run_ranks
+from trainkit.post.generation import Sampling, shaped
+from trainkit.post.objectives import Added, bounded_weights, clipped, k3, policy_gradient
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Column, Hidden, Sample, capped
 
 V, D, T = 24, 5, 14

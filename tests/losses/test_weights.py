@@ -17,7 +17,7 @@ from trainkit.losses import (
 )
 from trainkit.mesh import axis_from_group
 from trainkit.step import forward_backward
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Hidden, Share
 
 V, D = 11, 6
@@ -191,7 +191,7 @@ def test_means_of_what_is_dealt_over_ranks_are_those_of_the_whole():
 
 
 def test_a_batch_keeps_its_kind():
-    from trainkit.testing.builtin import decoder_batch
+    from trainkit.tools.testing.builtin import decoder_batch
 
     batch = decoder_batch(0)
     (own,) = microbatch_mean([batch], axis=SOLO)

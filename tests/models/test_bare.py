@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from trainkit.batch import batch_of_rows
-from trainkit.generation import Sampling, generate
 from trainkit.models import build_decoder, call_routed, decoder_config
 from trainkit.models.bare import bare
 from trainkit.models.config import Experts, FeedForward, Latents, Sliding
+from trainkit.post.generation import Sampling, generate
 from trainkit.types import unrouted
 
 CONFIG = decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_size=40)

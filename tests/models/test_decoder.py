@@ -28,7 +28,7 @@ from trainkit.models.config import parameter_shapes
 from trainkit.models.decoder import whole_logits
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
 from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
-from trainkit.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
+from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import SOLO, Spans, capped
 
 SMALL = DecoderConfig(vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)

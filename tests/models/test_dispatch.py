@@ -10,7 +10,7 @@ from trainkit.mesh import axis_from_group
 from trainkit.models import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.routers import counts_of
 from trainkit.noise import numbered_keys
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO
 
 WIDE = torch.float64

@@ -10,7 +10,6 @@ from torch import nn
 
 from trainkit import parallel
 from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided, divisors_of
-from trainkit.generation import generate
 from trainkit.losses import (
     add_terms,
     next_token,
@@ -35,10 +34,11 @@ from trainkit.models import (
     softmax_topk,
 )
 from trainkit.parallel import bind_call, recompute
+from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward
-from trainkit.testing import builtin
-from trainkit.testing.builtin import decoder_batch
-from trainkit.testing.deal import deal_batch
+from trainkit.tools.testing import builtin
+from trainkit.tools.testing.builtin import decoder_batch
+from trainkit.tools.testing.deal import deal_batch
 from trainkit.types import SOLO, ConfigError, Place
 
 CONFIG = attrs.evolve(

@@ -6,7 +6,6 @@ import torch
 
 from trainkit.attention import sdpa
 from trainkit.batch import batch_of_rows
-from trainkit.generation import Sampling, generate
 from trainkit.losses import next_token
 from trainkit.models import (
     Decoder,
@@ -25,8 +24,9 @@ from trainkit.models import (
 )
 from trainkit.models.config import parameter_shapes
 from trainkit.models.rotary import rotary_frequencies
-from trainkit.testing.builtin import decoder_batch
-from trainkit.testing.deal import deal_batch
+from trainkit.post.generation import Sampling, generate
+from trainkit.tools.testing.builtin import decoder_batch
+from trainkit.tools.testing.deal import deal_batch
 from trainkit.types import ConfigError, Place
 
 CONFIG = DecoderConfig(

@@ -20,8 +20,8 @@ from trainkit.models import (
 from trainkit.models.config import parameter_shapes
 from trainkit.parallel import build_stages, fsdp, tensor
 from trainkit.parallel.materialize import listed, shapes_of
-from trainkit.testing import run_ranks
-from trainkit.testing.builtin import decoder_batch
+from trainkit.tools.testing import run_ranks
+from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import CheckpointError, ConfigError, Layout
 
 DENSE = DecoderConfig(vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, mlp_width=48)

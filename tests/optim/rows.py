@@ -21,7 +21,7 @@ from trainkit.optim import (
     read_options,
 )
 from trainkit.optim.storage import read_moment, written_moment
-from trainkit.parallel.naming import box_of, empty_rows_like
+from trainkit.parallel.names import box_of, empty_rows_like
 from trainkit.types import SOLO
 
 SHAPES = {"up.weight": (3, 512), "head.weight": (4, 6), "norm.weight": (5,), "scale": ()}

@@ -19,15 +19,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainkit as tk
-from trainkit.checkpoint.targets import expected_state
 from trainkit.losses import next_token_linear
 from trainkit.mesh import axis_from_group
 from trainkit.models import call_routed, call_with_noise
 from trainkit.optim import make_optimizer, muon
-from trainkit.optim.dealt import Grid, Matrix, dealt, rounds_of
+from trainkit.optim.distributed_matrices import Grid, Matrix, dealt, rounds_of
 from trainkit.optim.muon import Muon, hidden_matrices, orthogonalized
-from trainkit.testing import run_ranks
-from trainkit.testing.builtin import (
+from trainkit.tools.testing import run_ranks
+from trainkit.tools.testing.builtin import (
     CONFIG,
     LATENT,
     MODELS,
@@ -35,10 +34,11 @@ from trainkit.testing.builtin import (
     decoder_plan,
     expert_loss,
 )
-from trainkit.testing.cases import Case
-from trainkit.testing.certificate import as_text
-from trainkit.testing.certifying import certify
+from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.certificate import as_text
+from trainkit.tools.testing.certify import certify
 from trainkit.types import Layout, TrainState
+from trainkit.weights.checkpoint.targets import expected_state
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):

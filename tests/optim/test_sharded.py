@@ -15,17 +15,17 @@ from optim.rows import BF16, ROWS, Row, give_gradients_, rate
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint import diff_checkpoints
-from trainkit.checkpoint.facts import Changes
-from trainkit.checkpoint.replicas import nonfinite_names
-from trainkit.checkpoint.tensors import run_tensors
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import key_of
 from trainkit.optim import OPTIMIZERS
 from trainkit.parallel import build_stages, fsdp, tensor
-from trainkit.parallel.naming import box_of
-from trainkit.testing import run_ranks
+from trainkit.parallel.names import box_of
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, TrainState
+from trainkit.weights.checkpoint import diff_checkpoints
+from trainkit.weights.checkpoint.facts import Changes
+from trainkit.weights.checkpoint.replicas import nonfinite_names
+from trainkit.weights.checkpoint.tensors import run_tensors
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from trainkit.optim import (
     elementwise,
 )
 from trainkit.optim.storage import read_moment, written_moment
-from trainkit.parallel import naming
+from trainkit.parallel import names as naming
 
 SHAPES = ((5, 768), (3, 3001), (7,), (), (0, 4), (300, 1))
 

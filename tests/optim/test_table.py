@@ -21,13 +21,13 @@ from torch import nn
 
 import trainkit as tk
 from trainkit import optim
-from trainkit.checkpoint import load_checkpoint
-from trainkit.checkpoint.facts import Changes
-from trainkit.checkpoint.tensors import run_tensors
-from trainkit.config import OptimOptions
 from trainkit.optim import OPTIMIZERS, averaged, make_optimizer, read_groups, state_bytes
 from trainkit.optim.table import check_options, options_of
+from trainkit.run.config import OptimOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
+from trainkit.weights.checkpoint import load_checkpoint
+from trainkit.weights.checkpoint.facts import Changes
+from trainkit.weights.checkpoint.tensors import run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()

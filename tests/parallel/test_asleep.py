@@ -7,12 +7,12 @@ from torch import nn
 
 import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
-from trainkit.checkpoint import save_checkpoint
 from trainkit.optim import averaged, make_optimizer
 from trainkit.parallel import asleep
 from trainkit.parallel.reduction import local_of
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
+from trainkit.weights.checkpoint import save_checkpoint
 
 
 def memory_of(stages, optimizer):

@@ -16,7 +16,7 @@ from trainkit.parallel import (
     precision,
     signs_of_votes,
 )
-from trainkit.testing import count_collectives, run_ranks
+from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, ConfigError
 
 

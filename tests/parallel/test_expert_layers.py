@@ -11,10 +11,8 @@ from every_pair import ONLY_ALL, WITH_ALL
 from torch import nn
 
 import trainkit as tk
-from trainkit.adapters import Lora, lora
 from trainkit.batch import split_batch
-from trainkit.corpora import TokenCorpus
-from trainkit.generation import generate
+from trainkit.data import TokenCorpus
 from trainkit.losses import next_token, routed
 from trainkit.mesh import solo_parallel
 from trainkit.models import (
@@ -40,8 +38,10 @@ from trainkit.parallel import (
     tensor,
 )
 from trainkit.parallel.reduction import Reduction
-from trainkit.testing import certify, count_collectives, run_ranks, train
-from trainkit.testing.builtin import (
+from trainkit.post.adapters import Lora, lora
+from trainkit.post.generation import generate
+from trainkit.tools.testing import certify, count_collectives, run_ranks, train
+from trainkit.tools.testing.builtin import (
     CAPACITY,
     CONFIG,
     EXPERTS,
@@ -50,10 +50,10 @@ from trainkit.testing.builtin import (
     expert_loss,
     with_experts,
 )
-from trainkit.testing.cases import Case
-from trainkit.testing.certificate import TIERS, as_text
-from trainkit.testing.deal import deal_batch
-from trainkit.testing.train import certificate_weights
+from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.certificate import TIERS, as_text
+from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import Axis, ConfigError, Layout, Share
 
 CONFIG = attrs.evolve(CONFIG, layers=2, experts=EXPERTS)  # a dense layer, and one of experts

@@ -26,10 +26,10 @@ from trainkit.parallel import (
     tensor,
     weights_of,
 )
-from trainkit.parallel.fitting import passes_to_itself
-from trainkit.testing import Case, RankError, certify, run_ranks
-from trainkit.testing.builtin import decoder_batch
-from trainkit.testing.train import certificate_weights
+from trainkit.parallel.check_layout import passes_to_itself
+from trainkit.tools.testing import Case, RankError, certify, run_ranks
+from trainkit.tools.testing.builtin import decoder_batch
+from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import SOLO, ConfigError
 
 

@@ -10,7 +10,7 @@ from trainkit.batch import blank_batch
 from trainkit.mesh import parallel_session
 from trainkit.models import Decoder, call_model, decoder_config, init_weights
 from trainkit.parallel import build_stages, fsdp, output_head, tensor, with_columns
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, unrouted
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48, "vocab_size": 64}

@@ -16,8 +16,8 @@ from trainkit.models import Decoder, init_weights
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import fsdp
-from trainkit.parallel.tensors import tensor
-from trainkit.testing import run_ranks
+from trainkit.parallel.tensor_parallel import tensor
+from trainkit.tools.testing import run_ranks
 
 CONFIG = attrs.evolve(WHOLE, vocab_size=32)
 TIED = attrs.evolve(CONFIG, tied=True)
@@ -168,7 +168,7 @@ def what_is_gathered(choices):
 
     In forward and in backward, and which of the ends were whole then; with the collectives.
     """
-    from trainkit.testing.ledger import _Counting
+    from trainkit.tools.testing.ledger import _Counting
 
     with tk.parallel_session() as ps:
         return [_gathered(ps, _Counting, options) for options in choices]

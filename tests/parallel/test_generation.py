@@ -7,12 +7,12 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit.batch import blank_batch
-from trainkit.generation import Sampling, generate, generate_dealt
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.models.call import CachedCall
 from trainkit.models.config import Experts
 from trainkit.parallel import bind_call, expert, fsdp, sequence, tensor
-from trainkit.testing import run_ranks
+from trainkit.post.generation import Sampling, generate, generate_dealt
+from trainkit.tools.testing import run_ranks
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
 ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=16))

@@ -7,16 +7,16 @@ from whole_step import difference, full
 import trainkit as tk
 from trainkit import losses, parallel
 from trainkit.batch import split_batch
-from trainkit.checkpoint import weights_from
-from trainkit.convert import convert_weights
 from trainkit.mesh import solo_parallel
 from trainkit.parallel.reduction import sum_partial_
-from trainkit.testing import certify, run_ranks
-from trainkit.testing.builtin import decoder_batch
-from trainkit.testing.cases import Case
-from trainkit.testing.certificate import as_text
-from trainkit.testing.train import certificate_weights
+from trainkit.tools.testing import certify, run_ranks
+from trainkit.tools.testing.builtin import decoder_batch
+from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.certificate import as_text
+from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import CheckpointError, Layout
+from trainkit.weights.checkpoint import weights_from
+from trainkit.weights.convert import convert_weights
 
 transformers = pytest.importorskip("transformers")
 

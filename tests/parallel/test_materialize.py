@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.checkpoint import export_checkpoint, weights_from
 from trainkit.parallel import fsdp, weights_of
-from trainkit.parallel.naming import PlacedAlike
-from trainkit.testing import run_ranks
+from trainkit.parallel.names import PlacedAlike
+from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError
+from trainkit.weights.checkpoint import export_checkpoint, weights_from
 
 
 class Stack(nn.Module):

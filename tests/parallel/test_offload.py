@@ -12,8 +12,8 @@ from trainkit.losses import next_token, routed
 from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, init_weights
 from trainkit.parallel import compiled, expert, fsdp, offload, recompute, tensor
 from trainkit.parallel.reduction import local_of
-from trainkit.parallel.sequences import sequence
-from trainkit.testing import run_ranks
+from trainkit.parallel.sequence_parallel import sequence
+from trainkit.tools.testing import run_ranks
 
 CONFIG = DecoderConfig(vocab_size=32, width=32, layers=4, heads=4, kv_heads=2, mlp_width=48)
 

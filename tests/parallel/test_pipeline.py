@@ -19,7 +19,7 @@ from trainkit.models import Decoder, call_with_noise, init_weights
 from trainkit.parallel import fsdp, pipeline, precision, tied
 from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.stage_forward import stage_boundary
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 DEEP = {"layers": 4}
 V = {"zero_bubble_v", "dual_pipe_v"}
@@ -27,7 +27,7 @@ SPLITS = {name for name, kind in SCHEDULES.items() if kind.splits_backward}
 
 
 def runs_v():
-    from trainkit.parallel.fitting import passes_to_itself
+    from trainkit.parallel.check_layout import passes_to_itself
 
     return passes_to_itself()
 
@@ -340,7 +340,7 @@ def forgetful(output, batch):
 
 
 def two_rank_refusals():
-    from trainkit.parallel import fitting
+    from trainkit.parallel import check_layout as fitting
 
     one = torch.tensor(1)
     with tk.parallel_session(pp=2) as ps:
@@ -471,8 +471,8 @@ CONTEXT = 7
 
 def written(stages, ps):
     """Return a text that the model goes on with, and the logits of one window."""
-    from trainkit.generation import generate
     from trainkit.parallel.generation import bind_call
+    from trainkit.post.generation import generate
 
     call = bind_call(stages, ps)
     how = {"max_new_tokens": 6, "context": CONTEXT, "slide": True}

@@ -22,7 +22,7 @@ from trainkit.parallel import (
     recompute,
     tensor,
 )
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
 BF16 = torch.bfloat16

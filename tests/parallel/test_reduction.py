@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import trainkit as tk
 from trainkit.losses import with_terms
 from trainkit.parallel import fsdp, precision
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 WIDTH = 4
 

@@ -15,13 +15,14 @@ import trainkit as tk
 from trainkit.attention import sdpa
 from trainkit.attention.sdpa import sdpa as plain
 from trainkit.batch.shards import shard_sequence
-from trainkit.data import Packed, deal_rows, documents_from, eval_batches, step_batch, stream_steps
+from trainkit.data import Packed, deal_rows, eval_batches, step_batch
 from trainkit.mesh import parallel_session, solo_parallel
-from trainkit.parallel.sequences import sequence
-from trainkit.parallel.sharding import fsdp
+from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.sequence_parallel import sequence
 from trainkit.parallel.stages import check_plan
 from trainkit.sampling import rows_of_epochs
-from trainkit.testing import run_ranks
+from trainkit.text.streams import documents_from, stream_steps
+from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Cursor, Place, Share
 
 # Rows of 24 tokens of documents that are aligned to 8: enough for a ring of 4.

@@ -12,7 +12,7 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel.fitting import passes_to_itself
+from trainkit.parallel.check_layout import passes_to_itself
 from trainkit.parallel.places import StagePlace, places_of, tied_of
 from trainkit.parallel.split import (
     SCHEDULES,
@@ -21,8 +21,8 @@ from trainkit.parallel.split import (
     rank_of_stages,
 )
 from trainkit.parallel.stages import split_layers
-from trainkit.planning import Job
-from trainkit.planning.stages import part_of
+from trainkit.tools.planning import Job
+from trainkit.tools.planning.stages import part_of
 from trainkit.types import ConfigError, Layout
 
 

@@ -19,7 +19,7 @@ from trainkit import adapters
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
 from trainkit.parallel.materialize import materialize_
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
 
 ALL = pytest.mark.only_all
@@ -208,7 +208,7 @@ def test_selective_recomputation_keeps_no_sum_of_which_dora_takes_the_lengths():
 
 
 def test_the_kernel_for_packed_documents_is_kept_on_cuda():
-    from trainkit.parallel.recomputing import groups_of
+    from trainkit.parallel.recompute import groups_of
 
     on_cuda, on_cpu = (groups_of(torch.device(name)) for name in ("cuda", "cpu"))
     assert on_cuda.keys() - on_cpu.keys() == {torch.ops.torch_attn._varlen_attn.default}
@@ -217,7 +217,7 @@ def test_the_kernel_for_packed_documents_is_kept_on_cuda():
 
 def test_an_operator_that_torch_has_renamed_is_no_secret(monkeypatch):
     """Else selective recomputation would keep nothing, and say nothing."""
-    room = importlib.import_module("trainkit.parallel.recomputing")
+    room = importlib.import_module("trainkit.parallel.recompute")
     monkeypatch.setattr(room, "_PRODUCTS", ("mm", "_mm_of_old"), raising=False)
     with pytest.raises(AttributeError, match="_mm_of_old"):
         recompute("selective")(Decoder(CONFIG), tk.solo_parallel())

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.adapters import quantized
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, count_parameters, decoder_config
 from trainkit.packing import overlong_warning, pack_bins
 from trainkit.parallel import start_lines
-from trainkit.parallel.naming import mark_tied_copy_
+from trainkit.parallel.names import mark_tied_copy_
+from trainkit.post.adapters import quantized
 from trainkit.types import Precision
 
 ROWS = pack_bins([6, 8, 3, 8, 8], 8)

@@ -17,11 +17,11 @@ from trainkit.losses import next_token, next_token_linear, with_terms
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, Latents, call_with_noise, init_weights
 from trainkit.parallel import fsdp, reduction
-from trainkit.parallel.naming import box_of
+from trainkit.parallel.names import box_of
 from trainkit.parallel.reduction import mark_partial_, sum_partial_
 from trainkit.parallel.styles import STYLES
-from trainkit.parallel.tensors import DECODER_STYLES, hf_styles, tensor
-from trainkit.testing import RankError, run_ranks
+from trainkit.parallel.tensor_parallel import DECODER_STYLES, hf_styles, tensor
+from trainkit.tools.testing import RankError, run_ranks
 from trainkit.types import Axis, ConfigError, Cursor, Share
 
 BASE = Layout(vocab_size=32, kv_heads=4, qkv_bias=True)

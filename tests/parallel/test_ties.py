@@ -10,9 +10,9 @@ from torch import nn
 import trainkit as tk
 from trainkit.parallel import Transform, compiled, fsdp, recompute, tensor
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.naming import ties_of
-from trainkit.testing import run_ranks
-from trainkit.testing.train import certificate_weights as weights
+from trainkit.parallel.names import ties_of
+from trainkit.tools.testing import run_ranks
+from trainkit.tools.testing.train import certificate_weights as weights
 from trainkit.types import CheckpointError, ConfigError
 
 

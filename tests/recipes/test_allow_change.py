@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from recipe_runs import column, events, here, loaded, refusal
 
-from trainkit.config import changes_of
-from trainkit.runtime import set_numerics
+from trainkit.run import set_numerics
+from trainkit.run.config import changes_of
 from trainkit.types import Numerics
 
 ROOT = Path(__file__).parents[2]

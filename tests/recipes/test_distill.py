@@ -14,8 +14,8 @@ from trainkit.batch import count_valid_tokens
 from trainkit.data import step_batch
 from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, decoder_config
-from trainkit.testing import run_ranks
-from trainkit.tokenizers import open_tokenizer
+from trainkit.text.tokenizers import open_tokenizer
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
 TEACHER = decoder_config("tiny", layers=2, width=48, heads=2, kv_heads=2, mlp_width=64)

@@ -6,10 +6,10 @@ import pytest
 from hub.test_export_command import saved_run
 from recipe_runs import here, load, refusal, several
 
-from trainkit.evaluation import read_lines
-from trainkit.hub import open_trained
 from trainkit.models import Experts, decoder_config
-from trainkit.testing import run_ranks
+from trainkit.post.evaluation import read_lines
+from trainkit.tools.testing import run_ranks
+from trainkit.weights.hub import open_trained
 
 CONFIG = decoder_config("tiny", layers=2)
 TEXTS = ["def f(x):\n    return x\n", "word by word " * 30, ""]
@@ -120,7 +120,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "code", "words"), REFUSED)
 def test_bad_input_ends_it_before_a_model_is_loaded(flags, code, words, home, monkeypatch):
-    from trainkit.tokenizers import save_tokenizer, train_bpe
+    from trainkit.text.tokenizers import save_tokenizer, train_bpe
 
     jsonl(home / "one.jsonl", QUESTION, QUESTION | {"choices": [" 2"]})
     jsonl(home / "empty.jsonl", {"context": "a", "continuation": ""})
@@ -139,7 +139,7 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
             "".join(f"def f{n}(x): return x + {i}\n" for n in range(50))
         )
     for room in ("open", "library"):
-        monkeypatch.setattr(f"trainkit.corpora.{room}.standard_library", lambda: tmp_path)
+        monkeypatch.setattr(f"trainkit.text.corpora.{room}.standard_library", lambda: tmp_path)
     saved_run(tmp_path / "runs" / "pretrain", CONFIG)
     recipe = load("evaluate")
     assert recipe.main([]) is None

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 from trainkit import adapters, chat, hub, metrics, schedules
 from trainkit.__main__ import main
 from trainkit.batch import batch_of_rows
-from trainkit.checkpoint import find_checkpoint
-from trainkit.corpora import write_corpus
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, Experts, decoder_config
-from trainkit.testing import run_ranks
-from trainkit.tokenizers import open_tokenizer, save_tokenizer, train_bpe
+from trainkit.text.corpora import write_corpus
+from trainkit.text.tokenizers import open_tokenizer, save_tokenizer, train_bpe
+from trainkit.tools.testing import run_ranks
+from trainkit.weights.checkpoint import find_checkpoint
 
 SMALL = [*recipe_runs.SMALL.split(), "--save-every", 2, "--ask", "def is_open(self)"]
 LR = 5e-4  # at a high rate Adam's first steps make much of the last bit of a gradient

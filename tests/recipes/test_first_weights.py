@@ -9,11 +9,11 @@ import pytest
 from recipe_runs import column, here, nano_config, refusal, several
 
 from trainkit import hub, models, optim
-from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
-from trainkit.testing import run_ranks
-from trainkit.tokenizers import open_tokenizer
+from trainkit.text.tokenizers import open_tokenizer
+from trainkit.tools.testing import run_ranks
 from trainkit.types import TrainState
+from trainkit.weights.checkpoint import save_checkpoint
 
 WORDS = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
 EXPERTS = models.Experts(count=4, chosen=2, width=16, scores="softmax")

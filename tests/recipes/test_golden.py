@@ -14,11 +14,11 @@ import torch
 from recipe_runs import column, here
 
 from trainkit import models, optim
-from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
 from trainkit.parallel import dtypes
-from trainkit.tokenizers import open_tokenizer
+from trainkit.text.tokenizers import open_tokenizer
 from trainkit.types import TrainState
+from trainkit.weights.checkpoint import save_checkpoint
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 FLAGS = "--steps 20 --schedule-steps 20 --rows 4 --microbatch 2 --warmup 2 --seed 5"

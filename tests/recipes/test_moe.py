@@ -21,13 +21,13 @@ from recipe_runs import (
 )
 
 from trainkit import checkpoint, hub, models
-from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
 from trainkit.models import decoder_config
 from trainkit.models.experts import advance_routers_, update_expert_bias
-from trainkit.sinks import read_jsonl
-from trainkit.testing import run_ranks
+from trainkit.run.sinks import read_jsonl
+from trainkit.tools.testing import run_ranks
 from trainkit.types import TrainState
+from trainkit.weights.checkpoint import save_checkpoint
 
 LAYERS = 3  # two of them with experts
 here = functools.partial(recipe_runs.here, layers=LAYERS)

@@ -21,12 +21,12 @@ from recipe_runs import (
 
 from trainkit import models, optim
 from trainkit.batch import batch_of_rows
-from trainkit.checkpoint import find_checkpoint, save_checkpoint
-from trainkit.corpora import open_tokens
 from trainkit.mesh import solo_parallel
-from trainkit.testing import run_ranks
-from trainkit.tokenizers import open_tokenizer
+from trainkit.text.corpora import open_tokens
+from trainkit.text.tokenizers import open_tokenizer
+from trainkit.tools.testing import run_ranks
 from trainkit.types import TrainState
+from trainkit.weights.checkpoint import find_checkpoint, save_checkpoint
 
 FLAGS = "--row-length 192 --rows 4 --microbatch 2 --warmup 1 --schedule-steps 8 --lr 1e-3"
 SIZE = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)

@@ -26,10 +26,10 @@ from recipe_runs import (
 )
 
 from trainkit import config, schedules, sinks
-from trainkit.checkpoint import verify_checkpoint
-from trainkit.generation import Completion
 from trainkit.packing import pack_bins, sequential
-from trainkit.testing import run_ranks
+from trainkit.post.generation import Completion
+from trainkit.tools.testing import run_ranks
+from trainkit.weights.checkpoint import verify_checkpoint
 
 SMALL = [*recipe_runs.SMALL.split(), "--save-every", 3, "--sample", 1]
 
@@ -181,7 +181,7 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
         seen.append(vocab_size)
         return [Completion([], "", "length")]
 
-    monkeypatch.setattr("trainkit.generation.generate", generate)
+    monkeypatch.setattr("trainkit.post.generation.generate", generate)
     here(flags_of(tmp_path / "one", text, 1))
     here(["--run", whole[0]], "generate")
     facts = json.loads(next((whole[0] / "checkpoints").glob("*/state.json")).read_text())["facts"]

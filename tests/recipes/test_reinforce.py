@@ -9,7 +9,7 @@ from recipe_runs import column, events, here, lines, refusal, several
 from trainkit import adapters, evaluation, generation, hub
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 SMALL = "--supervised 4 --prompts 4 --answers 4 --warmup 2 --schedule-steps 8 --save-every 2"
 SMALL = [*SMALL.split(), "--rows", 4, "--microbatch", 2, "--eval-every", 4]

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.corpora.joined import JoinedCorpus, join_corpora
-from trainkit.corpora.open import fingerprint
 from trainkit.data.cache import cached_bins
+from trainkit.data.joined import JoinedCorpus, fingerprint, join_corpora
 from trainkit.packing import bins_hash
 from trainkit.types import SOLO, Bins
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from trainkit.corpora.tokens import TokenCorpus
+    from trainkit.data.corpus import TokenCorpus
     from trainkit.packing.bins import Overlong
     from trainkit.types import Axis, Corpus, IntArray
 
@@ -93,7 +92,7 @@ def pack_apart(
         Those of `cached_bins`, twice: it keeps two plans, and communicates on `axis`.
 
     Examples:
-        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.data.corpus import memory_corpus
         >>> rows, held = pack_apart(memory_corpus([[1, 2], [3], [4, 5]]), [False, True, False], 4)
         >>> rows.bins[0], held.bins[0]
         ([(0, 0, 2), (2, 0, 2)], [(1, 0, 1)])
@@ -119,7 +118,7 @@ def packed_facts(packed: Packed) -> dict[str, Any]:
         fingerprint is that of all that is in the files, which may be renamed: see `changes_of`.
 
     Examples:
-        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.data.corpus import memory_corpus
         >>> from trainkit.packing import pack_bins
         >>> facts = packed_facts(Packed(memory_corpus([[1, 2]]), pack_bins([2], 4)))
         >>> list(facts), facts["files"]
@@ -149,7 +148,7 @@ def join_packed(packed: Mapping[str, Packed]) -> Packed:
             that their corpus does not have.
 
     Examples:
-        >>> from trainkit.corpora.tokens import memory_corpus
+        >>> from trainkit.data.corpus import memory_corpus
         >>> from trainkit.packing import pack_bins
         >>> web, code = memory_corpus([[1, 2, 3], [4]]), memory_corpus([[5, 6]])
         >>> mix = join_packed(

@@ -11,9 +11,9 @@ import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
-from trainkit.corpora.documents import checked_columns
-from trainkit.corpora.mapped import check_unchanged
-from trainkit.corpora.tokens import gathered
+from trainkit.data.corpus import gathered
+from trainkit.data.documents import checked_columns
+from trainkit.data.mapped import check_unchanged
 from trainkit.noise.counters import token_keys
 from trainkit.packing import pack_bins, row_costs, sequential, take_rows
 from trainkit.sampling import share_of_rows
@@ -67,7 +67,7 @@ def step_batch(
         DataError: As `deal_rows`.
 
     Examples:
-        >>> from trainkit.corpora import TokenCorpus
+        >>> from trainkit.data import TokenCorpus
         >>> from trainkit.data import Packed
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.sampling import rows_of_epochs
@@ -114,7 +114,7 @@ def strided_batch(
     batch, rank r of n reads items r, r + n, r + 2n, ... and no others. The global batch is the same
     for every n, and a cursor is all that a run needs to go on. Rows are not packed, since no rank
     knows the lengths of the others' items; what can be read as a whole is better packed, as a
-    `corpora.memory_corpus` by `step_batch`, and what has no length by `stream_steps`.
+    `data.memory_corpus` by `step_batch`, and what has no length by `stream_steps`.
 
     Args:
         dataset: Has a length, and an item at each number below it, the same on all ranks.
@@ -266,7 +266,7 @@ def deal_rows(
             its vocabulary.
 
     Examples:
-        >>> from trainkit.corpora import TokenCorpus
+        >>> from trainkit.data import TokenCorpus
         >>> from trainkit.data import Packed
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.types import Share
@@ -338,7 +338,7 @@ def eval_batches(
         ConfigError: Rows do not divide by ring and Ulysses.
 
     Examples:
-        >>> from trainkit.corpora import TokenCorpus
+        >>> from trainkit.data import TokenCorpus
         >>> from trainkit.data import Packed
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.types import Share

@@ -272,7 +272,7 @@ _CURES = {
     "advantages": "generation.answer_corpus adds it",
     "reference_logprobs": "evaluation.score_corpus with logprob_columns writes a corpus with it",
     "desirable": "put 1 at the labels of good answers and 0 at those of bad ones",
-    "kl": "losses.with_reference_point adds it",
+    "kl": "objectives.with_reference_point adds it",
     "weights": "losses.document_mean makes them, or a Column of the corpus named weights",
     "teacher_hidden": "parallel.with_columns(teacher, microbatches, ...) adds it",
     "teacher_ids": "evaluation.score_corpus with top_columns writes a corpus that has it",
@@ -285,7 +285,7 @@ def cure_of(name: str) -> str:
 
     Examples:
         >>> cure_of("kl"), cure_of("mine")
-        ('losses.with_reference_point adds it', 'put a tensor of the shape of the labels under ...')
+        ('objectives.with_reference_point adds it', 'put a tensor of the shape of the labels under ...')
     """
     return _CURES.get(name, "put a tensor of the shape of the labels under this name")
 

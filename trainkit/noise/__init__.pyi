@@ -1,4 +1,4 @@
-# The table of contents, which __init__.py loads lazily.
+# The table of contents, which __init__.py loads lazily: torch is not needed for all of it.
 from .counters import dropout as dropout
 from .counters import feature_bits as feature_bits
 from .counters import mix_tensor as mix_tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.optim.groups import check_numbers
 from trainkit.optim.storage import Moments, Rounding
-from trainkit.parallel.naming import PlacedAlike, placed_as
+from trainkit.parallel.names import PlacedAlike, placed_as
 from trainkit.parallel.reduction import check_dense, local_of
 
 

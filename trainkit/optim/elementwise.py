@@ -18,6 +18,7 @@ import torch
 from numba.extending import overload, register_jitable
 from torch import Tensor, nn
 
+from trainkit.optim.combine import load_as_saved_
 from trainkit.optim.groups import check_numbers
 from trainkit.optim.loops import rule_loop
 from trainkit.optim.rows import Rows
@@ -32,8 +33,7 @@ from trainkit.optim.storage import (
     wide,
     written_moment,
 )
-from trainkit.optim.together import load_as_saved_
-from trainkit.parallel.naming import PlacedAlike, box_of, placed_as
+from trainkit.parallel.names import PlacedAlike, box_of, placed_as
 from trainkit.parallel.reduction import check_dense, local_of
 from trainkit.types import among
 

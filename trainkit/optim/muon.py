@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.optim.dealt import Box, Grid, Matrix, Round, compute_whole, rounds_of
-from trainkit.parallel.naming import PlacedAlike, boxes_of, canonical_name
+from trainkit.optim.distributed_matrices import Box, Grid, Matrix, Round, compute_whole, rounds_of
+from trainkit.parallel.names import PlacedAlike, boxes_of, canonical_name
 from trainkit.parallel.reduction import check_dense, local_of
 from trainkit.types import SOLO, Axis, among, check_range
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainkit.grads import stepping_alone
 from trainkit.parallel.reduction import local_of
 
 
@@ -101,5 +101,3 @@ def in_host_memory(x: Tensor) -> Tensor:
         local = local_of(copied)
         local.data = local.pin_memory()
     return copied
-
-

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.noise.hashing import key_of
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
-from trainkit.parallel.naming import box_of
+from trainkit.parallel.names import box_of
 
 
 @attrs.frozen(eq=False)

@@ -19,14 +19,14 @@ from torch import nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.optim.adamw import adamw
+from trainkit.optim.combine import together
 from trainkit.optim.elementwise import Elementwise
 from trainkit.optim.groups import grouped, split_by_pattern
 from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.offload import offload_state_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
-from trainkit.optim.together import together
-from trainkit.parallel.naming import named_parameters_of
+from trainkit.parallel.names import named_parameters_of
 from trainkit.types import SOLO, Axis, ConfigError, Precision
 
 

@@ -4,6 +4,22 @@ A `Fit` says which bin each piece goes to; `pack_bins` does everything around it
 documents, aligns, groups, and writes the result down as a table. Nothing here imports torch.
 """
 
-import lazy_loader
+from trainkit.packing.balancing import balanced
+from trainkit.packing.bins import pack_bins, take_rows
+from trainkit.packing.fits import VersionedFit, best_fit, first_fit, sequential, with_version
+from trainkit.packing.report import bins_hash, overlong_warning, packing_report, row_costs
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "VersionedFit",
+    "balanced",
+    "best_fit",
+    "bins_hash",
+    "first_fit",
+    "overlong_warning",
+    "pack_bins",
+    "packing_report",
+    "row_costs",
+    "sequential",
+    "take_rows",
+    "with_version",
+]

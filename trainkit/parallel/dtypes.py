@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.naming import blocks_of, unhide_
+from trainkit.parallel.names import blocks_of, unhide_
 from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm

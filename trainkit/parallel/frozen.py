@@ -80,7 +80,7 @@ def output_head(
     axis: Axis = SOLO,
     call: Call = call_model,
 ) -> Hidden:
-    """Return what a frozen model makes logits of hidden states with, for `losses.distillation`.
+    """Return what a frozen model makes logits of hidden states with, for `objectives.distillation`.
 
     A sharded model has its output weight in a forward pass alone: this copies it out of one, once,
     since it never changes.

@@ -53,7 +53,7 @@ def bind_call(
         communicates on every axis: all ranks must call it.
 
     Examples:
-        >>> from trainkit.generation import generate
+        >>> from trainkit.post.generation import generate
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models.decoder import build_decoder
         >>> from trainkit.models.sizes import decoder_config

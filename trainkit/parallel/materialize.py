@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainkit.collectives import all_gather_json
-from trainkit.parallel.naming import (
+from trainkit.parallel.names import (
     PlacedAlike,
     box_of,
     canonical_name,

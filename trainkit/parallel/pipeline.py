@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from trainkit.batch import check_terms, divided, divisors_of
 from trainkit.parallel import reduction, stage_forward
-from trainkit.parallel.fitting import problems, refuse
+from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
-from trainkit.parallel.recomputing import recomputes_selectively
+from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.split import (
     SCHEDULES,
     microbatches_wanted,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainkit.collectives import all_gather_json
-from trainkit.parallel.naming import mark_tied_copy_, named_parameters_of
+from trainkit.parallel.names import mark_tied_copy_, named_parameters_of
 from trainkit.parallel.reduction import local_of
 from trainkit.parallel.split import rank_of_stages
 from trainkit.types import SOLO, Axis, ConfigError

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainkit.parallel.attending import attention as chosen_attention
-from trainkit.parallel.compiling import compiled as compiled_blocks
+from trainkit.parallel.attention import attention as chosen_attention
+from trainkit.parallel.compile import compiled as compiled_blocks
 from trainkit.parallel.dtypes import DTYPES, choose_precision
 from trainkit.parallel.dtypes import precision as precision_of
 from trainkit.parallel.experts import expert
-from trainkit.parallel.offloading import offload as offloaded
-from trainkit.parallel.recomputing import recompute as recomputed
-from trainkit.parallel.sequences import sequence
-from trainkit.parallel.sharding import fsdp
-from trainkit.parallel.tensors import tensor
+from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.offload import offload as offloaded
+from trainkit.parallel.recompute import recompute as recomputed
+from trainkit.parallel.sequence_parallel import sequence
+from trainkit.parallel.tensor_parallel import tensor
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Kernel, Layout, Precision
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.decoder import Decoder, decoder_stage
+from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.dtypes import widen_gradients_
-from trainkit.parallel.fitting import problems, refuse
 from trainkit.parallel.materialize import (
     buffers_of,
     check_fit,
     live_buffers,
     materialize_,
 )
-from trainkit.parallel.naming import canonical_name, named_parameters_of, ties_of
+from trainkit.parallel.names import canonical_name, named_parameters_of, ties_of
 from trainkit.parallel.places import StagePlace, placed_
 from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan

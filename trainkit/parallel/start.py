@@ -9,9 +9,9 @@ from torch import nn
 
 from trainkit.collectives import all_gather_json
 from trainkit.packing.report import packing_report
-from trainkit.parallel.attending import attention_line
+from trainkit.parallel.attention import attention_line
 from trainkit.parallel.linears import told_of
-from trainkit.parallel.naming import is_tied_copy, kind_of, named_parameters_of
+from trainkit.parallel.names import is_tied_copy, kind_of, named_parameters_of
 from trainkit.types import Bins, Layout, ParallelState, Precision
 
 

@@ -24,7 +24,7 @@ from trainkit.collectives import (
     sum_grad,
 )
 from trainkit.models.layers import WideNorm
-from trainkit.parallel.naming import unhide_
+from trainkit.parallel.names import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]

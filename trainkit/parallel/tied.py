@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.parallel.naming import named_parameters_of
+from trainkit.parallel.names import named_parameters_of
 from trainkit.parallel.places import StagePlace, tied_of
 from trainkit.parallel.reduction import local_of
 from trainkit.types import Axis

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from trainkit.parallel.naming import canonical_name, named_parameters_of
+from trainkit.parallel.names import canonical_name, named_parameters_of
 from trainkit.types import ConfigError
 
 

@@ -7,6 +7,30 @@ batches, so the batches it has seen do not come again. Rows, and the phases of a
 rates, are functions of that number; schedules are functions of the step.
 """
 
-import lazy_loader
+from trainkit.sampling.blocks import rows_of_blocks
+from trainkit.sampling.epochs import epoch_of, plan_steps, rows_of_epochs
+from trainkit.sampling.mixtures import (
+    Phase,
+    facts_with_phases,
+    make_phases,
+    mixture_weights,
+    phase_at,
+    rows_of_mixture,
+)
+from trainkit.sampling.permutation import permute
+from trainkit.sampling.shares import share_of_rows
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Phase",
+    "epoch_of",
+    "facts_with_phases",
+    "make_phases",
+    "mixture_weights",
+    "permute",
+    "phase_at",
+    "plan_steps",
+    "rows_of_blocks",
+    "rows_of_epochs",
+    "rows_of_mixture",
+    "share_of_rows",
+]

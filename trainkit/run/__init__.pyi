@@ -1,0 +1,22 @@
+# The table of contents, which __init__.py loads lazily: torch is not needed for all of it.
+from . import config as config
+from . import plots as plots
+from . import sinks as sinks
+from .directory import make_run_dir as make_run_dir
+from .errors import SAVED as SAVED
+from .errors import error_code as error_code
+from .errors import leave as leave
+from .errors import report_errors as report_errors
+from .garbage import collected_by_hand as collected_by_hand
+from .limits import Limits as Limits
+from .lock import run_lock as run_lock
+from .open_run import Loop as Loop
+from .open_run import Run as Run
+from .open_run import open_run as open_run
+from .reproducible import deterministic as deterministic
+from .reproducible import set_numerics as set_numerics
+from .signals import stop_votes as stop_votes
+from .signals import trap_signals as trap_signals
+from .startup import agree_at_start as agree_at_start
+from .startup import code_facts as code_facts
+from .watchdog import watch as watch
