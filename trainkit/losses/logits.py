@@ -285,7 +285,7 @@ def cure_of(name: str) -> str:
 
     Examples:
         >>> cure_of("kl"), cure_of("mine")
-        ('objectives.with_reference_point adds it', 'put a tensor of the shape of the labels under ...')
+        ('objectives.with_reference_point adds it', 'put a tensor of the shape of the labels ...')
     """
     return _CURES.get(name, "put a tensor of the shape of the labels under this name")
 

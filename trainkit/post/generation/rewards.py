@@ -85,7 +85,7 @@ def check_answers(
 def answer_advantages(answers: Sequence[Answer], checked: Checked) -> Tensor:
     """Return how far each answer is above the mean of those to its prompt, in their deviations.
 
-    This is `objectives.group_advantages` of a rollout; any other function of rewards and groups serves
+    This is `objectives.group_advantages` of a rollout; any function of rewards and groups serves
     as well.
 
     Returns:

@@ -53,8 +53,8 @@ the optimizer remembers) after the last.
 
 `python -m trainkit certify` prints these tables on your machine; `trainkit.tools.testing.certify`
 makes one for a model, a plan, a loss and a call of your own. In a name `dp` is the number of ranks
-that parameters are sharded over, `replica` that of their replicas, and `fold` says which of ring and
-Ulysses FSDP reduces over ("all", if it is not said). This page is made by
+that parameters are sharded over, `replica` that of their replicas, and `fold` says which of ring
+and Ulysses FSDP reduces over ("all", if it is not said). This page is made by
 `python -m trainkit certify --markdown`.
 """
 

@@ -1,0 +1,21 @@
+# The table of contents, which __init__.py loads lazily: a corpus is opened without torch.
+from .cache import cached_bins as cached_bins
+from .corpus import TokenCorpus as TokenCorpus
+from .corpus import documents_of as documents_of
+from .corpus import memory_corpus as memory_corpus
+from .dispatch import dispatch as dispatch
+from .dispatch import stop_together as stop_together
+from .joined import JoinedCorpus as JoinedCorpus
+from .joined import fingerprint as fingerprint
+from .joined import join_corpora as join_corpora
+from .mapped import check_unchanged as check_unchanged
+from .packed import Packed as Packed
+from .packed import join_packed as join_packed
+from .packed import pack_apart as pack_apart
+from .packed import packed_facts as packed_facts
+from .prefetch import prefetch as prefetch
+from .steps import deal_rows as deal_rows
+from .steps import eval_batches as eval_batches
+from .steps import step_batch as step_batch
+from .steps import strided_batch as strided_batch
+from .steps import with_noise_keys as with_noise_keys
