@@ -128,8 +128,8 @@ def exchange_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield each sample's prompt with the answer of the next sample; the last gets the first's.
 
     What a model and its reference say of answers that are not the prompt's own is how far the two
-    have come apart: the reference point of `objectives.kto`. The answer is all from the first one
-    token on.
+    have come apart: the reference point of `objectives.kto`. The answer is all from the first
+    trained token on.
 
     Args:
         samples: At least two, each with a trained token.
