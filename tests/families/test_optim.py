@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trainkit.grads import clip_and_step
 from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups
-from trainkit.optim import combine as together
+from trainkit.optim import together
 from trainkit.tools.testing import run_ranks
 
 

@@ -236,7 +236,7 @@ def part_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch
     """Return the optimizer inside of one that steps a group, or the one itself.
 
     Examples:
-        >>> from trainkit.optim import combine as together
+        >>> from trainkit.optim import together
         >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         >>> outer = together([inner])
         >>> part_of(outer, outer.param_groups[0]) is inner
