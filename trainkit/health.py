@@ -123,9 +123,9 @@ def classify_step(
 
     Examples:
         >>> classify_step(2.0, math.inf, {}, Policy())
-        Health(kind='bad', reason='the gradient norm is inf')
+        StepStatus(kind='bad', reason='the gradient norm is inf')
         >>> classify_step(9.0, 1.0, {"losses": [2.0] * 16, "norms": [1.0] * 16}, Policy())
-        Health(kind='spike', reason='the loss is 9, above 2.4')
+        StepStatus(kind='spike', reason='the loss is 9, above 2.4')
     """
     named = (("loss", loss), ("gradient norm", norm))
     wrong = [f"the {name} is {value}" for name, value in named if not math.isfinite(value)]

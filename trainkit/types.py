@@ -828,7 +828,7 @@ BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_i
 """The tensors that every `Batch` has, in its order."""
 
 EXTRA_TENSORS = ("source", "noise_key")
-"""Names in `Batch.extra` that `make_microbatches` and `add_noise_keys` set; no column may use them."""
+"""Names that `make_microbatches` and `add_noise_keys` set in `Batch.extra`; no column has them."""
 
 
 @attrs.frozen(eq=False, init=False)

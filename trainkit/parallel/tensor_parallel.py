@@ -185,7 +185,7 @@ def read_hf_styles(model: Any) -> dict[str, str]:
             continue
         if style not in _HF_STYLES:
             raise ConfigError(
-                f"read_hf_styles: the plan of {type(model).__name__} wants {style!r} at {pattern!r}, "
+                f"read_hf_styles: the plan of {type(model).__name__} has {style!r} at {pattern!r}, "
                 f"which tensor() has no style for (it knows {', '.join(_HF_STYLES)})",
                 where=pattern,
                 got=style,

@@ -207,7 +207,7 @@ def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
     temperature, samples = left.pop("temperature", None), left.pop("do_sample", None)
     if left:
         raise ConfigError(
-            f"make_harness_model: a task wants {', '.join(sorted(left))}, which this model does not "
+            f"make_harness_model: a task wants {', '.join(sorted(left))}, which the model does not "
             "know",
             where="generation_kwargs",
             got=sorted(left),

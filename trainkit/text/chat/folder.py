@@ -90,7 +90,8 @@ def choose_template_name(
                 f"choose_template_name: {chosen}: {found}", where="template"
             ) from error
         raise ConfigError(
-            f"choose_template_name: {where} has no chat template, so ChatML was assumed, and {found}",
+            f"choose_template_name: {where} brings no chat template, so ChatML was assumed, and "
+            f"{found}",
             where="template",
             hint=f"name another by --template: {', '.join(TEMPLATES)}, or a folder that has one",
         ) from error
