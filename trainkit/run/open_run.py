@@ -115,7 +115,7 @@ class Run:
     """Prints a text on the first rank (`sinks.make_printer`)."""
 
     phase: Announce
-    """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
+    """`phase(name, allow=seconds)`: what comes, and how long it may take (`watch_ranks`)."""
 
     stopping: Asked
     """Why the run should stop, or None; equal on all ranks at each step (`open_stop_vote`)."""
