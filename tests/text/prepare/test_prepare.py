@@ -833,7 +833,9 @@ def test_another_trainkit_is_refused(source, out, monkeypatch):
 @pytest.mark.case("D11")
 def test_a_process_without_a_heartbeat_is_named(source, out, encoders):
     path = write_lines(source / "a.jsonl", ["x" * 200, "hangs", "y" * 200])
-    message = r"process \d+ on .*, at chunk 1, bytes \d+ to \d+ of .*, has sent no heartbeat for \d+ s"
+    message = (
+        r"process \d+ on .*, at chunk 1, bytes \d+ to \d+ of .*, has sent no heartbeat for \d+ s"
+    )
     with pytest.raises(DataError, match=message):
         run(path, out, workers=2, timeout=2.0, make_encode=encoders.make_deadly)
     assert multiprocessing.active_children() == []
