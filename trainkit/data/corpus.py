@@ -78,7 +78,7 @@ class TokenCorpus:
         return self.tokens[first + start : first + start + length]
 
 
-def memory_corpus(
+def make_corpus(
     documents: Iterable[ArrayLike | Sample],
     *,
     vocab_size: int | None = None,
@@ -103,22 +103,20 @@ def memory_corpus(
             name of one of the batch's tensors.
 
     Examples:
-        >>> memory_corpus([[1, 2, 3], [4]], vocab_size=10).tokens
+        >>> make_corpus([[1, 2, 3], [4]], vocab_size=10).tokens
         array([1, 2, 3, 4], dtype=uint8)
         >>> from trainkit.types import Column
         >>> answer = Sample(np.arange(2), np.array([False, True]), {"advantages": [0.0, 0.5]})
-        >>> memory_corpus([answer], columns={"advantages": Column("float32")}).values
+        >>> make_corpus([answer], columns={"advantages": Column("float32")}).values
         {'advantages': array([0. , 0.5], dtype=float32)}
     """
     corpus = collect_documents(
-        ((f"memory_corpus: document {index}", x) for index, x in enumerate(documents)),
+        ((f"make_corpus: document {index}", x) for index, x in enumerate(documents)),
         vocab_size=vocab_size,
-        columns=check_columns("memory_corpus", columns),
+        columns=check_columns("make_corpus", columns),
     )
     if names is not None and len(names) != len(corpus.offsets) - 1:
-        raise ValueError(
-            f"memory_corpus: {len(names)} names for {len(corpus.offsets) - 1} documents"
-        )
+        raise ValueError(f"make_corpus: {len(names)} names for {len(corpus.offsets) - 1} documents")
     return attrs.evolve(corpus, names=names)
 
 
@@ -165,8 +163,8 @@ def _read_only_array(data: bytearray, dtype: np.dtype[Any]) -> np.ndarray[Any, A
     return np.frombuffer(memoryview(data).toreadonly(), dtype)
 
 
-def documents_of(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
-    """Iterate over the documents of a corpus; `memory_corpus` and `write_corpus` take them.
+def iterate_documents(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
+    """Iterate over the documents of a corpus; `make_corpus` and `write_corpus` take them.
 
     Args:
         corpus: Any corpus. One with a loss mask or with columns yields `Sample`s.
@@ -175,7 +173,7 @@ def documents_of(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
         An iterator of views.
 
     Examples:
-        >>> list(documents_of(memory_corpus([[1, 2], [3]])))
+        >>> list(iterate_documents(make_corpus([[1, 2], [3]])))
         [array([1, 2], dtype=uint32), array([3], dtype=uint32)]
     """
     for part in getattr(corpus, "parts", (corpus,)):

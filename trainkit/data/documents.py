@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.types import ADDED_TENSORS, BATCH_TENSORS, DataError, Sample
+from trainkit.types import BATCH_TENSORS, EXTRA_TENSORS, DataError, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainkit.types import Column
 
-_RESERVED_NAMES = (*BATCH_TENSORS, "spans", *ADDED_TENSORS)
+_RESERVED_NAMES = (*BATCH_TENSORS, "spans", *EXTRA_TENSORS)
 
 
 @attrs.frozen(eq=False)
@@ -60,10 +60,10 @@ def check_columns(function: str, columns: Mapping[str, Column] | None) -> dict[s
 
     Examples:
         >>> from trainkit.types import Column
-        >>> check_columns("memory_corpus", {"labels": Column()})
+        >>> check_columns("make_corpus", {"labels": Column()})
         Traceback (most recent call last):
         ...
-        ValueError: memory_corpus: no column can be called 'labels': a batch has its own
+        ValueError: make_corpus: no column can be called 'labels': a batch has its own
     """
     for name in columns or {}:
         if not isinstance(name, str) or not name or name in _RESERVED_NAMES:
@@ -84,7 +84,7 @@ def check_document(
     Args:
         document: Ids or a `Sample`.
         limit: Exclusive upper bound of the ids.
-        origin: The function and the document, such as "memory_corpus: document 3", for messages.
+        origin: The function and the document, such as "make_corpus: document 3", for messages.
         columns: The columns that the document must have.
         has_mask: Whether the documents before it were `Sample`s; None for the first.
 

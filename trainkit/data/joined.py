@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(eq=False)
-class JoinedCorpus:
-    """Concatenated corpora: a `Corpus` without flat `tokens`. `join_corpora` makes one.
+class ConcatCorpus:
+    """Concatenated corpora: a `Corpus` without flat `tokens`. `concat_corpora` makes one.
 
     Attributes:
         parts: The corpora, flattened: none of them is concatenated itself.
@@ -37,7 +37,7 @@ class JoinedCorpus:
     @property
     def tokens(self) -> NoReturn:
         """Not available: tokens stay in the parts, and `hasattr` is False."""
-        raise AttributeError("a JoinedCorpus has no flat `tokens`: read its `parts`")
+        raise AttributeError("a ConcatCorpus has no flat `tokens`: read its `parts`")
 
     @property
     def lengths(self) -> IntArray:
@@ -85,7 +85,7 @@ class JoinedCorpus:
         return self.parts[part].read(document - first, start, length)
 
 
-def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
+def concat_corpora(parts: Iterable[TokenCorpus | ConcatCorpus]) -> ConcatCorpus:
     """Concatenate corpora: the documents of each one in order, without a copy of the tokens.
 
     Args:
@@ -96,22 +96,22 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
         DataError: The corpora have different columns. The message names two that differ.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> corpus = join_corpora([memory_corpus([[1, 2], [3]]), memory_corpus([[4, 5, 6]])])
+        >>> from trainkit.data.corpus import make_corpus
+        >>> corpus = concat_corpora([make_corpus([[1, 2], [3]]), make_corpus([[4, 5, 6]])])
         >>> corpus.lengths, corpus.first_documents, corpus.read(2, 1, 2)
         (array([2, 1, 3]), array([0, 2, 3]), array([5, 6], dtype=uint32))
     """
     flat = tuple(
         chain.from_iterable(
-            part.parts if isinstance(part, JoinedCorpus) else (part,) for part in parts
+            part.parts if isinstance(part, ConcatCorpus) else (part,) for part in parts
         )
     )
     if not flat:
-        raise ValueError("join_corpora: there is no corpus to join")
+        raise ValueError("concat_corpora: there is no corpus to join")
     for index, part in enumerate(flat):
         if part.columns != flat[0].columns:
             raise DataError(
-                f"join_corpora: corpus {index} {[*part.sources]} has the columns "
+                f"concat_corpora: corpus {index} {[*part.sources]} has the columns "
                 f"{_format_columns(part)}; corpus 0 {[*flat[0].sources]} has "
                 f"{_format_columns(flat[0])}: rows of a batch need equal columns, so write both "
                 "corpora with the same ones",
@@ -127,7 +127,7 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
         # A view of a longer corpus may begin anywhere in its tokens, so the first offset goes.
         offsets[first : first + len(part.offsets)] = part.offsets - part.offsets[0] + total
         total = int(offsets[first + len(part.offsets) - 1])
-    return JoinedCorpus(flat, first_documents, offsets)
+    return ConcatCorpus(flat, first_documents, offsets)
 
 
 def _format_columns(corpus: TokenCorpus) -> str:

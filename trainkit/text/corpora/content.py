@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainkit.data.documents import check_document
-from trainkit.files import disk_errors
+from trainkit.files import convert_disk_errors
 from trainkit.text.corpora.token_file import (
     BLOCK,
     CHUNK,
@@ -143,7 +143,7 @@ def write_content(
 
 def _copy_section(section: BinaryIO, content: _ChunkWriter, path: Path) -> None:
     """Append a temporary file to the content, padded with zeros to a multiple of 8 bytes."""
-    with disk_errors(path, by="write_corpus"):
+    with convert_disk_errors(path, by="write_corpus"):
         size = section.tell()
         section.seek(0)
         while block := section.read(1 << 20):
@@ -152,11 +152,11 @@ def _copy_section(section: BinaryIO, content: _ChunkWriter, path: Path) -> None:
 
 
 def _write(file: BinaryIO, data: bytes, path: Path) -> None:
-    with disk_errors(path, by="write_corpus", needed=len(data)):
+    with convert_disk_errors(path, by="write_corpus", needed=len(data)):
         file.write(data)
 
 
 def _open_nameless(path: Path) -> Any:
     """Open a file on the same disk that vanishes with the process, however that ends."""
-    with disk_errors(path, by="write_corpus"):
+    with convert_disk_errors(path, by="write_corpus"):
         return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")

@@ -41,14 +41,14 @@ def read_json_lines(
         DiskError: The disk fails.
     """
     del columns
-    for number, (_, line) in enumerate(read_lines(path, start, end), start=1):
+    for number, (_, line) in enumerate(read_results(path, start, end), start=1):
         if line.strip() and (keep is None or keep(number)):
             yield number, _parse_record(line, partial(_describe_line, path, start, number))
 
 
 def _describe_line(path: Path, start: int, number: int) -> str:
     """Return "file: line N" for line `number` of the range from `start` on, for a message."""
-    lines_before = sum(1 for _ in read_lines(path, 0, start)) if start else 0
+    lines_before = sum(1 for _ in read_results(path, 0, start)) if start else 0
     return f"{path}: line {lines_before + number}"
 
 
@@ -73,7 +73,7 @@ def split_json_lines(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int
     while start < size:
         # Search from the byte before the boundary: one that is the end of a line stays there.
         last = min(start + min_bytes, size) - 1
-        end = min(last + len(next(read_lines(path, last))[1]) + 1, size)
+        end = min(last + len(next(read_results(path, last))[1]) + 1, size)
         yield start, end, end - start
         start = end
 
@@ -82,13 +82,13 @@ def locate_json_line(path: Path, start: int, index: int) -> int:
     """Return the line number, from 1, of record `index` of the range that begins at `start`."""
     numbers = (
         number
-        for number, (position, line) in enumerate(read_lines(path), start=1)
+        for number, (position, line) in enumerate(read_results(path), start=1)
         if position >= start and line.strip()
     )
     return next(islice(numbers, index, None))
 
 
-def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
+def read_results(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, line without its end) of the lines that begin at a byte in [start, end).
 
     Args:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import numpy as np
 
-from trainkit.data.corpus import TokenCorpus, collect_documents, memory_corpus
+from trainkit.data.corpus import TokenCorpus, collect_documents, make_corpus
 from trainkit.data.documents import check_columns
-from trainkit.data.joined import JoinedCorpus, fingerprint, join_corpora, joint_digest
-from trainkit.noise.hashing import GOLDEN, key_of, mix
+from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint, joint_digest
+from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.noise.jit import jit
 from trainkit.text.corpora.library import (
     docstring_conversations,
@@ -22,7 +22,7 @@ from trainkit.text.corpora.library import (
 from trainkit.text.corpora.records import list_document_files, read_records, record_place
 from trainkit.text.corpora.shards import find_token_files, open_parts
 from trainkit.text.corpora.text import TEXT_SUFFIXES, check_readable
-from trainkit.text.tokenizers import byte_tokenizer, covered_hashes, text_encoder
+from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
 from trainkit.text.tokenizers.documents import encode_documents
 from trainkit.types import Corpus, DataError, check_range
 
@@ -50,7 +50,7 @@ def open_corpus(
     encode: Encode | None = None,
     eos_id: int | None = None,
     template: str | None = None,
-) -> TokenCorpus | JoinedCorpus:
+) -> TokenCorpus | ConcatCorpus:
     """Open a file or a directory as a corpus; the suffix alone decides on the format.
 
     - A text file, which is one document; or a directory of them, sorted by relative path.
@@ -68,7 +68,7 @@ def open_corpus(
     Args:
         path: The directory or file.
         tokenizer: For text; bytes by default. It must cover the vocabulary of files of tokens, and
-            be the tokenizer that made them, if they store which (see `covered_hashes`).
+            be the tokenizer that made them, if they store which (see `list_compatible_hashes`).
         field: The field of each line or row that holds the text.
         suffixes: The suffixes of text files.
         keep: Whether to take a document, by its relative path or its line number (from 1, in
@@ -77,11 +77,11 @@ def open_corpus(
             Its attribute `columns`, if it has one, declares the `Column`s of its samples.
         eos_id: The last token of a document, in files of tokens without document offsets. Without
             it such a file is one document.
-        template: The name of the model's chat template, as `chat.find_template` takes it. A token
+        template: The name of the model's chat template, as `chat.load_template` takes it. A token
             file of conversations with another template is rejected.
 
     Returns:
-        The corpus; a `JoinedCorpus` for a directory of token files.
+        The corpus; a `ConcatCorpus` for a directory of token files.
 
     Raises:
         DataError: The path is missing, unreadable, empty, damaged, binary, of an unknown format or
@@ -116,15 +116,17 @@ def open_corpus(
         )
         _check_templates(path, parts, template)
         _check_tokenizer(path, parts, tokenizer)
-        return join_corpora(parts) if path.is_dir() else parts[0]
+        return concat_corpora(parts) if path.is_dir() else parts[0]
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
     if encode is not None:
         vocab_size = getattr(tokenizer or encode, "vocab_size", None)
         return _encode_files(path, encode, vocab_size, suffixes, keep)
-    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer = tokenizer or make_byte_tokenizer()
     first = list_document_files(path, suffixes=suffixes, keep=keep)[0]
-    encode = text_encoder(tokenizer, field="text" if first.endswith(tuple(suffixes)) else field)
+    encode = make_text_encoder(
+        tokenizer, field="text" if first.endswith(tuple(suffixes)) else field
+    )
     corpus = _encode_files(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
     num_separators = len(encode_documents(tokenizer, [""])[0])
     if (corpus.lengths <= num_separators).all():
@@ -137,7 +139,7 @@ def open_corpus(
     return corpus
 
 
-def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorpus:
+def open_library_corpus(tokenizer: Tokenizer | None = None) -> TokenCorpus | ConcatCorpus:
     """Open the source code of Python's standard library, which every machine has, as a corpus.
 
     Args:
@@ -152,7 +154,7 @@ def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorp
 def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokenizer | None) -> None:
     """Raise DataError if tokens are outside the tokenizer's vocabulary, or from another one."""
     vocab_size = getattr(tokenizer, "vocab_size", None)
-    covered = () if tokenizer is None else covered_hashes(tokenizer)
+    covered = () if tokenizer is None else list_compatible_hashes(tokenizer)
     for part in parts:
         name = part.made_with.get("tokenizer")
         if part.vocab_size is not None and vocab_size is not None and part.vocab_size > vocab_size:
@@ -204,13 +206,13 @@ def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | N
 # ----------------------------------------------------------------------------- held-out documents
 
 
-def held_out(name: str, *, one_in: int = 20) -> bool:
+def is_held_out(name: str, *, one_in: int = 20) -> bool:
     """Return whether a document is held out from training, by a hash of its name.
 
     About one in `one_in` is. The result does not depend on the other documents, or on the machine.
 
     Examples:
-        >>> sum(held_out(f"{i}.py") for i in range(1000))
+        >>> sum(is_held_out(f"{i}.py") for i in range(1000))
         57
     """
     check_range("held_out", at_least=1, one_in=one_in)
@@ -219,7 +221,7 @@ def held_out(name: str, *, one_in: int = 20) -> bool:
 
 
 def held_out_documents(
-    corpus: TokenCorpus | JoinedCorpus, *, one_in: int = 20
+    corpus: TokenCorpus | ConcatCorpus, *, one_in: int = 20
 ) -> np.ndarray[Any, Any]:
     """Return a mask of the held-out documents of a corpus: bool `[N]`, by their names.
 
@@ -242,27 +244,27 @@ def held_out_documents(
     check_range("held_out_documents", at_least=1, one_in=one_in)
     names = corpus.names
     if names is not None:
-        return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
+        return np.array([is_held_out(name, one_in=one_in) for name in names], dtype=bool)
     mask = np.empty(len(corpus.offsets) - 1, dtype=bool)
-    _fill_held_out(np.uint64(key_of("held out")), np.uint64(one_in), mask)
+    _fill_held_out(np.uint64(make_key("held out")), np.uint64(one_in), mask)
     return mask
 
 
 @jit
 def _fill_held_out(key: np.uint64, one_in: np.uint64, mask: Any) -> None:
     for document in range(mask.size):
-        mask[document] = mix(key + np.uint64(document) * np.uint64(GOLDEN)) % one_in == 0
+        mask[document] = mix_bits(key + np.uint64(document) * np.uint64(GOLDEN)) % one_in == 0
 
 
 def open_conversations(
     path: Path | None, encode: Encode, *, tokenizer: Any, template: str | None = None
-) -> TokenCorpus | JoinedCorpus:
+) -> TokenCorpus | ConcatCorpus:
     """Open conversations as a corpus with a loss mask.
 
     Args:
         path: A .jsonl, .parquet or .arrow file with a field `messages`, or a .tokens file that was
             made from one; None for `docstring_conversations`.
-        encode: Converts a record to a `Sample`: a function from `chat.chat_encoder`.
+        encode: Converts a record to a `Sample`: a function from `chat.make_chat_encoder`.
         tokenizer: The tokenizer of `encode`, with a `vocab_size`; for a .tokens file the one that
             made it.
         template: The name of the chat template of `encode`, which must be that of a .tokens file;
@@ -273,9 +275,9 @@ def open_conversations(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder
-        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
-        >>> encode = chat_encoder(tokenizer, template=TEMPLATES["chatml"])
+        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, make_chat_encoder
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
+        >>> encode = make_chat_encoder(tokenizer, template=TEMPLATES["chatml"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "a.jsonl"
         ...     turns = '{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}'
@@ -286,7 +288,7 @@ def open_conversations(
     """
     if path is None:
         names, records = zip(*docstring_conversations(), strict=True)
-        return memory_corpus(map(encode, records), vocab_size=tokenizer.vocab_size, names=names)
+        return make_corpus(map(encode, records), vocab_size=tokenizer.vocab_size, names=names)
     if path.suffix != ".tokens":
         return open_corpus(path, encode=encode)
     corpus = open_corpus(path, tokenizer=tokenizer, template=template)
@@ -300,8 +302,8 @@ def open_conversations(
 
 
 def hold_out(
-    corpus: TokenCorpus | JoinedCorpus, *, piece: int, one_in: int = 20
-) -> tuple[TokenCorpus | JoinedCorpus, np.ndarray[Any, Any]]:
+    corpus: TokenCorpus | ConcatCorpus, *, piece: int, one_in: int = 20
+) -> tuple[TokenCorpus | ConcatCorpus, np.ndarray[Any, Any]]:
     """Return a corpus and the mask of its held-out documents, which are chunks if there are few.
 
     Whole documents are held out, as by `held_out_documents`, if they have between none and a
@@ -330,8 +332,8 @@ def hold_out(
     lengths = corpus.lengths
     if 0 < lengths[mask].sum() * 4 <= lengths.sum():
         return corpus, mask
-    if isinstance(corpus, JoinedCorpus):
-        corpus = join_corpora(_split_documents(part, piece) for part in corpus.parts)
+    if isinstance(corpus, ConcatCorpus):
+        corpus = concat_corpora(_split_documents(part, piece) for part in corpus.parts)
     else:
         corpus = _split_documents(corpus, piece)
     mask = held_out_documents(corpus, one_in=one_in)
@@ -356,7 +358,7 @@ def _split_documents(corpus: TokenCorpus, chunk_length: int) -> TokenCorpus:
     )
 
 
-def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]:
+def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any, Any]:
     """Count the labels of each document: int64 `[N]`.
 
     A document without labels uses room in a row and contributes nothing to the loss. Set the
@@ -367,11 +369,11 @@ def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]
         corpus: The corpus. The first token of a document is never a label.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
+        >>> from trainkit.data.corpus import make_corpus
         >>> from trainkit.types import Sample
         >>> chosen = ([True, False, True], [True, False])
-        >>> corpus = memory_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
-        >>> trainable_tokens(corpus)
+        >>> corpus = make_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
+        >>> count_document_labels(corpus)
         array([1, 0])
     """
     counts = []
@@ -391,7 +393,7 @@ def _count_labels(trained: Any, offsets: Any, counts: Any) -> None:
             counts[document] += trained[position]
 
 
-def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
+def match_recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
     """Rename corpora to the names that a run recorded for them, matched by fingerprint.
 
     A mixture orders the rows of a corpus by its name, and reports its loss under that name. So a
@@ -408,7 +410,7 @@ def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[s
     Examples:
         >>> corpora = {"new": TokenCorpus(np.arange(4), np.array([0, 4]))}
         >>> facts = {"fingerprint of old": fingerprint(corpora["new"])}
-        >>> list(recorded_names(corpora, facts))
+        >>> list(match_recorded_names(corpora, facts))
         ['old']
     """
     prefix = "fingerprint of "

@@ -87,13 +87,13 @@ def _select_shards(root: Path, names: Sequence[str], *, has_text: bool) -> list[
     if len(by_format) > 1:
         raise DataError(
             f"{root}: files of tokens of two kinds, {by_format[0][0]} and {by_format[1][0]}; open "
-            "them one by one, and give them to join_corpora",
+            "them one by one, and give them to concat_corpora",
             where=root,
         )
     return by_format[0] if by_format else []
 
 
-def left_out(path: Path, kinds: Sequence[str] | None = None) -> str:
+def describe_unread_files(path: Path, kinds: Sequence[str] | None = None) -> str:
     """Describe the files of a directory that are not read; "" if there are none.
 
     Args:
@@ -107,7 +107,7 @@ def left_out(path: Path, kinds: Sequence[str] | None = None) -> str:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for name in ("a.txt", "b.html"):
         ...         _ = (Path(folder) / name).write_text("hi")
-        ...     left_out(Path(folder)).removeprefix(folder)
+        ...     describe_unread_files(Path(folder)).removeprefix(folder)
         ': 1 file of another kind is left out, such as b.html'
     """
     if not path.is_dir():

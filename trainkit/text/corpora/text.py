@@ -109,9 +109,10 @@ def check_name(path: Path) -> None:
     """
     name = str(path)
     if not name.isascii() and name.encode(errors="replace").decode() != name:
-        printable = name.encode(errors="backslashreplace").decode()
+        escape_control_characters = name.encode(errors="backslashreplace").decode()
         raise DataError(
-            f"{printable}: the name is no UTF-8: rename it, or leave it out", where=printable
+            f"{escape_control_characters}: the name is no UTF-8: rename it, or leave it out",
+            where=escape_control_characters,
         )
 
 

@@ -23,11 +23,11 @@ import orjson
 
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, check_document
-from trainkit.data.joined import JoinedCorpus, join_corpora
-from trainkit.files import disk_errors, replacing
+from trainkit.data.joined import ConcatCorpus, concat_corpora
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.text.corpora.tokens import SUFFIX, Check, open_tokens, write_corpus
 from trainkit.text.prepare.chunks import Chunk, document_name, read_chunk
-from trainkit.text.tokenizers.documents import encode_documents, text_of
+from trainkit.text.tokenizers.documents import encode_documents, get_text
 from trainkit.text.tokenizers.open import tokenizer_hash
 from trainkit.types import Column, DataError, Tokenizer
 
@@ -206,7 +206,7 @@ def make_part_writer(work: Work) -> WritePart:
         if encode_record is not None:
             documents = [encode_record(record) for record in records]
         else:
-            texts = [text_of(record, work.field) for record in records]
+            texts = [get_text(record, work.field) for record in records]
             documents = encode_documents(work.tokenizer, texts)
         for document in documents:
             check_document(
@@ -240,7 +240,7 @@ def make_part_writer(work: Work) -> WritePart:
             )
         text = orjson.dumps({"key": make_part_key(work.settings, chunk), **attrs.asdict(tally)})
         path = path.with_suffix(".json")
-        with replacing(path, by="prepare") as file, disk_errors(path, by="prepare"):
+        with atomic_write(path, by="prepare") as file, convert_disk_errors(path, by="prepare"):
             file.write(text)
         return tally
 
@@ -313,13 +313,13 @@ def read_finished_part(
     return part, ""
 
 
-def open_finished_parts(folder: Path, parts: Sequence[Tally]) -> JoinedCorpus:
+def open_finished_parts(folder: Path, parts: Sequence[Tally]) -> ConcatCorpus:
     """Open the documents of all parts as one corpus, in order; the parts stay mapped.
 
     Raises:
         DataError: A part is not the one that was written.
     """
-    return join_corpora(
+    return concat_corpora(
         _open_part(_part_path(folder, index), part, check="none")
         for index, part in enumerate(parts)
         if part.digest is not None  # else a chunk without documents

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.data.corpus import documents_of
-from trainkit.files import disk_errors, sync_folder
-from trainkit.text.chat.encode import answers_warning
+from trainkit.data.corpus import iterate_documents
+from trainkit.files import convert_disk_errors, fsync_folder
+from trainkit.text.chat.encode import format_answers_warning
 from trainkit.text.corpora.formats import RECORD_FORMATS
-from trainkit.text.corpora.shards import left_out
+from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.text.corpora.text import TEXT_SUFFIXES, check_name
 from trainkit.text.corpora.tokens import SUFFIX, write_corpus
 from trainkit.text.prepare.chunks import Chunk, split_source
@@ -49,7 +49,7 @@ _SMALL = 32 << 20  # bytes: tokenizing less takes less time than starting proces
 
 
 @attrs.frozen
-class Progress:
+class PrepareProgress:
     """Progress of `prepare_corpus`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Progress:
 
 
 @attrs.frozen
-class Prepared:
+class PrepareResult:
     """Result of `prepare_corpus`.
 
     Attributes:
@@ -79,7 +79,7 @@ class Prepared:
         tokens: The number of its tokens.
         bytes: The source's bytes; of parquet and arrow files, uncompressed.
         empty_documents: Documents without text; they are in the file.
-        counts: The encoder's counter, if it has one: with `chat_encoder` the `conversations`, and
+        counts: The encoder's counter, if it has one: with `make_chat_encoder` the `conversations`, and
             how many were `truncated` or `dropped`. The dropped ones are documents without tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
@@ -119,8 +119,8 @@ def prepare_corpus(
     chunk_bytes: int | None = None,
     timeout: float = 300.0,
     tell: Callable[[str], object] | None = None,
-    progress: Callable[[Progress], object] | None = None,
-) -> Prepared:
+    progress: Callable[[PrepareProgress], object] | None = None,
+) -> PrepareResult:
     """Tokenize text into a token file, in several processes or by an `Executor`.
 
     The source is split into chunks, and each becomes a part file in the folder `OUT.parts`; at the
@@ -139,7 +139,7 @@ def prepare_corpus(
             function from a record to ids or a `Sample`. It is called in each process, so it must be
             a function at the top of a module, or a `functools.partial` of one. Its result may have
             an attribute `counts`, a `Counter` of what happened, and `columns`, the `Column`s of its
-            samples by name. `tokenizers.sample_encoder` is one for records of ids.
+            samples by name. `tokenizers.make_sample_encoder` is one for records of ids.
         template_hash: Hash of the chat template of `make_encode`, from the function of that name;
             the token file stores it.
         made_with: The names of the "tokenizer" and the "template", as a command line has them; the
@@ -159,7 +159,7 @@ def prepare_corpus(
 
     Raises:
         DataError: The source is missing, empty or damaged, a document cannot be encoded, a process
-            died, or the template hides too many answers (`chat.answers_warning`). The message names
+            died, or the template hides too many answers (`chat.format_answers_warning`). The message names
             the file and the line, or the process and the chunk.
         DiskError: A file cannot be written, or the disk is full.
         ConfigError: Another process prepares the same file, or a library is missing.
@@ -171,10 +171,10 @@ def prepare_corpus(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.tokenizers.bytes import byte_tokenizer
+        >>> from trainkit.text.tokenizers.bytes import make_byte_tokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = (Path(folder) / "a.txt").write_text("hi")
-        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=byte_tokenizer())
+        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=make_byte_tokenizer())
         >>> done.documents, done.tokens
         (1, 4)
     """
@@ -188,7 +188,7 @@ def prepare_corpus(
     sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
     chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     for path in sources:
-        if message := left_out(path, (*suffixes, *RECORD_FORMATS)):
+        if message := describe_unread_files(path, (*suffixes, *RECORD_FORMATS)):
             log(message)
     with lock_output(out), _make_parts_folder(work.folder):
         parts = _find_finished_parts(work, chunks, log)
@@ -204,12 +204,12 @@ def prepare_corpus(
         )
         total = add_tallies(parts.values())
         _check_content(total, sources)
-        if warning := answers_warning(total.counts):
+        if warning := format_answers_warning(total.counts):
             log(warning)
         log(f"joining {len(chunks)} parts: {total.documents} documents, {total.tokens} tokens")
         corpus = _concat_parts(out, work, [parts[i] for i in range(len(chunks))], made_with)
     seconds = time.monotonic() - start_time
-    return Prepared(
+    return PrepareResult(
         path=out,
         documents=total.documents,
         tokens=total.tokens,
@@ -232,7 +232,7 @@ class _ProgressReport:
         self,
         chunks: Sequence[Chunk],
         parts: dict[int, Tally],
-        progress: Callable[[Progress], object] | None,
+        progress: Callable[[PrepareProgress], object] | None,
         start_time: float,
     ) -> None:
         self.total_bytes = sum(chunk.bytes for chunk in chunks)
@@ -248,7 +248,7 @@ class _ProgressReport:
             return
         finished = add_tallies(self._parts.values())
         self._progress(
-            Progress(
+            PrepareProgress(
                 documents=finished.documents,
                 tokens=finished.tokens,
                 bytes=sum(self._chunks[i].bytes for i in self._parts),
@@ -391,16 +391,16 @@ def _concat_parts(
     corpus = open_finished_parts(work.folder, parts)
     written = write_corpus(
         temporary,
-        documents_of(corpus),
+        iterate_documents(corpus),
         vocab_size=work.settings["vocab_size"],
         tokenizer_hash=work.settings["tokenizer"],
         columns=corpus.columns,
         template_hash=work.settings["template"],
         made_with=made_with,
     )
-    with disk_errors(out, by="prepare"):
+    with convert_disk_errors(out, by="prepare"):
         temporary.replace(out)
-        sync_folder(out.parent)
+        fsync_folder(out.parent)
     shutil.rmtree(work.folder)
     return written
 
@@ -408,7 +408,7 @@ def _concat_parts(
 @contextmanager
 def _make_parts_folder(folder: Path) -> Iterator[None]:
     """Make the folder of parts; at the end of the block, delete everything but finished parts."""
-    with disk_errors(folder, by="prepare"):
+    with convert_disk_errors(folder, by="prepare"):
         folder.mkdir(exist_ok=True)
     try:
         yield
@@ -436,7 +436,7 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
     """
     path = out.with_name(f".{out.name}.lock")
     while True:
-        with disk_errors(path, by=function):
+        with convert_disk_errors(path, by=function):
             file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.files import disk_errors, forget_piped_script
+from trainkit.files import convert_disk_errors, hide_piped_script
 from trainkit.text.prepare.chunks import describe_chunk
 from trainkit.text.prepare.parts import Tally, Work, WritePart, code_version, make_part_writer
 from trainkit.types import DataError, TrainkitError
@@ -168,7 +168,7 @@ def _write(job: _Job, index: int, chunk: Chunk) -> Tally:
     process = f"process {os.getpid()} on {socket.gethostname()}"
     heartbeat = job.work.folder / f".at_{index} {process}"
     try:
-        with disk_errors(heartbeat, by="prepare"):
+        with convert_disk_errors(heartbeat, by="prepare"):
             heartbeat.write_text(f"{process}, at chunk {index}, {describe_chunk(chunk)},")
         return _get_writer(job)(index, chunk, heartbeat.touch)
     except Exception as error:  # noqa: BLE001 (raised below)
@@ -210,7 +210,7 @@ def _get_writer(job: _Job) -> WritePart:
 def process_pool(workers: int) -> Iterator[Executor]:
     """Yield a process pool that ends with the block, at once if it fails, and with this process."""
     # Spawned: a forked process inherits locks of threads (numpy's, arrow's) that nobody releases.
-    forget_piped_script()
+    hide_piped_script()
     others = {*active_children()}
     pool = ProcessPoolExecutor(
         workers,
