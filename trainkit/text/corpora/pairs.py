@@ -31,8 +31,8 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     Args:
         path: A .jsonl, .parquet or .arrow file with fields `prompt`, `chosen` and `rejected`; None
             for `prolong_answers` of every third of `docstring_conversations`.
-        encode: Converts a record to the chosen and the rejected `Sample`: `chat.encode_preference_pair` with
-            a tokenizer.
+        encode: Converts a record to the chosen and the rejected `Sample`:
+            `chat.encode_preference_pair` with a tokenizer.
         vocab_size: Exclusive upper bound of the ids.
 
     Raises:

@@ -79,8 +79,9 @@ class PrepareResult:
         tokens: The number of its tokens.
         bytes: The source's bytes; of parquet and arrow files, uncompressed.
         empty_documents: Documents without text; they are in the file.
-        counts: The encoder's counter, if it has one: with `make_chat_encoder` the `conversations`, and
-            how many were `truncated` or `dropped`. The dropped ones are documents without tokens.
+        counts: The encoder's counter, if it has one: with `make_chat_encoder` the `conversations`,
+            and how many were `truncated` or `dropped`. The dropped ones are documents without
+            tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
         parts_kept: Parts that an earlier run had finished.
@@ -159,8 +160,8 @@ def prepare_corpus(
 
     Raises:
         DataError: The source is missing, empty or damaged, a document cannot be encoded, a process
-            died, or the template hides too many answers (`chat.format_answers_warning`). The message names
-            the file and the line, or the process and the chunk.
+            died, or the template hides too many answers (`chat.format_answers_warning`). The
+            message names the file and the line, or the process and the chunk.
         DiskError: A file cannot be written, or the disk is full.
         ConfigError: Another process prepares the same file, or a library is missing.
         ValueError: An argument is out of range.
