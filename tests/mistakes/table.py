@@ -1737,8 +1737,8 @@ TOOLS = _in(
     (
         "tools/commands/checkpoint.py",
         "--dry-run deletes",
-        "tell=say_on_stderr, dry_run=options.dry_run)",
-        "tell=say_on_stderr)",
+        "log=say_on_stderr, dry_run=options.dry_run)",
+        "log=say_on_stderr)",
         "tests/tools/commands/test_checkpoint.py",
     ),
     (

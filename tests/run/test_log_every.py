@@ -77,7 +77,7 @@ def train(
             while state.step < steps and not stop:
                 batch = batch_at(state.cursor, wrong or {})
                 state, metrics = step(state, batch)
-                state = loop.after(state, metrics, batch)
+                state = loop.record(state, metrics, batch)
                 for x in metrics.values():  # who gave them may use their memory again
                     if isinstance(x, torch.Tensor) and x is not state.tokens:
                         x.zero_()
@@ -86,8 +86,8 @@ def train(
                 if state.step == stop_at:
                     signal.raise_signal(signal.SIGTERM)
                 if state.step == 5 and seen is not None:
-                    state = loop.evaluated(state, lambda: seen(out))
-                stop = loop.keep(state)
+                    state = loop.evaluate(state, lambda: seen(out))
+                stop = loop.checkpoint(state)
         with without_pictures():
             if not stop:
                 made.finish(state, [model], optimizer)
@@ -216,8 +216,8 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
                 metrics = {name: torch.ones((), device=device) for name in ("loss", "grad_norm")}
                 looks = step == 4
                 with pytest.raises(NotImplementedError) if looks else contextlib.nullcontext():
-                    loop.after(attrs.evolve(state, step=step), metrics | {"tokens": 1}, batch)
-                loop.keep(attrs.evolve(state, step=step))
+                    loop.record(attrs.evolve(state, step=step), metrics | {"tokens": 1}, batch)
+                loop.checkpoint(attrs.evolve(state, step=step))
     steps = [(name, allow) for name, allow in announced if name.startswith("step")]
     assert steps == [("step 2", 4 * 600.0), ("step 5", 4 * 600.0)]
 

@@ -87,10 +87,10 @@ def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(
         around = {"steps": 4, "replay": None, "keeping": keeping}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, values in enumerate(found, start=1):
-                state = loop.evaluated(
+                state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda v=values: v | {"tokens": 1}
                 )
-                loop.keep(state)
+                loop.checkpoint(state)
     assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(names) == [f"step_0000000{step}" for step in (2, 3, 4)]
@@ -107,10 +107,10 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
         around = {"steps": last, "replay": None, "keeping": keeping}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, loss in enumerate(losses, start=first):
-                state = loop.evaluated(
+                state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda x=loss: {"loss": x, "tokens": 1}
                 )
-                loop.keep(state)
+                loop.checkpoint(state)
     saved = [line["step"] for line in events(folder, "save")]
     kept = list_checkpoints(folder / "checkpoints")
     return saved, sorted(step_of(path) for path in kept)
@@ -154,7 +154,7 @@ def train_with(folder, optimizer_class, steps):
                 optimizer.step()
                 metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
                 state = attrs.evolve(state, step=step)
-                state = loop.after(state, metrics, StepBatch([], Cursor(step)))
+                state = loop.record(state, metrics, StepBatch([], Cursor(step)))
 
 
 def test_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path, capsys):
@@ -200,7 +200,7 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
         around = {"steps": state.step + 1, "replay": None, "keeping": keeping}
         recipe.write_text("edited while it runs")
         with run.loop(state, [model], optimizer, **around) as loop:
-            loop.keep(attrs.evolve(state, step=state.step + 1))
+            loop.checkpoint(attrs.evolve(state, step=state.step + 1))
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     event = [line for line in lines if line["event"] == "resume"][-1]
     return capsys.readouterr().out, event

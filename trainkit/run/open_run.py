@@ -45,6 +45,7 @@ from trainkit.types import (
     Axis,
     ForwardBackward,
     Layout,
+    Log,
     Numerics,
     NumericsError,
     ParallelState,
@@ -76,23 +77,23 @@ If it has a `score`, the lower the better, that says which checkpoints are best,
 class Loop:
     """What stands around the steps of a run, from `run.loop`."""
 
-    after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
+    record: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
+    """`state = record(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
     them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
     back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
     one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
     and before all that is done between steps, and nothing else waits for the device. After the
     first step an event "memory" has the peak of every rank."""
 
-    evaluated: Callable[[TrainState, Evaluate], TrainState]
-    """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
+    evaluate: Callable[[TrainState, Evaluate], TrainState]
+    """`state = evaluate(state, evaluator)`: announces an evaluation to the watch, takes it (of what
     `optim.averaged` puts in place), tells what it found to every sink as eval/NAME, and ends a run
     that has diverged (`refuse_divergence`). Its `score`, or else its loss, is that of the
     checkpoint of this step."""
 
-    keep: Callable[[TrainState], str | None]
-    """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
-    save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
+    checkpoint: Callable[[TrainState], str | None]
+    """`stop = checkpoint(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when
+    a save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
     (`saves`), collects garbage (`collected_by_hand`), and returns why it stops, or None."""
 
     event: Callable[..., None]
@@ -109,7 +110,7 @@ class Run:
     ps: ParallelState
     """The layout, as this rank sees it."""
 
-    say: Callable[[str], None]
+    log: Log
     """Prints a text on the first rank (`sinks.printer`)."""
 
     phase: Announce
@@ -209,13 +210,13 @@ def open_run(
         same = {f"config.{name}": x for name, x in (config or {}).items() if name != "out"}
         software = code_facts()  # once: a recipe may be edited while it runs
         agree_at_start(ps.world, same | software)
-        say = printer(ps.world.share)
+        log = printer(ps.world.share)
         for note in launch_notes(os.environ):
-            say(note)
+            log(note)
         if numerics is not None:
-            say(str(numerics))
-        frame = _Frame(folder, ps, say, phase, stopping, limits, software, config, progress)
-        yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
+            log(str(numerics))
+        frame = _Frame(folder, ps, log, phase, stopping, limits, software, config, progress)
+        yield Run(folder, ps, log, phase, stopping, frame.resume, frame.loop, frame.finish)
 
 
 @contextlib.contextmanager
@@ -240,7 +241,7 @@ class _Frame:
 
     dir: Path
     ps: ParallelState
-    say: Callable[[str], None]
+    log: Log
     phase: Announce
     stopping: Asked
     limits: Limits
@@ -261,7 +262,7 @@ class _Frame:
     ) -> TrainState:
         stages, self.facts = list(stages), _with_software(facts, self.software)
         changes = changes or checkpoint.Changes()
-        checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
+        checkpoint.require_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
             TrainState(),
@@ -271,9 +272,9 @@ class _Frame:
             request=request,
             facts=self.facts,
             changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
-            tell=self.told.append,
+            log=self.told.append,
         )
-        self.say("\n".join(self.told) or "beginning afresh")
+        self.log("\n".join(self.told) or "beginning afresh")
         if self.ps.world.index == 0 and self.config is not None:
             with replacing(self.dir / "config.toml", by="open_run") as file:
                 file.write(toml_text(self.config).encode())
@@ -293,7 +294,7 @@ class _Frame:
     ) -> Iterator[Loop]:
         keeping = keeping or checkpoint.Keeping()
         if state.step >= steps:
-            self.say(
+            self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
         policy, stages = policy or health.Policy(), list(stages)
@@ -305,7 +306,7 @@ class _Frame:
 
         with (
             run_sinks(self.dir, self.ps.world.share, step=state.step, last=steps, extra=others) as (
-                log,
+                record,
                 event,
             ),
             checkpoint.guarded_saves(
@@ -322,7 +323,7 @@ class _Frame:
                 background=keeping.background_saves,
                 grace=self.limits.grace or 25.0,
                 before_commit=partial(sync_lines, self.dir),
-                tell=self.say,
+                log=self.log,
                 unsaved=unsaved,
                 progress=self.progress,
             ) as (save, guard),
@@ -330,17 +331,17 @@ class _Frame:
         ):
             event("resume", step=state.step, told=self.told, software=self.software)
             around = _Around(
-                self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
+                self, stages, optimizer, steps, keeping, record, event, save, guard, collect, policy
             )
             around.first = around.hold(state).step
             opened.append(around)
             with around.optimizer_steps_counted():
-                yield Loop(around.after, around.evaluated, around.keep, event)
+                yield Loop(around.record, around.evaluate, around.checkpoint, event)
                 around.end()
         if around.stop:
             why, again = f"({around.stop})", "the same command goes on from there"
-            self.say(f"stopped after step {around.step} {why}; {again}")
-            self.say(run_summary(self.dir))
+            self.log(f"stopped after step {around.step} {why}; {again}")
+            self.log(run_summary(self.dir))
 
     def finish(
         self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
@@ -352,8 +353,8 @@ class _Frame:
             plot_loss(metrics, self.dir / "loss.png")
             if any("load" in line for line in read_jsonl(metrics)):
                 plot_load(metrics, self.dir / "load.png")
-            self.say(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
-            self.say(run_summary(self.dir))
+            self.log(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
+            self.log(run_summary(self.dir))
 
 
 @attrs.define(eq=False)
@@ -370,7 +371,7 @@ class _Around:
     optimizer: torch.optim.Optimizer
     steps: int
     keeping: checkpoint.Keeping
-    log: Sink
+    write_metrics: Sink
     event: Callable[..., None]
     save: Save
     guard: Guard
@@ -451,7 +452,7 @@ class _Around:
             raise NumericsError(action.reason)
         return state
 
-    def after(
+    def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
         self.batch, every = batch, self.keeping.log_every
@@ -480,7 +481,7 @@ class _Around:
         self.event("memory", step=step, memory_peak=peaks)
         if len(peaks) > 1:
             most = max(peaks)
-            self.frame.say(
+            self.frame.log(
                 f"memory: at most {most / 2**30:.2f} GiB on a rank so far, on rank "
                 f"{peaks.index(most)}; metrics.jsonl has that of rank 0"
             )
@@ -499,7 +500,7 @@ class _Around:
             self.memory = self._memory()
         for (at, _), record in zip(steps, records, strict=True):
             record.update(self.memory)
-            self.log(at.step, record)
+            self.write_metrics(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
             judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
             after = guard(judged, record, batch, seen=at.health)
@@ -527,13 +528,13 @@ class _Around:
     def _saves(self, state: TrainState) -> bool:
         return due(state.step, self.keeping.save_every, last=self.steps)
 
-    def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
+    def evaluate(self, state: TrainState, evaluator: Evaluate) -> TrainState:
         if (looked := self.look(state)).step < state.step:
             return looked  # what was to be evaluated is gone
         state = looked
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
         with averaged(self.optimizer):
-            found = evaluate()
+            found = evaluator()
         state = health.refuse_divergence(state, found["loss"])
         score = found.get("score", found["loss"])
         if state.step > 0:  # the weights that a run begins with are no checkpoint of it
@@ -545,12 +546,12 @@ class _Around:
         unit = next((x for x in ("pair", "answer") if f"{x}s" in found), "token")
         nats = "nats " if unit == "token" else ""
         told = f"{found['loss']:.4f} {nats}per {unit}, {found[f'{unit}s']} {unit}s"
-        self.frame.say(f"held out: {told}")
+        self.frame.log(f"held out: {told}")
         self.score = state.step, score
         self.begin = time.perf_counter()
         return state
 
-    def keep(self, state: TrainState) -> str | None:
+    def checkpoint(self, state: TrainState) -> str | None:
         self.stop = self.frame.stopping()
         saves = self.stop or self._saves(state) or self.best == state.step
         if saves:

@@ -256,9 +256,9 @@ def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
     library = types.SimpleNamespace(init=returning(run))
     monkeypatch.setitem(sys.modules, "wandb", library)
     page = {"wandb": partial(wandb, tmp_path)}
-    with guarded(page, tell=pytest.fail, patience=30) as sink:
+    with guarded(page, log=pytest.fail, patience=30) as sink:
         sink(1, {})
-    with contextlib.suppress(KeyError), guarded(page, tell=pytest.fail, patience=30) as sink:
+    with contextlib.suppress(KeyError), guarded(page, log=pytest.fail, patience=30) as sink:
         raise KeyError
     assert codes == [0, 1]
 
@@ -281,7 +281,7 @@ def test_lines_arrive_in_order_as_they_were_when_they_were_logged():
     def collect():
         return contextlib.nullcontext(lambda step, got: seen.append((step, got["loss"])))
 
-    with guarded({"a": collect}, tell=pytest.fail, patience=30) as sink:
+    with guarded({"a": collect}, log=pytest.fail, patience=30) as sink:
         for step in range(200):
             values["loss"] = float(step)
             sink(step, values)
@@ -301,7 +301,7 @@ def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_mis
 
     makers = {"stuck": hold, "stuck too": hold, "late": lag}
     begin = time.monotonic()
-    with guarded(makers, tell=told.append, room=50, patience=1.0) as sink:
+    with guarded(makers, log=told.append, room=50, patience=1.0) as sink:
         for step in range(40):
             sink(step, {})
         while len(seen) < 40:
@@ -320,7 +320,7 @@ def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_mis
 def test_a_sink_that_hangs_is_told_about_while_the_run_goes_on(hanging, monkeypatch):
     told, clock = [], iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with guarded({"stuck": hanging}, tell=told.append, lag=60, patience=2) as sink:
+    with guarded({"stuck": hanging}, log=told.append, lag=60, patience=2) as sink:
         for step in range(59):
             sink(step, {})
         assert told == []
@@ -334,7 +334,7 @@ def test_what_goes_wrong_inside_the_block_is_what_is_raised(hanging):
     told = []
     with (
         pytest.raises(KeyError, match="step 3"),
-        guarded({"a": hanging, "b": raising(OSError("x"))}, tell=told.append, patience=0.1),
+        guarded({"a": hanging, "b": raising(OSError("x"))}, log=told.append, patience=0.1),
     ):
         raise KeyError("step 3")
     assert len(told) == 2

@@ -316,12 +316,12 @@ def test_a_real_device_that_is_always_full(tmp_path, capfd):
 
 
 def test_an_event_from_a_thread_comes_whole_or_too_late(tmp_path):
-    def tell(count):
+    def log(count):
         for _ in range(count):
             event("tick", text="x" * 2000)
 
     with run_sinks(tmp_path, Share(0, 1), step=0, last=1) as (_, event):
-        threads = [threading.Thread(target=tell, args=(200,)) for _ in range(4)]
+        threads = [threading.Thread(target=log, args=(200,)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -127,7 +127,7 @@ def read(pair, folder, *, forget=False):
     layout = LAYOUTS[pair[1]]
     with session(layout) as ps:
         rest = *build(layout, ps), ps
-        state = tk.resume(folder / pair[0], tk.TrainState(), *rest, tell=quiet)
+        state = tk.resume(folder / pair[0], tk.TrainState(), *rest, log=quiet)
         loaded = tk.state_hash(state, *rest)
         state = attrs.evolve(state, cursor=Cursor()) if forget else state
         return loaded, go_on(layout, ps, state, *rest[:2], until=STEPS)[1]

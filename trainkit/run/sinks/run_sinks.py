@@ -30,17 +30,17 @@ def run_sinks(
     extra: Mapping[str, Callable[..., AbstractContextManager[Sink]]] | None = None,
     patience: float = 5.0,
 ) -> Iterator[tuple[Sink, Callable[..., None]]]:
-    """Yield `(log, event)`, which write to a run directory on the first rank, and never fail.
+    """Yield `(record, event)`, which write to a run directory on the first rank, and never fail.
 
-    `log(step, values)` adds a line to `metrics.jsonl` and shows the progress; `event(name,
+    `record(step, values)` adds a line to `metrics.jsonl` and shows the progress; `event(name,
     **facts)` adds a line to `events.jsonl`, which begins with a "start" and ends with an "end".
-    `extra` sinks get what is logged as `train/NAME`; what an `event("evaluation", step=...,
+    `extra` sinks get what is recorded as `train/NAME`; what an `event("evaluation", step=...,
     NAME=...)` found is `eval/NAME` in its line and, but for the number of tokens, which is no
     curve, in those sinks too. `read_metrics` joins both.
     The lines are written at once, by the caller: a disk that is full is told about, and gets them
     when it has room. Everything else runs behind the caller's back (see `guarded`). What goes wrong
-    is told once, on stderr and as an event called "warning". After a roll-back `log` may be given
-    earlier steps again: they take the place of those from there on.
+    is logged once, on stderr and as an event called "warning". After a roll-back `record` may be
+    given earlier steps again: they take the place of those from there on.
 
     Args:
         run_dir: The run directory.
@@ -66,9 +66,9 @@ def run_sinks(
         (run_dir / "final.json").unlink(missing_ok=True)  # it told of an earlier end
     found = rewind_jsonl(run_dir / "metrics.jsonl", step)
     reached = step
-    with events(run_dir / "events.jsonl", tell=_warn) as event:
+    with events(run_dir / "events.jsonl", log=_warn) as event:
 
-        def tell(problem: str) -> None:
+        def log(problem: str) -> None:
             event("warning", step=reached, what=problem)
             _warn(problem)
 
@@ -86,12 +86,12 @@ def run_sinks(
         facts = {"ranks": share.count, "last": last, "run": _identity(run_dir)}
         event("start", step=step, repeated=found.dropped, **facts)
         if found.missing:
-            tell(f"metrics.jsonl has no line for {found.missing} of the steps up to {step}")
+            log(f"metrics.jsonl has no line for {found.missing} of the steps up to {step}")
         with (
             _told_end(event, lambda: reached),
-            jsonl(run_dir / "metrics.jsonl", step=step, tell=tell) as lines,
-            guarded(bar, tell=tell, patience=patience) as progress,
-            guarded(makers, tell=tell, patience=patience) as others,
+            jsonl(run_dir / "metrics.jsonl", step=step, log=log) as lines,
+            guarded(bar, log=log, patience=patience) as progress,
+            guarded(makers, log=log, patience=patience) as others,
         ):
             yield tee(count, lines, progress, _under_train(others)), _telling(event, others)
 
@@ -106,7 +106,7 @@ def _under_train(sink: Sink) -> Sink:
 def _telling(event: Callable[..., None], sink: Sink) -> Callable[..., None]:
     """Return an `event` that tells a sink too what an evaluation found, as eval/NAME."""
 
-    def tell(name: str, **facts: Any) -> None:
+    def event_and_curves(name: str, **facts: Any) -> None:
         if name == "evaluation" and "step" in facts:
             step = facts.pop("step")
             found = {f"eval/{key}": value for key, value in facts.items()}
@@ -114,7 +114,7 @@ def _telling(event: Callable[..., None], sink: Sink) -> Callable[..., None]:
             facts = {"step": step, **found}
         event(name, **facts)
 
-    return tell
+    return event_and_curves
 
 
 def run_summary(run_dir: str | Path) -> str:
@@ -147,8 +147,8 @@ def printer(share: Share) -> Callable[[str], None]:
         share: Which rank of how many, `ps.world.share`.
 
     Examples:
-        >>> say = printer(Share(0, 2))
-        >>> say("reading the corpus")
+        >>> log = printer(Share(0, 2))
+        >>> log("reading the corpus")
         reading the corpus
     """
     return printed if share.index == 0 else _ignore

@@ -32,7 +32,7 @@ from trainkit.text.prepare.parts import (
     summed,
 )
 from trainkit.text.prepare.workers import process_pool, write_parts
-from trainkit.types import ConfigError, DataError, DiskError, check_range
+from trainkit.types import ConfigError, DataError, DiskError, Log, check_range, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,7 +118,7 @@ def prepare_corpus(
     executor: Executor | None = None,
     chunk_bytes: int | None = None,
     timeout: float = 300.0,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
     progress: Callable[[Progress], object] | None = None,
 ) -> Prepared:
     """Turn text into a token file, in several processes, or by anybody's `Executor`.
@@ -154,7 +154,7 @@ def prepare_corpus(
             source and the folder of `out`, and have this trainkit. It is not shut down.
         chunk_bytes: The least size of a chunk; by default 4 MiB, or a 4096th of the source.
         timeout: Seconds without a sign of life after which processes are taken to hang.
-        tell: Called with a sentence about each thing worth knowing, such as parts that are reused.
+        log: Called with a sentence about each thing worth knowing, such as parts that are reused.
         progress: Called whenever a part is finished.
 
     Raises:
@@ -178,7 +178,7 @@ def prepare_corpus(
         >>> done.documents, done.tokens
         (1, 4)
     """
-    begun, out, say = time.monotonic(), Path(out), tell or (lambda _: None)
+    begun, out = time.monotonic(), Path(out)
     check_out(out)
     check_range("prepare", at_least=1, workers=workers)
     work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
@@ -186,10 +186,10 @@ def prepare_corpus(
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     kinds = (*suffixes, *RECORD_SUFFIXES)
     for told in filter(None, (left_out(path, kinds) for path in _paths_of(source))):
-        say(told)
+        log(told)
     total = sum(chunk.bytes for chunk in chunks)
     with alone(out), _parts_folder(work.folder):
-        parts = _finished(work, chunks, say)
+        parts = _finished(work, chunks, log)
         kept = dict(parts)
         todo = {i: chunk for i, chunk in enumerate(chunks) if i not in kept}
         kept_bytes = sum(chunks[i].bytes for i in kept)
@@ -206,8 +206,8 @@ def prepare_corpus(
         sums = summed(parts.values())
         _check_content(sums, _paths_of(source))
         if warning := answers_warning(sums.counts):
-            say(warning)
-        say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
+            log(warning)
+        log(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
         corpus = _join(out, work, [parts[i] for i in range(len(chunks))], made_with)
     seconds = time.monotonic() - begun
     return Prepared(
@@ -271,9 +271,7 @@ def cut_sources(
     return chunks
 
 
-def _finished(
-    work: Work, chunks: Sequence[Chunk], say: Callable[[str], object]
-) -> dict[int, Tally]:
+def _finished(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[int, Tally]:
     """Return the parts that an earlier run has finished; delete those that are of no use."""
     parts: dict[int, Tally] = {}
     reasons: list[str] = []
@@ -288,9 +286,9 @@ def _finished(
         if file.stem not in useful:
             file.unlink(missing_ok=True)  # of a worker that is ending
     if parts or reasons:
-        say(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
+        log(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        say(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+        log(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
     return parts
 
 

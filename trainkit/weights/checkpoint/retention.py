@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ import attrs
 
 from trainkit.files import sync_folder
 from trainkit.schedules import due
-from trainkit.types import non_negative, positive, rule
+from trainkit.types import Log, log_warning, non_negative, positive, rule
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -151,7 +151,7 @@ def apply_retention(
     policy: Retention,
     *,
     known_good: Iterable[str] = (),
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     dry_run: bool = False,
 ) -> dict[str, list[str]]:
     """Delete the checkpoints of a directory that a policy does not keep.
@@ -163,7 +163,7 @@ def apply_retention(
         directory: A `checkpoints/` directory.
         policy: What stays.
         known_good: Names that this process has written or verified itself.
-        tell: Called with a sentence about each that is damaged or could not be deleted.
+        log: Called with a sentence about each that is damaged or could not be deleted.
         dry_run: Only say what would go.
 
     Returns:
@@ -182,12 +182,12 @@ def apply_retention(
     while True:
         doomed = plan_retention(listing, policy, pinned=pinned)
         unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]
-        damaged = _damaged(directory, unread, tell)
+        damaged = _damaged(directory, unread, log)
         good.update(unread)
         if not damaged:
             break
         listing = [attrs.evolve(e, verified=False) if e.name in damaged else e for e in listing]
-    deleted = doomed if dry_run else [name for name in doomed if _deleted(directory / name, tell)]
+    deleted = doomed if dry_run else [name for name in doomed if _deleted(directory / name, log)]
     kept = [entry for entry in listing if entry.name not in deleted]
     return {
         "kept": [entry.name for entry in kept],
@@ -228,17 +228,17 @@ def _listed(path: Path) -> Listed:
     return Listed(path.name, step_of(path), score=score_of(manifest))
 
 
-def _damaged(directory: Path, names: Sequence[str], tell: Callable[[str], None]) -> set[str]:
+def _damaged(directory: Path, names: Sequence[str], log: Log) -> set[str]:
     found = {name: verify_checkpoint(directory / name) for name in names}
     for name, problems in found.items():
         if problems:
-            tell(f"{directory / name} is damaged and counts for nothing: {problems[0]}")
+            log(f"{directory / name} is damaged and counts for nothing: {problems[0]}")
     return {name for name, problems in found.items() if problems}
 
 
-def _deleted(path: Path, tell: Callable[[str], None]) -> bool:
+def _deleted(path: Path, log: Log) -> bool:
     try:
         remove_checkpoint(path)
     except OSError as error:
-        tell(f"{path} could not be deleted: {error.strerror}")
+        log(f"{path} could not be deleted: {error.strerror}")
     return not path.exists()
