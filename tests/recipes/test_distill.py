@@ -6,8 +6,8 @@ import types
 import pytest
 import recipe_runs
 import torch
-from hub.test_export_command import saved_run
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
+from weights.hub.test_export_command import saved_run
 
 from trainkit import config, models, sampling
 from trainkit.batch import count_valid_tokens

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from checkpoint.small import rewrite
 from recipe_runs import column, events, here, lines, refusal
+from weights.checkpoint.small import rewrite
 
 from trainkit.text.tokenizers import save_tokenizer, train_bpe
 

@@ -6,9 +6,9 @@ import os
 import attrs
 import pytest
 import torch
-from checkpoint.small import quiet
 from every_pair import ONLY_ALL, WITH_ALL
 from torch import nn
+from weights.checkpoint.small import quiet
 from whole_step import CAPACITY, Layout, build, corpus, input_of, step_function
 
 import trainkit as tk

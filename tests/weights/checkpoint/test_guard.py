@@ -5,7 +5,7 @@ import math
 import attrs
 import pytest
 import torch
-from checkpoint.small import live, same, small_run
+from weights.checkpoint.small import live, same, small_run
 
 import trainkit as tk
 from trainkit.health import Policy

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checkpoint.small import live, quiet, same
 from torch import nn
+from weights.checkpoint.small import live, quiet, same
 
 import trainkit as tk
 from trainkit.types import Cursor

@@ -9,9 +9,9 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from checkpoint.damage import damage
-from checkpoint.small import live, quiet, reseal, rewrite, same, small_model, small_run
 from torch import nn
+from weights.checkpoint.damage import damage
+from weights.checkpoint.small import live, quiet, reseal, rewrite, same, small_model, small_run
 
 import trainkit as tk
 from trainkit.run.config import RunConfig, changes_of, option

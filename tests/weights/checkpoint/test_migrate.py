@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.small import quiet, reseal
 from torch import nn
+from weights.checkpoint.small import quiet, reseal
 
 import trainkit as tk
 from trainkit.types import CheckpointError, Cursor

@@ -6,7 +6,7 @@ import json
 import attrs
 import pytest
 import torch
-from checkpoint.small import live, quiet, same, small_run
+from weights.checkpoint.small import live, quiet, same, small_run
 
 import trainkit as tk
 from trainkit.tools.testing import run_ranks
