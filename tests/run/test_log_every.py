@@ -14,7 +14,6 @@ from recipe_runs import events, lines, without_pictures
 import trainkit as tk
 from trainkit import health
 from trainkit.run import Limits, open_run
-from trainkit.run import open_run as run
 from trainkit.types import Cursor, StepBatch
 from trainkit.weights.checkpoint import Keeping
 
@@ -203,7 +202,7 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
     def watch(*_, **__):
         yield lambda name, allow: announced.append((name, allow))
 
-    monkeypatch.setattr(run, "watch", watch)
+    monkeypatch.setattr(sys.modules[open_run.__module__], "watch", watch)
     batch, keeping = StepBatch([], Cursor()), Keeping(log_every=4, save_every=100)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())

@@ -12,7 +12,6 @@ import pytest
 import torch
 from recipe_runs import events
 
-from trainkit import runtime
 from trainkit.mesh import solo_parallel
 from trainkit.run import Limits, make_run_dir, open_run, startup, watchdog
 from trainkit.run.lock import run_lock
@@ -174,7 +173,7 @@ def _only_rank_0_can_write(folder):
         def refuse(path):
             raise DiskError(f"make_run_dir: user 7 cannot write {path}")
 
-        runtime.run.make_run_dir = refuse
+        sys.modules[open_run.__module__].make_run_dir = refuse
     try:
         with open_run(folder, **HOW):
             return "opened"
