@@ -180,7 +180,8 @@ def train(cfg, run, base):
     def replay(microbatches, *, denominator):
         return forward_backward(teach(microbatches), denominator=denominator)
 
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=replay, **around) as loop,

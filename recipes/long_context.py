@@ -113,7 +113,8 @@ def train(cfg, run, tokenizer, model):
     make_batch = functools.partial(
         tk.step_batch, tk.Packed(corpus, rows), rows_at, pad_id=pad_id, **share
     )
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,

@@ -175,7 +175,8 @@ def train(cfg, run, tokenizer, model, first):
     changes = tk.config.changes_of(cfg, free=["files", "context"])
     facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,

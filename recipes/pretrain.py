@@ -203,7 +203,8 @@ def train(cfg, run, tokenizer, model, first):
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     if cfg.init and state.step == 0:
         run.log(f"beginning with the weights of {cfg.init}")
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
         tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,

@@ -246,7 +246,8 @@ def train(cfg, run, tokenizer, model, first, context):
     facts |= tk.config.config_facts(cfg) | tk.checkpoint.first_weights_facts(first, stages, ps)
     facts |= {"context": max(cfg.batch.row_length, context)}
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
         if state.step == cfg.supervised == 0:
             state = loop.evaluate(state, evaluate)
@@ -292,7 +293,7 @@ def main(argv=None):
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
     world, updates = tk.mesh.world_size(), cfg.rollout.updates
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=world)
-    counts = [cfg.steps, cfg.supervised, cfg.keeping.save_every]
+    counts = [cfg.steps, cfg.supervised, cfg.checkpoints.save_every]
     if any(count % updates for count in counts):
         what = f"--steps, --supervised and --save-every are {counts}, not multiples of --updates"
         problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))

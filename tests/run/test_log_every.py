@@ -14,8 +14,9 @@ from recipe_runs import events, lines, without_pictures
 import trainkit as tk
 from trainkit import health
 from trainkit.run import Limits, open_run
+from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, StepBatch
-from trainkit.weights.checkpoint import Keeping
+from trainkit.weights.checkpoint import CheckpointOptions
 
 TOLD = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "tokens", "tokens_total", "skipped")
 HOW = {"limits": Limits(start_timeout=60.0)}
@@ -69,9 +70,11 @@ def train(
     step, replay = make_step(model, optimizer, policy, overflows)
 
     with open_run(out, **HOW) as made:
-        keeping = Keeping(save_every=8, log_every=every, background_saves=False)
+        checkpoints = CheckpointOptions(save_every=8, background_saves=False)
+        logging = LoggingOptions(log_every=every)
         state = made.resume([model], optimizer)
-        around = {"steps": steps, "replay": replay, "policy": policy, "keeping": keeping}
+        around = {"steps": steps, "replay": replay, "policy": policy, "checkpoints": checkpoints}
+        around["logging"] = logging
         with made.loop(state, [model], optimizer, **around) as loop:
             while state.step < steps and not stop:
                 batch = batch_at(state.cursor, wrong or {})
@@ -203,11 +206,12 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
         yield lambda name, allow: announced.append((name, allow))
 
     monkeypatch.setattr(sys.modules[open_run.__module__], "watch", watch)
-    batch, keeping = StepBatch([], Cursor()), Keeping(log_every=4, save_every=100)
+    batch, checkpoints = StepBatch([], Cursor()), CheckpointOptions(save_every=100)
+    logging = LoggingOptions(log_every=4)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with open_run(tmp_path, **HOW) as made:
-        around = {"steps": 99, "replay": None, "keeping": keeping}
+        around = {"steps": 99, "replay": None, "checkpoints": checkpoints, "logging": logging}
         state = attrs.evolve(made.resume([model], optimizer), tokens=torch.tensor(0, device="meta"))
         with made.loop(state, [model], optimizer, **around) as loop:
             for step in range(1, 5):

@@ -17,7 +17,7 @@ from trainkit.run import Limits, make_run_dir, open_run, startup, watchdog
 from trainkit.run.lock import run_lock
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor, DataError, DiskError, StepBatch
-from trainkit.weights.checkpoint import Keeping, find_checkpoint, list_checkpoints
+from trainkit.weights.checkpoint import CheckpointOptions, find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.manifest import step_of
 
 HOW = {"limits": Limits(start_timeout=60.0)}
@@ -80,10 +80,10 @@ def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(
     ]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    keeping = Keeping(save_every=1, keep=2, keep_best=1, background_saves=False)
+    checkpoints = CheckpointOptions(save_every=1, keep=2, keep_best=1, background_saves=False)
     with open_run(tmp_path, **HOW) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": 4, "replay": None, "keeping": keeping}
+        around = {"steps": 4, "replay": None, "checkpoints": checkpoints}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, values in enumerate(found, start=1):
                 state = loop.evaluate(
@@ -99,11 +99,13 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
     """Go on with a run that saves every 100 steps, with an evaluation after each step."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    keeping = Keeping(save_every=100, keep=2, keep_best=keep_best, background_saves=False)
+    checkpoints = CheckpointOptions(
+        save_every=100, keep=2, keep_best=keep_best, background_saves=False
+    )
     last = first + len(losses) - 1
     with open_run(folder, **HOW) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": last, "replay": None, "keeping": keeping}
+        around = {"steps": last, "replay": None, "checkpoints": checkpoints}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, loss in enumerate(losses, start=first):
                 state = loop.evaluate(
@@ -193,10 +195,10 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     monkeypatch.setattr(startup, "_version", lambda: version)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    keeping = Keeping(save_every=1, background_saves=False)
+    checkpoints = CheckpointOptions(save_every=1, background_saves=False)
     with open_run(folder, **HOW) as run:
         state = run.resume([model], optimizer, facts=facts)
-        around = {"steps": state.step + 1, "replay": None, "keeping": keeping}
+        around = {"steps": state.step + 1, "replay": None, "checkpoints": checkpoints}
         recipe.write_text("edited while it runs")
         with run.loop(state, [model], optimizer, **around) as loop:
             loop.checkpoint(attrs.evolve(state, step=state.step + 1))

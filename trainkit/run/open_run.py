@@ -36,7 +36,7 @@ from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import Asked, stop_votes, trap_signals
 from trainkit.run.sinks.jsonl import read_jsonl, sync_lines
-from trainkit.run.sinks.named import named_sinks
+from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.run_sinks import printer, run_sinks, run_summary
 from trainkit.run.startup import agree_at_start, code_facts
 from trainkit.run.watchdog import Announce, is_echo, watch
@@ -81,9 +81,9 @@ class Loop:
     """`state = record(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
     them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
     back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
-    one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
-    and before all that is done between steps, and nothing else waits for the device. After the
-    first step an event "memory" has the peak of every rank."""
+    one. With `LoggingOptions.log_every` above 1 it does so for so many steps at once, after the
+    first step and before all that is done between steps, and nothing else waits for the device.
+    After the first step an event "memory" has the peak of every rank."""
 
     evaluate: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluate(state, evaluator)`: announces an evaluation to the watch, takes it (of what
@@ -92,9 +92,10 @@ class Loop:
     checkpoint of this step."""
 
     checkpoint: Callable[[TrainState], str | None]
-    """`stop = checkpoint(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when
-    a save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
-    (`saves`), collects garbage (`collected_by_hand`), and returns why it stops, or None."""
+    """`stop = checkpoint(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
+    save is due, the run stops, or the step's evaluation is among the
+    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collected_by_hand`), and
+    returns why it stops, or None."""
 
     event: Callable[..., None]
     """`event(name, **facts)` adds a line to events.jsonl."""
@@ -126,9 +127,9 @@ class Run:
     they were written by (`code_facts`): other code goes on, and is told."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
-    """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
-    ...) as loop:` opens where lines go (`run_sinks`) and what saves and guards the
-    numbers (`guarded_saves`), and keeps Python from collecting garbage inside of steps
+    """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
+    logging=..., policy=...) as loop:` opens where lines go (`run_sinks`) and what saves and
+    guards the numbers (`guarded_saves`), and keeps Python from collecting garbage inside of steps
     (`collected_by_hand`). Leaving it waits for the last save."""
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
@@ -289,16 +290,18 @@ class _Frame:
         *,
         steps: int,
         replay: ForwardBackward,
-        keeping: checkpoint.Keeping | None = None,
+        checkpoints: checkpoint.CheckpointOptions | None = None,
+        logging: LoggingOptions | None = None,
         policy: health.Policy | None = None,
     ) -> Iterator[Loop]:
-        keeping = keeping or checkpoint.Keeping()
+        checkpoints = checkpoints or checkpoint.CheckpointOptions()
+        logging = logging or LoggingOptions()
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
         policy, stages = policy or health.Policy(), list(stages)
-        others = named_sinks(keeping.sinks, self.dir, config=self.config)
+        others = named_sinks(logging.sinks, self.dir, config=self.config)
         opened = list[_Around]()
 
         def unsaved(error: BaseException) -> checkpoint.Unsaved | None:
@@ -319,8 +322,8 @@ class _Frame:
                 event=event,
                 facts=self.facts,
                 config=self.config,
-                retention=keeping.retention,
-                background=keeping.background_saves,
+                retention=checkpoints.retention,
+                background=checkpoints.background_saves,
                 grace=self.limits.grace or 25.0,
                 before_commit=partial(sync_lines, self.dir),
                 log=self.log,
@@ -331,7 +334,18 @@ class _Frame:
         ):
             event("resume", step=state.step, told=self.told, software=self.software)
             around = _Around(
-                self, stages, optimizer, steps, keeping, record, event, save, guard, collect, policy
+                self,
+                stages,
+                optimizer,
+                steps,
+                checkpoints,
+                logging,
+                record,
+                event,
+                save,
+                guard,
+                collect,
+                policy,
             )
             around.first = around.hold(state).step
             opened.append(around)
@@ -370,7 +384,8 @@ class _Around:
     stages: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     steps: int
-    keeping: checkpoint.Keeping
+    checkpoints: checkpoint.CheckpointOptions
+    logging: LoggingOptions
     write_metrics: Sink
     event: Callable[..., None]
     save: Save
@@ -455,7 +470,7 @@ class _Around:
     def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
-        self.batch, every = batch, self.keeping.log_every
+        self.batch, every = batch, self.logging.log_every
         every = every or (1 if self.frame.ps.device.type == "cpu" else _STEPS_AT_ONCE)
         if self.begun and not (due(state.step, every) or self._saves(state)):
             # Copied, since who gave a tensor may write into it before anybody reads it.
@@ -526,7 +541,7 @@ class _Around:
             self.event("stop", step=self.step, why=self.stop)
 
     def _saves(self, state: TrainState) -> bool:
-        return due(state.step, self.keeping.save_every, last=self.steps)
+        return due(state.step, self.checkpoints.save_every, last=self.steps)
 
     def evaluate(self, state: TrainState, evaluator: Evaluate) -> TrainState:
         if (looked := self.look(state)).step < state.step:
@@ -538,7 +553,9 @@ class _Around:
         state = health.refuse_divergence(state, found["loss"])
         score = found.get("score", found["loss"])
         if state.step > 0:  # the weights that a run begins with are no checkpoint of it
-            is_best, memory = health.among_best(score, state.health, most=self.keeping.keep_best)
+            is_best, memory = health.among_best(
+                score, state.health, most=self.checkpoints.keep_best
+            )
             state = attrs.evolve(state, health=memory)
             self.best = state.step if is_best else None
         self.hold(state)

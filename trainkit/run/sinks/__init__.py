@@ -15,7 +15,7 @@ from trainkit.run.sinks.jsonl import (
     repair_jsonl,
     sync_lines,
 )
-from trainkit.run.sinks.named import named_sinks
+from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.run_sinks import printer, run_sinks, run_summary
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.tensorboard import tensorboard
@@ -24,6 +24,7 @@ from trainkit.run.sinks.wandb import wandb
 
 __all__ = [
     "Goodput",
+    "LoggingOptions",
     "before_and_after",
     "best_save_interval",
     "console",

@@ -24,7 +24,7 @@ from .manifest import verify_checkpoint as verify_checkpoint
 from .replicas import canary as canary
 from .replicas import nonfinite_names as nonfinite_names
 from .replicas import refuse_drift as refuse_drift
-from .retention import Keeping as Keeping
+from .retention import CheckpointOptions as CheckpointOptions
 from .retention import Listed as Listed
 from .retention import Retention as Retention
 from .retention import plan_retention as plan_retention

@@ -6,7 +6,6 @@ import errno
 import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import attrs
 
@@ -58,30 +57,23 @@ _all_or_two = rule(
 
 
 @attrs.frozen(kw_only=True)
-class Keeping:
-    """When a run saves, which checkpoints stay, and where else its metrics go."""
+class CheckpointOptions:
+    """When a run saves, and which checkpoints it retains."""
 
     save_every: int = attrs.field(default=200, validator=positive)
-    """Save a checkpoint every so many steps, and at the end."""
+    """Steps between checkpoints; the last step is saved too."""
 
     keep: int = attrs.field(default=0, validator=_all_or_two)
-    """How many of the newest checkpoints stay, at least 2; 0 for all."""
+    """How many of the newest checkpoints to retain, at least 2; 0 retains all."""
 
     keep_every: int = attrs.field(default=0, validator=non_negative)
-    """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
+    """With --keep: also retain every checkpoint whose step is a multiple of this; 0 for none."""
 
     keep_best: int = attrs.field(default=0, validator=non_negative)
-    """So many best evaluations save, and with --keep their checkpoints stay; 0 for none."""
+    """Save after each of this many best evaluations, and with --keep retain them; 0 for none."""
 
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
-
-    log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
-    """Read the numbers of so many steps at once, a line for each; by default 1 on a CPU, else 10.
-    Bad steps are seen as late: docs/howto/when-numbers-go-bad.md."""
-
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     @property
     def retention(self) -> Retention | None:
