@@ -145,7 +145,7 @@ def went_on_from(out):
     """Return what the last start of a run told of the checkpoint that it took."""
     path = Path(out) / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    told = [event["told"] for event in events if event["event"] == "resume"]
+    told = [event["messages"] for event in events if event["event"] == "resume"]
     return " ".join(told[-1]) if told else ""
 
 

@@ -215,14 +215,14 @@ def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
     given = tmp_path / "run", monkeypatch, capsys
     _, event = _start(*given, text="decay = 0.4", **how)
     saved = event["software"]
-    assert (event["step"], event["told"]) == (0, [])
+    assert (event["step"], event["messages"]) == (0, [])
     said, event = _start(*given, text="decay = 0.4", **how)
-    assert (event["step"], event["software"], len(event["told"])) == (1, saved, 1)
+    assert (event["step"], event["software"], len(event["messages"])) == (1, saved, 1)
     assert "software" not in said
     said, event = _start(*given, text="decay = 0.9", version="2.0", **how)
     now = event["software"]
     names = ["recipe source", "trainkit"]
     assert [name for name in saved if saved[name] != now[name]] == sorted(names, reverse=True)
     line = "; ".join(f"software: {x} was changed from {saved[x]} to {now[x]}" for x in names)
-    assert (event["step"], event["told"][1:]) == (2, [line])
+    assert (event["step"], event["messages"][1:]) == (2, [line])
     assert line in said.splitlines()

@@ -10,6 +10,7 @@ from .errors import report_errors as report_errors
 from .garbage import collected_by_hand as collected_by_hand
 from .limits import Limits as Limits
 from .lock import run_lock as run_lock
+from .log import make_logger as make_logger
 from .open_run import Loop as Loop
 from .open_run import Run as Run
 from .open_run import open_run as open_run

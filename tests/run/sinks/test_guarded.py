@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from trainkit import sinks
+from trainkit.run.log import make_logger
 from trainkit.run.sinks.guards import guarded, redacted
-from trainkit.run.sinks.run_sinks import printer, run_sinks
+from trainkit.run.sinks.run_sinks import run_sinks
 from trainkit.run.sinks.tensorboard import tensorboard
 from trainkit.run.sinks.wandb import wandb
 from trainkit.types import ConfigError, Share
@@ -371,11 +372,11 @@ def unread_stdout(monkeypatch):
 
 @pytest.mark.case("E9")
 def test_a_run_outlives_the_reader_of_its_output(tmp_path, monkeypatch, capfd):
-    say = printer(Share(0, 2))
+    log = make_logger(Share(0, 2)).info
     with unread_stdout(monkeypatch):
-        say("reading")
+        log("reading")
         write_run(tmp_path, patience=30)
-        say("done")
+        log("done")
         print("whoever else prints", flush=True)
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
     assert warnings_of(tmp_path) == []  # the first print has found it out
@@ -402,7 +403,7 @@ def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, 
         full = stack.enter_context(Path("/dev/full").open("w")) if stream == "full" else None
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, {"closed": closed, "full": full}.get(stream))
-        printer(Share(0, 1))("reading")
+        make_logger(Share(0, 1)).info("reading")
         write_run(tmp_path, patience=30)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
@@ -411,7 +412,7 @@ def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, 
 
 
 def test_other_ranks_print_and_write_nothing(tmp_path, capfd):
-    printer(Share(1, 2))("reading")
+    make_logger(Share(1, 2)).info("reading")
     with run_sinks(tmp_path, Share(1, 2), step=0, last=1) as (log, event):
         log(1, {})
         event("save", step=1)

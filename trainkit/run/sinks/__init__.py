@@ -16,7 +16,7 @@ from trainkit.run.sinks.jsonl import (
     sync_lines,
 )
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
-from trainkit.run.sinks.run_sinks import printer, run_sinks, run_summary
+from trainkit.run.sinks.run_sinks import run_sinks, run_summary
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.tensorboard import tensorboard
 from trainkit.run.sinks.timing import Goodput, best_save_interval, goodput
@@ -34,7 +34,6 @@ __all__ = [
     "jsonl",
     "named_sinks",
     "printable",
-    "printer",
     "read_jsonl",
     "read_metrics",
     "repair_jsonl",
