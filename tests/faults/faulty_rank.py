@@ -52,7 +52,7 @@ def run_rank(order):
     recipe = recipe_runs.RECIPES / f"{order.recipe}.py"
     sys.argv = [str(recipe), *order.flags]
     sys.path.insert(0, str(recipe.parent))
-    models.decoder_config = recipe_runs.nano_config
+    models.make_decoder_config = recipe_runs.nano_config
     module = recipe_runs.load(order.recipe)
     if order.faults:
         put_faults(module, order.faults)

@@ -6,7 +6,7 @@ import sys
 import threading
 
 from trainkit.run.log import add_handler, make_logger
-from trainkit.run.sinks import read_jsonl, run_sinks
+from trainkit.run.sinks import open_run_sinks, read_jsonl
 from trainkit.types import Share, log_info, log_warning
 
 
@@ -37,7 +37,7 @@ def test_each_logger_has_its_own_handlers_and_configures_nothing(capfd):
 def test_warnings_of_a_run_are_events_while_its_sinks_are_open(tmp_path, capfd):
     logger = make_logger(Share(0, 1))
     logger.warning("before")
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=2, logger=logger) as (record, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=2, logger=logger) as (record, _):
         logger.info("a message")
         record(1, {"loss": 1.0})
         logger.warning("within")

@@ -22,27 +22,27 @@ import attrs
 from torch import Tensor
 
 from trainkit import health
-from trainkit.collectives import all_gather_json, together
-from trainkit.files import replacing, say_on_stderr, toml_text
-from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import memory_stats, step_records
-from trainkit.optim.combine import averaged
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.files import atomic_write, format_toml, say_on_stderr
+from trainkit.mesh import describe_launch, parallel_session
+from trainkit.metrics import make_step_records, read_memory_stats
+from trainkit.optim.combine import use_averaged_parameters
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import report_errors
-from trainkit.run.garbage import Collect, collected_by_hand
-from trainkit.run.limits import Limits
-from trainkit.run.lock import run_lock
+from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.limits import Timeouts
+from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
-from trainkit.run.plots.load import plot_load
+from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import Asked, stop_votes, trap_signals
-from trainkit.run.sinks.jsonl import read_jsonl, sync_lines
+from trainkit.run.signals import Asked, open_stop_vote, trap_signals
+from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
-from trainkit.run.sinks.run_sinks import run_sinks, run_summary
-from trainkit.run.startup import agree_at_start, code_facts
-from trainkit.run.watchdog import Announce, is_echo, watch
-from trainkit.schedules import due
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
+from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.watchdog import Announce, is_echo, watch_ranks
+from trainkit.schedules import is_due
 from trainkit.types import (
     ForwardBackward,
     Layout,
@@ -78,23 +78,23 @@ class Loop:
     """What runs around the steps of a run, from `run.loop`."""
 
     record: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = record(state, metrics, batch)`: waits for the metrics of the step (`step_record`),
-    writes them with the first rank's memory (`run_sinks`, `memory_stats`), and skips, rolls back or
-    ends as the policy says (`guard_numbers`): it may return an earlier state. With
+    """`state = record(state, metrics, batch)`: waits for the metrics of the step (`make_step_record`),
+    writes them with the first rank's memory (`open_run_sinks`, `read_memory_stats`), and skips, rolls back or
+    ends as the policy says (`make_guard`): it may return an earlier state. With
     `LoggingOptions.log_every` above 1 it does so for that many steps at once, after the first step,
     and before anything else happens between two steps; other steps do not wait for the device.
     After the first step an event "memory" has the peak of every rank."""
 
     evaluate: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluate(state, evaluator)`: announces an evaluation to the watch, runs it (on
-    averaged parameters where there are some, `optim.averaged`), sends the results to every sink as
-    eval/NAME, and ends a run that has diverged (`refuse_divergence`). The `score`, or else the
+    averaged parameters where there are some, `optim.use_averaged_parameters`), sends the results to every sink as
+    eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or else the
     loss, becomes the score of this step's checkpoint."""
 
     checkpoint: Callable[[TrainState], str | None]
-    """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`stop_votes`),
+    """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
     saves when a save is due, the run stops, or the step's evaluation is among the
-    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collected_by_hand`), and
+    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collect_manually`), and
     returns why the run stops, or None."""
 
     event: Callable[..., None]
@@ -115,23 +115,23 @@ class Run:
     """Prints a message on the first rank (`make_logger`)."""
 
     phase: Announce
-    """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch`)."""
+    """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
     stopping: Asked
-    """Why the run has to stop, or None; all ranks get it after the same step (`stop_votes`)."""
+    """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: checks that the
-    disk has room for two checkpoints (`checkpoint.require_space`), resumes from the last one or
+    disk has room for two checkpoints (`checkpoint.check_disk_space`), resumes from the last one or
     starts from scratch (`checkpoint.resume`), logs which, and writes config.toml. Besides `facts`,
-    checkpoints store the versions and hashes of the code (`code_facts`): other code resumes too,
+    checkpoints store the versions and hashes of the code (`make_code_facts`): other code resumes too,
     and a message says so."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
-    logging=..., policy=...) as loop:` opens the sinks (`run_sinks`), the saves and the guard
-    against bad numbers (`guarded_saves`), and collects garbage only between steps
-    (`collected_by_hand`). Leaving it waits for the last save."""
+    logging=..., policy=...) as loop:` opens the sinks (`open_run_sinks`), the saves and the guard
+    against bad numbers (`open_guarded_saver`), and collects garbage only between steps
+    (`collect_manually`). Leaving it waits for the last save."""
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
     """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), plots the
@@ -143,7 +143,7 @@ def open_run(
     run_dir: str | Path,
     *,
     layout: Layout | None = None,
-    limits: Limits | None = None,
+    limits: Timeouts | None = None,
     numerics: Numerics | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
@@ -152,10 +152,10 @@ def open_run(
     From the outside in, and why there: `report_errors` reports every error and gives it its exit
     code; `trap_signals` receives a signal while ranks still wait for each other;
     `parallel_session` connects them; `make_run_dir` tries the directory on all ranks, and all end
-    if one of them cannot write there (alone it would leave the others waiting); `run_lock` raises
+    if one of them cannot write there (alone it would leave the others waiting); `lock_run` raises
     if another job trains in the directory, or if not all ranks share it; `report_errors` again,
-    since tracebacks now have a directory; `watch` ends all ranks when one is lost or hangs;
-    `stop_votes` lets all stop after the same step; `agree_at_start` compares what the ranks were
+    since tracebacks now have a directory; `watch_ranks` ends all ranks when one is lost or hangs;
+    `open_stop_vote` lets all stop after the same step; `check_ranks_agree` compares what the ranks were
     started with. A script that needs fewer of them opens those, down to `parallel_session` alone.
 
     Args:
@@ -172,7 +172,7 @@ def open_run(
         A `Run`.
 
     Raises:
-        SystemExit: In place of any exception, with the exit code of `error_code`.
+        SystemExit: In place of any exception, with the exit code of `get_exit_code`.
 
     Effects:
         Opens process groups, starts threads, sets signal handlers, writes the lock and the
@@ -185,9 +185,9 @@ def open_run(
         (1, None)
     """
     layout = layout or Layout()
-    limits = limits or Limits()
+    limits = limits or Timeouts()
     folder = Path(run_dir)
-    progress = checkpoint.Progress()
+    progress = checkpoint.SaveProgress()
     start_timeout = timedelta(seconds=limits.start_timeout)
     if numerics is not None:
         set_numerics(numerics)
@@ -201,11 +201,11 @@ def open_run(
             asked=asked,
         ) as ps,
     ):
-        together(lambda: str(make_run_dir(folder)), ps.world)
+        run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
-            run_lock(folder, ps.world) as hold,
+            lock_run(folder, ps.world) as hold,
             report_errors(folder),
-            watch(
+            watch_ranks(
                 folder,
                 ps.world,
                 asked=asked,
@@ -214,13 +214,13 @@ def open_run(
                 hold=hold,
                 written=lambda: progress.parts,
             ) as phase,
-            stop_votes(asked, ps.world) as stopping,
+            open_stop_vote(asked, ps.world) as stopping,
         ):
-            software = code_facts()  # read once: a recipe may be edited while it runs
+            software = make_code_facts()  # read once: a recipe may be edited while it runs
             settings = {f"config.{key}": x for key, x in (config or {}).items() if key != "out"}
-            agree_at_start(ps.world, settings | software)
+            check_ranks_agree(ps.world, settings | software)
             logger = make_logger(ps.world.share)
-            for note in launch_notes(os.environ):
+            for note in describe_launch(os.environ):
                 logger.info(note)
             if numerics is not None:
                 logger.info(str(numerics))
@@ -248,10 +248,10 @@ class _RunFunctions:
     logger: Logger
     phase: Announce
     stopping: Asked
-    limits: Limits
+    limits: Timeouts
     software: Mapping[str, str]
     config: Mapping[str, Any] | None
-    progress: checkpoint.Progress
+    progress: checkpoint.SaveProgress
     facts: checkpoint.Facts | None = None
     resume_messages: list[str] = attrs.field(factory=list)
 
@@ -265,7 +265,7 @@ class _RunFunctions:
         optimizer: torch.optim.Optimizer,
         *,
         facts: checkpoint.Facts | None = None,
-        changes: checkpoint.Changes | None = None,
+        changes: checkpoint.ResumeRules | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
         def facts_with_software(batches: int) -> Mapping[str, Any]:
@@ -274,8 +274,8 @@ class _RunFunctions:
 
         stages = list(stages)
         self.facts = facts_with_software
-        changes = changes or checkpoint.Changes()
-        checkpoint.require_space(self.dir, stages, axis=self.ps.world, log=self.log)
+        changes = changes or checkpoint.ResumeRules()
+        checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
             TrainState(),
@@ -289,8 +289,8 @@ class _RunFunctions:
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
         if self.ps.world.index == 0 and self.config is not None:
-            with replacing(self.dir / "config.toml", by="open_run") as file:
-                file.write(toml_text(self.config).encode())
+            with atomic_write(self.dir / "config.toml", by="open_run") as file:
+                file.write(format_toml(self.config).encode())
         return state
 
     @contextlib.contextmanager
@@ -316,11 +316,11 @@ class _RunFunctions:
             )
         opened = list[_LoopFunctions]()
 
-        def find_unsaved(error: BaseException) -> checkpoint.Unsaved | None:
+        def find_unsaved(error: BaseException) -> checkpoint.UnsavedState | None:
             return opened[0].find_unsaved(error) if opened else None
 
         with (
-            run_sinks(
+            open_run_sinks(
                 self.dir,
                 self.ps.world.share,
                 step=state.step,
@@ -328,7 +328,7 @@ class _RunFunctions:
                 extra=named_sinks(logging.sinks, self.dir, config=self.config),
                 logger=self.logger,
             ) as (write_metrics, event),
-            checkpoint.guarded_saves(
+            checkpoint.open_guarded_saver(
                 self.dir,
                 stages,
                 optimizer,
@@ -341,12 +341,12 @@ class _RunFunctions:
                 retention=checkpoints.retention,
                 background=checkpoints.background_saves,
                 grace=self.limits.grace or 25.0,
-                before_commit=partial(sync_lines, self.dir),
+                before_commit=partial(fsync_jsonl, self.dir),
                 log=self.log,
                 unsaved=find_unsaved,
                 progress=self.progress,
             ) as (save, guard),
-            collected_by_hand() as collect,
+            collect_manually() as collect,
         ):
             event("resume", step=state.step, messages=self.resume_messages, software=self.software)
             functions = _LoopFunctions(
@@ -374,7 +374,7 @@ class _RunFunctions:
                 f"stopped after step {functions.last_step} ({functions.stop_reason}); the same "
                 f"command resumes from there"
             )
-            self.log(run_summary(self.dir))
+            self.log(summarize_run(self.dir))
 
     def finish(
         self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
@@ -386,9 +386,9 @@ class _RunFunctions:
             picture = self.dir / "loss.png"
             plot_loss(metrics, picture)
             if any("load" in line for line in read_jsonl(metrics)):
-                plot_load(metrics, self.dir / "load.png")
+                plot_expert_load(metrics, self.dir / "load.png")
             self.log(f"the run is in {self.dir}; its loss is plotted in {picture}")
-            self.log(run_summary(self.dir))
+            self.log(summarize_run(self.dir))
 
 
 @attrs.define(eq=False)
@@ -444,7 +444,7 @@ class _LoopFunctions:
         self.optimizer_steps_of_current = self.optimizer_steps
         return state
 
-    def find_unsaved(self, error: BaseException) -> checkpoint.Unsaved | None:
+    def find_unsaved(self, error: BaseException) -> checkpoint.UnsavedState | None:
         """Return the state to save when an error ends the run; None if it is saved or torn.
 
         Nothing here communicates. After a `NumericsError` an earlier state is the right one.
@@ -465,7 +465,7 @@ class _LoopFunctions:
         except NumericsError:  # all ranks decide together about what follows from it
             return None
         scored_step, score = self.score or (None, None)
-        return checkpoint.Unsaved(
+        return checkpoint.UnsavedState(
             state,
             say_on_stderr,
             score if scored_step == state.step else None,
@@ -483,11 +483,11 @@ class _LoopFunctions:
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
-        seen: health.Memory | None = None,
+        seen: health.HealthState | None = None,
     ) -> TrainState:
-        """Check a step as `guard_numbers` does, without communication."""
+        """Check a step as `make_guard` does, without communication."""
         del batch
-        action, state = health.judge(state, record, self.policy, seen=seen)
+        action, state = health.judge_step(state, record, self.policy, seen=seen)
         if action.reason:
             raise NumericsError(action.reason)
         return state
@@ -497,7 +497,7 @@ class _LoopFunctions:
     ) -> TrainState:
         self.batch = batch
         is_first = not self.has_recorded
-        if not (is_first or due(state.step, self.log_every) or self._is_save_due(state)):
+        if not (is_first or is_due(state.step, self.log_every) or self._is_save_due(state)):
             # Copies, since the step may write into its tensors again before they are read.
             copies = {
                 name: x.detach().clone() if isinstance(x, Tensor) else x
@@ -520,7 +520,7 @@ class _LoopFunctions:
 
     def _report_memory(self, step: int) -> None:
         """Record the peak of every rank: the lines of steps have the first rank's alone."""
-        peaks = all_gather_json(self.memory["memory_peak"], self.run.ps.world)
+        peaks = all_gather_objects(self.memory["memory_peak"], self.run.ps.world)
         self.event("memory", step=step, memory_peak=peaks)
         if len(peaks) > 1:
             peak = max(peaks)
@@ -539,14 +539,14 @@ class _LoopFunctions:
         self.pending = []
         self.current = None  # a roll-back writes parameters
         newest_health = steps[0][0].health if steps else state.health
-        records = step_records([metrics for _, metrics in steps], begin=self.step_start)
+        records = make_step_records([metrics for _, metrics in steps], begin=self.step_start)
         if steps:
             self.memory = self._measure_memory()
         for (at_step, _), record in zip(steps, records, strict=True):
             record.update(self.memory)
             self.write_metrics(at_step.step, record)
             checked = guard(
-                attrs.evolve(at_step, health=health.with_scale_of(at_step.health, newest_health)),
+                attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
                 record,
                 self.batch if at_step is steps[-1][0] else None,
                 seen=at_step.health,
@@ -556,11 +556,11 @@ class _LoopFunctions:
                 self.last_saved = checked.step
                 return self.set_current(checked)
             newest_health = checked.health
-        scaled = health.with_scale_of(state.health, newest_health)
+        scaled = health.copy_loss_scale(state.health, newest_health)
         return self.set_current(attrs.evolve(state, health=scaled))
 
     def _measure_memory(self) -> dict[str, int]:
-        memory = memory_stats(self.run.ps.device)
+        memory = read_memory_stats(self.run.ps.device)
         if self.run.ps.device.type == "cpu":  # the peak of the whole process never falls
             memory["memory_peak"] = max(self.memory.get("memory_peak", 0), memory["memory_peak"])
         return memory
@@ -572,7 +572,7 @@ class _LoopFunctions:
             self.event("stop", step=self.last_step, why=self.stop_reason)
 
     def _is_save_due(self, state: TrainState) -> bool:
-        return due(state.step, self.checkpoints.save_every, last=self.steps)
+        return is_due(state.step, self.checkpoints.save_every, last=self.steps)
 
     def evaluate(self, state: TrainState, evaluator: Evaluate) -> TrainState:
         checked = self.read_pending(state)
@@ -580,12 +580,12 @@ class _LoopFunctions:
             return checked  # the state to evaluate was rolled back
         state = checked
         self.run.phase("evaluation", allow=self.run.limits.start_timeout)
-        with averaged(self.optimizer):
+        with use_averaged_parameters(self.optimizer):
             results = evaluator()
-        state = health.refuse_divergence(state, results["loss"])
+        state = health.stop_if_diverged(state, results["loss"])
         score = results.get("score", results["loss"])
         if state.step > 0:  # the initial weights are no checkpoint of the run
-            is_best, memory = health.among_best(
+            is_best, memory = health.is_among_best(
                 score, state.health, most=self.checkpoints.keep_best
             )
             state = attrs.evolve(state, health=memory)

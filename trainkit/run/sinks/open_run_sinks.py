@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.log import add_handler, make_logger, print_warning
-from trainkit.run.sinks.console import console
-from trainkit.run.sinks.guards import guarded
-from trainkit.run.sinks.jsonl import events, jsonl, read_jsonl, rewind_jsonl
+from trainkit.run.sinks.console import open_console
+from trainkit.run.sinks.guards import isolate_sinks
+from trainkit.run.sinks.jsonl import open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
-from trainkit.run.sinks.timing import goodput
+from trainkit.run.sinks.timing import measure_goodput
 from trainkit.types import DiskError, Log, Share, Sink
-from trainkit.weights.checkpoint.directory import run_identity
+from trainkit.weights.checkpoint.directory import get_run_id
 
 
 @contextlib.contextmanager
-def run_sinks(
+def open_run_sinks(
     run_dir: str | Path,
     share: Share,
     *,
@@ -41,7 +41,7 @@ def run_sinks(
     sinks too. `read_metrics` joins both.
 
     The caller writes the lines at once; a disk that is full gets them when it has room. Everything
-    else runs on threads (see `guarded`). Each problem is a warning of `logger`, once; its warnings
+    else runs on threads (see `isolate_sinks`). Each problem is a warning of `logger`, once; its warnings
     are events called "warning" too. After a roll-back `record` may be given earlier steps again:
     they replace the lines from there on.
 
@@ -73,7 +73,7 @@ def run_sinks(
     rewound = rewind_jsonl(run_dir / "metrics.jsonl", step)
     reached = step
     # Problems of events.jsonl itself are only printed: as events they would wait for themselves.
-    with events(run_dir / "events.jsonl", log=print_warning) as event:
+    with open_events(run_dir / "events.jsonl", log=print_warning) as event:
 
         def count(step: int, values: Mapping[str, Any]) -> None:
             nonlocal reached
@@ -84,7 +84,7 @@ def run_sinks(
 
         bar: dict[str, Any] = {}
         if sys.stdout is not None:  # it is None where it was closed before Python started
-            bar["console"] = partial(console, last, start=step, stream=sys.stdout)
+            bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         event(
             "start",
@@ -105,9 +105,9 @@ def run_sinks(
             if rewound.missing:
                 warn(f"metrics.jsonl has no line for {rewound.missing} of the steps up to {step}")
             with (
-                jsonl(run_dir / "metrics.jsonl", step=step, log=warn) as lines,
-                guarded(bar, log=warn, patience=patience) as progress,
-                guarded(makers, log=warn, patience=patience) as others,
+                open_jsonl(run_dir / "metrics.jsonl", step=step, log=warn) as lines,
+                isolate_sinks(bar, log=warn, patience=patience) as progress,
+                isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
                 record = tee(count, lines, progress, _add_prefix(others))
                 yield record, _send_evaluations(event, others)
@@ -134,18 +134,20 @@ def _send_evaluations(event: Callable[..., None], sink: Sink) -> Callable[..., N
     return event_and_curves
 
 
-def run_summary(run_dir: str | Path) -> str:
+def summarize_run(run_dir: str | Path) -> str:
     """Return one line about the time of a run, over all its restarts.
 
     Args:
         run_dir: A run directory with `metrics.jsonl` and `events.jsonl`.
 
     Examples:
-        >>> run_summary("no/such/run")
+        >>> summarize_run("no/such/run")
         'goodput -: 0 steps, 0 repeated, 0 starts, 0 saves that blocked for 0.0 s, 0.0 s in all'
     """
     run_dir = Path(run_dir)
-    time = goodput(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl"))
+    time = measure_goodput(
+        read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl")
+    )
     share = f"{time.share:.1%}" if time.wall else "-"
     down = f", and {time.down:.1f} s in which nothing ran" if time.starts > 1 else ""
     return (
@@ -158,7 +160,7 @@ def run_summary(run_dir: str | Path) -> str:
 def _read_identity(run_dir: Path) -> str | None:
     # Read here, not in a sink's thread: no save runs yet that could create another identity.
     with contextlib.suppress(DiskError):
-        return run_identity(run_dir)["run"]
+        return get_run_id(run_dir)["run"]
     return None
 
 
