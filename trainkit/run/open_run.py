@@ -78,18 +78,19 @@ class Loop:
     """What runs around the steps of a run, from `run.loop`."""
 
     record: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = record(state, metrics, batch)`: waits for the metrics of the step (`make_step_record`),
-    writes them with the first rank's memory (`open_run_sinks`, `read_memory_stats`), and skips, rolls back or
-    ends as the policy says (`make_guard`): it may return an earlier state. With
-    `LoggingOptions.log_every` above 1 it does so for that many steps at once, after the first step,
-    and before anything else happens between two steps; other steps do not wait for the device.
-    After the first step an event "memory" has the peak of every rank."""
+    """`state = record(state, metrics, batch)`: waits for the metrics of the step
+    (`make_step_record`), writes them with the first rank's memory (`open_run_sinks`,
+    `read_memory_stats`), and skips, rolls back or ends as the policy says (`make_guard`): it may
+    return an earlier state. With `LoggingOptions.log_every` above 1 it does so for that many steps
+    at once, after the first step, and before anything else happens between two steps; other steps
+    do not wait for the device. After the first step an event "memory" has the peak of every
+    rank."""
 
     evaluate: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluate(state, evaluator)`: announces an evaluation to the watch, runs it (on
-    averaged parameters where there are some, `optim.use_averaged_parameters`), sends the results to every sink as
-    eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or else the
-    loss, becomes the score of this step's checkpoint."""
+    averaged parameters where there are some, `optim.use_averaged_parameters`), sends the results to
+    every sink as eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or
+    else the loss, becomes the score of this step's checkpoint."""
 
     checkpoint: Callable[[TrainState], str | None]
     """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
@@ -124,8 +125,8 @@ class Run:
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: checks that the
     disk has room for two checkpoints (`checkpoint.check_disk_space`), resumes from the last one or
     starts from scratch (`checkpoint.resume`), logs which, and writes config.toml. Besides `facts`,
-    checkpoints store the versions and hashes of the code (`make_code_facts`): other code resumes too,
-    and a message says so."""
+    checkpoints store the versions and hashes of the code (`make_code_facts`): other code resumes
+    too, and a message says so."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
@@ -150,13 +151,13 @@ def open_run(
     """Open the process groups, with signals trapped, the directory locked and the ranks watched.
 
     From the outside in, and why there: `report_errors` reports every error and gives it its exit
-    code; `trap_signals` receives a signal while ranks still wait for each other;
-    `parallel_session` connects them; `make_run_dir` tries the directory on all ranks, and all end
-    if one of them cannot write there (alone it would leave the others waiting); `lock_run` raises
-    if another job trains in the directory, or if not all ranks share it; `report_errors` again,
-    since tracebacks now have a directory; `watch_ranks` ends all ranks when one is lost or hangs;
-    `open_stop_vote` lets all stop after the same step; `check_ranks_agree` compares what the ranks were
-    started with. A script that needs fewer of them opens those, down to `parallel_session` alone.
+    code; `trap_signals` receives a signal while ranks still wait for each other; `parallel_session`
+    connects them; `make_run_dir` tries the directory on all ranks, and all end if one of them
+    cannot write there (alone it would leave the others waiting); `lock_run` raises if another job
+    trains in the directory, or if not all ranks share it; `report_errors` again, since tracebacks
+    now have a directory; `watch_ranks` ends all ranks when one is lost or hangs; `open_stop_vote`
+    lets all stop after the same step; `check_ranks_agree` compares what the ranks were started
+    with. A script that needs fewer of them opens those, down to `parallel_session` alone.
 
     Args:
         run_dir: The run directory, made if it does not exist.

@@ -41,9 +41,9 @@ def open_run_sinks(
     sinks too. `read_metrics` joins both.
 
     The caller writes the lines at once; a disk that is full gets them when it has room. Everything
-    else runs on threads (see `isolate_sinks`). Each problem is a warning of `logger`, once; its warnings
-    are events called "warning" too. After a roll-back `record` may be given earlier steps again:
-    they replace the lines from there on.
+    else runs on threads (see `isolate_sinks`). Each problem is a warning of `logger`, once; its
+    warnings are events called "warning" too. After a roll-back `record` may be given earlier steps
+    again: they replace the lines from there on.
 
     Args:
         run_dir: The run directory.
