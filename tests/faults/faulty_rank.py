@@ -157,14 +157,14 @@ def stop_alone(_):
     def stop_votes(asked, _):
         yield asked
 
-    run.stop_votes = stop_votes
+    run.open_stop_vote = stop_votes
 
 
 def deaf(_):
     """Take a protection away: no step asks whether to stop."""
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
-    run.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
+    run.open_stop_vote = lambda *_: contextlib.nullcontext(lambda: None)
 
 
 SURROUNDINGS = {

@@ -1655,8 +1655,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "        saves = self.stop or self._saves(state) or self.best == state.step",
-            "        saves = self.stop or self._saves(state)",
+            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
+            "self.stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (

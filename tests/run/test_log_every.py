@@ -205,7 +205,7 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
     def watch(*_, **__):
         yield lambda name, allow: announced.append((name, allow))
 
-    monkeypatch.setattr(sys.modules[open_run.__module__], "watch", watch)
+    monkeypatch.setattr(sys.modules[open_run.__module__], "watch_ranks", watch)
     batch, checkpoints = StepBatch([], Cursor()), CheckpointOptions(save_every=100)
     logging = LoggingOptions(log_every=4)
     model = torch.nn.Linear(1, 1)

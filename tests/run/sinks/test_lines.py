@@ -77,7 +77,7 @@ def test_a_file_that_is_whole_is_not_rewritten_to_begin_a_run(tmp_path, monkeypa
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(written(range(1, 20_001)) + b'{"step":20001,"l')
     monkeypatch.setattr(
-        lines_file, "replacing", lambda *_, **__: pytest.fail("all of it is rewritten")
+        lines_file, "atomic_write", lambda *_, **__: pytest.fail("all of it is rewritten")
     )
     assert rewind_jsonl(path, 19_990) == Rewound(19_990, 10, 0)
     assert path.read_bytes() == written(range(1, 19_991))
@@ -170,7 +170,7 @@ KILLED = """
         lines_file.rewind_jsonl = lambda path, step: None
     checkpoint = folder / "checkpoint"
     begin = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    with lines_file.jsonl(folder / "metrics.jsonl", step=begin) as sink:
+    with lines_file.open_jsonl(folder / "metrics.jsonl", step=begin) as sink:
         for step in range(begin + 1, last + 1):
             sink(step, {"loss": 1 / step, "text": "x" * 300})
             if step % 40 == 0 and repair:
