@@ -479,3 +479,9 @@ def say_on_stderr(text: str) -> None:
         Writes to stderr, and never fails.
     """
     say(text, sys.stderr)
+
+
+def bad_file(path: Path | str, what: str | None, **facts: Any) -> DataError:
+    """Return the error that says what is wrong with a file; `facts` are further ones of it."""
+    return DataError(f"{path}: {what}", where=path, **facts)
+

@@ -902,3 +902,42 @@ def name_ranks(which: Sequence[int], *, most: int = 8) -> str:
     if len(which) > most:
         return f"{len(which)} ranks from {which[0]} to {which[-1]}"
     return f"ranks {', '.join(map(str, which[:-1]))} and {which[-1]}"
+
+
+@contextmanager
+def stepping_alone(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[Callable[[nn.Parameter], None]]:
+    """Give a function after which an optimizer holds one parameter, and no other; then all again.
+
+    Args:
+        optimizer: It holds none until that is called.
+
+    Effects:
+        Replaces the "params" of its groups, and their "param_names", for the length of the block.
+
+    Examples:
+        >>> one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        >>> optimizer = torch.optim.SGD([one, other])
+        >>> with stepping_alone(optimizer) as hold:
+        ...     hold(other)
+        ...     print(*(len(p) for p in optimizer.param_groups[0]["params"]))
+        3
+    """
+    lists = [
+        {x: group[x] for x in ("params", "param_names") if x in group}
+        for group in optimizer.param_groups
+    ]
+    where = {p: (i, at) for i, own in enumerate(lists) for at, p in enumerate(own["params"])}
+
+    def hold(p: nn.Parameter | None) -> None:
+        own, at = (-1, 0) if p is None else where[p]
+        for i, (group, names) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
+            group |= {x: values[at : at + 1] if i == own else [] for x, values in names.items()}
+
+    hold(None)
+    try:
+        yield hold
+    finally:
+        for group, own in zip(optimizer.param_groups, lists, strict=True):
+            group.update(own)

@@ -368,31 +368,6 @@ def _count_labels(trained: Any, offsets: Any, count: Any) -> None:
             count[document] += trained[place]
 
 
-def fingerprint(corpus: Corpus) -> str:
-    """Return a hash of all that a corpus holds: 16 hex digits, to see that it is the same.
-
-    A token file's is read from its header, since a large one takes long to hash; `verify_corpus`
-    says whether the content still has that hash.
-
-    Examples:
-        >>> fingerprint(TokenCorpus(np.arange(4), np.array([0, 4]))) == fingerprint(
-        ...     TokenCorpus(np.arange(4), np.array([0, 2, 4]))
-        ... )
-        False
-    """
-    if hasattr(corpus, "parts"):
-        return joint_digest(map(fingerprint, corpus.parts))[:16]
-    if isinstance(corpus, TokenCorpus) and corpus.digest is not None:
-        return corpus.digest[:16]
-    arrays = {"tokens": np.asarray(corpus.tokens), "offsets": np.asarray(corpus.offsets)}
-    trained = getattr(corpus, "trained", None)
-    if trained is not None:
-        arrays["trained"] = np.asarray(trained)
-    for name, column in getattr(corpus, "columns", {}).items():
-        own: Any = corpus
-        arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(own.values[name])
-    parts = (hash_box(name, x, shape=x.shape, offset=[0] * x.ndim) for name, x in arrays.items())
-    return f"{sum(parts) & MASK64:016x}"
 
 
 def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:

@@ -81,9 +81,6 @@ def check_readable(path: Path) -> None:
         raise bad_file(path, f"neither a regular file nor a directory, but {_kind_of(mode)}")
 
 
-def bad_file(path: Path | str, what: str | None, **facts: Any) -> DataError:
-    """Return the error that says what is wrong with a file; `facts` are further ones of it."""
-    return DataError(f"{path}: {what}", where=path, **facts)
 
 
 def wrong_size(path: Path, got: int, want: int) -> DataError:
