@@ -221,7 +221,7 @@ BAD = [
     (rooms_above_only, "batch.py", "from trainkit.mesh import solo_parallel"),
     (rooms_above_only, "batch.py", "import trainkit.mesh"),
     (rooms_above_only, "batch.py", "from trainkit import mesh"),
-    (rooms_above_only, "batch/z.py", "def f():\n    from trainkit.schedules import due"),
+    (rooms_above_only, "batch/z.py", "def f():\n    from trainkit.schedules import is_due"),
     (rooms_above_only, "noise.py", "if TYPE_CHECKING:\n    from trainkit.batch import a"),
     (pure_rooms_do_not_communicate, "batch.py", "import torch.distributed as dist"),
     (pure_rooms_do_not_communicate, "batch/z.py", "from torch import distributed"),

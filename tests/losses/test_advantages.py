@@ -4,7 +4,7 @@ import pytest
 import torch
 from packed_answers import drawn
 
-from trainkit.losses.advantages import gae, group_advantages, leave_one_out
+from trainkit.post.objectives.advantages import gae, group_advantages, leave_one_out
 
 GROUPS = torch.tensor([0, 2, 0, 1, 2, 0, 2])
 
