@@ -26,6 +26,7 @@ from trainkit.files import atomic_write, format_toml, say_on_stderr
 from trainkit.mesh import describe_launch, parallel_session
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
+from trainkit.parallel.names import modules_of
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import report_errors
 from trainkit.run.garbage import Collect, collect_manually
@@ -254,14 +255,14 @@ class _Frame:
 
     def resume(
         self,
-        stages: Iterable[nn.Module],
+        stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         facts: checkpoint.Facts | None = None,
         changes: checkpoint.ResumeRules | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = list(stages), _with_software(facts, self.software)
+        stages, self.facts = modules_of(stages), _with_software(facts, self.software)
         changes = changes or checkpoint.ResumeRules()
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
@@ -285,7 +286,7 @@ class _Frame:
     def loop(
         self,
         state: TrainState,
-        stages: Iterable[nn.Module],
+        stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         steps: int,
@@ -298,7 +299,7 @@ class _Frame:
             self.say(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
-        policy, stages = policy or health.Policy(), list(stages)
+        policy, stages = policy or health.Policy(), modules_of(stages)
         others = named_sinks(keeping.sinks, self.dir, config=self.config)
         opened = list[_Around]()
 
@@ -347,10 +348,13 @@ class _Frame:
             self.say(summarize_run(self.dir))
 
     def finish(
-        self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+        self,
+        state: TrainState,
+        stages: Iterable[nn.Module] | nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.phase("the end", allow=self.limits.start_timeout)
-        checkpoint.write_final(self.dir, state, list(stages), optimizer, self.ps)
+        checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
             plot_loss(metrics, self.dir / "loss.png")
