@@ -76,10 +76,10 @@ def mean_of_means(_ps):
 
 
 def wrap_loss(wrapper):
-    bind = train.bind_forward_backward
+    bind = train.make_forward_backward
     PATCH.setattr(
         train,
-        "bind_forward_backward",
+        "make_forward_backward",
         lambda stages, loss, **options: bind(stages, wrapper(loss), **options),
     )
 

@@ -39,7 +39,7 @@ from trainkit.models import (
     softmax_topk,
     update_routers_,
 )
-from trainkit.parallel import bind_call, recompute
+from trainkit.parallel import make_call, make_stages, recompute
 from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward
 from trainkit.tools.testing import builtin
@@ -471,7 +471,7 @@ def test_a_decoder_with_experts_must_know_what_is_padding():
 def test_text_is_drawn_and_a_call_without_padding_is_told_what_to_pass():
     model = build_decoder(BIASED, seed=0)
     drawn = generate(model, [[1, 2, 3]], max_new_tokens=4, context=8)
-    for call in (call_routed, bind_call([model], solo_parallel(), call=call_routed)):
+    for call in (call_routed, make_call(make_stages([model], solo_parallel()), call=call_routed)):
         assert drawn == generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call)
     with pytest.raises(ValueError, match=r"call=tk\.models\.call_routed"):
         generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call_model)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.models.call import Tape
 from trainkit.models.config import Experts
 from trainkit.models.dispatch import (
     Combine,
@@ -41,24 +41,7 @@ step's global batch, which is the same in every layout; the microbatch of a rank
 nature is not; or each document."""
 
 
-@attrs.frozen(eq=False)
-class RoutingTape:
-    """The choices of a model's expert layers in one forward pass, by the layer's name.
-
-    A layer that finds a choice takes it, and one that finds none writes its own down: so a
-    recomputed forward pass repeats the first one's choices, whatever noise or rounding a router
-    sees by then, and choices that came with the data (of an inference engine, say) replace the
-    router's. One tape belongs to one microbatch: make it anew for each.
-
-    Examples:
-        >>> RoutingTape().choices
-        {}
-    """
-
-    choices: dict[str, Tensor] = attrs.field(factory=dict)
-
-
-def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
+def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
     """Write choices that came with a batch to its tape.
 
     Args:
@@ -78,7 +61,7 @@ def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
         routers" (2025).
 
     Examples:
-        >>> tape = RoutingTape()
+        >>> tape = Tape()
         >>> preload_(tape, ["layers.0.mlp"], torch.zeros(2, 3, 1, 2, dtype=torch.int64))
         >>> tape.choices["layers.0.mlp"].shape
         torch.Size([6, 2])
@@ -94,7 +77,7 @@ def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
 
 
 def check_tape(
-    tape: RoutingTape,
+    tape: Tape,
     layers: Sequence[str],
     experts: Experts,
     *,
@@ -121,10 +104,7 @@ def check_tape(
         None on a CPU. On a GPU queues kernels and one assertion, without a host sync.
 
     Examples:
-        >>> how, tape = (
-        ...     Experts(count=4, chosen=2, width=8),
-        ...     RoutingTape({"0": torch.tensor([[0, 9]])}),
-        ... )
+        >>> how, tape = Experts(count=4, chosen=2, width=8), Tape({"0": torch.tensor([[0, 9]])})
         >>> check_tape(tape, ["0"], how, is_token=torch.tensor([True]))
         Traceback (most recent call last):
         ...
@@ -353,7 +333,7 @@ class ExpertMlp(nn.Module):
         *,
         spans: Spans,
         is_token: Tensor,
-        tape: RoutingTape,
+        tape: Tape,
         noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
