@@ -262,7 +262,7 @@ class OneOff(dict):
 
 
 def tape_read_one_layer_off(_ps):
-    PATCH.setattr(trainkit.models.call, "Tape", lambda: RoutingTape(OneOff()))
+    PATCH.setattr(trainkit.models.call, "RoutingTape", lambda: RoutingTape(OneOff()))
 
 
 def routers_counted_per_tp_rank(_ps):

@@ -392,7 +392,7 @@ def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
 )
 def test_a_tape_of_another_model_is_refused(choices, message):
     given = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in choices.items()}
-    with pytest.raises(ValueError, match=f"Tape: .*{message}"):
+    with pytest.raises(ValueError, match=f"RoutingTape: .*{message}"):
         check(given)
 
 
@@ -431,7 +431,9 @@ def test_on_a_device_one_assertion_looks_at_the_choices_of_all_layers(
     given[layer][2] = torch.tensor(WRONG[wrong])  # of padding
     look(tape, [*given], CONFIG.experts, is_token=is_token)
     given[layer][1] = torch.tensor(WRONG[wrong])
-    with pytest.raises(RuntimeError, match=r"Tape: choices must be int64 \[3, 2\], .* in \[0, 8\)"):
+    with pytest.raises(
+        RuntimeError, match=r"RoutingTape: choices must be int64 \[3, 2\], .* in \[0, 8\)"
+    ):
         look(tape, [*given], CONFIG.experts, is_token=is_token)
 
 

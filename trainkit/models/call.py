@@ -12,7 +12,7 @@ from trainkit.types import Call
 
 
 @attrs.frozen(eq=False)
-class Tape:
+class RoutingTape:
     """The choices of a model's expert layers in one forward pass, by the layer's name.
 
     A layer that finds a choice takes it, and one that finds none writes its own down: so a
@@ -21,7 +21,7 @@ class Tape:
     router's. One tape belongs to one microbatch: make it anew for each.
 
     Examples:
-        >>> Tape().choices
+        >>> RoutingTape().choices
         {}
     """
 
@@ -59,7 +59,7 @@ def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         spans=batch["spans"],
         noise_key=batch.get("noise_key"),
         is_token=batch["document_ids"] >= 0,
-        tape=Tape(),
+        tape=RoutingTape(),
         choices=batch.get("choices"),
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainkit.attention.varlen import varlen
 from trainkit.losses.softmax import gather_words, make_vocabulary_axis
 from trainkit.models.cache import KVCache
-from trainkit.models.call import Tape
+from trainkit.models.call import RoutingTape
 from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, check_tape, preload_
 from trainkit.models.initial import init_weights
@@ -208,7 +208,7 @@ class Block(nn.Module):
         spans: Spans,
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
-        tape: Tape | None = None,
+        tape: RoutingTape | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped.
@@ -320,7 +320,7 @@ class Decoder(nn.Module):
         spans: Spans,
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
-        tape: Tape | None = None,
+        tape: RoutingTape | None = None,
         choices: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | Hidden | RoutedOutput:
@@ -361,7 +361,7 @@ class Decoder(nn.Module):
             mend = "models.call_routed passes it: call=tk.models.call_routed"
             raise ValueError(f"Decoder: with experts it needs is_token, False for padding; {mend}")
         nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        tape, rows = tape or Tape(), [*(before[0] if before else nothing)]
+        tape, rows = tape or RoutingTape(), [*(before[0] if before else nothing)]
         names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
         if choices is not None:
             preload_(tape, names, choices)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.models.call import Tape
+from trainkit.models.call import RoutingTape
 from trainkit.models.config import Experts
 from trainkit.models.dispatch import (
     Combine,
@@ -41,7 +41,7 @@ step's global batch, which is the same in every layout; the microbatch of a rank
 nature is not; or each document."""
 
 
-def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
+def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
     """Write choices that came with a batch to its tape.
 
     Args:
@@ -61,7 +61,7 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
         routers" (2025).
 
     Examples:
-        >>> tape = Tape()
+        >>> tape = RoutingTape()
         >>> preload_(tape, ["layers.0.mlp"], torch.zeros(2, 3, 1, 2, dtype=torch.int64))
         >>> tape.choices["layers.0.mlp"].shape
         torch.Size([6, 2])
@@ -77,7 +77,7 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
 
 
 def check_tape(
-    tape: Tape,
+    tape: RoutingTape,
     layers: Sequence[str],
     experts: Experts,
     *,
@@ -104,7 +104,10 @@ def check_tape(
         None on a CPU. On a GPU queues kernels and one assertion, without a host sync.
 
     Examples:
-        >>> how, tape = Experts(count=4, chosen=2, width=8), Tape({"0": torch.tensor([[0, 9]])})
+        >>> how, tape = (
+        ...     Experts(count=4, chosen=2, width=8),
+        ...     RoutingTape({"0": torch.tensor([[0, 9]])}),
+        ... )
         >>> check_tape(tape, ["0"], how, is_token=torch.tensor([True]))
         Traceback (most recent call last):
         ...
@@ -333,7 +336,7 @@ class ExpertMlp(nn.Module):
         *,
         spans: Spans,
         is_token: Tensor,
-        tape: Tape,
+        tape: RoutingTape,
         noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""

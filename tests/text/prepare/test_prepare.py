@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from trainkit import hub
 from trainkit.models import Experts
-from trainkit.models.call import Tape
+from trainkit.models.call import RoutingTape
 from trainkit.models.experts import check_tape, preload_
 from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
 from trainkit.post.evaluation.score import ExampleScores
@@ -1080,7 +1080,7 @@ def test_the_help_shows_a_column_of_choices_that_a_model_takes():
     (shown,) = (word for word in command.__doc__.split() if word.startswith("choices:"))
     name, column = command._column(shown)
     assert (name, column.of) == ("choices", "token")
-    tape, values = Tape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
+    tape, values = RoutingTape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
     preload_(tape, ["mlp"], torch.from_numpy(values) + torch.arange(2, dtype=torch.uint8))
     experts = Experts(count=2, chosen=2, width=8)
     check_tape(tape, ["mlp"], experts, is_token=torch.ones(3, dtype=torch.bool))
