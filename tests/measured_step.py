@@ -155,7 +155,7 @@ def step_of(job, layout, ps, *, in_backward=False):
         denominator = dict.fromkeys(("loss", "balance"), denominator)
 
     if in_backward:
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": str, "reduce": layout.reduce}
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": str, "reduce": layout.reduce}
         stepping = make_step_in_backward(stages, optimizer, **how)
 
     def backward(before_forward=lambda: None):
@@ -163,9 +163,7 @@ def step_of(job, layout, ps, *, in_backward=False):
             before_forward()
             return enter(model, batch)
 
-        run = tk.bind_forward_backward(
-            stages, loss, axis=ps.pp, call=call, schedule=layout.schedule, reduce=layout.reduce
-        )
+        run = tk.make_forward_backward(stages, loss, call=call, reduce=layout.reduce)
         with stepping(lr=1e-3, microbatches=len(microbatches)) if in_backward else nullcontext():
             run(microbatches, denominator=denominator)
 

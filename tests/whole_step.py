@@ -110,13 +110,8 @@ def build(layout, ps):
 def step_function(layout, ps, stages, optimizer):
     """Return train_step(state, batch), as a recipe writes it."""
     params = tk.get_parameters(stages)
-    run = tk.bind_forward_backward(
-        stages,
-        next_token_linear,
-        axis=ps.pp,
-        call=call_with_noise,
-        schedule=layout.schedule,
-        reduce=layout.reduce,
+    run = tk.make_forward_backward(
+        stages, next_token_linear, call=call_with_noise, reduce=layout.reduce
     )
 
     def train_step(state, batch):
@@ -149,7 +144,7 @@ def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
         state = tk.TrainState(cursor=Cursor())
         if resume_from is not None:
             told = []
-            state = tk.resume(resume_from, state, stages, optimizer, ps, tell=told.append)
+            state = tk.resume(resume_from, state, stages, optimizer, ps, log=told.append)
         train_step = step_function(layout, ps, stages, optimizer)
         losses, norms, hashes = [], [], []
         while state.step < steps:

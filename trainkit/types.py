@@ -7,11 +7,12 @@ registration. This file imports no torch at run time, so that packing and planni
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, overload
 
 import attrs
 import numpy as np
@@ -667,6 +668,61 @@ class ParallelState:
         return {name: getattr(self, name).count for name in Layout().degrees}
 
 
+@attrs.frozen(eq=False)
+class Stages(Sequence["nn.Module"]):
+    """This rank's part of a model and the axes it is spread over: what `build_stages` returns.
+
+    A sequence of modules, one for each pipeline stage of this rank. Functions that take a `Stages`
+    read the axes that they communicate over from it; all of them take a plain module as well.
+    """
+
+    modules: tuple[nn.Module, ...]
+    """The stages of this rank, first ones first; one module without pipeline parallelism."""
+
+    call: Call
+    """How a batch enters a stage. A stage after the first finds the hidden state that it received
+    in place of "input_ids"."""
+
+    pp: Axis = SOLO
+    """The pipeline: its ranks hold different parameters."""
+
+    dp: Axis = SOLO
+    """The ranks that read different rows."""
+
+    ring: Axis = SOLO
+    """The ranks of ring attention."""
+
+    ulysses: Axis = SOLO
+    """The ranks of Ulysses attention."""
+
+    tp: Axis = SOLO
+    """Tensor parallelism."""
+
+    loss: Axis = SOLO
+    """The ranks that hold distinct tokens: dp x ring x ulysses."""
+
+    world: Axis = SOLO
+    """All ranks."""
+
+    layout: Layout = Layout()
+    """The degrees and the pipeline schedule."""
+
+    @property
+    def place(self) -> DataShard:
+        """Which part of a global batch this rank holds."""
+        return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[nn.Module, ...]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | tuple[nn.Module, ...]:
+        return self.modules[index]
+
+
 class Hidden(NamedTuple):
     """What stands for logits that are never made: a decoder with `head="hidden"` returns it.
 
@@ -1062,6 +1118,39 @@ Schedule = Callable[[int], float]
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
+
+Log = Callable[[str], object]
+"""`Log(message)`: where messages for people go, such as `print` or the `log` of a run."""
+
+
+def log_info(message: str) -> None:
+    """Log a message at level INFO of the logger "trainkit": what happened as planned.
+
+    It is the default of `log=` where the caller need not read the messages: Python's `logging`
+    drops them unless it is configured (`logging.basicConfig(level="INFO")`).
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_info("packed 3 rows")
+    """
+    logging.getLogger("trainkit").info("%s", message)
+
+
+def log_warning(message: str) -> None:
+    """Log a message at level WARNING of the logger "trainkit": somebody should read it.
+
+    It is the default of `log=` where a message may change what the caller does next. Python's
+    `logging` prints it on stderr unless it is configured otherwise.
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_warning("passed over step_00000012: it is damaged")
+    """
+    logging.getLogger("trainkit").warning("%s", message)
 
 
 class ForwardBackward(Protocol):

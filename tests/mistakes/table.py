@@ -1662,8 +1662,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "        saves = self.stop or self._saves(state) or self.best == state.step",
-            "        saves = self.stop or self._saves(state)",
+            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
+            "self.stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (
@@ -1745,8 +1745,8 @@ MISTAKES = [
         (
             "checkpoint.py",
             "--dry-run deletes",
-            "tell=say_on_stderr, dry_run=options.dry_run)",
-            "tell=say_on_stderr)",
+            "log=say_on_stderr, dry_run=options.dry_run)",
+            "log=say_on_stderr)",
             "tests/tools/commands/test_checkpoint.py",
         ),
         (

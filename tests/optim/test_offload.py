@@ -37,7 +37,9 @@ def trained(row, *, offload, refused=()):
         give_gradients_(named, step)
         kept = large_state(optimizer) or kept
         applies = None if step not in refused else (lambda norm: norm < 0)
-        tk.clip_and_step(named.values(), optimizer, lr=rate(step), max_norm=None, applies=applies)
+        tk.clip_and_step(
+            named.values(), optimizer, lr=rate(step), max_norm=None, should_apply=applies
+        )
         if step:  # what is kept is written over, not made again
             now = large_state(optimizer)
             assert all(now[key] is x for key, x in kept.items())
@@ -68,7 +70,7 @@ def test_a_step_in_backward_steps_each_alone_by_its_name(optimizer, offload):
         made = tk.optim.make_optimizer([model], lr=0.1, optimizer=optimizer, offload=offload)
         names = [group["param_names"] for group in made.param_groups]
         if in_backward:
-            step = make_step_in_backward([model], made, axis=SOLO, sp=SOLO, tell=str)
+            step = make_step_in_backward([model], made, axis=SOLO, sp=SOLO, log=str)
             with step(lr=0.1) as updated:
                 model(torch.ones(2, 4)).square().sum().backward()
             assert updated().applied

@@ -26,7 +26,7 @@ from trainkit.models.experts import ExpertWeights
 from trainkit.optim import adamw, decay_groups, make_optimizer, use_averaged_parameters
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.post.adapters import Lora, lora
-from trainkit.step import bind_forward_backward, forward_backward
+from trainkit.step import forward_backward, make_forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import CONFIG, EXPERTS, decoder_batch
 from trainkit.types import CheckpointError, ConfigError, Layout, TrainState
@@ -284,7 +284,7 @@ def test_a_resumed_run_drops_in_experts_what_it_would_have_dropped(tmp_path):
     save_checkpoint(tmp_path, TrainState(step=1), *run)
     wanted = step(1, *run)
     again = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
-    state = resume(tmp_path, TrainState(), *again, tell=lambda _: None)
+    state = resume(tmp_path, TrainState(), *again, log=lambda _: None)
     assert step(state.step, *again) == wanted
 
 
@@ -386,7 +386,7 @@ def optimizer_of(stages):
 
 
 def trained(ps, stages, optimizer, *, steps=2, begin=0):
-    run = bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call_with_noise)
+    run = make_forward_backward(stages, next_token_linear, call=call_with_noise)
     for step in range(begin, steps):
         batch = decoder_batch(step)
         run([batch] * ps.pp.count, denominator=torch.tensor(100.0))
@@ -408,7 +408,7 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     again = build(ps, seed=1, trained="head")
     facts = adapters.exclude_frozen_(again, ps, source="moved")
     other = optimizer_of(again)
-    how = {"facts": facts, "tell": lambda _: None}
+    how = {"facts": facts, "log": lambda _: None}
     with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
         resume(tmp_path, TrainState(), again, other, ps, **how)
     back = resume(
@@ -492,7 +492,7 @@ def resume_in_one(folder, layout, want):
         stages = build(ps, layout=layout, seed=1)
         facts = adapters.exclude_frozen_(stages, ps, source="x")
         optimizer = optimizer_of(stages)
-        how = {"facts": facts, "tell": lambda _: None}
+        how = {"facts": facts, "log": lambda _: None}
         state = resume(folder, TrainState(), stages, optimizer, ps, **how)
         assert (facts["base"], state_hash(state, stages, optimizer, ps)) == want
 

@@ -30,7 +30,8 @@ from hypothesis import strategies as st
 
 from trainkit import hub
 from trainkit.models import Experts
-from trainkit.models.experts import RoutingTape, check_tape, preload_
+from trainkit.models.call import RoutingTape
+from trainkit.models.experts import check_tape, preload_
 from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
 from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.chat import (
@@ -212,7 +213,7 @@ def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out
     (source / "b" / "page.html").write_text("x")
     (source / "c" / "link").symlink_to(source / "b")
     told = []
-    run(source, out, tell=told.append)
+    run(source, out, log=told.append)
     assert told[0] == (
         f"{source}: 1 file of another kind is left out, such as b/page.html; "
         "1 linked folder is left out, such as c/link"
@@ -338,7 +339,7 @@ def test_an_interrupted_run_keeps_its_parts_and_says_so(source, out):
     assert names_in(out.parent) == ["a.tokens.parts"]
     assert len(names_in(out.parent / "a.tokens.parts")) == 4
     shown = []
-    done = run(path, out, tell=said.append, progress=shown.append)
+    done = run(path, out, log=said.append, progress=shown.append)
     assert done.parts_kept == 2
     assert "going on with 2 of 3 parts" in said[0]
     assert len(said) == 2  # that, and the joining
@@ -387,9 +388,9 @@ def test_parts_of_something_else_are_made_anew(change, options, found, source, o
     change(source)
     if "field" in options:  # it fails only after the parts were looked at
         with pytest.raises(DataError, match="there is no field 'body'"):
-            run(source, out, tell=said.append, **options)
+            run(source, out, log=said.append, **options)
     else:
-        assert run(source, out, tell=said.append, **options).parts_kept == kept
+        assert run(source, out, log=said.append, **options).parts_kept == kept
         assert texts_of(out) == [record["text"] for _, record in read_records(source)]
     assert reason in said[1]
 
@@ -424,7 +425,7 @@ def test_parts_of_another_trainkit_are_made_anew(change, source, out, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run(path, out, progress=stop_after(2))
     change(source, monkeypatch)
-    assert run(path, out, tell=said.append).parts_kept == 0
+    assert run(path, out, log=said.append).parts_kept == 0
     assert "changed from" in said[1]
     assert said[1].split(": ")[-1].startswith(("trainkit", "format"))
 

@@ -32,7 +32,7 @@ from trainkit.text.prepare.parts import (
     read_finished_part,
 )
 from trainkit.text.prepare.workers import process_pool, write_parts
-from trainkit.types import ConfigError, DataError, DiskError, check_range
+from trainkit.types import ConfigError, DataError, DiskError, Log, check_range, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +119,7 @@ def prepare_corpus(
     executor: Executor | None = None,
     chunk_bytes: int | None = None,
     timeout: float = 300.0,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
     progress: Callable[[PrepareProgress], object] | None = None,
 ) -> PrepareResult:
     """Tokenize text into a token file, in several processes or by an `Executor`.
@@ -155,7 +155,7 @@ def prepare_corpus(
             the source and the folder of `out`, and have the same trainkit. It is not shut down.
         chunk_bytes: The minimum size of a chunk; by default 4 MiB, or a 4096th of the source.
         timeout: Seconds without a heartbeat after which processes are taken to hang.
-        tell: Called with messages, for example about parts that are reused.
+        log: Called with messages, for example about parts that are reused.
         progress: Called whenever a part is finished.
 
     Raises:
@@ -180,7 +180,6 @@ def prepare_corpus(
         (1, 4)
     """
     start_time = time.monotonic()
-    log = tell or (lambda _: None)
     out = Path(out)
     check_output(out)
     check_range("prepare", at_least=1, workers=workers)
@@ -312,9 +311,7 @@ def split_sources(
     return chunks
 
 
-def _find_finished_parts(
-    work: Work, chunks: Sequence[Chunk], log: Callable[[str], object]
-) -> dict[int, Tally]:
+def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[int, Tally]:
     """Find the parts that an earlier run has finished; delete those that cannot be reused."""
     parts: dict[int, Tally] = {}
     reasons: list[str] = []

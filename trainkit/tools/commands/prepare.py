@@ -175,7 +175,7 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
         made_with=made_with,
         field=options.field or "text",
         workers=options.workers,
-        tell=say_on_stderr,
+        log=say_on_stderr,
         progress=_progress_printer(),
         **files,
     )

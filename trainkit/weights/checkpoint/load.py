@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
+from trainkit.parallel.names import modules_of
+from trainkit.types import SOLO, Axis, CheckpointError, Log, ParallelState, TrainState, log_warning
 from trainkit.weights.checkpoint.compare import Leeway
 from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
 from trainkit.weights.checkpoint.facts import (
@@ -43,7 +44,7 @@ _NO_CHANGES = ResumeRules()
 def resume(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -51,7 +52,7 @@ def resume(
     facts: Facts | None = None,
     changes: ResumeRules = _NO_CHANGES,
     strict_owner: bool = False,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Go on from a checkpoint of a run, written by any layout.
 
@@ -77,7 +78,7 @@ def resume(
             "moments", "mean", or what begins with "optimizer_", may change, another optimizer than
             the one that was saved takes over what it can, which is told; see `changed.taken_over`.
         strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
-        tell: Called on rank 0 with what was passed over, taken, changed and set aside.
+        log: Called on rank 0 with what was passed over, taken, changed and set aside.
 
     Returns:
         The counters to go on with.
@@ -91,10 +92,11 @@ def resume(
         Writes parameters and optimizer state, on all ranks or on none, after everything has been
         verified, compared and read; moves directories; communicates on `ps.world`.
     """
+    stages = modules_of(stages)
     check_allowed(changes)
     run_dir, is_first = Path(run_dir), ps.world.index == 0
     directory = run_dir / "checkpoints"
-    say = tell if is_first else (lambda _: None)
+    say = log if is_first else (lambda _: None)
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
     request = run_on_all_ranks(lambda: _looked_over(run_dir, request, say), ps.world)[0]
     passed_over: list[str] = []
@@ -103,7 +105,7 @@ def resume(
         chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
             run_on_all_ranks(
-                lambda: _begin_afresh(run_dir, request, tell) if is_first else None, ps.world
+                lambda: _begin_afresh(run_dir, request, log) if is_first else None, ps.world
             )
             return state
         path, manifest = Path(chosen[0]), chosen[1]
@@ -123,12 +125,12 @@ def resume(
         notes = [*_owner_notes(path, strict=strict_owner), *told, *summed_up(staged.changes)]
         newest = list_checkpoints(directory)[0] if passed_over else path
         lost = step_of(newest) - manifest["step"] if passed_over else 0
-        tell(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
+        log(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
         for note in (*notes, *_machine_notes(staged.saved["machine"], ps)):
-            tell(note)
-        clear_directory(directory, path, request, tell=tell)
+            log(note)
+        clear_directory(directory, path, request, log=log)
         if _is_fork(run_dir, path, manifest, request):
-            tell(_forked(run_dir, path, manifest))
+            log(_forked(run_dir, path, manifest))
 
     run_on_all_ranks(accept, ps.world)
     return install_(staged, stages, optimizer)
@@ -142,7 +144,7 @@ def _forked(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
 
 def load_checkpoint(
     path: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
@@ -151,7 +153,7 @@ def load_checkpoint(
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Verify one checkpoint and read it into stages and their optimizer.
 
@@ -169,7 +171,7 @@ def load_checkpoint(
         allow_extra: Parameters of the checkpoint that the run may lack or not train.
         cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
-        tell: Called on the first rank with each fact that has changed as `changes` allows.
+        log: Called on the first rank with each fact that has changed as `changes` allows.
 
     Returns:
         The counters it holds.
@@ -182,6 +184,7 @@ def load_checkpoint(
         Writes parameters and optimizer state, after everything has been verified, compared and
         read; communicates on `axis`.
     """
+    stages = modules_of(stages)
     check_allowed(changes)
     path = Path(path)
     manifest = run_on_all_ranks(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
@@ -195,13 +198,13 @@ def load_checkpoint(
     if staged.problems:
         raise damaged(path, staged.problems)
     for note in (*told, *summed_up(staged.changes)) if axis.index == 0 else ():
-        tell(note)
+        log(note)
     return install_(staged, stages, optimizer)
 
 
 def load_weights(
     path: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     *,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
@@ -228,6 +231,7 @@ def load_weights(
     Effects:
         Writes the parameters and persistent buffers of `stages`; communicates on `axis`.
     """
+    stages = modules_of(stages)
     may = {"allow_missing": allow_missing, "allow_extra": allow_extra, "cast": cast}
     return load_checkpoint(path, stages, None, axis=axis, **may)
 
@@ -282,7 +286,7 @@ _Candidate = tuple[str, dict[str, Any]]
 
 
 def _candidates(
-    run_dir: Path, request: str | Path, passed_over: list[str], tell: Callable[[str], None]
+    run_dir: Path, request: str | Path, passed_over: list[str], log: Log
 ) -> Iterator[_Candidate]:
     """Go through the checkpoints that may be gone on from, the best first, with their manifests.
 
@@ -301,7 +305,7 @@ def _candidates(
     for path in known:
         problems, manifest = outline(path)
         if problems:
-            _pass_over(path, problems, request, passed_over, tell)
+            _pass_over(path, problems, request, passed_over, log)
             continue
         _refuse_another_run(run_dir, path, manifest)
         yield str(path.absolute()), manifest
@@ -314,12 +318,12 @@ def _pass_over(
     problems: Sequence[str],
     request: str | Path,
     passed_over: list[str],
-    tell: Callable[[str], None],
+    log: Log,
 ) -> None:
     if request != "auto":
         raise damaged(path, problems)
     passed_over.append(f"{path.name}: {problems[0]}")
-    tell(f"passed over {path}: {problems[0]}")
+    log(f"passed over {path}: {problems[0]}")
 
 
 def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -346,7 +350,7 @@ def _identity(run_dir: Path) -> tuple[str | None, str | None]:
     return known["run"], (known["parent"] or {}).get("path")
 
 
-def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> str:
+def _looked_over(run_dir: Path, request: str | Path, log: Log) -> str:
     """Return what to go on from: "auto" where the run was forked from `request` before."""
     directory = run_dir / "checkpoints"
     if os.path.lexists(directory) and not directory.is_dir():
@@ -364,7 +368,7 @@ def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]
     if not list_checkpoints(directory):
         _refuse_lost(run_dir)
         return str(request)
-    tell(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    log(f"this run was forked from {request} before, and goes on with its own checkpoints")
     return "auto"
 
 
@@ -382,8 +386,8 @@ def _refuse_lost(run_dir: Path) -> None:
         )
 
 
-def _begin_afresh(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> None:
-    clear_directory(run_dir / "checkpoints", None, request, tell=tell)
+def _begin_afresh(run_dir: Path, request: str | Path, log: Log) -> None:
+    clear_directory(run_dir / "checkpoints", None, request, log=log)
     if request == "never" and (run_dir / "run.json").exists():
         fork_run(run_dir, None)  # another run, whose parent is none
 
