@@ -254,4 +254,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

@@ -576,7 +576,7 @@ def make_step_in_backward(
     The norm of a step is known when its parameters have moved. So what is clipped by, `norm`, is
     that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
     the computation: then a step whose norm is not finite is not taken. Without that a bad step
-    cannot be skipped, and `health.judge` calls for a roll-back at once. So with a loss scale:
+    cannot be skipped, and `health.judge_step` calls for a roll-back at once. So with a loss scale:
     an overflow is skipped where the norm is measured first, and else is such a bad step, whose
     roll-back takes the scale back as well: lower it, or it overflows again.
 

@@ -26,7 +26,7 @@ from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.post.evaluation.examples import Example, make_rolling_windows
 from trainkit.post.evaluation.score import Scorer, TopWords
 from trainkit.text.corpora.tokens import SUFFIX, open_tokens, write_corpus
-from trainkit.text.prepare.prepare import alone, check_out
+from trainkit.text.prepare.prepare import check_output, lock_output
 from trainkit.types import (
     SOLO,
     Axis,
@@ -130,7 +130,7 @@ def score_corpus(
     """
     check_range("score_corpus", at_least=1, context=context, part_tokens=part_tokens)
     (columns, measure), out = measured, Path(out)
-    check_out(out)
+    check_output(out)
     if twice := sorted({*columns} & {*corpus.columns}):
         what = f"the corpus has the column {', '.join(twice)} already"
         raise ConfigError(f"score_corpus: {what}", hint="score the corpus that it was made from")
@@ -141,7 +141,7 @@ def score_corpus(
     parts = list(zip(paths, pairwise(cuts), strict=True))
     first_rank, documents = partial(_on_first_rank, axis), iterate_documents(corpus)
     with ExitStack() as lock:
-        first_rank(lambda: lock.enter_context(alone(out, by="score_corpus")))
+        first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
         first_rank(lambda: _begin(folder, facts, log))
         had = first_rank(lambda: [_is_finished(p, corpus.lengths[a:b], log) for p, (a, b) in parts])
         for (path, (first, last)), is_there in zip(parts, had, strict=True):
