@@ -1648,8 +1648,8 @@ MISTAKES = [
         (
             "signals.py",
             "after a stop every error is a lost save",
-            "        if not told or get_exit_code(error) in _OWN_CODES:",
-            "        if not told:",
+            "        if not agreed or get_exit_code(error) in _FINAL_CODES:",
+            "        if not agreed:",
             "tests/run/test_signals.py",
         ),
         (
