@@ -1541,8 +1541,8 @@ MISTAKES = [
         (
             "jsonl.py",
             "evaluations of steps that were given up stay",
-            "for done, values in found.items() if done <= step}",
-            "for done, values in found.items() if done >= 0}",
+            "for done, values in evaluations.items() if done <= step}",
+            "for done, values in evaluations.items() if done >= 0}",
             "tests/families/test_sinks.py",
         ),
         (
