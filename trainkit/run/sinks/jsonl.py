@@ -30,9 +30,7 @@ Report = Callable[[str, Exception], None]
 
 @attrs.frozen
 class Rewound:
-    """The result of `rewind_jsonl`: lines kept, steps whose lines were dropped, steps without
-    one.
-    """
+    """How many lines `rewind_jsonl` kept, how many steps it dropped, how many have no line."""
 
     kept: int = 0
     dropped: int = 0
