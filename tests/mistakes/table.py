@@ -1662,8 +1662,8 @@ MISTAKES = [
         (
             "config.py",
             "what may change when asked for is no fact of the run",
-            'if x.change != "no fact"]',
-            'if x.change == "refused"]',
+            'if x.on_resume != "ignore"]',
+            'if x.on_resume == "refuse"]',
             "tests/test_config.py",
         ),
         (
