@@ -1548,8 +1548,8 @@ MISTAKES = [
         (
             "jsonl.py",
             "evaluations of steps that were given up stay",
-            "for done, values in found.items() if done <= step}",
-            "for done, values in found.items() if done >= 0}",
+            "for done, values in evaluations.items() if done <= step}",
+            "for done, values in evaluations.items() if done >= 0}",
             "tests/families/test_sinks.py",
         ),
         (
@@ -1655,8 +1655,8 @@ MISTAKES = [
         (
             "signals.py",
             "after a stop every error is a lost save",
-            "        if not told or get_exit_code(error) in _OWN_CODES:",
-            "        if not told:",
+            "        if not agreed or get_exit_code(error) in _FINAL_CODES:",
+            "        if not agreed:",
             "tests/run/test_signals.py",
         ),
         (
@@ -1669,8 +1669,8 @@ MISTAKES = [
         (
             "config.py",
             "what may change when asked for is no fact of the run",
-            'if x.change != "no fact"]',
-            'if x.change == "refused"]',
+            'if x.on_resume != "ignore"]',
+            'if x.on_resume == "refuse"]',
             "tests/test_config.py",
         ),
         (
