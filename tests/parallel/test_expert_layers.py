@@ -36,6 +36,7 @@ from trainkit.parallel import (
     fsdp,
     precision,
     recompute,
+    reduction,
     sequence,
     tensor,
 )
@@ -438,7 +439,7 @@ PATCH = pytest.MonkeyPatch()
 def not_summed_over_tp(module, _ps):
     for part in module.modules():
         if isinstance(part, ExpertWeights):
-            delattr(part, "_trainkit_partial")
+            reduction._PARTIAL.write_(part, ())
     return module
 
 
