@@ -11,6 +11,7 @@ from trainkit.checkpoint import save_checkpoint
 from trainkit.optim import averaged, make_optimizer
 from trainkit.parallel import asleep
 from trainkit.parallel.reduction import local_of
+from trainkit.parallel.sleeping import Asleep
 from trainkit.testing import run_ranks
 from trainkit.types import DiskError
 
@@ -115,7 +116,7 @@ def test_asleep_no_tensor_of_the_state_can_be_used(how):
     moment = optimizer.state[model.weight]["exp_avg"]
     with asleep([model], optimizer):
         assert (model.weight.shape, moment.numel(), model.table.nbytes) == ((2, 3), 6, 8)
-        assert all(hasattr(x, "is_asleep") for x in (model.weight, model.table, moment))
+        assert all(isinstance(x, Asleep) for x in (model.weight, model.table, moment))
         for work in (
             optimizer.step,
             optimizer.zero_grad,

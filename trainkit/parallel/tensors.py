@@ -23,8 +23,8 @@ from trainkit.parallel.styles import (
     STYLES,
     Style,
     local_padding,
+    shard_,
     style_problem,
-    styled_class,
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
@@ -350,7 +350,6 @@ def _head_size(parent: nn.Module | None) -> int | None:
 
 def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
     """Make every parameter a DTensor, and every module with parameters or a style a styled one."""
-    classes: dict[Any, type] = {}
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
@@ -377,10 +376,7 @@ def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
         if isinstance(child, nn.Embedding) and style.cuts:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
-        kind = type(child), tuple(own), style
-        if kind not in classes:
-            classes[kind] = styled_class(*kind, axis)
-        child.__class__ = classes[kind]
+        shard_(child, tuple(own), style, axis)
 
 
 def _naming_who_mixes(forward: Callable[..., Any]) -> Callable[..., Any]:
