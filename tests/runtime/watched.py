@@ -15,6 +15,7 @@ from signal import SIGKILL, SIGSTOP
 import torch
 
 import trainkit as tk
+from trainkit.runtime import clocks, watchdog
 from trainkit.runtime.errors import leave, report_errors
 from trainkit.runtime.startup import agree_at_start, code_facts
 from trainkit.runtime.watchdog import watch
@@ -92,7 +93,8 @@ def main():
             train(ps, lambda *_, **__: None)
             return 0
         if FAULT == "slow":
-            vars(sys.modules["trainkit.runtime.watchdog"]).update(_FEWEST=5, _LOOKS=2)
+            clocks._FEWEST = 5
+            watchdog._LOOKS = 2
 
         def asked():
             return "SIGTERM" if FAULT == "term" and time.monotonic() > started + 2 else None
