@@ -12,8 +12,8 @@ import re
 import attrs
 import pytest
 
-from trainkit.testing import cases, covering
-from trainkit.testing.builtin import cases_of_model, models_of_tier
+from trainkit.tools.testing import cases, covering
+from trainkit.tools.testing.builtin import cases_of_model, models_of_tier
 from trainkit.types import Layout
 
 WITH_ALL = "TRAINKIT_ALL_ROWS"  # set by conftest.py, for workers too

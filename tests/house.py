@@ -4,9 +4,6 @@ Everything takes the text of files, and is tried on texts that are written for i
 """
 
 import ast
-import contextlib
-import io
-import sys
 from collections import Counter
 from functools import cache
 from itertools import chain
@@ -103,15 +100,6 @@ def import_chain(modules):
         return (module, *max((below(name) for name in edges[module]), key=len, default=()))
 
     return max((below(module) for module in modules), key=len)
-
-
-def tell_what_is_loaded(program, connection):
-    """Run a program in this process; send the names of what it has loaded of trainkit."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trainkit"]:
-        del sys.modules[name]
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(program, {"__name__": "recipe"})
-    connection.send({name for name in sys.modules if name.partition(".")[0] == "trainkit"})
 
 
 # ------------------------------------------------------------------------------ degrees

@@ -33,7 +33,7 @@ def free_port():
 def warm_server():
     """Return what starts processes that have loaded torch already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainkit.testing.preload", "pytest", "hypothesis"])
+    context.set_forkserver_preload(["trainkit.tools.testing.preload", "pytest", "hypothesis"])
     return context
 
 

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 
 from trainkit import generation
-from trainkit.models import decoder_config
-from trainkit.runtime import report_errors
+from trainkit.models import make_decoder_config
+from trainkit.run import report_errors
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = "--cache None --row-length 32 --rows 4 --microbatch 2 --warmup 2 --schedule-steps 8"
@@ -44,7 +44,7 @@ def run(recipe, *flags, code=0, **options):
 def nano_config(_, **overrides):
     """Return, for any size, the figures of a model that trains a step in milliseconds."""
     nano = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
-    return decoder_config("tiny", **nano | overrides)
+    return make_decoder_config("tiny", **nano | overrides)
 
 
 def load(recipe):
@@ -62,7 +62,9 @@ loaded = functools.cache(load)  # tyro reads the docstrings of fields once for e
 
 def with_layers(count):
     """Patch the sizes of decoders: all have so many layers, which is what a step's time goes by."""
-    return mock.patch("trainkit.models.decoder_config", partial(decoder_config, layers=count))
+    return mock.patch(
+        "trainkit.models.make_decoder_config", partial(make_decoder_config, layers=count)
+    )
 
 
 def with_short_texts():
@@ -72,13 +74,13 @@ def with_short_texts():
     def short(*given, max_new_tokens, **how):
         return own(*given, max_new_tokens=min(max_new_tokens, 16), **how)
 
-    return mock.patch("trainkit.generation.generate", short)
+    return mock.patch("trainkit.post.generation.generate", short)
 
 
 def without_pictures():
     """Patch what draws a run's loss and load, which takes longer than its steps."""
-    pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
-    return mock.patch.multiple("trainkit.runtime.run", **pictures)
+    pictures = {"plot_loss": mock.DEFAULT, "plot_expert_load": mock.DEFAULT}
+    return mock.patch.multiple("trainkit.run.open_run", **pictures)
 
 
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):

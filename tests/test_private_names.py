@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trainkit
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 PACKAGE = Path(trainkit.__file__).parent
 STANDARD = {"os._exit", "sys._current_frames"}  # documented by Python under these names

@@ -19,10 +19,10 @@ from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 from trainkit.batch import collate_bins
 from trainkit.batch.shards import shard_sequence, zigzag_shard
-from trainkit.corpora import TokenCorpus
+from trainkit.data import TokenCorpus
 from trainkit.mesh import parallel_session
 from trainkit.packing import pack_bins
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Axis, Share, Spans
 
 ring_room = importlib.import_module("trainkit.attention.ring")  # `ring` is also a function

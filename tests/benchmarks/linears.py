@@ -11,7 +11,7 @@ import sys
 
 import precision
 
-from trainkit.adapters import LINEARS
+from trainkit.post.adapters import LINEARS
 
 precision.ROWS = {
     name: (["--linears", name], contextlib.nullcontext) for name in LINEARS if name != "plain"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from trainkit.mesh import axis_from_group
 from trainkit.optim import Muon
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 
 BOUND, PAIRS = 0.6, 7
 # Layers, width, width of the MLP: a block's matrices, and a stack of 8 experts in each layer.

@@ -12,8 +12,8 @@ import time
 import torch
 from torch import nn
 
-from trainkit.adapters import quantized
 from trainkit.mesh import solo_parallel
+from trainkit.post.adapters import quantized
 
 WIDTH, TOKENS, TURNS = 1024, 2048, 9
 BOUNDS = {"nf4": (1.6, 0.132), "int8": (1.6, 0.26), "fp8": (1.6, 0.26)}

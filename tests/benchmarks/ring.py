@@ -17,7 +17,7 @@ from trainkit.attention import sdpa
 from trainkit.attention.ring import ring
 from trainkit.batch.shards import zigzag_shard
 from trainkit.mesh import parallel_session
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Axis, Share, Spans
 
 TOKENS, HEADS, KV_HEADS, DIM, TURNS = 4096, 8, 2, 64, 5

@@ -1,7 +1,7 @@
 """Two steps as a recipe takes them, from a corpus, give the same numbers on one rank and on many.
 
 Which layouts do is for the certificate to say (test_certificate.py); here is what it takes for
-granted: that `step_batch` deals the rows, and that one process is right.
+granted: that `make_step_batch` deals the rows, and that one process is right.
 """
 
 import functools
@@ -23,7 +23,7 @@ from whole_step import (
 
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
-from trainkit.testing import run_ranks
+from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
 LAYOUTS = {

@@ -51,7 +51,7 @@ def run_rank(order):
     recipe = recipe_runs.RECIPES / f"{order.recipe}.py"
     sys.argv = [str(recipe), *order.flags]
     sys.path.insert(0, str(recipe.parent))
-    models.decoder_config = recipe_runs.nano_config
+    models.make_decoder_config = recipe_runs.nano_config
     module = recipe_runs.load(order.recipe)
     if order.faults:
         put_faults(module, order.faults)
@@ -75,7 +75,7 @@ def put_faults(module, planned):
 
 def injector(name, given, **live):
     """Return an injector by its name, given what it asks for of the live objects."""
-    from trainkit.testing import faults
+    from trainkit.tools.testing import faults
 
     if name == "memory_at":
         name, given = "fail_at", dict(given) | {"error": MemoryError("all of it is taken")}
@@ -106,7 +106,7 @@ def slow_disk(seconds):
 
 def hung_disk(calls):
     """Let no fsync of a checkpoint come back after so many; a stop waits less for it."""
-    from trainkit.runtime import watchdog
+    from trainkit.run import watchdog
 
     fsync, left = os.fsync, iter(range(calls))
 
@@ -125,7 +125,7 @@ def hung_disk(calls):
 
 def no_pictures(_):
     """Draw nothing at the end of a run."""
-    from trainkit.runtime import run
+    from trainkit.run import open_run as run
 
     assert run.plot_loss  # the name that a run calls; in another place it would still draw
     run.plot_loss = lambda *_: None
@@ -133,7 +133,7 @@ def no_pictures(_):
 
 def believe_files(_):
     """Take a protection away: no byte of a checkpoint is compared with its hash."""
-    from trainkit.checkpoint import manifest, reading
+    from trainkit.weights.checkpoint import manifest, reading
 
     manifest._hash_problems = lambda *_: []
     reading._must_match = lambda *_: None
@@ -143,27 +143,27 @@ def often(every):
     """Compare all of the replicas after so many steps."""
     from functools import partial
 
-    from trainkit.checkpoint import guard
+    from trainkit.weights.checkpoint import guard
 
     guard.canary = partial(guard.canary, every=every, within=every)
 
 
 def stop_alone(_):
     """Take a protection away: a rank that is told to stop asks nobody."""
-    from trainkit.runtime import run
+    from trainkit.run import open_run as run
 
     @contextlib.contextmanager
     def stop_votes(asked, _):
         yield asked
 
-    run.stop_votes = stop_votes
+    run.open_stop_vote = stop_votes
 
 
 def deaf(_):
     """Take a protection away: no step asks whether to stop."""
-    from trainkit.runtime import run
+    from trainkit.run import open_run as run
 
-    run.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
+    run.open_stop_vote = lambda *_: contextlib.nullcontext(lambda: None)
 
 
 SURROUNDINGS = {

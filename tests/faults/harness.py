@@ -20,7 +20,7 @@ import attrs
 from faulty_rank import Order, run_rank
 from rank_processes import free_port, warm_server
 
-from trainkit.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from trainkit.weights.checkpoint.manifest import list_checkpoints, verify_checkpoint
 
 FLAGS = "--row-length 32 --microbatch 1 --warmup 2 --schedule-steps 16 --cache None"
 FLAGS += " --sample 1 --eval-every 0"

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # helpers of all tests
 import harness
 import trials
 
-from trainkit.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from trainkit.weights.checkpoint.manifest import list_checkpoints, verify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 DAMAGE = {"flip": 1000, "truncate": 200, "zero": 200, "mix": 50, "pointer": 50}
@@ -33,7 +33,7 @@ MODES = [(2, False), (2, True), (4, False), (4, True)]
 KILLS, INSIDE = 50, 16
 QUOTAS = 24
 STOPS = 8
-HOSTILE = ["tests/checkpoint/test_hostile.py", "tests/convert/test_convert.py"]
+HOSTILE = ["tests/weights/checkpoint/test_hostile.py", "tests/weights/convert/test_convert.py"]
 CHAOS_STEPS = 120
 
 

@@ -6,7 +6,11 @@ import harness
 import pytest
 import trials
 
-from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
+from trainkit.weights.checkpoint.manifest import (
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 
 KINDS = {"flip": 30, "truncate": 10, "zero": 10, "mix": 10, "pointer": 5}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import recipe_runs
 
-from trainkit.corpora import write_corpus
+from trainkit.text.corpora import write_corpus
 
 RECIPE = Path(__file__).parents[2] / "recipes/pretrain.py"
 SMALL = "--row-length 32 --rows 2 --microbatch 2 --warmup 1 --schedule-steps 4 --save-every 1"
@@ -28,8 +28,8 @@ def recipe():
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainkit.runtime.run.plot_loss", lambda *_: None)
-        patch.setattr("trainkit.models.decoder_config", recipe_runs.nano_config)
+        patch.setattr("trainkit.run.open_run.plot_loss", lambda *_: None)
+        patch.setattr("trainkit.models.make_decoder_config", recipe_runs.nano_config)
         yield module
     del sys.modules[spec.name]
 

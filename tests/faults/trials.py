@@ -31,9 +31,13 @@ from harness import (
 )
 from safetensors import safe_open
 
-from trainkit.checkpoint.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
-from trainkit.testing import faults
+from trainkit.tools.testing import faults
 from trainkit.types import CheckpointError
+from trainkit.weights.checkpoint.manifest import (
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 
 INTERVAL = 2
 STEPS = 8

@@ -14,11 +14,11 @@ import torch
 from recipe_runs import column, here
 
 from trainkit import models, optim
-from trainkit.checkpoint import save_checkpoint
 from trainkit.mesh import solo_parallel
 from trainkit.parallel import dtypes
-from trainkit.tokenizers import open_tokenizer
+from trainkit.text.tokenizers import open_tokenizer
 from trainkit.types import TrainState
+from trainkit.weights.checkpoint import save_checkpoint
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 FLAGS = "--steps 20 --schedule-steps 20 --rows 4 --microbatch 2 --warmup 2 --seed 5"
@@ -44,8 +44,8 @@ def write_data(folder):
 
 def untrained(folder):
     """Save a checkpoint of the weights that a run begins with which has nothing to begin with."""
-    size = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
-    model = models.build_decoder(models.decoder_config("tiny", vocab_size=size), seed=5)
+    size = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
+    model = models.build_decoder(models.make_decoder_config("tiny", vocab_size=size), seed=5)
     facts = {"model": attrs.asdict(model.config), "config.tokenizer": "bytes"}
     facts |= {"config.row_length": 64}
     optimizer = optim.adamw(model.parameters(), lr=1.0)

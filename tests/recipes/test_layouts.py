@@ -7,8 +7,8 @@ import recipe_runs
 from recipe_runs import assert_equal_runs, column, events, here, lines, load, refusal, several
 
 from trainkit import schedules
-from trainkit.parallel.fitting import passes_to_itself
-from trainkit.testing import run_ranks
+from trainkit.parallel.check_layout import passes_to_itself
+from trainkit.tools.testing import run_ranks
 
 SMALL = [*recipe_runs.SMALL.split(), "--rows", 8, "--save-every", 3]
 V = "zero_bubble_v" if passes_to_itself() else "interleaved_zero_bubble"  # what this torch can run

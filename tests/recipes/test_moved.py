@@ -7,7 +7,7 @@ import pytest
 from checkpoint.small import rewrite
 from recipe_runs import column, events, here, lines, refusal
 
-from trainkit.tokenizers import save_tokenizer, train_bpe
+from trainkit.text.tokenizers import save_tokenizer, train_bpe
 
 SMALL = "--cache None --rows 2 --microbatch 2 --warmup 1 --schedule-steps 4 --save-every 1"
 SMALL = [*SMALL.split(), "--eval-every", 0]

@@ -1,5 +1,72 @@
 """From rows of pieces to tensors, to parts of them, and to what is read off a batch."""
 
-import lazy_loader
+from trainkit.batch.batches import (
+    batch_from_rows,
+    batch_hash,
+    count_documents,
+    count_tokens,
+    count_valid_tokens,
+    count_weights,
+    find_padding_rows,
+    make_padding_batch,
+    make_spans,
+    map_tensors,
+    shift_labels,
+    split_batch,
+    to_device,
+)
+from trainkit.batch.buffers import buffer_sorted_order
+from trainkit.batch.collate import collate_bins
+from trainkit.batch.denominators import (
+    check_terms,
+    divide_terms,
+    get_divisor,
+    make_divisors,
+    scale_denominator,
+)
+from trainkit.batch.samples import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
+from trainkit.batch.shards import (
+    contiguous_shard,
+    shard_batch,
+    shard_sequence,
+    spans_from_rows,
+    zigzag_shard,
+    zigzag_unshard,
+)
+from trainkit.batch.trees import Along, shard_tree, unshard_tree
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "TARGET_FIELDS",
+    "Along",
+    "batch_from_rows",
+    "batch_hash",
+    "buffer_sorted_order",
+    "check_terms",
+    "collate_bins",
+    "contiguous_shard",
+    "count_documents",
+    "count_tokens",
+    "count_valid_tokens",
+    "count_weights",
+    "divide_terms",
+    "find_padding_rows",
+    "get_divisor",
+    "make_divisors",
+    "make_padding_batch",
+    "make_spans",
+    "map_tensors",
+    "pad_stack",
+    "pooling_mask",
+    "scale_denominator",
+    "shard_batch",
+    "shard_sequence",
+    "shard_tree",
+    "shift_labels",
+    "shift_tokens",
+    "spans_from_rows",
+    "split_batch",
+    "to_device",
+    "unshard_tree",
+    "zigzag_shard",
+    "zigzag_unshard",
+]

@@ -79,7 +79,7 @@ def collate_bins(
             not what they must be. The message names the file, the document and the offset.
 
     Examples:
-        >>> from trainkit.corpora import TokenCorpus
+        >>> from trainkit.data import TokenCorpus
         >>> from trainkit.packing import pack_bins
         >>> corpus = TokenCorpus(np.arange(10, 17), np.array([0, 4, 7]))
         >>> batch = collate_bins(corpus, pack_bins(corpus.lengths, 8), [0])

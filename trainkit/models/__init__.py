@@ -3,12 +3,105 @@
 `config` describes a decoder of the Llama, Gemma, GPT-2, Mixtral, DeepSeek-V3 and other families,
 `decoder` is its modules, `latent` the attention of the last, `experts` its layers of experts,
 `routers` what chooses among them and `dispatch` what takes tokens there and back, `initial` its
-first values, `upcycled`
+first values, `upcycle_weights`
 those that a dense one has, `sizes` its public and small sizes by name; `call` enters a batch into a
 model, `cache` is what generation keeps of a text, `bare` runs a module in fewer calls. There are no
 buffers but those of a router, which a step moves and a checkpoint holds.
 """
 
-import lazy_loader
+from trainkit.models.cache import KVCache
+from trainkit.models.call import (
+    CachedCall,
+    call_model,
+    call_routed,
+    call_with_cache,
+    call_with_noise,
+)
+from trainkit.models.config import (
+    DecoderConfig,
+    Experts,
+    FeedForward,
+    Latents,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Norms,
+    Sliding,
+    YarnScaling,
+    count_active_parameters,
+    count_parameters,
+)
+from trainkit.models.decoder import Decoder, build_decoder
+from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
+from trainkit.models.experts import (
+    ExpertMlp,
+    Router,
+    RoutingTape,
+    balance_loss_sum,
+    grouped_linear,
+    update_expert_bias,
+    update_routers_,
+)
+from trainkit.models.initial import init_weights
+from trainkit.models.layers import make_norm
+from trainkit.models.routers import (
+    Routing,
+    add_jitter,
+    apply_capacity,
+    expert_capacity,
+    sigmoid_topk,
+    softmax_topk,
+)
+from trainkit.models.sizes import (
+    config_from_facts,
+    list_decoder_sizes,
+    make_decoder_config,
+    pad_vocab_size,
+)
+from trainkit.models.upcycling import upcycle_weights
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "CachedCall",
+    "Decoder",
+    "DecoderConfig",
+    "ExpertMlp",
+    "Experts",
+    "FeedForward",
+    "KVCache",
+    "Latents",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "Norms",
+    "Router",
+    "Routing",
+    "RoutingTape",
+    "Sliding",
+    "YarnScaling",
+    "add_jitter",
+    "apply_capacity",
+    "balance_loss_sum",
+    "build_decoder",
+    "call_model",
+    "call_routed",
+    "call_with_cache",
+    "call_with_noise",
+    "config_from_facts",
+    "count_active_parameters",
+    "count_parameters",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_dispatch_keys",
+    "expert_capacity",
+    "grouped_linear",
+    "init_weights",
+    "list_decoder_sizes",
+    "make_decoder_config",
+    "make_norm",
+    "pad_vocab_size",
+    "sigmoid_topk",
+    "softmax_topk",
+    "upcycle_weights",
+    "update_expert_bias",
+    "update_routers_",
+]

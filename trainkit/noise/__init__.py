@@ -1,7 +1,6 @@
 """Keys, hashes and random numbers that no layout changes, and the loops that compute them.
 
-Random numbers are functions of a seed, a name and an index: there is no generator to save. Hashes
-need no torch, so the table of contents, `__init__.pyi`, is lazy.
+Random numbers are functions of a seed, a name and an index: there is no generator to save.
 """
 
 import lazy_loader

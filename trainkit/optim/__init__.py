@@ -1,9 +1,39 @@
-"""Optimizers, all plain `torch.optim.Optimizer`, and parameter groups.
+"""Optimizers, all plain `torch.optim.Optimizer`, and parameter groups."""
 
-One can be had without the others, some of which numba compiles: the table of contents,
-`__init__.pyi`, is lazy.
-"""
+from trainkit.optim.adamw import adamw
+from trainkit.optim.combine import combine_optimizers, use_averaged_parameters
+from trainkit.optim.elementwise import ElementwiseOptimizer
+from trainkit.optim.groups import decay_groups, split_by_pattern
+from trainkit.optim.muon import Muon, hidden_matrices, orthogonalize
+from trainkit.optim.offload import offload_optimizer_
+from trainkit.optim.rules import Lion, LowPrecisionAdamW, Momentum, ScheduleFree, SignSGD
+from trainkit.optim.table import (
+    OPTIMIZERS,
+    make_optimizer,
+    parse_groups,
+    parse_options,
+    state_bytes,
+)
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "OPTIMIZERS",
+    "ElementwiseOptimizer",
+    "Lion",
+    "LowPrecisionAdamW",
+    "Momentum",
+    "Muon",
+    "ScheduleFree",
+    "SignSGD",
+    "adamw",
+    "combine_optimizers",
+    "decay_groups",
+    "hidden_matrices",
+    "make_optimizer",
+    "offload_optimizer_",
+    "orthogonalize",
+    "parse_groups",
+    "parse_options",
+    "split_by_pattern",
+    "state_bytes",
+    "use_averaged_parameters",
+]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainkit.grads import stepping_alone
 from trainkit.parallel.reduction import local_of
 
 
-def offload_state_(optimizer: torch.optim.Optimizer) -> None:
+def offload_optimizer_(optimizer: torch.optim.Optimizer) -> None:
     """Keep what an optimizer remembers in host memory, whose parameters are on a device.
 
     A step brings what it remembers of a parameter to the device, steps that parameter there, and
@@ -34,7 +34,7 @@ def offload_state_(optimizer: torch.optim.Optimizer) -> None:
     Examples:
         >>> weight = nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.5)
-        >>> offload_state_(optimizer)
+        >>> offload_optimizer_(optimizer)
         >>> weight.sum().backward()
         >>> optimizer.step()
         >>> weight.data, optimizer.state[weight]["exp_avg"]
@@ -44,7 +44,7 @@ def offload_state_(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether `offload_state_` has been called with an optimizer.
+    """Say whether `offload_optimizer_` has been called with an optimizer.
 
     Examples:
         >>> is_offloaded(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
@@ -101,42 +101,3 @@ def in_host_memory(x: Tensor) -> Tensor:
         local = local_of(copied)
         local.data = local.pin_memory()
     return copied
-
-
-@contextmanager
-def stepping_alone(
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[Callable[[nn.Parameter], None]]:
-    """Give a function after which an optimizer holds one parameter, and no other; then all again.
-
-    Args:
-        optimizer: It holds none until that is called.
-
-    Effects:
-        Replaces the "params" of its groups, and their "param_names", for the length of the block.
-
-    Examples:
-        >>> one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-        >>> optimizer = torch.optim.SGD([one, other])
-        >>> with stepping_alone(optimizer) as hold:
-        ...     hold(other)
-        ...     print(*(len(p) for p in optimizer.param_groups[0]["params"]))
-        3
-    """
-    lists = [
-        {x: group[x] for x in ("params", "param_names") if x in group}
-        for group in optimizer.param_groups
-    ]
-    where = {p: (i, at) for i, own in enumerate(lists) for at, p in enumerate(own["params"])}
-
-    def hold(p: nn.Parameter | None) -> None:
-        own, at = (-1, 0) if p is None else where[p]
-        for i, (group, names) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
-            group |= {x: values[at : at + 1] if i == own else [] for x, values in names.items()}
-
-    hold(None)
-    try:
-        yield hold
-    finally:
-        for group, own in zip(optimizer.param_groups, lists, strict=True):
-            group.update(own)

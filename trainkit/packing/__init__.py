@@ -4,6 +4,22 @@ A `Fit` says which bin each piece goes to; `pack_bins` does everything around it
 documents, aligns, groups, and writes the result down as a table. Nothing here imports torch.
 """
 
-import lazy_loader
+from trainkit.packing.balancing import make_balanced_fit
+from trainkit.packing.bins import pack_bins, select_rows
+from trainkit.packing.fits import VersionedFit, best_fit, first_fit, next_fit, with_version
+from trainkit.packing.report import bins_hash, format_overlong_warning, report_packing, row_costs
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "VersionedFit",
+    "best_fit",
+    "bins_hash",
+    "first_fit",
+    "format_overlong_warning",
+    "make_balanced_fit",
+    "next_fit",
+    "pack_bins",
+    "report_packing",
+    "row_costs",
+    "select_rows",
+    "with_version",
+]

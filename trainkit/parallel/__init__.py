@@ -1,10 +1,91 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
-A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `precision`,
-`recompute`, `offload`, `compiled`, `fsdp`, `ddp`); `build_stages` applies a list of them. What runs
-the stages of a pipeline is here too.
+A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel`,
+`expert_parallel`, `mixed_precision`, `recompute`, `offload_activations`, `compile_blocks`, `fsdp`,
+`ddp`); `build_stages` applies a list of them. What runs the stages of a pipeline is here too.
 """
 
-import lazy_loader
+from trainkit.parallel.attention import attention_line, set_attention
+from trainkit.parallel.check_layout import problems, refuse
+from trainkit.parallel.compile import compile_blocks
+from trainkit.parallel.ddp import average_parameters, ddp, vote_signs
+from trainkit.parallel.dtypes import (
+    DTYPES,
+    autocast_call,
+    compute_dtype,
+    mixed_precision,
+    resolve_precision,
+    set_grad_dtype,
+)
+from trainkit.parallel.experts import expert_parallel
+from trainkit.parallel.frozen import add_columns, make_output_head
+from trainkit.parallel.fsdp import fsdp
+from trainkit.parallel.generation import bind_call
+from trainkit.parallel.materialize import materialize_, weights_from_module
+from trainkit.parallel.names import (
+    Box,
+    canonical_name,
+    find_blocks,
+    get_local_box,
+    get_named_buffers,
+    get_named_parameters,
+)
+from trainkit.parallel.offload import copy_to_host, offload_activations
+from trainkit.parallel.offload_state import offload_state
+from trainkit.parallel.places import make_stages
+from trainkit.parallel.plan import make_decoder_plan
+from trainkit.parallel.recompute import recompute
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.split import assign_stages, split_layer_ranges
+from trainkit.parallel.stages import build_stages, split_layers
+from trainkit.parallel.start import describe_run
+from trainkit.parallel.styles import ParallelStyle
+from trainkit.parallel.tensor_parallel import read_hf_styles, tensor_parallel
+from trainkit.parallel.transforms import Transform, check_plan
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "DTYPES",
+    "Box",
+    "ParallelStyle",
+    "Transform",
+    "add_columns",
+    "assign_stages",
+    "attention_line",
+    "autocast_call",
+    "average_parameters",
+    "bind_call",
+    "build_stages",
+    "canonical_name",
+    "check_plan",
+    "compile_blocks",
+    "compute_dtype",
+    "copy_to_host",
+    "ddp",
+    "describe_run",
+    "expert_parallel",
+    "find_blocks",
+    "fsdp",
+    "get_local_box",
+    "get_named_buffers",
+    "get_named_parameters",
+    "make_decoder_plan",
+    "make_output_head",
+    "make_stages",
+    "materialize_",
+    "mixed_precision",
+    "offload_activations",
+    "offload_state",
+    "problems",
+    "read_hf_styles",
+    "recompute",
+    "refuse",
+    "resolve_precision",
+    "sequence_parallel",
+    "set_attention",
+    "set_grad_dtype",
+    "split_layer_ranges",
+    "split_layers",
+    "tensor_parallel",
+    "vote_signs",
+    "weights_from_module",
+]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.models.experts import ExpertWeights, Router
-from trainkit.parallel.naming import canonical_name, fitting_names
+from trainkit.parallel.names import canonical_name, fitting_names
 from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import (
-    gather_dim,
-    gather_replicated,
-    scatter_sum,
+    all_gather,
+    all_gather_replicated,
+    reduce_scatter,
     sum_forward,
     sum_grad,
 )
 from trainkit.models.layers import WideNorm
 from trainkit.models.mixins import mix_in_
-from trainkit.parallel.naming import unhide_
+from trainkit.parallel.names import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]
@@ -36,7 +36,7 @@ SEQUENCE_DIM = 1
 
 
 @attrs.frozen(eq=False)
-class Style:
+class ParallelStyle:
     """How one module takes part: what it must be, what is cut, what is sent before and after.
 
     `cuts` gives the dimension along which a parameter is cut; all others stay whole. `partial`
@@ -52,35 +52,35 @@ class Style:
     sequence: bool = False
 
 
-_COLUMN = Style(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
-_ROW = Style(nn.Linear, {"weight": 1}, leave=sum_forward)
-_VOCABULARY = Style(nn.Embedding, {"weight": 0}, leave=sum_forward)
-_gather_sequence = partial(gather_dim, dim=SEQUENCE_DIM)
-_scatter_sequence = partial(scatter_sum, dim=SEQUENCE_DIM)
+_COLUMN = ParallelStyle(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
+_ROW = ParallelStyle(nn.Linear, {"weight": 1}, leave=sum_forward)
+_VOCABULARY = ParallelStyle(nn.Embedding, {"weight": 0}, leave=sum_forward)
+_gather_sequence = partial(all_gather, dim=SEQUENCE_DIM)
+_scatter_sequence = partial(reduce_scatter, dim=SEQUENCE_DIM)
 
 
 def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
     return contiguous_shard(x, axis.share, dim=SEQUENCE_DIM)
 
 
-STYLES: Mapping[str, Style] = MappingProxyType(
+STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
     {
-        "replicated": Style(),
-        "partial": Style(partial=True),
+        "replicated": ParallelStyle(),
+        "partial": ParallelStyle(partial=True),
         "column": _COLUMN,
-        "column_gathered": attrs.evolve(_COLUMN, leave=partial(gather_replicated, dim=-1)),
+        "column_gathered": attrs.evolve(_COLUMN, leave=partial(all_gather_replicated, dim=-1)),
         "row": _ROW,
         "vocabulary": _VOCABULARY,
-        "gather": Style(enter=_gather_sequence, sequence=True),
+        "gather": ParallelStyle(enter=_gather_sequence, sequence=True),
         "column_inside": attrs.evolve(_COLUMN, enter=None),
         "column_inside_gathered": attrs.evolve(
-            _COLUMN, enter=None, leave=partial(gather_replicated, dim=-1)
+            _COLUMN, enter=None, leave=partial(all_gather_replicated, dim=-1)
         ),
         "row_scattered": attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True),
         "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
-        "partial_gathered": Style(leave=_gather_sequence, partial=True, sequence=True),
-        "partial_sliced": Style(enter=_own_tokens, partial=True, sequence=True),
-        "wide_norm": Style(WideNorm, {"weight": 0}),
+        "partial_gathered": ParallelStyle(leave=_gather_sequence, partial=True, sequence=True),
+        "partial_sliced": ParallelStyle(enter=_own_tokens, partial=True, sequence=True),
+        "wide_norm": ParallelStyle(WideNorm, {"weight": 0}),
     }
 )
 """The styles by name.
@@ -117,7 +117,7 @@ class Sharding:
     """What a sharded module needs: the names of its own parameters, its style, and `ps.tp`."""
 
     names: tuple[str, ...]
-    style: Style
+    style: ParallelStyle
     axis: Axis
 
     def __deepcopy__(self, memo: Any) -> Sharding:
@@ -203,7 +203,7 @@ class ShardedNorm(Sharded):
         return sum_grad(sum_forward(squares, axis), axis)
 
 
-def shard_(module: nn.Module, names: tuple[str, ...], style: Style, axis: Axis) -> None:
+def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis: Axis) -> None:
     """Let a module compute with this rank's part of its parameters; see `Sharded`.
 
     Args:
@@ -251,7 +251,7 @@ def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
     return local if 0 <= local < rows else None
 
 
-def sums_problem(module: nn.Module, styles: Mapping[str, Style]) -> str | None:
+def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str | None:
     """Say by which module of a plan a gradient would be summed twice, or by nobody, or None.
 
     It knows what styles send, not in which order modules call one another.
@@ -290,13 +290,13 @@ def sums_problem(module: nn.Module, styles: Mapping[str, Style]) -> str | None:
     return None
 
 
-def _is_around_a_cut(name: str, styles: Mapping[str, Style]) -> bool:
+def _is_around_a_cut(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     """Say whether a module holds a column and a row: what is between them is a part."""
     inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
     return _COLUMN.cuts in inside and _ROW.cuts in inside
 
 
-def style_problem(module: nn.Module, style: Style) -> str | None:
+def style_problem(module: nn.Module, style: ParallelStyle) -> str | None:
     """Say why a style does not fit a module, or None.
 
     Examples:

@@ -7,6 +7,30 @@ batches, so the batches it has seen do not come again. Rows, and the phases of a
 rates, are functions of that number; schedules are functions of the step.
 """
 
-import lazy_loader
+from trainkit.sampling.blocks import shuffle_blocks
+from trainkit.sampling.epochs import count_epochs, count_steps, shuffle_epochs
+from trainkit.sampling.mixtures import (
+    MixturePhase,
+    add_phase_facts,
+    find_mixture_phase,
+    make_mixture_phases,
+    mixture_weights,
+    sample_mixture,
+)
+from trainkit.sampling.permutation import permute
+from trainkit.sampling.shares import assign_rows
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "MixturePhase",
+    "add_phase_facts",
+    "assign_rows",
+    "count_epochs",
+    "count_steps",
+    "find_mixture_phase",
+    "make_mixture_phases",
+    "mixture_weights",
+    "permute",
+    "sample_mixture",
+    "shuffle_blocks",
+    "shuffle_epochs",
+]

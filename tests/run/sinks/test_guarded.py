@@ -1,0 +1,421 @@
+"""Sinks that are missing, raise or hang, at any moment: one warning each, and the run goes on."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import threading
+import time
+import types
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from trainkit import sinks
+from trainkit.run.sinks.guards import isolate_sinks, redacted
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, printer
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.wandb import open_wandb
+from trainkit.types import ConfigError, Share
+from trainkit.weights.checkpoint.directory import get_run_id
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+STEPS = 30
+
+
+def nothing(*args, **kwargs):
+    del args, kwargs
+
+
+def raising(error):
+    def fail(*args, **kwargs):
+        del args, kwargs
+        raise error
+
+    return fail
+
+
+def returning(value):
+    def give(*args, **kwargs):
+        del args, kwargs
+        return value
+
+    return give
+
+
+@pytest.fixture
+def hanging():
+    """A function that hangs until the test is over."""
+    over = threading.Event()
+
+    def hang(*args, **kwargs):
+        del args, kwargs
+        over.wait(60)
+
+    yield hang
+    over.set()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A stub of wandb with a server that keeps, for each run, what it was sent, as the real one."""
+    runs, opened = {}, []
+
+    def init(*, id, resume, **options):  # noqa: A002 (wandb's own name)
+        sent = runs.setdefault(id, [])
+        assert resume == "allow"
+        first = sent[-1][0] + 1 if sent else 0
+
+        def log(values, *, step):
+            assert not sent or step > sent[-1][0], "steps must rise"
+            sent.append((step, values))
+
+        run = types.SimpleNamespace(log=log, step=first, finish=nothing)
+        opened.append((run, options))
+        return run
+
+    library = types.SimpleNamespace(init=init, runs=runs, opened=opened)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    return library
+
+
+def write_run(folder, *, steps=STEPS, start=0, patience=1.0, **extra):
+    """Log the steps of a run; return the longest that a line took, and what all of it took."""
+    longest, begin = 0.0, time.monotonic()
+    with open_run_sinks(
+        folder, Share(0, 1), step=start, last=steps, extra=extra, patience=patience
+    ) as (
+        log,
+        _,
+    ):
+        for step in range(start + 1, steps + 1):
+            before = time.monotonic()
+            log(step, {"loss": 1 / step, "note": "plain"})
+            longest = max(longest, time.monotonic() - before)
+    return longest, time.monotonic() - begin
+
+
+def steps_of(folder):
+    return [line["step"] for line in sinks.read_jsonl(folder / "metrics.jsonl")]
+
+
+def warnings_of(folder):
+    told = sinks.read_jsonl(folder / "events.jsonl")
+    return [event["what"] for event in told if event["event"] == "warning"]
+
+
+@pytest.fixture
+def break_wandb(server, monkeypatch, hanging):
+    """A function that makes the stub fail in one of the ways that people have seen."""
+    return partial(_break_wandb, library=server, monkeypatch=monkeypatch, hang=hanging)
+
+
+def _break_wandb(kind, *, library, monkeypatch, hang):
+    if kind == "not installed":
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    elif kind == "a folder called wandb":
+        monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    elif kind == "no network":
+        library.init = raising(ConnectionError("wandb: no route to api.wandb.ai"))
+    elif kind == "bad key":
+        library.init = raising(ValueError(f"401: API key {KEY} is not valid"))
+    elif kind == "exits in init":
+        library.init = raising(SystemExit(1))
+    elif kind == "hangs in init":
+        library.init = hang
+    else:
+        verb, _, place = kind.partition(" in ")
+        fail = hang if verb == "hangs" else raising(RuntimeError("the service has gone"))
+        calls = {"log": nothing, "finish": nothing} | {place: fail}
+        library.init = returning(types.SimpleNamespace(step=0, **calls))
+
+
+FAILURES = {
+    "not installed": r'is off: ConfigError: wandb is missing: pip install "trainkit-lm\[sinks\]"',
+    "a folder called wandb": r'is off: ConfigError: wandb is missing: pip install "trainkit-lm',
+    "no network": "is off: ConnectionError: wandb: no route",
+    "bad key": "is off: ValueError: 401: API key <WANDB_API_KEY> is not valid",
+    "exits in init": "is off: SystemExit: 1",
+    "hangs in init": "has not ended within",
+    "hangs in log": "has not ended within",
+    "raises in log": "is off: RuntimeError: the service has gone",
+    "raises in finish": "is off: RuntimeError: the service has gone",
+    "hangs in finish": "has not ended within",
+}
+
+
+@pytest.mark.case("W1", "W8", "L13")
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_page_that_fails_in_any_way_costs_one_warning(
+    kind, tmp_path, monkeypatch, break_wandb, capfd
+):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    break_wandb(kind)
+    longest, whole = write_run(tmp_path, wandb=partial(open_wandb, tmp_path), patience=0.3)
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    (warning,) = warnings_of(tmp_path)
+    assert re.match(f"the sink 'wandb' {FAILURES[kind]}", warning)
+    assert longest < 5
+    assert whole < 10
+    out, err = capfd.readouterr()
+    assert err == f"warning: {warning}\n"
+    assert f"step {STEPS}/{STEPS}" in out
+    assert KEY not in (tmp_path / "events.jsonl").read_text() + err + out
+
+
+@pytest.mark.case("L13")
+@pytest.mark.parametrize("library", ["wandb", "torch.utils.tensorboard"])
+def test_a_missing_library_names_what_to_install(library, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    make = open_wandb if library == "wandb" else open_tensorboard
+    with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[sinks\]"'), make(tmp_path):
+        pass
+
+
+@pytest.mark.case("W1")
+def test_without_the_guard_a_page_that_fails_ends_the_run(tmp_path, break_wandb):
+    break_wandb("raises in log")
+    with pytest.raises(RuntimeError, match="gone"), open_wandb(tmp_path) as sink:
+        sink(1, {"loss": 1.0})
+
+
+# ------------------------------------------------------------------------------------ tensorboard
+
+
+@pytest.mark.case("W2")
+@pytest.mark.parametrize("place", ["open", "write", "close"])
+def test_tensorboard_on_a_bad_disk_is_off_and_the_others_go_on(
+    place, tmp_path, monkeypatch, server, capfd
+):
+    full = raising(OSError(28, "No space left on device"))
+    writer = types.SimpleNamespace(
+        add_scalar=full if place == "write" else nothing,
+        close=full if place == "close" else nothing,
+    )
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = full if place == "open" else returning(writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    write_run(
+        tmp_path,
+        tensorboard=partial(open_tensorboard, tmp_path / "events"),
+        wandb=partial(open_wandb, tmp_path),
+        patience=30,
+    )
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    (warning,) = warnings_of(tmp_path)
+    assert warning.startswith("the sink 'tensorboard' is off: OSError: [Errno 28] No space left")
+    assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]] == list(
+        range(1, STEPS + 1)
+    )
+    assert capfd.readouterr().err.count("warning: ") == 1
+
+
+def test_tensorboard_gets_numbers_and_hides_what_a_restart_repeats(tmp_path, monkeypatch):
+    seen, made = [], []
+    writer = types.SimpleNamespace(add_scalar=lambda *call: seen.append(call), close=nothing)
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda *args, **kwargs: made.append((args, kwargs)) or writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with open_tensorboard(tmp_path, step=6) as sink:
+        sink(7, {"loss": 2.5, "batch_hash": "00ff", "tokens": 3, "huge": 10**400, "no": None})
+        for step in (8, 9, 7, 8):  # a roll-back
+            sink(step, {"loss": 1.0})
+    assert made == [((str(tmp_path),), {"purge_step": 7})] * 2
+    assert seen[:2] == [("loss", 2.5, 7), ("tokens", 3, 7)]
+    assert [step for _, _, step in seen[2:]] == [8, 9, 7, 8]
+
+
+# ------------------------------------------------------------------------------------ wandb
+
+
+@pytest.mark.case("E8")
+def test_a_run_that_is_killed_and_goes_on_is_one_series_on_the_page(tmp_path, server):
+    page = partial(open_wandb, tmp_path, config={"lr": 0.1})
+    for start, steps in ((0, 7), (4, 6), (4, 12), (12, 15)):  # killed after its checkpoint, twice
+        write_run(tmp_path, steps=steps, start=start, wandb=page, patience=30)
+    with open_wandb(tmp_path, step=15) as sink:
+        for step in (16, 17, 15, 16, 17, 18):  # a roll-back: the server keeps what it has
+            sink(step, {"loss": 0.0})
+    (identity,) = server.runs
+    assert identity == get_run_id(tmp_path)["run"]
+    assert [step for step, _ in server.runs[identity]] == list(range(1, 19))
+    assert steps_of(tmp_path) == list(range(1, 16))
+    _, options = server.opened[0]
+    assert options["config"] == {"lr": 0.1}
+    assert options["name"] == tmp_path.name
+    assert warnings_of(tmp_path) == []
+    told = sinks.read_jsonl(tmp_path / "events.jsonl")
+    assert {event["run"] for event in told if event["event"] == "start"} == {identity}
+
+
+def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
+    codes = []
+    run = types.SimpleNamespace(
+        log=nothing, step=0, finish=lambda *, exit_code: codes.append(exit_code)
+    )
+    library = types.SimpleNamespace(init=returning(run))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    page = {"wandb": partial(open_wandb, tmp_path)}
+    with isolate_sinks(page, tell=pytest.fail, patience=30) as sink:
+        sink(1, {})
+    with contextlib.suppress(KeyError), isolate_sinks(page, tell=pytest.fail, patience=30) as sink:
+        raise KeyError
+    assert codes == [0, 1]
+
+
+@pytest.mark.case("L13")
+def test_sinks_are_opened_by_their_names(tmp_path, server):
+    chosen = sinks.named_sinks(["wandb"], tmp_path, config={"lr": 0.1})
+    write_run(tmp_path, **chosen, patience=30)
+    assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]][-1] == STEPS
+    with pytest.raises(ConfigError, match="no sink is called 'wandbb'"):
+        sinks.named_sinks(["wandbb"], tmp_path)
+
+
+# ------------------------------------------------------------------------------------ the guard
+
+
+def test_lines_arrive_in_order_as_they_were_when_they_were_logged():
+    seen, values = [], {"loss": 0.0}
+
+    def collect():
+        return contextlib.nullcontext(lambda step, got: seen.append((step, got["loss"])))
+
+    with isolate_sinks({"a": collect}, tell=pytest.fail, patience=30) as sink:
+        for step in range(200):
+            values["loss"] = float(step)
+            sink(step, values)
+    assert seen == [(step, float(step)) for step in range(200)]
+
+
+@pytest.mark.case("W1")
+def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_misses_none(hanging):
+    told, seen = [], []
+
+    def hold():
+        return contextlib.nullcontext(hanging)
+
+    def lag():
+        time.sleep(0.1)
+        return contextlib.nullcontext(lambda step, _: seen.append(step))
+
+    makers = {"stuck": hold, "stuck too": hold, "late": lag}
+    begin = time.monotonic()
+    with isolate_sinks(makers, tell=told.append, room=50, patience=1.0) as sink:
+        for step in range(40):
+            sink(step, {})
+        while len(seen) < 40:
+            time.sleep(0.01)
+        for step in range(40, 80):
+            sink(step, {})
+    assert seen == list(range(80))
+    assert time.monotonic() - begin < 8  # once for both, not once for each
+    assert told == [
+        f"the sink '{name}' is 50 lines behind; it misses what is more than 50"
+        for name in ("stuck", "stuck too")
+    ]
+
+
+@pytest.mark.case("W1")
+def test_a_sink_that_hangs_is_told_about_while_the_run_goes_on(hanging, monkeypatch):
+    told, clock = [], iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    with isolate_sinks({"stuck": hanging}, tell=told.append, lag=60, patience=2) as sink:
+        for step in range(59):
+            sink(step, {})
+        assert told == []
+        for step in range(59, 70):
+            sink(step, {})
+    (warning,) = told
+    assert warning.startswith("the sink 'stuck' is 6")
+
+
+def test_what_goes_wrong_inside_the_block_is_what_is_raised(hanging):
+    told = []
+    with (
+        pytest.raises(KeyError, match="step 3"),
+        isolate_sinks({"a": hanging, "b": raising(OSError("x"))}, tell=told.append, patience=0.1),
+    ):
+        raise KeyError("step 3")
+    assert len(told) == 2
+
+
+@pytest.mark.case("W8")
+def test_secrets_of_the_environment_are_not_told():
+    environ = {
+        "HF_TOKEN": "hf_0123456789",
+        "WANDB_API_KEY": KEY,
+        "PATH": "/usr/bin/env",
+        "KEY": "a",
+        "proxy_password": "open sesame",
+    }
+    text = f"login {KEY} with hf_0123456789 from /usr/bin/env failed"
+    assert (
+        redacted(text, environ) == "login <WANDB_API_KEY> with <HF_TOKEN> from /usr/bin/env failed"
+    )
+    assert redacted("407: open sesame", environ) == "407: <proxy_password>"
+
+
+# ------------------------------------------------------------------------------------ stdout
+
+
+@contextlib.contextmanager
+def unread_stdout(monkeypatch):
+    """Give this process a stdout whose reader has left."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        yield
+
+
+@pytest.mark.case("E9")
+def test_a_run_outlives_the_reader_of_its_output(tmp_path, monkeypatch, capfd):
+    say = printer(Share(0, 2))
+    with unread_stdout(monkeypatch):
+        say("reading")
+        write_run(tmp_path, patience=30)
+        say("done")
+        print("whoever else prints", flush=True)
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    assert warnings_of(tmp_path) == []  # the first print has found it out
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.case("E9")
+def test_a_console_whose_reader_leaves_is_off_with_one_warning(tmp_path, monkeypatch, capfd):
+    with unread_stdout(monkeypatch):
+        write_run(tmp_path, patience=30)
+        print("whoever else prints", flush=True)
+    (warning,) = warnings_of(tmp_path)
+    assert warning.startswith("the sink 'console' is off: BrokenPipeError")
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    assert capfd.readouterr().err == f"warning: {warning}\n"
+
+
+@pytest.mark.case("E9")
+@pytest.mark.parametrize("stream", [None, "closed", "full"])
+def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(Path("/dev/full").open("w")) if stream == "full" else None
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, {"closed": closed, "full": full}.get(stream))
+        printer(Share(0, 1))("reading")
+        write_run(tmp_path, patience=30)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stack.close()
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_other_ranks_print_and_write_nothing(tmp_path, capfd):
+    printer(Share(1, 2))("reading")
+    with open_run_sinks(tmp_path, Share(1, 2), step=0, last=1) as (log, event):
+        log(1, {})
+        event("save", step=1)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,227 @@
+"""What stands around a run is opened whole, and nothing of it is left."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import attrs
+import pytest
+import torch
+from recipe_runs import events
+
+from trainkit import runtime
+from trainkit.mesh import solo_parallel
+from trainkit.run import Timeouts, make_run_dir, open_run, startup, watchdog
+from trainkit.run.lock import lock_run
+from trainkit.tools.testing import run_ranks
+from trainkit.types import Cursor, DataError, DiskError, StepBatch
+from trainkit.weights.checkpoint import Keeping, find_checkpoint, list_checkpoints
+from trainkit.weights.checkpoint.manifest import step_of
+
+HOW = {"limits": Timeouts(start_timeout=60.0)}
+
+
+def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    with open_run(tmp_path, **HOW) as run:
+        run.phase("a step", allow=60)
+        assert run.stopping() is None
+        signal.raise_signal(signal.SIGTERM)
+        assert run.stopping() == "SIGTERM on rank 0"
+        assert run.ps.world.count == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert threading.active_count() == threads
+    with lock_run(tmp_path, solo_parallel().world):
+        pass
+
+
+def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
+        raise DataError("document 7 is torn")
+    assert end.value.code == 65
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert json.loads(last.removeprefix("TRAINKIT_ERROR "))["what"] == "document 7 is torn"
+    assert "DataError" in (tmp_path / "errors" / "rank_00000.txt").read_text()
+
+
+def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tmp_path, capsys):
+    with lock_run(make_run_dir(tmp_path), solo_parallel().world):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
+            pytest.fail("it was opened")
+    assert end.value.code == 64
+    assert "in use" in capsys.readouterr().err
+    assert sorted(path for path in before if path.exists()) == sorted(tmp_path.rglob("*"))
+
+
+@pytest.mark.case("L12")
+def test_a_directory_that_is_moved_away_is_made_anew_and_locked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    run = tmp_path / "run"
+    with open_run(run, **HOW):
+        run.rename(tmp_path / "aside")
+        while not (run / "lock").exists():
+            time.sleep(0.01)
+        with pytest.raises(SystemExit), open_run(run, **HOW):
+            pytest.fail("it was opened")
+    said = capsys.readouterr().err
+    assert "was removed or moved" in said
+    assert "in use by process" in said
+
+
+def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(tmp_path):
+    found = [
+        {"loss": 3.0, "score": -0.5},
+        {"loss": 2.0, "score": -0.9},
+        {"loss": 1.0},
+        {"loss": 0.5},
+    ]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    keeping = Keeping(save_every=1, keep=2, keep_best=1, background_saves=False)
+    with open_run(tmp_path, **HOW) as run:
+        state = run.resume([model], optimizer, facts={})
+        around = {"steps": 4, "replay": None, "keeping": keeping}
+        with run.loop(state, [model], optimizer, **around) as loop:
+            for step, values in enumerate(found, start=1):
+                state = loop.evaluated(
+                    attrs.evolve(state, step=step), lambda v=values: v | {"tokens": 1}
+                )
+                loop.keep(state)
+    assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert sorted(names) == [f"step_0000000{step}" for step in (2, 3, 4)]
+
+
+def evaluate_each_step(folder, losses, *, keep_best, first=1):
+    """Go on with a run that saves every 100 steps, with an evaluation after each step."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    keeping = Keeping(save_every=100, keep=2, keep_best=keep_best, background_saves=False)
+    last = first + len(losses) - 1
+    with open_run(folder, **HOW) as run:
+        state = run.resume([model], optimizer, facts={})
+        around = {"steps": last, "replay": None, "keeping": keeping}
+        with run.loop(state, [model], optimizer, **around) as loop:
+            for step, loss in enumerate(losses, start=first):
+                state = loop.evaluated(
+                    attrs.evolve(state, step=step), lambda x=loss: {"loss": x, "tokens": 1}
+                )
+                loop.keep(state)
+    saved = [line["step"] for line in events(folder, "save")]
+    kept = list_checkpoints(folder / "checkpoints")
+    return saved, sorted(step_of(path) for path in kept)
+
+
+def test_an_evaluation_that_is_the_best_so_far_saves_though_no_save_is_due(tmp_path):
+    found = evaluate_each_step(tmp_path, [3.0, 2.0, 2.5, 1.0, 1.5, 1.6, 1.7], keep_best=1)
+    assert found == ([1, 2, 4, 7], [4, 7])
+    found = evaluate_each_step(tmp_path, [1.2, 0.9, 1.1, 1.0], keep_best=1, first=8)
+    assert found[0] == [1, 2, 4, 7, 9, 11]  # it remembers the best over a restart
+
+
+def test_of_two_best_evaluations_both_are_saved_and_stay(tmp_path):
+    found = evaluate_each_step(tmp_path, [3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8], keep_best=2)
+    assert found == ([1, 2, 3, 7], [2, 3, 7])
+    assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
+
+
+def test_without_keep_best_evaluations_save_nothing(tmp_path):
+    assert evaluate_each_step(tmp_path, [3.0, 2.0, 1.0, 4.0], keep_best=0) == ([4], [4])
+
+
+class Remembers(torch.optim.SGD):
+    """An optimizer that remembers what no checkpoint can hold."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["path"] = [1, 2]
+        return super().step(closure)
+
+
+def train_with(folder, optimizer_class, steps):
+    """Train a tiny model with an optimizer in a run that saves after 200 steps."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    with open_run(folder, **HOW) as run:
+        state = run.resume([model], optimizer, facts={})
+        with run.loop(state, [model], optimizer, steps=steps, replay=None) as loop:
+            for step in range(1, steps + 1):
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+                state = attrs.evolve(state, step=step)
+                state = loop.after(state, metrics, StepBatch([], Cursor(step)))
+
+
+def test_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train_with(tmp_path, Remembers, steps=2)
+    assert end.value.code == 64
+    said = capsys.readouterr().err
+    assert "the optimizer keeps 'path' of weight as a `list`" in said
+    assert "keep a tensor there" in said
+    assert events(tmp_path, "end")[-1]["step"] == 0  # before the line of step 1
+
+
+def _only_rank_0_can_write(folder):
+    """Return how a run ends whose directory one rank cannot write."""
+    if os.environ["RANK"] == "1":
+
+        def refuse(path):
+            raise DiskError(f"make_run_dir: user 7 cannot write {path}")
+
+        runtime.run.make_run_dir = refuse
+    try:
+        with open_run(folder, **HOW):
+            return "opened"
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.case("K6")
+def test_a_directory_that_one_rank_cannot_write_ends_all_ranks(tmp_path):
+    assert run_ranks(_only_rank_0_can_write, 2, tmp_path) == [74, 74]
+
+
+def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=None):
+    """Begin or go on with a run of one more step; return what it said, and its event."""
+    recipe.write_text(text)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe), raising=False)
+    monkeypatch.setattr(startup, "_version", lambda: version)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    keeping = Keeping(save_every=1, background_saves=False)
+    with open_run(folder, **HOW) as run:
+        state = run.resume([model], optimizer, facts=facts)
+        around = {"steps": state.step + 1, "replay": None, "keeping": keeping}
+        recipe.write_text("edited while it runs")
+        with run.loop(state, [model], optimizer, **around) as loop:
+            loop.keep(attrs.evolve(state, step=state.step + 1))
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    event = [line for line in lines if line["event"] == "resume"][-1]
+    return capsys.readouterr().out, event
+
+
+@pytest.mark.parametrize("facts", [None, {"seed": 1}, lambda batches: {"batches": batches}])
+def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
+    tmp_path, monkeypatch, capsys, facts
+):
+    how = {"recipe": tmp_path / "recipe.py", "facts": facts}
+    given = tmp_path / "run", monkeypatch, capsys
+    _, event = _start(*given, text="decay = 0.4", **how)
+    saved = event["software"]
+    assert (event["step"], event["told"]) == (0, [])
+    said, event = _start(*given, text="decay = 0.4", **how)
+    assert (event["step"], event["software"], len(event["told"])) == (1, saved, 1)
+    assert "software" not in said
+    said, event = _start(*given, text="decay = 0.9", version="2.0", **how)
+    now = event["software"]
+    names = ["recipe source", "trainkit"]
+    assert [name for name in saved if saved[name] != now[name]] == sorted(names, reverse=True)
+    line = "; ".join(f"software: {x} was changed from {saved[x]} to {now[x]}" for x in names)
+    assert (event["step"], event["told"][1:]) == (2, [line])
+    assert line in said.splitlines()

@@ -1,0 +1,205 @@
+"""A bit that flips in one replica is found within 100 steps and named, in every layout."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from whole_step import Layout, build, corpus, input_of, step_function
+
+import trainkit as tk
+from trainkit.parallel.names import get_local_box
+from trainkit.tools.testing import run_ranks
+from trainkit.types import SOLO, NumericsError
+from trainkit.weights.checkpoint import replicas
+from trainkit.weights.checkpoint.replicas import find_nonfinite_state, make_replica_check
+
+ROUND = range(110, 210, 10)  # the ten looks in which each tensor is due once
+
+
+def flip(tensor, bit):
+    """Flip one bit of the last element that this rank holds of a tensor."""
+    local = get_local_box(tensor).local
+    local.view(torch.int64 if local.element_size() == 8 else torch.int32).reshape(-1)[-1] ^= (
+        1 << bit
+    )
+
+
+def trained(layout, ps, steps):
+    """Return stages and optimizer after some steps, and what the canary said in them."""
+    text = corpus()
+    bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
+    stages, optimizer = build(layout, ps)
+    step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
+    look, told = make_replica_check(stages, optimizer, ps, every=1, within=3), []
+    while state.step < steps:
+        state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
+        told += look(state.step)
+    return stages, optimizer, told
+
+
+def drifts(layout, degrees, names, guilty):
+    """Flip bits of named tensors on one rank in turn; return what is found, and when."""
+    with tk.parallel_session(**degrees) as ps:
+        stages, optimizer, told = trained(layout, ps, 3)
+        look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
+        found["before"] = [text for step in range(1, 111) for text in look(step)]
+        tensors = replicas._tensors_of(stages, optimizer)
+        for name in names:
+            if ps.world.index == guilty:
+                flip(tensors[name], 20)
+            found[name] = [(step, text) for step in ROUND for text in look(step)]
+            if ps.world.index == guilty:
+                flip(tensors[name], 20)
+        return found
+
+
+WEIGHT, MOMENT = "model/layers.1.mlp.down.weight", "optimizer/exp_avg/layers.1.mlp.down.weight"
+UNFOLDED = {"dp_shard": 1, "ring": 2, "fold_sp": "none"}
+TWO = {
+    "copies": ({"dp_replicate": 2}, {}, [WEIGHT, MOMENT, "optimizer/step/norm.weight"]),
+    "tensor": ({"tp": 2}, {"tp": 2, "vocab_size": 32}, ["model/norm.weight"]),
+    "ring": (UNFOLDED, {**UNFOLDED, "multiple_of": 4}, [WEIGHT]),
+    "tied": ({"pp": 2}, {"pp": 2, "tied": True}, ["model/embedding.weight"]),
+}
+FOUR = {
+    "hybrid": ({"dp_replicate": 2, "dp_shard": 2}, {}, [WEIGHT, MOMENT]),
+    "tensor": (
+        {"tp": 2, "dp_replicate": 2},
+        {"tp": 2, "vocab_size": 32},
+        [WEIGHT, "model/norm.weight"],
+    ),
+}
+
+
+def all_drifts(cases, guilty):
+    """Return what is found in every case."""
+    found = {}
+    for name, (degrees, rest, names) in cases.items():
+        options = {key: value for key, value in rest.items() if key != "dp_shard"}
+        found[name] = drifts(Layout(**options), degrees, names, guilty)
+    return found
+
+
+def and_blind(cases, guilty):
+    """Return what is found in every case, and in the first one with hashes that tell nothing."""
+    found = all_drifts(cases, guilty)
+    degrees, _, names = next(iter(cases.values()))
+    replicas._digest = lambda *_: torch.zeros((), dtype=torch.int64)
+    return found | {"blind": drifts(Layout(), degrees, names, guilty)}
+
+
+def check_found(found, name, tensor, text):
+    """Check that one drift was found once, within 100 steps, and in the words that are expected."""
+    assert found[name]["while training"] == found[name]["before"] == [], name
+    ((step, said),) = found[name][tensor]
+    assert step - ROUND.start < 100
+    assert text in said, said
+
+
+@pytest.mark.case("N9")
+def test_a_flipped_bit_is_found_on_two_ranks():
+    every = run_ranks(and_blind, 2, TWO, 1)
+    assert every[0] == every[1]
+    for name, (_, _, tensors) in TWO.items():
+        for tensor in tensors:
+            text = f"rank 0 and rank 1 hold different values of {tensor} in the box at"
+            check_found(every[0], name, tensor, text)
+    assert not any(every[0]["blind"].values())  # the control: without the hash nothing is found
+
+
+@pytest.mark.case("N9")
+@pytest.mark.only_all  # copies of two ranks are above, and copies of shards below
+def test_a_flipped_bit_of_a_shard_is_found_on_four_ranks():
+    every = run_ranks(all_drifts, 4, {"hybrid": FOUR["hybrid"]}, 1)
+    assert all(found == every[0] for found in every)
+    for tensor in (WEIGHT, MOMENT):
+        text = f"rank 1 and rank 3 hold different values of {tensor} in the box at (8, 0)"
+        check_found(every[0], "hybrid", tensor, text)
+
+
+@pytest.mark.case("N9")
+def test_a_flipped_bit_is_found_on_four_ranks_and_a_majority_says_whose_it_is():
+    every = run_ranks(all_drifts, 4, {"tensor": FOUR["tensor"]}, 1)
+    assert all(found == every[0] for found in every)
+    text = "rank 1 holds other values of model/norm.weight in the box at (0,) than ranks 0, 2 and 3"
+    check_found(every[0], "tensor", "model/norm.weight", text)
+    check_found(every[0], "tensor", WEIGHT, f"rank 1 and rank 3 hold different values of {WEIGHT}")
+
+
+@pytest.mark.case("N9")
+def test_a_drift_ends_the_run_with_all_that_was_found():
+    replicas.refuse_drift([])
+    with pytest.raises(NumericsError, match="rank 1 holds other a; rank 2 holds other b") as caught:
+        replicas.refuse_drift(["rank 1 holds other a", "rank 2 holds other b"])
+    assert caught.value.code == 67
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_every_bit_moves_the_hash_and_so_does_the_order(dtype):
+    bits = torch.arange(5).to(dtype)
+    weights = torch.arange(1, 10, 2)
+    before = replicas._digest(bits, weights)
+    for bit in range(8 * bits.element_size()):
+        other = bits.clone()
+        other.view(torch.uint8)[-bits.element_size() + bit // 8] ^= 1 << bit % 8
+        assert replicas._digest(other, weights) != before
+    assert replicas._digest(bits.flip(0), weights) != before
+
+
+def test_a_long_box_is_hashed_in_parts(monkeypatch):
+    monkeypatch.setattr(replicas, "_AT_ONCE", 3)
+    bits = torch.tensor([5, 6, 7, 5, 6, 7])
+    weights = torch.arange(1, 6, 2)
+    assert replicas._digest(bits, weights) != replicas._digest(bits.roll(3) + 1, weights)
+    swapped = torch.tensor([5, 6, 8, 5, 6, 7]), torch.tensor([5, 6, 7, 5, 6, 8])
+    assert replicas._digest(swapped[0], weights) != replicas._digest(swapped[1], weights)
+
+
+def test_one_process_has_nothing_to_compare():
+    model = nn.Linear(2, 2)
+    look = make_replica_check([model], torch.optim.SGD(model.parameters()), tk.solo_parallel())
+    assert [look(step) for step in range(20)] == [[]] * 20
+
+
+@pytest.mark.parametrize(("every", "within"), [(-1, 100), (10, 9), (0, 0)])
+def test_a_period_that_cannot_be_kept_is_refused(every, within):
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="canary: every must be"):
+        make_replica_check([model], sgd, tk.solo_parallel(), every=every, within=within)
+
+
+def damaged_state(degrees):
+    """Put a NaN into a moment on rank 1; return what is named before and after."""
+    with tk.parallel_session(**degrees) as ps:
+        stages, optimizer, _ = trained(Layout(), ps, 1)
+        before = find_nonfinite_state(stages, optimizer, ps.world)
+        if ps.world.index == 1:
+            get_local_box(replicas._tensors_of(stages, optimizer)[MOMENT]).local.fill_(torch.nan)
+        return before, find_nonfinite_state(stages, optimizer, ps.world)
+
+
+@pytest.mark.case("N4")
+def test_a_moment_that_is_not_finite_is_named_with_its_rank():
+    assert run_ranks(damaged_state, 2, {}) == [([], [f"{MOMENT} on rank 1"])] * 2
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read from a device one by one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.case("N4")
+def test_few_of_many_damaged_tensors_are_named():
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(3)])
+    for p in model.parameters():
+        nn.init.constant_(p, torch.inf)
+    with Reads() as reads:
+        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, most=2)
+    assert reads.count <= 1  # the host waits for the device once, not for each tensor
+    assert told == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]

@@ -1,0 +1,360 @@
+"""Every family against `transformers`: its folders read, computed with, and its map turned."""
+
+import functools
+
+import attrs
+import orjson
+import pytest
+import torch
+from hub import published, tiny
+from torch import nn
+
+from trainkit import hub
+from trainkit.batch import batch_from_rows
+from trainkit.mesh import solo_parallel
+from trainkit.models import Decoder, build_decoder, call_model, call_routed
+from trainkit.models.decoder import whole_logits
+from trainkit.models.sizes import config_from_facts, list_decoder_sizes, make_decoder_config
+from trainkit.parallel import build_stages, problems
+from trainkit.tools.testing.builtin import decoder_batch
+from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState
+from trainkit.weights.checkpoint import save_checkpoint
+from trainkit.weights.hub.folder import links_of, our_shapes
+from trainkit.weights.hub.links import check_links, linked, make_links, their_shapes
+
+
+def read(folder, context=tiny.CONTEXT):
+    """Return the decoder that a folder holds."""
+    opened = hub.open_folder(folder, context=context)
+    weights = hub.open_folder_weights(opened, dtype=torch.float32)
+    (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
+    return model
+
+
+def ours_of(model, batch):
+    call = call_model if model.config.experts is None else call_routed
+    return whole_logits(call(model, batch))
+
+
+def theirs_of(model, batch, *, packed):
+    mask = mask_of(model.config, batch.document_ids) if packed else None
+    ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    return model(**ids, attention_mask=mask, use_cache=False).logits
+
+
+def mask_of(config, documents):
+    """Return the mask of packed documents, or that of each kind of layer."""
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    seen = (same & torch.ones_like(same).tril()).unsqueeze(1)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    masks = {
+        kind: torch.zeros(seen.shape).masked_fill(~part, torch.finfo().min)
+        for kind, part in {
+            "full_attention": seen,
+            "sliding_attention": seen & torch.ones_like(same).triu(1 - (window or len(same))),
+        }.items()
+    }
+    if kinds:
+        return masks
+    return masks["full_attention" if window is None else "sliding_attention"]
+
+
+def near(got, want, what):
+    """Compare as everywhere: max|a - b| / max|b|."""
+    assert got.shape == want.shape, what
+    # Without rotary positions the bias of keys has no gradient: 0 up to rounding, on both sides.
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max() + 1e-8, what
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
+    theirs = tiny.make_theirs(row)
+    sharded = len(row) % 2 == 0
+    theirs.save_pretrained(tmp_path / "a", max_shard_size="20KB" if sharded else "5GB")
+    assert (tmp_path / "a" / "model.safetensors").exists() != sharded
+    ours = read(tmp_path / "a")
+    batch = decoder_batch(0)
+    alone = batch_from_rows(batch.input_ids)
+    with torch.no_grad():
+        near(ours_of(ours, alone), theirs_of(theirs, alone, packed=False), "logits of one document")
+    is_token = batch.document_ids >= 0
+    logits = ours_of(ours, batch), theirs_of(theirs, batch, packed=True)
+    near(logits[0][is_token], logits[1][is_token], "logits")
+    for x in logits:
+        nn.functional.cross_entropy(x.flatten(0, 1), batch.labels.flatten()).backward()
+    there = tiny.make_theirs(row)
+    with torch.no_grad():  # their gradients by the names that a folder has
+        for p, its in zip(there.parameters(), theirs.parameters(), strict=True):
+            p.copy_(its.grad)
+    there.save_pretrained(tmp_path / "gradients")
+    want = dict(read(tmp_path / "gradients").named_parameters())
+    for name, p in ours.named_parameters():
+        near(p.grad, want[name].detach(), name)
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
+    from safetensors.torch import load_file
+
+    tiny.make_theirs(row).save_pretrained(tmp_path)
+    folder = hub.open_folder(tmp_path)
+    links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
+    theirs = their_shapes(links)
+    files = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(x.shape) for name, x in files.items()} == theirs
+    back = linked(hub.open_folder_weights(folder), [link.turned() for link in links], theirs)
+    for name, x in files.items():
+        assert torch.equal(back(name, theirs[name], (0,) * x.ndim), x), name
+        if x.ndim == 2 and len(x) > 8:  # and any part of one
+            assert torch.equal(back(name, (5, 3), (3, 2)), x[3:8, 2:5]), name
+    assert set(ours) == {name for link in links for name in [link.ours.name]}
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
+    from safetensors.torch import load_file
+
+    theirs = tiny.make_theirs(row)
+    theirs.save_pretrained(tmp_path)
+    folder, state, values = hub.open_folder(tmp_path), theirs.state_dict(), theirs.config.to_dict()
+    if folder.config.experts is not None:  # joined in memory
+        with pytest.raises(CheckpointError, match=r"experts.* is missing") as error:
+            hub.import_tensors(state, values)
+        assert "save_pretrained writes them apart" in error.value.hint
+        state = load_file(tmp_path / "model.safetensors")
+    ours, want = hub.import_tensors(state, values), hub.open_folder_weights(folder)
+    assert ours.keys() == our_shapes(folder.config).keys()
+    for name, x in ours.items():
+        assert torch.equal(x, want(name, tuple(x.shape), (0,) * x.ndim)), name
+    model = build_decoder(folder.config, seed=1)
+    model.load_state_dict(ours, strict=folder.config.experts is None)
+    back = hub.export_tensors(model.state_dict(), folder.config, family=folder.family)
+    assert back.keys() <= state.keys()
+    assert all(torch.equal(x, state[name]) for name, x in back.items())
+    head = folder.family.names(folder.config)["head.weight"].name
+    assert state.keys() - back.keys() <= ({head} if folder.config.tied else set())
+
+
+def test_tensors_in_memory_that_are_not_the_models_are_named():
+    model = build_decoder(make_decoder_config("tiny", layers=1, tied=True), seed=0)
+    theirs = hub.export_tensors(model.state_dict(), model.config, family="llama")
+    values = hub.write_decoder_config(model.config, context=64)
+    embedding = theirs["model.embed_tokens.weight"]
+    import_tensors = functools.partial(hub.import_tensors, values=values)
+    ours = import_tensors(theirs | {"lm_head.weight": embedding})
+    assert ours["embedding.weight"].data_ptr() == embedding.data_ptr()  # a view
+    short = {name.removeprefix("model."): x for name, x in theirs.items()}
+    assert import_tensors(short).keys() == ours.keys()
+    for wrong, named in (
+        ({"lm_head.weight": embedding + 1}, "lm_head.weight is not model.embed_tokens.weight"),
+        ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight has the shape \[3\], not"),
+        ({"model.norm.weight": torch.ones(128).int()}, "is of int32, no floating point"),
+        ({"model.norm.bias": torch.ones(3)}, "model.norm.bias has no place in the model"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            import_tensors(theirs | wrong)
+    lacking = {name: x for name, x in theirs.items() if "norm" not in name}
+    with pytest.raises(CheckpointError, match=r"model.norm.weight of shape \[128\] is missing"):
+        import_tensors(lacking)
+    for wrong, named in (
+        ({"norm.weight": torch.ones(3)}, r"norm.weight has the shape \[3\], not \[128\]"),
+        ({"norm.bias": torch.ones(3)}, "norm.bias has no place in the decoder"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            hub.export_tensors(model.state_dict() | wrong, model.config)
+
+
+def test_a_folder_of_a_model_without_a_head_leaves_out_the_first_part_of_names(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny.make_theirs("gpt2").save_pretrained(tmp_path)
+    want = dict(read(tmp_path).named_parameters())
+    file = tmp_path / "model.safetensors"
+    short = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
+    short["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # the mask of causality, as OpenAI's have
+    assert "wte.weight" in short
+    save_file(short, file)
+    for name, x in read(tmp_path).named_parameters():
+        assert torch.equal(x, want[name]), name
+
+
+@pytest.mark.parametrize("row", tiny.ROWS)
+def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(row, tmp_path):
+    made = tiny.make_theirs(row)
+    made.save_pretrained(tmp_path / "a")
+    folder = hub.open_folder(tmp_path / "a", context=tiny.CONTEXT)
+    written = hub.write_decoder_config(folder.config, context=folder.context, family=folder.family)
+    again = hub.read_decoder_config(written, context=tiny.CONTEXT)
+    assert attrs.evolve(again, head_dim=folder.config.head_dim) == folder.config
+    theirs = type(made.config).from_dict(written)
+    skipped = {"dtype", "architectures", "initializer_range", "transformers_version", "layer_types"}
+    skipped |= {"sliding_window", "num_nextn_predict_layers", "num_mtp_layers", "pad_token_id"}
+    skipped |= {"bos_token_id", "eos_token_id", "_name_or_path", "rope_parameters", "head_dim"}
+    got, want = theirs.to_dict(), made.config.to_dict()
+    assert {k: got.get(k) for k in want if k not in skipped} == {
+        k: want[k] for k in want if k not in skipped
+    }
+
+
+@pytest.mark.parametrize("name", list_decoder_sizes())
+def test_every_size_has_a_family_that_computes_it(name):
+    config = list_decoder_sizes()[name]
+    families = {"tiny": "llama", "10m": "llama", "60m": "llama", "125m": "llama", "350m": "llama"}
+    families |= {
+        "mixtral-8x7b": "mixtral",
+        "qwen3-30b-a3b": "qwen3_moe",
+        "deepseek-v3": "deepseek_v3",
+    }
+    families |= {"qwen3-235b-a22b": "qwen3_moe"}
+    want = families.get(name, name.split("-")[0].split(".")[0])
+    found = hub.match_family(config)
+    assert found.model_type == want
+    assert (
+        hub.read_decoder_config(hub.write_decoder_config(config, context=64)).rope_scaling
+        == config.rope_scaling
+    )
+    if config.layers * (config.experts.count if config.experts else 1) < 10_000:
+        links_of(found, config)
+
+
+def test_a_decoder_of_no_family_is_told_why_of_each():
+    config = attrs.evolve(list_decoder_sizes()["tiny"], qk_norm=True, qkv_bias=True)
+    with pytest.raises(
+        ConfigError, match=r"llama: its qk_norm is False.*qwen3: its qkv_bias"
+    ) as it:
+        hub.match_family(config)
+    assert len(it.value.got) == len(hub.FAMILIES)
+
+
+@pytest.mark.parametrize("name", published.FORMS)
+def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_path):
+    said, transformers = published.shrunk(name), tiny.load_transformers()
+    plain = {key: x for key, x in said.items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(plain))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tiny.fill(theirs)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(orjson.dumps(said))
+    ours, ids = read(tmp_path, context=None), torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        near(ours_of(ours, batch_from_rows(ids)), theirs(ids).logits, name)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 8]}
+
+
+def quantize_folder(folder, block):
+    """Put what a folder's linear layers hold into fp8, as DeepSeek-V3's are; return the values."""
+    from safetensors.torch import load_file, save_file
+
+    stored, values = {}, {}
+    for name, x in load_file(folder / "model.safetensors").items():
+        stored[name] = values[name] = x
+        if "_proj" not in name:
+            continue
+        rows, columns = (torch.arange(n) // b for n, b in zip(x.shape, block, strict=True))
+        scales = 0.5 + torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1)
+        stored[name] = x.to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        values[name] = stored[name].float() * scales[rows][:, columns]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = FP8 | {"weight_block_size": block}
+    (folder / "config.json").write_bytes(orjson.dumps(config))
+    return values
+
+
+@pytest.mark.parametrize(("row", "block"), [("qwen3", [8, 8]), ("deepseek_v3", [12, 20])])
+def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
+    """In any boxes: the last blocks of a matrix are smaller, and a box begins inside of one."""
+    theirs = tiny.make_theirs(row)
+    theirs.save_pretrained(tmp_path)
+    values = quantize_folder(tmp_path, block)
+    folder = hub.open_folder(tmp_path)
+    links, theirs = links_of(folder.family, folder.config), {k: x.shape for k, x in values.items()}
+    back = linked(hub.open_folder_weights(folder), [link.turned() for link in links], theirs)
+    for name, x in values.items():
+        assert torch.equal(back(name, x.shape, (0,) * x.ndim), x), name
+        if x.ndim == 2 and len(x) > 15:
+            assert torch.equal(back(name, (9, 5), (6, 3)), x[6:15, 3:8]), name
+    if row == "qwen3":  # whose matrices are whole blocks, as transformers wants them
+        transformers = tiny.load_transformers()
+        how = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
+        wanted = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=how, dtype=torch.float32
+        )
+        for name, x in wanted.state_dict().items():
+            assert name not in values or torch.equal(x, values[name]), name
+
+
+def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
+    """Short ones unless more is asked for: nothing that is longer is computed with them."""
+    row = "phi3 longrope, long, a part of each head"
+    tiny.make_theirs(row).save_pretrained(tmp_path)
+    for context in (None, 4, 3, 5):
+        folder = hub.open_folder(tmp_path, context=context)
+        scaling = folder.config.rope_scaling
+        assert folder.context == context or (context is None and folder.context == 4)
+        assert scaling.factors == (scaling.long if context == 5 else scaling.short)
+        assert folder.config.reach == max(folder.context, 4)
+        assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
+            folder.config
+        )
+        (found,) = problems(Layout(), folder.config, BatchShape(row_length=8, rows=1), world=1)
+        assert f"the model has a context of {folder.config.reach}; set row_length" in str(found)
+    assert hub.read_init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
+    for file, data in hub.make_tokenizer_files("bytes").items():
+        (tmp_path / file).write_bytes(data)
+    values = orjson.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(orjson.dumps(values | {"vocab_size": 271}))
+    assert hub.open_model(tmp_path).context == 4
+    assert hub.open_model(tmp_path, context=9).config.reach == 9
+
+
+def test_a_context_beyond_learned_positions_is_refused(tmp_path):
+    config = list_decoder_sizes()["tiny"]
+    learned = attrs.evolve(config, positions=16, head_dim=None)
+    make_run = {"config.tokenizer": "bytes", "config.row_length": 16}
+    facts = {**make_run, "model": attrs.asdict(learned)}
+    model = build_decoder(learned, seed=0)
+    rest = [model], torch.optim.SGD(model.parameters()), solo_parallel()
+    save_checkpoint(tmp_path, TrainState(), *rest, facts=facts)
+    assert hub.open_model(tmp_path).context == 16
+    with pytest.raises(ConfigError, match=r"17 tokens are asked for, and positions of .* reach 16"):
+        hub.open_model(tmp_path, context=17)
+
+
+def test_a_map_with_a_gap_is_refused_by_name():
+    shapes = {"a": (4, 2), "b": (2, 2)}
+    with pytest.raises(ConfigError, match="no name for b"):
+        make_links({"a": hub.HFTensor("x")}, shapes, heads={}, rotary=0)
+    table = {"a": hub.HFTensor("x"), "b": hub.HFTensor("y")}
+    with pytest.raises(ConfigError, match=r"make_links: b must have a dimension, got"):
+        make_links(table, {"a": (2,), "b": ()}, heads={}, rotary=0)
+    links = make_links({"a": hub.HFTensor("x"), "b": hub.HFTensor("x")}, shapes, heads={}, rotary=0)
+    with pytest.raises(ConfigError, match="x: 12 of 8 elements are linked"):
+        check_links(links, shapes)
+
+
+def test_a_transposed_and_joined_tensor_comes_back():
+    shapes, table = {"q": (3, 2), "k": (4, 2)}, {}
+    for name in shapes:
+        table[name] = hub.HFTensor("qk", joined=True, transposed=True)
+    links = make_links(table, shapes, heads={}, rotary=0)
+    check_links(links, shapes)
+    assert their_shapes(links) == {"qk": (2, 7)}
+    whole = torch.arange(14.0).view(2, 7)
+    stored = {"qk": whole}
+
+    def cut(name, shape, offset):
+        return stored[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    ours = linked(cut, links, shapes)
+    assert torch.equal(ours("k", (4, 2), (0, 0)), whole[:, 3:].T)
+    assert torch.equal(ours("k", (2, 1), (1, 1)), whole[1:, 4:6].T)
+    stored |= {name: ours(name, shape, (0, 0)) for name, shape in shapes.items()}
+    back = linked(cut, [link.turned() for link in links], {"qk": (2, 7)})
+    assert torch.equal(back("qk", (2, 4), (0, 2)), whole[:, 2:6])

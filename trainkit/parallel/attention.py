@@ -1,0 +1,83 @@
+"""The kernel of a model's attention, chosen once for each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.attention.choose import Chosen, choose_kernel
+from trainkit.parallel.notes import Note
+from trainkit.parallel.transforms import Transform
+from trainkit.types import ConfigError, Kernel, ParallelState
+
+_KERNEL = Note[Chosen | None]("attention", default=None)
+
+
+def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
+    """Return the transform that gives a model the first of some attention kernels that fits.
+
+    Every submodule that holds an `Attend` in its attribute `attend` and says `head_size`, as the
+    decoder's attention does, gets that kernel which takes its head size, its `window` and its
+    `softcap`; layers of one kind share it. `attention_line` says what was taken.
+
+    Args:
+        names: Kernels in order of preference; see `attention.choose_kernel`.
+        dtype: What is computed in.
+
+    Returns:
+        A transform for `build_stages`. It renames nothing.
+
+    Raises:
+        ConfigError: When applied: no kernel takes a layer; there is no such submodule; or the
+            layout has a ring, which computes blocks by kernels of its own.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import Decoder, make_decoder_config
+        >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
+        >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
+        >>> attention_line([made])
+        'attention: 2 layers by flash (varlen: it runs on CUDA alone)'
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
+        layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
+        if ps.ring.count > 1 or not layers:
+            found = "no submodule has attributes 'attend' and 'head_size'"
+            found = f"ring = {ps.ring.count} has kernels of its own" if layers else found
+            raise ConfigError(
+                f"attention: {', '.join(names)} cannot be chosen, {found}; leave attention out",
+                where="attention",
+                got=list(names),
+            )
+        made: dict[tuple[Any, ...], Chosen] = {}
+        for layer in layers:
+            how: dict[str, Any] = {x: getattr(layer, x, None) for x in ("window", "softcap")}
+            how["head_size"] = getattr(layer, "widest_head", None) or layer.head_size
+            kind = tuple(how.values())
+            if kind not in made:
+                made[kind] = choose_kernel(names, device=ps.device, dtype=dtype, **how)
+            vars(layer)["attend"] = made[kind].attend
+            _KERNEL.write_(layer, made[kind])
+        return module
+
+    return Transform(apply, kind="attention")
+
+
+def attention_line(stages: Sequence[nn.Module]) -> str:
+    """Return which kernels were chosen for how many layers, and why no others; "" without a choice.
+
+    Args:
+        stages: This rank's stages.
+
+    Examples:
+        >>> attention_line([nn.Linear(1, 1)])
+        ''
+    """
+    chosen = [str(kernel) for stage in stages for kernel in _KERNEL.read_all(stage)]
+    kinds = [f"{chosen.count(kind)} layers by {kind}" for kind in dict.fromkeys(chosen)]
+    return f"attention: {', '.join(kinds)}" if kinds else ""

@@ -1,0 +1,42 @@
+"""torch.compile, block by block: equal blocks share code, and collectives stay outside."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainkit.parallel.names import find_blocks
+from trainkit.parallel.recompute import refuse_by_cost
+from trainkit.parallel.transforms import Transform
+from trainkit.types import ParallelState
+
+
+def compile_blocks(
+    *, blocks: str = "layers.*", backend: str = "inductor", dynamic: bool | None = None
+) -> Transform:
+    """Return the transform that compiles each block in place; parameters keep their names.
+
+    Args:
+        blocks: The name pattern of the blocks.
+        backend: A backend of torch.compile; "aot_eager" needs no C++ compiler.
+        dynamic: As in torch.compile: whether shapes may change; None decides at the first change.
+
+    Returns:
+        A transform for `build_stages`. Compilation happens at the first call.
+
+    Raises:
+        ValueError: When applied: `blocks` matches nothing.
+        ConfigError: When applied: recomputation chooses by cost what it keeps.
+
+    Examples:
+        >>> compile_blocks(backend="aot_eager").kind
+        'compiled'
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        del ps
+        refuse_by_cost(module, by="compiled")
+        for unit in find_blocks(module, blocks, needed_by="compiled"):
+            unit.compile(backend=backend, dynamic=dynamic)
+        return module
+
+    return Transform(apply, kind="compiled")

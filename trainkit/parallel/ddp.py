@@ -1,0 +1,183 @@
+"""Replicas: gradients summed after backward, votes in place of sums, parameters averaged at times.
+
+FSDP over `dp_replicate` sums gradients unit by unit. What stands here sums them all at once, at the
+end of a step, or leaves the sum to the recipe, which may then do without it in most steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.collectives import all_sum
+from trainkit.parallel.reduction import (
+    buckets_of,
+    check_dense,
+    flags_of,
+    gradients_of,
+    local_of,
+    mark_partial_,
+    mark_replicated_,
+    whose_gradient,
+)
+from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
+from trainkit.types import Axis, ParallelState, check_choice
+
+
+def ddp(*, sums: bool = True) -> Transform:
+    """Return the transform that replicates over `ps.dp_replicate`, and sums gradients there.
+
+    As data parallelism of old, but for the division: each rank keeps its parameters, whole or
+    sharded by an `fsdp` later in the plan, which then leaves `dp_replicate` alone. Gradients are
+    summed in a few flat buffers after the last microbatch. There is no wrapper, so that names stay.
+
+    Args:
+        sums: False leaves gradients as the backward passes of a replica give them: the recipe sums
+            them by `sync_sp_grads(params, ps.dp_replicate)`, has them voted by `vote_signs`, or
+            steps each replica by itself and calls `average_parameters` at times.
+
+    Returns:
+        A transform for `build_stages`.
+
+    Raises:
+        ConfigError: When applied: an embedding has a `max_norm`.
+
+    References:
+        Li et al., "PyTorch Distributed" (2020), without its overlap with the backward pass.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1)
+        >>> ddp()(model, solo_parallel()) is model
+        True
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.dp_replicate.count > 1:
+            refuse_max_norm(module, by="ddp")
+        mark_replicated_(module)
+        for part in module.modules() if sums else ():
+            names = [name for name, _ in part.named_parameters(recurse=False)]
+            mark_partial_(part, names, ps.dp_replicate)
+        return module
+
+    return Transform(apply, kind="ddp", axes=("dp_replicate",))
+
+
+@torch.no_grad()
+def average_parameters(
+    params: Iterable[nn.Parameter], axis: Axis, *, weight: Tensor | float = 1.0
+) -> None:
+    """Replace parameters by their mean over replicas, each of which counts by its weight.
+
+    For local SGD: replicas step by themselves, with the tokens of their own as the denominator, and
+    meet every so many steps. The weight is then how many tokens a replica has trained on since; the
+    mean is a sum with one denominator, as of losses. The moments of the optimizer stay each
+    replica's own. A checkpoint holds one replica, so save after an average only.
+
+        sums = forward_backward(batch.microbatches, denominator=all_sum(tokens, ps.fsdp))
+        if step < start:
+            sync_sp_grads(params, ps.dp_replicate)  # and the denominator over ps.loss
+        update = clip_and_step(params, optimizer, ...)
+        if step >= start and due(step + 1, period):
+            average_parameters(params, ps.dp_replicate, weight=tokens_since)
+
+    Args:
+        params: The parameters of this rank, plain or DTensor, the same on every rank of the axis.
+        axis: The replicas, `ps.dp_replicate` of a plan with `ddp(sums=False)`.
+        weight: What this replica counts, at least 0; where all are 0, all count alike.
+
+    Effects:
+        Writes the parameters, which are then equal on all ranks of the axis, bit for bit; those
+        that were equal stay as they are, up to a weight of 2^29 in all. Communicates on `axis`: the
+        weights, and the parameters in fp64, 16 million in one all-reduce. Nothing at size 1.
+
+    References:
+        Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (2020).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> average_parameters([nn.Parameter(torch.ones(2))], solo_parallel().dp_replicate)
+    """
+    params = list(dict.fromkeys(params))
+    if axis.count == 1 or not params:
+        return
+    own = torch.as_tensor(weight, dtype=torch.float64, device=local_of(params[0]).device)
+    total = all_sum(own, axis)
+    own = torch.where(total > 0, own, 1.0)
+    total = torch.where(total > 0, total, float(axis.count))
+    for bucket in buckets_of(params):
+        parts = [local_of(p) for p in bucket]
+        flat = torch.cat([part.reshape(-1) for part in parts]).double().mul_(own)
+        dist.all_reduce(flat, group=axis.group)
+        means = flat.div_(total).split([part.numel() for part in parts])
+        for part, mean in zip(parts, means, strict=True):
+            part.copy_(mean.view_as(part))
+
+
+@torch.no_grad()
+def vote_signs(
+    params: Iterable[nn.Parameter],
+    axis: Axis,
+    *,
+    count: Literal["majority", "mean"] = "majority",
+) -> None:
+    """Replace gradients by the votes of replicas on the sign of each element.
+
+    Each replica votes by the sign of its own gradient, 0 for an element of 0; the votes are summed.
+    A vote takes a byte (four beyond 127 replicas). Call it once a step, after the last backward
+    pass. It is not the sign of a sum: more replicas give other numbers, so that this alone, of all
+    that trains, depends on the layout, on `dp_replicate`; what a replica is sharded over it does
+    not, since FSDP has summed those gradients before.
+
+    Args:
+        params: The parameters of this rank, the same on every rank of the axis.
+        axis: The voters, `ps.dp_replicate` of a plan with `ddp(sums=False)`.
+        count: "majority" gives the sign of the sum, 0 for a tie; "mean" the sum divided by the
+            number of voters.
+
+    Raises:
+        ValueError: `count` is unknown, or a gradient is sparse.
+
+    Effects:
+        Replaces the values of `.grad`; communicates on `axis`: one all-reduce per dtype and 16
+        million elements. Where a gradient of a voter is not finite, those it is sent with become
+        NaN on all, so that no step is taken on them.
+
+    References:
+        Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant"
+        (2019).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> p = nn.Parameter(torch.zeros(3))
+        >>> p.grad = torch.tensor([0.1, -7.0, 0.0])
+        >>> vote_signs([p], solo_parallel().dp_replicate)
+        >>> p.grad
+        tensor([ 1., -1.,  0.])
+    """
+    check_choice(("majority", "mean"), "vote_signs", count=count)
+    for bucket in buckets_of([p for p in dict.fromkeys(params) if p.requires_grad]):
+        check_dense(bucket)
+        has = [p.grad is not None for p in bucket]
+        grads = gradients_of(bucket)
+        parts = [local_of(grad) for grad in grads]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        is_bad = flat.isfinite().all().logical_not().reshape(1)
+        ballots = torch.cat([flags_of(has, flat), is_bad.to(flat), flat.sign()])
+        votes = ballots.to(torch.int8 if axis.count < 128 else torch.int32)
+        if axis.count > 1:
+            dist.all_reduce(votes, group=axis.group)
+        owners, bad, votes = votes.split([len(parts), 1, flat.numel()])
+        told = votes.sign() if count == "majority" else votes / axis.count
+        told = told.to(flat.dtype).masked_fill(bad > 0, math.nan)
+        for part, values in zip(parts, told.split([x.numel() for x in parts]), strict=True):
+            part.copy_(values.view_as(part))
+        for p, grad, kept in zip(bucket, grads, whose_gradient(has, owners), strict=True):
+            p.grad = grad if kept else None

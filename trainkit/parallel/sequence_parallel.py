@@ -1,0 +1,69 @@
+"""Sequence parallelism: each rank holds a part of every document, and attention puts it together.
+
+Only attention looks at other tokens, so it is all that changes in a model: `ring` and `ulysses` of
+`trainkit.attention` take the place of the attention that it has. `batch.shard_sequence` deals out
+the tokens, and the gradients of the parts are summed by FSDP over the axes that `fold_sp` names and
+by `grads.sync_sp_grads` over the others.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainkit.attention.blocks import BlockKernel
+from trainkit.attention.ring import ring
+from trainkit.attention.ulysses import ulysses
+from trainkit.models.experts import check_whole_documents
+from trainkit.parallel.transforms import Transform
+from trainkit.parallel.unsupported import refuse_max_norm
+from trainkit.types import ConfigError, ParallelState
+
+
+def sequence_parallel(*, kernel: BlockKernel | None = None) -> Transform:
+    """Return the transform that makes attention work over `ps.ring` and `ps.ulysses`.
+
+    Every submodule that holds an `Attend` in its attribute `attend`, as the decoder's attention
+    does, gets one for the layout: Ulysses around the ring, or around what is there where the ring
+    has size 1. Where both axes have size 1 the model is left as it is.
+
+    Args:
+        kernel: What computes a block of ring attention; by default the fastest that takes the
+            tensors.
+
+    Returns:
+        A transform for `build_stages`. It renames nothing.
+
+    Raises:
+        ConfigError: When applied: an axis has a size above 1, and no submodule has an `attend`, or
+            an embedding has a `max_norm`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.Linear(1, 1)
+        >>> sequence_parallel()(model, solo_parallel()) is model
+        True
+    """
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.ring.count == ps.ulysses.count == 1:
+            return module
+        check_whole_documents(module, "sequence")
+        refuse_max_norm(module, by="sequence")
+        # vars: an attribute of the instance, not a method or a submodule of that name
+        attending = [unit for unit in module.modules() if callable(vars(unit).get("attend"))]
+        if not attending:
+            raise ConfigError(
+                f"sequence: the layout has ring = {ps.ring.count} and ulysses = "
+                f"{ps.ulysses.count}, but no submodule of {type(module).__name__} has an attribute "
+                "'attend'; keep the model's attention function there, or set both to 1",
+                where="ring, ulysses",
+                got=0,
+                want="a submodule with an attribute 'attend'",
+            )
+        for unit in attending:
+            attributes = vars(unit)
+            inner = attributes["attend"] if ps.ring.count == 1 else ring(ps.ring, kernel=kernel)
+            attributes["attend"] = ulysses(inner, ps.ulysses)
+        return module
+
+    return Transform(apply, kind="sequence", axes=("ring", "ulysses"))

@@ -1,0 +1,457 @@
+"""Matrices in few bits: NF4 with doubly quantised scales, NVFP4, int4, int8, and fp8 in blocks.
+
+Blocks are blocks of the whole matrix: along a row of its last dimension from column 0 on, and in
+fp8 along rows too, from row 0 on. So what an element becomes depends on its place in the whole
+matrix alone, and a part that begins where a block does is quantised as it is in the whole; but for
+nvfp4 and fp8_row, which also ask for the largest magnitude of the whole, or of whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from math import ceil
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainkit.types import NumericsError, check_choice, check_range
+
+QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
+"""The names of the formats."""
+
+PACKED: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
+"""Those whose bytes a model can hold: each row is whole by itself."""
+
+NF4_BLOCK, NF4_GROUP, INT8_BLOCK, FP8_BLOCK, INT4_BLOCK, NVFP4_BLOCK = 64, 256, 128, 128, 32, 16
+FP8_LARGEST, E2M1_LARGEST = 448.0, 6.0
+"""The largest numbers of e4m3 and of e2m1."""
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What the sixteen codes of NF4 stand for, as parts of their block's largest magnitude."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES: Mapping[QuantizationFormat, tuple[float, ...]] = MappingProxyType(
+    {
+        "nf4": NF4_VALUES,
+        "nvfp4": (*_E2M1, *(-x for x in _E2M1)),
+        "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
+    }
+)
+
+HALF_STEPS: Mapping[QuantizationFormat, float] = MappingProxyType(
+    {"nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2, "int8": 0.5, "fp8": 0.125}
+)
+"""About half the way from one code to the next, in scales: what quantising is off by. Of nf4 where
+codes are closest, of fp8 for what is 2 to 4 scales large."""
+
+_PAIRS = {
+    form: np.array([(own[i >> 4], own[i & 15]) for i in range(256)], np.float32)
+    for form, own in _VALUES.items()
+}
+_LEAST = torch.finfo(torch.float32).tiny
+
+
+@attrs.frozen(eq=False)
+class Quantized:
+    """A matrix `[..., R, C]` in few bits.
+
+    Attributes:
+        form: Its format.
+        codes: uint8 `[..., R, ceil(C / 2)]` of nf4, nvfp4 and int4, two codes in a byte, the first
+            in the upper half; int8 or e4m3 `[..., R, C]` of the others.
+        scales: Of each block of N = ceil(C / block) in a row: uint8 `[..., R, N]` of nf4, e4m3 of
+            nvfp4, fp32 of int4 and int8; fp32 `[..., ceil(R / 128), N]` of fp8, `[..., R, 1]` of
+            fp8_row.
+        levels: Of nf4 of each G = ceil(N / 256) groups of blocks in a row the least scale, and the
+            step from one scale to the next, fp32 `[..., R, G, 2]`; of nvfp4 what all scales are
+            multiplied with, fp32 `[..., 1, 1]`.
+        shape: That of the matrix.
+        dtype: That of the matrix, and of what `dequantize` gives by default.
+    """
+
+    form: QuantizationFormat
+    codes: Tensor
+    scales: Tensor
+    levels: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its tensors."""
+        return sum(x.nbytes for x in (self.codes, self.scales, self.levels) if x is not None)
+
+
+def quantize(
+    weight: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
+) -> Quantized:
+    """Quantise a matrix to a format; 0 stays 0.
+
+    | form | bits an element | what shares a scale, and what it is |
+    |---|---|---|
+    | nf4 | 4.13 | 64 of a row: their largest magnitude; sixteen numbers, for normal weights |
+    | int8 | 8.25 | 128 of a row: 1/127 of their largest magnitude; whole numbers |
+    | fp8 | 8 | 128 x 128, as in DeepSeek-V3 (`weight_scale_inv`): 1/448 of theirs; e4m3 |
+    | int4 | 5 (4.5 with scales in bf16) | 32 of a row: 1/7.5 of theirs; -8 to 7, as torchao's |
+    | nvfp4 | 4.5 | 16 of a row: 1/6 of theirs, in e4m3 after division by 1/2,688 of the matrix's |
+    | fp8_row | 8 | a row: 1/448 of its largest magnitude; e4m3 |
+
+    The scales of nf4 are in turn rounded to 256 levels between the least and the largest of each
+    256 that follow each other in a row. nvfp4 knows 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives,
+    as GPUs from Blackwell on multiply them.
+
+    Dequantised, an element is off, beside fp32's rounding, by at most: in nf4 0.152 times its
+    block's largest magnitude plus 1/510 of the range of the scales in its group; in int8 1/254 and
+    in int4 1/15 of its block's largest; in fp8 and fp8_row 1/16 of its own magnitude, or 1/28,672
+    of the largest that shares its scale if that is more; in nvfp4 17/96 of its block's largest plus
+    1/458,752 of the matrix's.
+
+    Args:
+        weight: `[..., R, C]`, computed with in fp32.
+        form: The format.
+        largest: Of nvfp4 the largest magnitude of the matrix, `[..., 1, 1]`, where this is a part
+            of it (a block that goes beyond it is cut off); of fp8_row that of what shares a scale,
+            `[..., R, 1]` or `[..., 1, 1]`. By default that of the matrix, and of each row.
+
+    Raises:
+        NumericsError: A value is not finite.
+        ValueError: It is no matrix of floating point, or the format is unknown.
+
+    References:
+        nf4: Dettmers et al., "QLoRA" (2023); there groups of scales run across rows, and have the
+        mean of all scales taken off. int8: Dettmers et al., "8-bit optimizers via block-wise
+        quantization" (2022). fp8: DeepSeek-AI, "DeepSeek-V3 technical report" (2024). nvfp4:
+        NVIDIA, "Pretraining large language models with NVFP4" (2025).
+
+    Examples:
+        >>> quantize(torch.ones(2, 128), "int8").nbytes
+        264
+        >>> quantize(torch.tensor([[0.0, 0.5, -1.0, 2.0]]), "int8").codes
+        tensor([[  0,  32, -64, 127]], dtype=torch.int8)
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.5, -1.0, 2.0]]), "nf4"))
+        tensor([[ 0.0000,  0.4922, -1.0501,  2.0000]])
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.7, -1.3, 6.0]]), "nvfp4")).tolist()
+        [[0.0, 0.5, -1.5, 6.0]]
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.3, -1.0, 448.0]]), "fp8")).tolist()
+        [[0.0, 0.3125, -1.0, 448.0]]
+        >>> dequantize(quantize(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")).tolist()
+        [[0.0, 1.0, -8.0, 7.0]]
+        >>> dequantize(quantize(torch.tensor([[0.0, 0.3, 448.0], [0, 0, 0]]), "fp8_row"))[0, 1]
+        tensor(0.3125)
+    """
+    check_choice(
+        get_args(QuantizationFormat) if largest is None else ("nvfp4", "fp8_row"),
+        "quantize",
+        form=form,
+    )
+    given = () if largest is None else (largest,)
+    return attrs.evolve(_PIECES[form](_checked(weight), *given), dtype=weight.dtype)
+
+
+def quantize_dequantize(
+    x: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
+) -> Tensor:
+    """Return what a matrix is after it was quantised, without a look at whether it is finite.
+
+    What is not finite takes its scale along, and with it all that shares it.
+
+    Args:
+        x: `[..., R, C]`.
+        form: The format.
+        largest: As in `quantize`.
+
+    Examples:
+        >>> quantize_dequantize(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
+        tensor([[ 0.,  1., -8.,  7.]])
+    """
+    given = () if largest is None else (largest,)
+    return dequantize(_PIECES[form](x.detach().float(), *given), x.dtype)
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the matrix that codes stand for, each product rounded once to fp32, then to `dtype`.
+
+    Args:
+        quantized: The codes.
+        dtype: By default that of the matrix which was quantised.
+
+    Examples:
+        >>> dequantize(quantize(torch.ones(1, 3, dtype=torch.bfloat16), "int8"))
+        tensor([[1., 1., 1.]], dtype=torch.bfloat16)
+    """
+    scales = quantized.scales
+    if quantized.form == "nf4" and quantized.levels is not None:
+        scales = scales_of(scales, quantized.levels)
+    if quantized.form == "nvfp4" and quantized.levels is not None:
+        scales = scales.float() * quantized.levels
+    if quantized.form == "fp8":
+        scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : quantized.shape[-2], :]
+    if quantized.form == "fp8_row":
+        return (quantized.codes.float() * scales).to(dtype or quantized.dtype)
+    values = times_scales(quantized.codes, scales, quantized.form, columns=quantized.shape[-1])
+    return values.to(dtype or quantized.dtype)
+
+
+def add_low_rank(
+    base: Tensor | Quantized,
+    b: Tensor,
+    a: Tensor,
+    *,
+    scale: float,
+    to: torch.dtype | QuantizationFormat = torch.float32,
+) -> Tensor | Quantized:
+    """Return a matrix with a product of low rank added to it in fp32: base + scale * b @ a.
+
+    Args:
+        base: `[..., R, C]`, in few bits or not.
+        b: `[..., R, r]`.
+        a: `[..., r, C]`.
+        scale: alpha / r as a rule.
+        to: What the sum is rounded to: a dtype, or a format, to which it is quantised anew.
+
+    Raises:
+        ValueError: `scale` is not finite.
+        NumericsError: It is to be quantised, and is not finite.
+
+    References:
+        Hu et al., "LoRA" (2021).
+
+    Examples:
+        >>> base = quantize(torch.ones(2, 3), "int8")
+        >>> add_low_rank(base, torch.ones(2, 1), torch.ones(1, 3), scale=0.5)
+        tensor([[1.5000, 1.5000, 1.5000],
+                [1.5000, 1.5000, 1.5000]])
+    """
+    check_range("add_low_rank", scale=scale)
+    whole = dequantize(base, torch.float32) if isinstance(base, Quantized) else base.float()
+    merged = whole + scale * (b.float() @ a.float())
+    return merged.to(to) if isinstance(to, torch.dtype) else quantize(merged, to)
+
+
+# -------------------------------------------------------------------------------------- the pieces
+
+
+def block_of(form: QuantizationFormat) -> int:
+    """Return how many elements of a row a scale is for.
+
+    Examples:
+        >>> block_of("nf4")
+        64
+    """
+    blocks = {"nf4": NF4_BLOCK, "int4": INT4_BLOCK, "nvfp4": NVFP4_BLOCK}
+    return blocks.get(form, FP8_BLOCK)
+
+
+def times_scales(
+    codes: Tensor,
+    scales: Tensor,
+    form: QuantizationFormat,
+    *,
+    columns: int,
+    first: int = 0,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """Return in fp32 what some columns of a matrix are: what codes stand for, times scales.
+
+    Args:
+        codes: Those of the columns, `[..., R, columns]`, or half as many bytes of nf4.
+        scales: fp32 `[..., R, N]`, of all blocks of each row.
+        form: The format.
+        columns: How many columns there are.
+        first: Which column of the matrix is the first one.
+        noise: fp32 `[..., R, columns]`, added to what codes stand for, before scales.
+
+    Examples:
+        >>> codes = torch.tensor([[2, 3]], dtype=torch.int8)
+        >>> times_scales(codes, torch.tensor([[1.0, 10.0]]), "int8", columns=2, first=127)
+        tensor([[ 2., 30.]])
+    """
+    block = block_of(form)
+    if form in _PAIRS:
+        pairs = torch.from_numpy(_PAIRS[form]).to(codes.device)
+        values = nn.functional.embedding(codes.int(), pairs).flatten(-2)[..., :columns]
+    else:
+        values = codes.float()
+    if noise is not None:
+        values += noise
+    if first % block or columns % block or not columns:
+        return values * scales.repeat_interleave(block, -1)[..., first : first + columns]
+    own = scales[..., first // block : (first + columns) // block]
+    return values.unflatten(-1, (-1, block)).mul_(own.unsqueeze(-1)).flatten(-2)
+
+
+def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
+    """Return the scales, fp32 `[..., R, N]`, of nf4's rounded ones and their groups' levels.
+
+    Examples:
+        >>> scales_of(torch.tensor([[0, 2]], dtype=torch.uint8), torch.tensor([[[1.0, 0.5]]]))
+        tensor([[1., 2.]])
+    """
+    least, step = (
+        x.repeat_interleave(NF4_GROUP, -1)[..., : rounded.shape[-1]] for x in levels.unbind(-1)
+    )
+    return least + rounded * step
+
+
+def _nf4(x: Tensor) -> Quantized:
+    blocks, scales = _blocks(x, NF4_BLOCK)
+    values = torch.tensor(NF4_VALUES, device=x.device)
+    middles = (values[1:] + values[:-1]) / 2
+    indices = torch.bucketize(_divided(blocks, scales), middles, out_int32=True)
+    levels, rounded = _levels(scales)
+    return Quantized("nf4", _paired(indices, x), rounded, levels, tuple(x.shape), x.dtype)
+
+
+def _int8(x: Tensor) -> Quantized:
+    blocks, largest = _blocks(x, INT8_BLOCK)
+    scales = largest / 127
+    codes = _divided(blocks, scales).round_().clamp_(-127, 127).to(torch.int8)
+    codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
+    return Quantized("int8", codes, scales, None, tuple(x.shape), x.dtype)
+
+
+def _fp8(x: Tensor) -> Quantized:
+    rows = x.shape[-2]
+    short = max(1, -(-rows // FP8_BLOCK)) * FP8_BLOCK - rows
+    blocks, largest = _blocks(nn.functional.pad(x, (0, 0, 0, short)), FP8_BLOCK)
+    scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
+    codes = _e4m3(_divided(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
+    codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
+    return Quantized("fp8", codes, scales, None, tuple(x.shape), x.dtype)
+
+
+def _nvfp4(x: Tensor, largest: Tensor | None = None) -> Quantized:
+    blocks, own = _blocks(x, NVFP4_BLOCK)
+    whole = largest_of(x, rows=False) if largest is None else largest.float()
+    level = whole / (E2M1_LARGEST * FP8_LARGEST)
+    scales = _e4m3(own / E2M1_LARGEST / level.clamp_min(_LEAST))
+    scaled = _divided(blocks, scales.float() * level)
+    size = scaled.abs().clamp_max(E2M1_LARGEST)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    size = (size / step).round() * step  # halves go to the even code, as in hardware
+    indices = torch.bucketize(size, torch.tensor(_E2M1, device=x.device), out_int32=True)
+    indices |= scaled.signbit().int() << 3
+    return Quantized("nvfp4", _paired(indices, x), scales, level, tuple(x.shape), x.dtype)
+
+
+def _int4(x: Tensor) -> Quantized:
+    blocks, largest = _blocks(x, INT4_BLOCK)
+    scales = largest / 7.5
+    # Times the reciprocal, and not divided: the same bits as torchao's.
+    scaled = blocks * (1 / scales.clamp_min(_LEAST)).unsqueeze(-1)
+    codes = scaled.round_().clamp_(-8, 7).to(torch.int32) & 15
+    return Quantized("int4", _paired(codes, x), scales, None, tuple(x.shape), x.dtype)
+
+
+def _fp8_row(x: Tensor, largest: Tensor | None = None) -> Quantized:
+    largest = largest_of(x, rows=True) if largest is None else largest.float()
+    scales = largest / FP8_LARGEST
+    codes = _e4m3(x / scales.clamp_min(_LEAST))
+    return Quantized("fp8_row", codes, scales, None, tuple(x.shape), x.dtype)
+
+
+_PIECES: dict[QuantizationFormat, Callable[..., Quantized]] = {
+    "nf4": _nf4,
+    "int8": _int8,
+    "fp8": _fp8,
+    "int4": _int4,
+    "nvfp4": _nvfp4,
+    "fp8_row": _fp8_row,
+}
+
+
+def largest_of(x: Tensor, *, rows: bool) -> Tensor:
+    """Return the largest magnitude of each row, `[..., R, 1]`, or of each matrix, `[..., 1, 1]`.
+
+    Examples:
+        >>> largest_of(torch.tensor([[1.0, -2.0], [0.0, 0.5]]), rows=True).flatten()
+        tensor([2.0000, 0.5000])
+    """
+    if not x.numel():
+        return x.new_zeros((*x.shape[:-1], 1) if rows else (*x.shape[:-2], 1, 1))
+    return x.abs().amax((-1,) if rows else (-2, -1), keepdim=True)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _paired(codes: Tensor, like: Tensor) -> Tensor:
+    """Return codes of four bits in blocks `[..., R, N, size]` as bytes of two in a row."""
+    pairs = codes.to(torch.uint8).flatten(-2)[..., : 2 * ceil(like.shape[-1] / 2)]
+    upper, lower = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return upper << 4 | lower
+
+
+def _levels(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return levels `[..., R, G, 2]` of each group of scales, and the scales rounded to them."""
+    count = scales.shape[-1]
+    short = -(-count // NF4_GROUP) * NF4_GROUP - count
+    last = scales[..., -1:].expand(*scales.shape[:-1], short)
+    groups = torch.cat([scales, last], -1).unflatten(-1, (-1, NF4_GROUP))
+    least, largest = groups.aminmax(dim=-1)
+    step = (largest - least) / 255
+    levels = torch.stack([least, step], -1)
+    rounded = _divided(groups - least.unsqueeze(-1), step).round_().clamp_(0, 255)
+    return levels, rounded.to(torch.uint8).flatten(-2)[..., :count].contiguous()
+
+
+def _blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return a matrix in blocks along its rows, `[..., R, N, size]`, and their largest magnitudes.
+
+    A short block is filled up by zeros; even a matrix without columns has one.
+    """
+    columns = x.shape[-1]
+    short = max(1, -(-columns // size)) * size - columns
+    blocks = nn.functional.pad(x, (0, short)).unflatten(-1, (-1, size))
+    return blocks, blocks.abs().amax(-1)
+
+
+def _divided(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return blocks over their scales; those of zeros stay zeros."""
+    return blocks / scales.clamp_min(_LEAST).unsqueeze(-1)
+
+
+def _checked(weight: Tensor) -> Tensor:
+    if weight.ndim < 2 or not weight.is_floating_point():
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        raise ValueError(f"quantize: it takes a matrix of floating point, or several, got {got}")
+    x = weight.detach().float()
+    if not bool(x.isfinite().all()):
+        count = int((~x.isfinite()).sum())
+        raise NumericsError(
+            f"quantize: {count:,} value{'s are' if count > 1 else ' is'} not finite, and would "
+            "take whole blocks along; a block's scale is its largest magnitude"
+        )
+    return x
+
+
+def codes_per_byte(form: QuantizationFormat) -> int:
+    """Return how many elements a byte of codes holds.
+
+    Examples:
+        >>> codes_per_byte("nf4"), codes_per_byte("fp8")
+        (2, 1)
+    """
+    return 2 if form in _PAIRS else 1
+
+
+def scale_bytes(form: QuantizationFormat, columns: int) -> int:
+    """Return the bytes that a row of a matrix has for its scales, each row by itself.
+
+    Examples:
+        >>> scale_bytes("nf4", 4096), scale_bytes("fp8", 4096)
+        (72, 128)
+    """
+    count = max(1, ceil(columns / block_of(form)))
+    return count + 8 * ceil(count / NF4_GROUP) if form == "nf4" else 4 * count

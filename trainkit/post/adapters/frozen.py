@@ -1,0 +1,491 @@
+"""Frozen matrices that a model holds in few bits: they compute, pass gradients on, and get none.
+
+A quantised module keeps its class, its name and those of its parameters; these hold codes, a row of
+bytes for each row of the matrix, and beside each stand the bytes of its rows' scales. Each row is
+whole by itself, so whatever cuts rows (FSDP, columns of tensor parallelism, experts) cuts bytes;
+what cuts columns leaves every rank all scales of its rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from math import ceil
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.models.experts import ExpertWeights, grouped_product
+from trainkit.models.mixins import mix_in_
+from trainkit.noise import normal_by_quantile
+from trainkit.parallel.materialize import Fill, box_in
+from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.styles import ParallelStyle
+from trainkit.parallel.transforms import Transform
+from trainkit.post.adapters.formats import (
+    FP8_BLOCK,
+    HALF_STEPS,
+    NF4_GROUP,
+    PACKED,
+    QuantizationFormat,
+    Quantized,
+    block_of,
+    codes_per_byte,
+    quantize,
+    scale_bytes,
+    scales_of,
+    times_scales,
+)
+from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, check_choice
+
+SCALES = "_scales"
+"""What the name of a parameter that holds scales has behind that of its codes."""
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""A product of rows and a matrix that is not turned, as `nn.functional.linear`."""
+
+_AT_ONCE = 1 << 18  # elements that are quantised at a time: what is held of them in fp32
+
+
+@attrs.frozen
+class QuantizationSpec:
+    """How a matrix `[..., R, C]` is held in few bits; `shape` is the whole one's.
+
+    `first` is the column of it that the codes begin with: not 0 where columns are cut.
+    """
+
+    form: QuantizationFormat
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first: int = 0
+
+
+@attrs.frozen(eq=False)
+class Noise:
+    """Noise on what a matrix's codes stand for, for as long as `add_quantization_noise` holds.
+
+    Attributes:
+        key: int64, 0-d, on the device of the codes.
+        scale: fp32, 0-d: the standard deviation in `HALF_STEPS`.
+        offset: Where the rows that are here begin in the whole matrix, a number for each dimension
+            but the last.
+    """
+
+    key: Tensor
+    scale: Tensor
+    offset: tuple[int, ...]
+
+
+def quantized(
+    form: QuantizationFormat = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+"
+) -> Transform:
+    r"""Return the transform that holds frozen matrices in few bits; the first of a plan.
+
+    Linear layers, and the weights of experts, whose names match are quantised as they are filled,
+    rows by rows, from the `weights` of `build_stages`: no rank ever holds a whole matrix in fp32.
+    Blocks are those of the whole matrix, and a row's bytes do not depend on who holds it, so every
+    layout holds the same bits. They are frozen; what else is, `lora` says or you. In a
+    checkpoint's names `weight` is then the codes, and `weight_scales` the scales.
+
+    In forward and in backward a matrix is dequantised to the dtype of its input, and dropped again.
+
+    Args:
+        form: "nf4", "int8" or "fp8"; see `quantize`.
+        modules: A regular expression. What it matches as a whole, of the names in the whole model,
+            is held in few bits: linear layers ("layers.0.attention.wq") and layers' experts, all
+            three weights of them ("layers.0.mlp.experts").
+
+    Returns:
+        A transform for `build_stages`; or for a model that holds its weights.
+
+    Raises:
+        ConfigError: The format is unknown; when applied: the pattern is none or matches nothing,
+            parameters are sharded already, or torch cannot shard bytes.
+        NumericsError: When it is filled: a value is not finite.
+
+    References:
+        Dettmers et al., "QLoRA" (2023).
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> model = nn.ModuleDict({"up": nn.Linear(64, 4), "norm": nn.RMSNorm(4)})
+        >>> _ = quantized("nf4", modules="up")(model, solo_parallel())
+        >>> {name: (p.dtype, tuple(p.shape)) for name, p in model.up.named_parameters()}
+        ... # doctest: +NORMALIZE_WHITESPACE
+        {'weight': (torch.uint8, (4, 32)), 'bias': (torch.float32, (4,)),
+         'weight_scales': (torch.uint8, (4, 9))}
+    """
+    check_choice(PACKED, "quantized", form=form)
+
+    def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        if ps.fsdp.count * ps.dp_replicate.count > 1 and not can_shard_bytes():
+            raise ConfigError(
+                f"quantized: FSDP of torch {torch.__version__} cannot shard bytes; take torch "
+                "2.12 or later, or a layout without dp_shard and dp_replicate",
+                where="dp_shard",
+                got=torch.__version__,
+            )
+        parts = {canonical_name(x): part for x, part in module.named_modules() if _fits(part)}
+        what = "linear layer or experts"
+        for name in fitting_names(modules, parts, by="quantized", what=what):
+            _pack_(name, parts[name], form)
+        return module
+
+    return Transform(apply, kind="quantized")
+
+
+def can_shard_bytes() -> bool:
+    """Say whether this torch's FSDP can shard parameters of bytes: from 2.12 on.
+
+    That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
+
+    Examples:
+        >>> can_shard_bytes() == (torch.__version__ >= "2.12")
+        True
+    """
+    return torch.__version__ >= "2.12"
+
+
+def dequantized(
+    module: Any,
+    name: str = "weight",
+    dtype: torch.dtype | None = None,
+    *,
+    rows: slice = slice(None),
+) -> Tensor:
+    """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
+
+    Within `add_quantization_noise` it has the noise, as the module's forward pass does.
+
+    Args:
+        module: A module, within whose forward pass sharded parameters are there.
+        name: The parameter.
+        dtype: By default that in which the model was made.
+        rows: Which of its rows, each of which is there by itself.
+
+    Examples:
+        >>> dequantized(nn.Linear(2, 3)).shape
+        torch.Size([3, 2])
+    """
+    packing = packing_of(module, name)
+    if packing is None:
+        own = getattr(module, name)[..., rows, :]
+        return own if dtype is None else own.to(dtype)
+    own, scales = (
+        x.to_local() if hasattr(x, "to_local") else x
+        for x in (getattr(module, name), getattr(module, name + SCALES))
+    )
+    noise = noise_of(module, name)
+    if noise is not None:
+        *lead, begin = noise.offset
+        noise = attrs.evolve(noise, offset=(*lead, begin + (rows.start or 0)))
+    own, scales = own[..., rows, :], scales[..., rows, :]
+    return unpacked(own, scales, packing, dtype or packing.dtype, noise)
+
+
+def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
+    """Return how each quantised matrix of a model is held, by its name in the whole model.
+
+    Examples:
+        >>> get_quantizations(nn.Linear(1, 1))
+        {}
+    """
+    return {
+        canonical_name(f"{path}.{key}" if path else key): packing
+        for path, part in module.named_modules()
+        for key, packing in vars(part).get("packings", {}).items()
+    }
+
+
+def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) -> Weights:
+    """Return weights in which matrices are what their codes stand for, in fp32.
+
+    A model filled by them computes what a quantised one does that is filled by `weights`.
+
+    Args:
+        weights: The weights.
+        packings: The matrices by name, from `get_quantizations`.
+
+    Examples:
+        >>> from trainkit.post.adapters.formats import dequantize
+        >>> random = torch.rand(1, 3)
+        >>> read = lambda name, shape, offset: random
+        >>> rounded = round_weights(read, {"w": QuantizationSpec("int8", (1, 3), torch.float32)})
+        >>> torch.equal(rounded("w", (1, 3), (0, 0)), dequantize(quantize(random, "int8")))
+        True
+    """
+
+    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in packings:
+            return weights(name, shape, offset)
+        packing = attrs.evolve(packings[name], first=0)
+        box = tuple(shape[:-1]), tuple(offset[:-1])
+        codes, scales = _packed_rows(weights, name, packing, box)
+        values = unpacked(codes, scales, packing, torch.float32)
+        return values[..., offset[-1] : offset[-1] + shape[-1]]
+
+    return give
+
+
+def packing_of(module: nn.Module, name: str = "weight") -> QuantizationSpec | None:
+    """Return how a module holds a matrix, None where it is not quantised.
+
+    Examples:
+        >>> packing_of(nn.Linear(1, 1))
+    """
+    return vars(module).get("packings", {}).get(name)
+
+
+def noise_of(module: nn.Module, name: str) -> Noise | None:
+    """Return the noise on a module's matrix, None outside of `add_quantization_noise`.
+
+    Examples:
+        >>> noise_of(nn.Linear(1, 1), "weight")
+    """
+    return vars(module).get("noises", {}).get(name)
+
+
+def _fits(part: nn.Module) -> bool:
+    """Say whether a module's matrices can be held in few bits."""
+    is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+    return is_linear or type(part) is ExpertWeights
+
+
+# ----------------------------------------------------------------------------------------- modules
+
+
+def _pack_(name: str, module: Any, form: QuantizationFormat) -> None:
+    """Hold a module's matrices in few bits; on the meta device, until they are filled."""
+    module.packings = dict[str, QuantizationSpec]()
+    module.fills, fill = dict[str, Fill](), _Rows(module.packings)
+    for key in ("weight",) if isinstance(module, nn.Linear) else ("gate", "up", "down"):
+        weight = getattr(module, key)
+        if hasattr(weight, "placements"):
+            what = "is sharded already; quantized() comes first in a plan"
+            raise ConfigError(f"quantized: {name!r} {what}", where=name)
+        packing = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
+        module.packings[key] = packing
+        module.fills |= {key: fill, key + SCALES: fill}
+        if weight.is_meta:
+            *rows, columns = packing.shape
+            width = ceil(columns / codes_per_byte(form))
+            parts = (
+                torch.empty(*rows, size, dtype=torch.uint8, device="meta")
+                for size in (width, scale_bytes(form, columns))
+            )
+        else:
+            parts = _packed_rows(held_as(weight.detach()), f"{name}.{key}", packing, None)
+        for own, part in zip((key, key + SCALES), parts, strict=True):
+            setattr(module, own, nn.Parameter(part.to(weight.device), requires_grad=False))
+    mix_in_(module, Packed if isinstance(module, nn.Linear) else PackedExperts)
+
+
+def held_as(whole: Tensor) -> Weights:
+    """Return the weights of a model whose only one is a tensor.
+
+    Examples:
+        >>> held_as(torch.arange(4))("any", (2,), (1,))
+        tensor([1, 2])
+    """
+    return lambda _, shape, offset: box_in(whole, shape, offset)
+
+
+class _QuantizedModule(nn.Module):
+    packings: dict[str, QuantizationSpec]
+
+    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+        """Return the style with scales sharded where it shards the rows of a matrix.
+
+        Effects:
+            Where columns are sharded, records which of them this rank has: `axis` is not used
+            for communication.
+        """
+        for key, packing in self.packings.items():
+            if style.cuts.get(key) == 0:
+                style = _with_scales(style, key)
+            elif key in style.cuts:
+                part = packing.shape[-1] // axis.count
+                self.packings[key] = attrs.evolve(packing, first=axis.index * part)
+        return style
+
+
+class Packed(_QuantizedModule):
+    """Mixin: a linear layer whose frozen weight is quantised."""
+
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., I]` to `[..., O]`."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        y = _times(self, "weight", x, nn.functional.linear)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class PackedExperts(_QuantizedModule):
+    """Mixin: experts whose frozen weights are quantised."""
+
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows `[N, D]` with the dequantised weights of their experts."""
+        return _times(self, name, rows, _Grouped(counts))
+
+
+def _times(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
+    codes, scales = getattr(module, name), getattr(module, name + SCALES)
+    how = module.packings[name], multiply, noise_of(module, name)
+    return _TimesFrozen.apply(x, codes, scales, how)
+
+
+@cache
+def _with_scales(style: ParallelStyle, key: str) -> ParallelStyle:
+    return attrs.evolve(style, cuts={**style.cuts, key + SCALES: 0})
+
+
+class _Grouped:
+    """The product of rows and the experts that they go to."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return grouped_product(rows, self.counts, weight)
+
+
+class _TimesFrozen(torch.autograd.Function):
+    """A product with a matrix that is dequantised for it, and once more for the gradient."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        how: tuple[QuantizationSpec, Multiply, Noise | None],
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.packing, ctx.multiply, ctx.noise = how
+        return ctx.multiply(x, unpacked(codes, scales, ctx.packing, x.dtype, ctx.noise))
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        codes, scales = ctx.saved_tensors
+        weight = unpacked(codes, scales, ctx.packing, d_y.dtype, ctx.noise)
+        return ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1)), None, None, None
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the codes and of the scales of some rows, each row by itself."""
+    codes = quantized.codes[..., rows, :].view(torch.uint8)
+    if quantized.levels is not None:
+        levels = quantized.levels.flatten(-2).contiguous().view(torch.uint8)
+        return codes, torch.cat([levels, quantized.scales], -1)[..., rows, :]
+    scales = quantized.scales
+    if quantized.form == "fp8":
+        scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : quantized.shape[-2], :]
+    return codes, scales[..., rows, :].contiguous().view(torch.uint8)
+
+
+def unpacked(
+    codes: Tensor,
+    scales: Tensor,
+    packing: QuantizationSpec,
+    dtype: torch.dtype,
+    noise: Noise | None = None,
+) -> Tensor:
+    """Return what bytes of codes and scales stand for: rows of a matrix, `[..., R, columns]`.
+
+    Examples:
+        >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)
+        >>> packing = QuantizationSpec("int8", (1, 1), torch.float32)
+        >>> unpacked(codes, scales.view(torch.uint8), packing, torch.float64)
+        tensor([[2.]], dtype=torch.float64)
+    """
+    form, whole = packing.form, packing.shape[-1]
+    columns = min(codes.shape[-1] * codes_per_byte(form), whole - packing.first)
+    if form == "nf4":
+        groups = ceil(max(1, ceil(whole / block_of(form))) / NF4_GROUP)
+        levels = scales[..., : 8 * groups].clone(memory_format=torch.contiguous_format)
+        levels = levels.view(torch.float32).unflatten(-1, (-1, 2))
+        wide = scales_of(scales[..., 8 * groups :], levels)
+    else:
+        wide = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
+    added = None
+    if noise is not None:
+        box = (*codes.shape[:-1], columns), (*noise.offset, packing.first)
+        added = normal_by_quantile(noise.key, *box) * (noise.scale * HALF_STEPS[form])
+    how: dict[str, Any] = {"columns": columns, "first": packing.first, "noise": added}
+    return times_scales(codes, wide, form, **how).to(dtype)
+
+
+class _Rows:
+    """Gives boxes of a module's codes and scales: what making codes gives of scales is kept.
+
+    Whole rows are read, and in fp8 those of the same blocks, however little of them is held here.
+    """
+
+    def __init__(self, packings: Mapping[str, QuantizationSpec]) -> None:
+        self.packings = packings
+        self.kept: dict[Any, Tensor] = {}
+
+    def __call__(
+        self, weights: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
+    ) -> Tensor:
+        matrix = name.removesuffix(SCALES)
+        packing = self.packings[matrix.rpartition(".")[2]]
+        rows = tuple(shape[:-1]), tuple(offset[:-1])
+        if name != matrix and (matrix, *rows) in self.kept:
+            return self.kept.pop((matrix, *rows))
+        codes, scales = _packed_rows(weights, matrix, packing, rows)
+        if name != matrix:
+            return scales
+        self.kept = {(matrix, *rows): scales}
+        return codes[..., offset[-1] : offset[-1] + shape[-1]]
+
+
+def _packed_rows(
+    weights: Weights,
+    name: str,
+    packing: QuantizationSpec,
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
+    *lead, height, columns = packing.shape
+    shape, offset = box or ((*lead, height), (0,) * (len(lead) + 1))
+    width = ceil(columns / codes_per_byte(packing.form))
+    codes, scales = (
+        torch.empty(*shape, size, dtype=torch.uint8)
+        for size in (width, scale_bytes(packing.form, columns))
+    )
+    last = offset[-1] + shape[-1]
+    for index in itertools.product(*map(range, shape[:-1])):
+        at = [begin + i for begin, i in zip(offset[:-1], index, strict=True)]
+        for low, high in _spans_of_rows(offset[-1], last, height, columns):
+            values = weights(name, (*(1 for _ in at), high - low, columns), (*at, low, 0))
+            begin, end = max(low, offset[-1]), min(high, last)
+            made = _packed(_quantize(values, name, packing), slice(begin - low, end - low))
+            place = (*index, slice(begin - offset[-1], end - offset[-1]))
+            for out, part in zip((codes, scales), made, strict=True):
+                out[place] = part.reshape(end - begin, -1)
+    return codes, scales
+
+
+def _spans_of_rows(first: int, last: int, height: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Yield which rows to read at a time: whole blocks of fp8, a bounded number of elements."""
+    step = max(1, _AT_ONCE // max(columns, 1) // FP8_BLOCK) * FP8_BLOCK
+    for low in range(first // FP8_BLOCK * FP8_BLOCK, last, step):
+        yield low, min(low + step, height)
+
+
+def _quantize(values: Tensor, name: str, packing: QuantizationSpec) -> Quantized:
+    try:
+        return quantize(values, packing.form)
+    except NumericsError as error:
+        raise NumericsError(f"{name}: {error.what}", where=name) from error

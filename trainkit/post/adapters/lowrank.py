@@ -1,0 +1,429 @@
+"""What low-rank adapters compute: a path beside a matrix, which stays as it is (Hu et al., 2021).
+
+An adapted module keeps its class, its name and its parameters; beside them stands `lora`, its
+adapters by name. So weights, checkpoints and plans of a model know the base by the names that it
+had before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.collectives import all_gather, sum_forward
+from trainkit.models.experts import ExpertWeights, grouped_product
+from trainkit.noise import counters
+from trainkit.parallel.materialize import Fill
+from trainkit.parallel.recompute import unseen
+from trainkit.parallel.styles import SEQUENCE_DIM, ParallelStyle
+from trainkit.post.adapters.frozen import dequantized, packing_of
+from trainkit.types import SOLO, Axis, ConfigError
+
+BESIDE = "lora"
+"""The name of the module that holds a module's adapters."""
+
+MERGE = "merge them into it: python -m trainkit export RUN FOLDER --merge"
+"""What to do with adapters that are to be a base."""
+
+EXPERT_WEIGHTS = ("gate", "up", "down")
+
+_AT_ONCE = 1 << 22  # elements of a sum of which the lengths are taken at a time
+
+
+def split_name(own: str) -> tuple[str, str, str]:
+    """Return the matrix, the adapter's name and the key of a parameter of an adapter.
+
+    Examples:
+        >>> split_name("layers.0.mlp.experts.lora.up.default.a")
+        ('layers.0.mlp.experts.up', 'default', 'a')
+    """
+    matrix, _, rest = own.rpartition(f".{BESIDE}.")
+    *which, name, key = rest.split(".")  # of experts, which weight
+    return ".".join([matrix, *which]), name, key
+
+
+@attrs.frozen
+class Lora:
+    r"""Which matrices get an adapter, and of what kind.
+
+    Attributes:
+        modules: A regular expression. What it matches as a whole, of the names in the whole model,
+            gets an adapter: linear layers ("layers.0.attention.wq") and the weights of experts
+            ("layers.0.mlp.experts.up"), for which each expert gets its own pair.
+        rank: r, of the matrices A `[r, in]` and B `[out, r]`.
+        alpha: What the product is scaled by, over r.
+        dropout: The part of the path's input that is dropped in training. Which elements, is a
+            function of the token and of the place in the model (`noise.dropout`), an expert's
+            number among them (`noise.split_keys`).
+        rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
+            scaling factor for fine-tuning with LoRA", 2023).
+        dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
+            2024).
+        name: Tells adapters apart that stand side by side.
+
+    Examples:
+        >>> Lora(r"layers\.\d+\.attention\.w[qv]", rank=8, alpha=32).scale
+        4.0
+    """
+
+    modules: str
+    rank: int = attrs.field(default=16, kw_only=True)
+    alpha: float = attrs.field(default=16.0, kw_only=True)
+    dropout: float = attrs.field(default=0.0, kw_only=True)
+    rank_stabilised: bool = attrs.field(default=False, kw_only=True)
+    dora: bool = attrs.field(default=False, kw_only=True)
+    name: str = attrs.field(default="default", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        checks = {
+            "rank": (type(self.rank) is int and self.rank > 0, "a positive number"),
+            "alpha": (0 < self.alpha < math.inf, "positive and finite"),
+            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+            "name": (self.name.isidentifier(), "a name without dots"),
+        }
+        for field, (good, want) in checks.items():
+            if not good:
+                got = getattr(self, field)
+                raise ConfigError(
+                    f"Lora: {field} must be {want}, got {got!r}", where=field, got=got, want=want
+                )
+
+    @property
+    def scale(self) -> float:
+        """What the product of A and B is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of one matrix by their names; `active` is the one that computes, if any does.
+
+    `names` are those of all adapters of the model, which this matrix may lack.
+    """
+
+    active: str | None = None
+    names: frozenset[str] = frozenset()
+
+    def chosen(self) -> Any:
+        """Return the adapter that computes, or None."""
+        return None if self.active is None else self[self.active]
+
+
+class Adapter(nn.Module):
+    """A and B beside a matrix `[out, in]`, or `[E, out, in]`; `fill` gives their values."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    magnitude: nn.Parameter
+    axis: Axis = SOLO
+    cuts_inputs = False
+    keys: Keys | None = None
+
+    def __init__(
+        self,
+        lora: Lora,
+        whole_name: str,
+        fill: Fill,
+        *,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.spec, self.whole_name = lora, whole_name
+        *lead, outputs, self.inputs = sizes
+        shapes = {"a": (*lead, lora.rank, self.inputs), "b": (*lead, outputs, lora.rank)}
+        shapes |= {"magnitude": (*lead, outputs)} if lora.dora else {}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
+        self.fills = dict.fromkeys(shapes, fill)
+
+    @torch.no_grad()
+    def squares(self, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the squared length of each row of the sum `[..., out]`, in fp32 at least.
+
+        DoRA takes it for a constant (its 4.3). Of a matrix in few bits some rows at a time.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        a, b = self.a.to(wide), self.b.to(wide)
+        plain = b.ndim == 2 and packing_of(module, key) is None
+        step = b.shape[-2] if plain else max(1, _AT_ONCE // (b[..., 0, 0].numel() * self.inputs))
+        parts = []
+        with nullcontext() if torch.compiler.is_compiling() else unseen():  # backward needs none
+            for first in range(0, b.shape[-2], step):
+                rows = slice(first, first + step)
+                low = b[..., rows, :] @ a
+                whole = dequantized(module, key, wide, rows=rows) + self.spec.scale * low
+                parts.append(whole.square().sum(-1))
+        return torch.cat(parts, -1)
+
+    def drops(self) -> bool:
+        """Say whether a forward pass drops something now, for which it needs `keys`."""
+        return self.training and self.spec.dropout > 0
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self.drops():
+            return x
+        if self.keys is None:
+            raise ValueError(
+                f"Lora: dropout is {self.spec.dropout} and the model is training, but "
+                f"{self.whole_name} gets no noise_key; put noise.make_token_keys() into the batch "
+                "(call_with_noise and call_routed pass it), or call model.eval()"
+            )
+        if torch.compiler.is_compiling():  # hashing a name cannot be traced
+            return torch.compiler.disable(self._drop)(x, self.keys)
+        return self._drop(x, self.keys)
+
+    def _drop(self, x: Tensor, keys: Keys) -> Tensor:
+        first = self.axis.index * x.shape[-1] if self.cuts_inputs else None
+        where: dict[str, Any] = {"name": self.whole_name, "width": self.inputs}
+        return counters.dropout(
+            x, keys.of(x, self.axis), p=self.spec.dropout, offset=first, **where
+        )
+
+
+class LowRank(Adapter):
+    """The adapter of a linear layer: scale * B A x, A `[r, in]` and B `[out, r]`.
+
+    Under tensor parallelism it is cut as its matrix is: where that holds a part of the outputs, B
+    does; where a part of the inputs, A. The other one is whole, sees a part of the work, and its
+    gradient is summed over tp, once a step.
+    """
+
+    @staticmethod
+    def style_beside(style: ParallelStyle) -> ParallelStyle:
+        """Return how it takes part in tensor parallelism beside a module of a style."""
+        return _style_beside(style)
+
+    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+        """Take part in tensor parallelism by a style of `style_beside`, which is returned.
+
+        Effects:
+            From here on the forward pass communicates on `axis` where inputs are cut, or tokens.
+        """
+        self.axis, self.cuts_inputs = axis, "a" in style.cuts
+        return style
+
+    def forward(self, x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
+        """Return a module's output `[..., out]` with the adapter, of its input and its output.
+
+        Args:
+            x: `[..., in]`.
+            y: `[..., out]`, what the module makes of it.
+            module: The module, within its forward pass.
+        """
+        low = nn.functional.linear(self._dropped(x).to(self.a.dtype), self.a)
+        low = nn.functional.linear(low, self.b) * self.spec.scale
+        if not self.spec.dora:
+            return y + low.to(y.dtype)
+        bias = getattr(module, "bias", None)
+        squares = self.squares(module, "weight", y.dtype)
+        lengths = (sum_forward(squares, self.axis) if self.cuts_inputs else squares).sqrt()
+        factor = self.magnitude / lengths.to(self.magnitude.dtype)
+        plain = y if bias is None else y - bias
+        out = (factor * (plain + low)).to(y.dtype)
+        return out if bias is None else out + bias
+
+
+@cache
+def _style_beside(style: ParallelStyle) -> ParallelStyle:
+    cut = style.cuts.get("weight")
+    if cut is None:
+        return ParallelStyle(partial=style.partial, sequence=style.sequence)
+    cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
+    return ParallelStyle(cuts=cuts, partial=True, sequence=style.sequence)
+
+
+class ExpertLowRank(Adapter):
+    """The adapters of one weight of all experts: A `[E, r, in]` and B `[E, out, r]`."""
+
+    def forward(
+        self, rows: Tensor, y: Tensor, counts: Tensor, module: nn.Module, key: str
+    ) -> Tensor:
+        """Return `y` `[N, out]` with the adapters, of rows `[N, in]` of the first expert first."""
+        low = grouped_product(self._dropped(rows), counts, self.a)
+        total = y + grouped_product(low, counts, self.b) * self.spec.scale
+        if not self.spec.dora:
+            return total
+        lengths = self.squares(module, key, y.dtype).sqrt()
+        factor = self.magnitude / lengths.to(self.magnitude.dtype)
+        each = factor.repeat_interleave(counts, 0, output_size=len(rows))
+        return (each * total).to(y.dtype)
+
+
+# --------------------------------------------------------------------------------------- modules
+
+
+class Adapted(nn.Module):
+    """Mixin: a linear layer with adapters, in its attribute `BESIDE`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in]` to `[..., out]`, with the active adapter if there is one."""
+        y = super().forward(x)
+        adapter = getattr(self, BESIDE).chosen()
+        return y if adapter is None else adapter(x, y, self)
+
+
+class AdaptedExperts(ExpertWeights):
+    """Mixin: experts with adapters, in the attribute `BESIDE` by the names of their weights."""
+
+    def needs_keys(self) -> bool:
+        """Return whether the forward pass takes a noise key for each row."""
+        adapters = [self._active_adapter(name) for name in EXPERT_WEIGHTS]
+        return any(adapter is not None and adapter.drops() for adapter in adapters)
+
+    def forward(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Map rows `[N, D]` in the order of their experts to `[N, D]`."""
+        adapters = set_keys_(self, ExpertLowRank, keys)
+        try:
+            return super().forward(rows, counts)
+        finally:
+            for adapter in adapters:
+                adapter.keys = None
+
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows with the weights of their experts, and add what the adapter gives."""
+        y = super().product(name, rows, counts)
+        adapter = self._active_adapter(name)
+        return y if adapter is None else adapter(rows, y, counts, self, name)
+
+    def _active_adapter(self, name: str) -> ExpertLowRank | None:
+        beside = getattr(self, BESIDE)
+        return beside[name].chosen() if name in beside else None
+
+
+def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Adapters]]:
+    """Yield for every adapted matrix its module, the name of its parameter there, its adapters.
+
+    Examples:
+        >>> list(adapters_of([nn.Linear(1, 1)]))
+        []
+    """
+    for stage in stages:
+        for module in stage.modules():
+            beside = getattr(module, BESIDE, None)
+            if isinstance(beside, Adapters):
+                yield module, "weight", beside
+            elif isinstance(module, ExpertWeights) and beside is not None:
+                for name, each in beside.items():
+                    yield module, name, each
+
+
+def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
+    """Choose which of the adapters that stand side by side computes; None leaves the base alone.
+
+    Which of them is trained stays as it is.
+
+    Args:
+        stages: This rank's stages.
+        name: The name of a `Lora`.
+
+    Raises:
+        ConfigError: There are adapters, and none of that name.
+
+    Effects:
+        Sets an attribute of every adapted module.
+
+    Examples:
+        >>> select_adapter_([nn.Linear(1, 1)], None)
+    """
+    found = [beside for _, _, beside in adapters_of(stages)]
+    known = {one for beside in found for one in beside.names}
+    if found and name is not None and name not in known:
+        raise ConfigError(
+            f"select_adapter_: there is no adapter {name!r}, but {', '.join(sorted(known))}",
+            where="name",
+            got=name,
+            want=sorted(known),
+        )
+    for beside in found:
+        beside.active = name if name is not None and name in beside else None
+
+
+# ----------------------------------------------------------------------------------------- noise
+
+
+class Keys:
+    """The noise keys of a block's tokens, and of those that it gathers over tp."""
+
+    def __init__(self, own: Tensor) -> None:
+        self.own = own
+        self.gathered: dict[int, Tensor] = {}
+
+    def of(self, x: Tensor, axis: Axis) -> Tensor:
+        """Return the keys of the tokens of `x` `[B, S, D]`.
+
+        Effects:
+            Communicates on `axis` where `x` has the tokens of all its ranks, the first time.
+        """
+        if self.own.shape == x.shape[:-1]:
+            return self.own
+        if axis.count not in self.gathered:
+            self.gathered[axis.count] = all_gather(self.own, axis, dim=SEQUENCE_DIM)
+        return self.gathered[axis.count]
+
+
+class Keyed(nn.Module):
+    """Mixin: a block that passes the noise keys it is given on to the adapters inside."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block while its adapters have `noise_key`."""
+        adapters = set_keys_(self, LowRank, kwargs.get("noise_key"))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for adapter in adapters:
+                adapter.keys = None
+
+
+def set_keys_(module: nn.Module, kind: type[Adapter], key: Tensor | None) -> list[Adapter]:
+    """Give a module's adapters of a kind the noise keys of one forward pass, and return them.
+
+    The caller takes the keys away when the pass is over: it runs again when activations are
+    recomputed, and several microbatches of a pipeline are under way at a time.
+
+    Effects:
+        Sets `keys` of the adapters.
+
+    Examples:
+        >>> set_keys_(nn.Linear(1, 1), LowRank, None)
+        []
+    """
+    adapters = [part for part in module.modules() if isinstance(part, kind)]
+    keys = None if key is None else Keys(key)
+    for adapter in adapters:
+        adapter.keys = keys
+    return adapters
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (out, in) of a linear layer, however it holds its weight, or None.
+
+    Examples:
+        >>> sizes_of(nn.Linear(2, 3)), sizes_of(nn.Embedding(2, 3))
+        ((3, 2), None)
+    """
+    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
+    outputs, inputs = sizes
+    if not (isinstance(outputs, int) and isinstance(inputs, int)):
+        return None
+    return outputs, inputs
+
+
+def expert_sizes(module: nn.Module) -> Mapping[str, tuple[int, int, int]]:
+    """Return [E, out, in] of the weights of experts by name; of another module none.
+
+    Examples:
+        >>> expert_sizes(nn.Linear(2, 3))
+        {}
+    """
+    if not isinstance(module, ExpertWeights):
+        return {}
+    packings = vars(module).get("packings", {})  # of what is held in few bits
+    shapes = {name: packings.get(name, getattr(module, name)).shape for name in EXPERT_WEIGHTS}
+    return {name: (shape[0], shape[1], shape[2]) for name, shape in shapes.items()}

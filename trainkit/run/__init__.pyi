@@ -1,0 +1,22 @@
+# The table of contents, which __init__.py loads lazily: torch is not needed for all of it.
+from . import config as config
+from . import plots as plots
+from . import sinks as sinks
+from .directory import make_run_dir as make_run_dir
+from .errors import EXIT_SAVED as EXIT_SAVED
+from .errors import get_exit_code as get_exit_code
+from .errors import leave as leave
+from .errors import report_errors as report_errors
+from .garbage import collect_manually as collect_manually
+from .limits import Timeouts as Timeouts
+from .lock import lock_run as lock_run
+from .open_run import Loop as Loop
+from .open_run import Run as Run
+from .open_run import open_run as open_run
+from .reproducible import set_numerics as set_numerics
+from .reproducible import use_deterministic as use_deterministic
+from .signals import open_stop_vote as open_stop_vote
+from .signals import trap_signals as trap_signals
+from .startup import check_ranks_agree as check_ranks_agree
+from .startup import make_code_facts as make_code_facts
+from .watchdog import watch_ranks as watch_ranks

@@ -1,0 +1,66 @@
+"""How exact a process computes; and the same bits again on CUDA, whose kernels end in any order."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from trainkit.types import Numerics
+
+
+def set_numerics(numerics: Numerics) -> None:
+    """Make torch multiply matrices of fp32, and choose its algorithms, as a record says.
+
+    Raises:
+        ValueError: See `use_deterministic`.
+
+    Effects:
+        Sets torch's switches for this process, as `use_deterministic` does where it is asked for.
+
+    Examples:
+        >>> set_numerics(Numerics(matmul="high"))
+        >>> torch.get_float32_matmul_precision()
+        'high'
+        >>> set_numerics(Numerics())
+    """
+    torch.set_float32_matmul_precision(numerics.matmul)
+    if numerics.deterministic:
+        use_deterministic()
+
+
+def use_deterministic() -> None:
+    """Make torch use algorithms that give the same bits each time, and fail where it has none.
+
+    On a CPU trainkit needs nothing for that. On CUDA the backward of flash and of memory-efficient
+    attention is not deterministic unless this is called, nor are the sums of some gradients. It
+    costs speed; how much depends on the device. Bits still depend on the device, the layout and the
+    versions of torch and its libraries.
+
+    Raises:
+        ValueError: CUDA is in use already and cuBLAS was not told to be deterministic.
+
+    Effects:
+        Sets torch's switches for this process, and CUBLAS_WORKSPACE_CONFIG unless it is set. Call
+        it once on every rank, before the process group and the model.
+
+    Examples:
+        >>> use_deterministic()
+        >>> torch.are_deterministic_algorithms_enabled()
+        True
+        >>> torch.use_deterministic_algorithms(False)  # back again, for what runs after this
+
+    References:
+        PyTorch's notes on reproducibility; cuBLAS's on its workspace.
+    """
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    if name not in os.environ and torch.cuda.is_initialized():
+        raise ValueError(
+            f"deterministic: CUDA is in use already, and cuBLAS reads {name} when it starts; call "
+            f"deterministic() before anything touches CUDA, or set {name}=:4096:8"
+        )
+    os.environ.setdefault(name, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Nothing of ours reads memory that it has not written; filling it would cost time for nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]
+    torch.backends.cudnn.benchmark = False

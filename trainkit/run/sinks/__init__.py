@@ -1,0 +1,46 @@
+"""Where metrics go. A sink is any function `sink(step, values)`; `step` counts finished steps.
+
+Values are plain numbers and strings (what `trainkit.to_host` returns), so a sink never waits for a
+device. Sinks that hold a file or the terminal are context managers that yield the function.
+"""
+
+from trainkit.run.sinks.console import escape_control_characters, open_console
+from trainkit.run.sinks.guards import isolate_sinks
+from trainkit.run.sinks.jsonl import (
+    compare_evaluations,
+    fsync_jsonl,
+    open_events,
+    open_jsonl,
+    read_jsonl,
+    read_metrics,
+    repair_jsonl,
+)
+from trainkit.run.sinks.named import named_sinks
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, printer, summarize_run
+from trainkit.run.sinks.tee import tee
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.timing import Goodput, measure_goodput, suggest_save_interval
+from trainkit.run.sinks.wandb import open_wandb
+
+__all__ = [
+    "Goodput",
+    "compare_evaluations",
+    "escape_control_characters",
+    "fsync_jsonl",
+    "isolate_sinks",
+    "measure_goodput",
+    "named_sinks",
+    "open_console",
+    "open_events",
+    "open_jsonl",
+    "open_run_sinks",
+    "open_tensorboard",
+    "open_wandb",
+    "printer",
+    "read_jsonl",
+    "read_metrics",
+    "repair_jsonl",
+    "suggest_save_interval",
+    "summarize_run",
+    "tee",
+]

@@ -1,0 +1,175 @@
+"""The progress of a run: a bar on a terminal, a line now and then elsewhere (a log, a pipe)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TextIO
+
+from trainkit.files import redirect_to_devnull, say
+from trainkit.types import DelayedMetrics, Sink, needs_extra
+
+_BAR_SECONDS = 0.1
+_LINE_SECONDS = 2.0
+
+Show = Callable[[int, str], None]
+
+
+def escape_control_characters(text: str) -> str:
+    """Return a text with its control characters replaced, so that it cannot garble a terminal.
+
+    Examples:
+        >>> escape_control_characters("red: " + chr(27) + "[31m")
+        'red: \ufffd[31m'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def printed(text: str) -> None:
+    """Print a text on stdout at once; where nobody reads stdout any more, let it go nowhere.
+
+    Effects:
+        Writes to stdout. When its reader has left, its file becomes the null device, for the rest
+        of the process: whatever else is printed, now or at exit, cannot fail either.
+
+    Examples:
+        >>> printed("step 1")
+        step 1
+    """
+    say(text, sys.stdout)
+
+
+@contextlib.contextmanager
+def _outliving_reader(stream: TextIO) -> Iterator[None]:
+    """Point a stream whose reader has left at the null device, after it has failed once."""
+    try:
+        yield
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            redirect_to_devnull(stream)
+        raise
+
+
+@contextlib.contextmanager
+def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
+    """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
+
+    It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
+    as a dash. Where there are experts, it shows `load_over_mean` as well; in place of the norm of a
+    step that `overflowed`, that it was skipped, and the next `loss_scale`. Of steps that are read
+    at once it shows the last. Most calls cost a look at the clock: a bar is redrawn ten times a
+    second at most, a line is written for the first and the last step and every two seconds between.
+
+    Args:
+        total: The last step of the run.
+        start: The step that the run goes on from.
+        stream: Where to write; by default stdout as it is when the context is entered.
+
+    Effects:
+        Writes to `stream`. On a terminal, what else is printed inside appears above the bar.
+
+    Examples:
+        >>> with open_console(2) as sink:
+        ...     sink(1, {"loss": 5.545, "tokens_per_second": 41e3, "lr": 3e-4, "grad_norm": 1.25})
+        step 1/2  loss 5.5450  41.0k tok/s  lr 3.00e-04  norm 1.25  left ...
+    """
+    stream = sys.stdout if stream is None else stream
+    show_in, every = (_bar, _BAR_SECONDS) if stream.isatty() else (_lines, _LINE_SECONDS)
+    first = (time.monotonic(), start)  # where the speed is measured from
+    due = 0.0
+    waiting: tuple[float, int, Mapping[str, Any]] | None = None
+    with show_in(stream, start, total) as show:
+
+        def flush() -> None:
+            nonlocal waiting
+            if waiting is not None:
+                now, step, values = waiting
+                pace = (now - first[0]) / max(1, step - first[1])
+                with _outliving_reader(stream):
+                    show(step, progress_text(values, seconds_left=pace * (total - step)))
+                waiting = None
+
+        def sink(step: int, values: Mapping[str, Any]) -> None:
+            nonlocal first, due, waiting
+            if isinstance(values, DelayedMetrics):
+                return
+            now = time.monotonic()
+            waiting = (now, step, values)
+            if now >= due or step >= total:
+                flush()
+                first = first if due else (now, step)  # the first step also warms up
+                due = now + every
+
+        try:
+            yield sink
+        finally:
+            flush()  # the last step is shown however the run ends
+
+
+def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
+    """Return loss, tokens per second, learning rate, gradient norm and time left in one line.
+
+    Examples:
+        >>> progress_text({"loss": 2.5, "tokens_per_second": 1234.5}, seconds_left=4000)
+        'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
+        >>> progress_text({"loss": 2.5, "load_over_mean": 1.32}, seconds_left=9)
+        'loss 2.5000  - tok/s  lr -  norm -  load 1.32  left 0:00:09'
+        >>> told = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
+        >>> progress_text({"loss": 2.5} | told, seconds_left=9)
+        'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
+    """
+    loss = _number(values.get("loss"), ".4f")
+    lr = _number(values.get("lr"), ".2e")
+    norm = f"norm {_number(values.get('grad_norm'), '.2f')}"
+    if values.get("overflowed"):
+        norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
+    speed = _thousands(values.get("tokens_per_second"))
+    left = timedelta(seconds=round(max(0.0, seconds_left)))
+    load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
+    return f"loss {loss}  {speed} tok/s  lr {lr}  {norm}{load}  left {left}"
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if value is None else format(float(value), form)
+
+
+def _thousands(value: Any) -> str:
+    if value is None:
+        return "-"
+    for limit, scale, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+        if value < limit:
+            return f"{value / scale:.{1 if letter else 0}f}{letter}"
+    return f"{value / 1e9:.1f}G"
+
+
+@contextlib.contextmanager
+def _lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+    del start
+
+    def show(step: int, text: str) -> None:
+        print(f"step {step}/{total}  {text}", file=stream, flush=True)
+
+    yield show
+
+
+@contextlib.contextmanager
+def _bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+    with needs_extra("recipes"):
+        from rich.console import Console  # noqa: PLC0415 -- an extra
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415 -- an extra
+    # No refreshing thread: drawing happens inside the sink, at a known cost.
+    columns = (
+        TextColumn("step {task.completed}/{task.total}", style="bold"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=Console(file=stream), auto_refresh=False, expand=True) as bar:
+        task = bar.add_task("", total=total, completed=start, text="")
+
+        def show(step: int, text: str) -> None:
+            bar.update(task, completed=step, text=text, refresh=True)
+
+        yield show

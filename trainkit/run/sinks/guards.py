@@ -1,0 +1,158 @@
+"""Sinks that may fail or hang, each on a thread of its own, so that training never notices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from copy import copy
+from queue import SimpleQueue
+from typing import Any
+
+import attrs
+
+from trainkit.types import Sink
+
+Make = Callable[[], AbstractContextManager[Sink]]
+
+
+@attrs.frozen
+class _Guarded:
+    """A sink's thread, the lines on their way to it, and what it has to say.
+
+    The last line is whether the block of the run has failed.
+    """
+
+    name: str
+    thread: threading.Thread
+    lines: SimpleQueue[Any]
+    problems: SimpleQueue[str]
+
+
+class _RunFailed(Exception):  # noqa: N818 -- raised inside a sink's own block, never seen outside
+    """Tells a sink that the run has failed."""
+
+
+@contextlib.contextmanager
+def isolate_sinks(
+    makers: Mapping[str, Make],
+    *,
+    tell: Callable[[str], None],
+    room: int = 10_000,
+    lag: float = 60.0,
+    patience: float = 5.0,
+) -> Iterator[Sink]:
+    """Yield one sink for several that may fail or hang: it never raises, and never waits.
+
+    Each of `makers` is opened, fed and closed on a daemon thread of its own. One that raises,
+    wherever, is off from then on; one that hangs misses what does not fit into its queue. Each is
+    told about once. At the end all are closed at the same time, and what has not ended within
+    `patience` is left behind.
+
+    Args:
+        makers: A function that returns a context manager of a sink, for each name.
+        tell: Gets the problems in words, on the thread that uses the sink.
+        room: Lines that may wait for a sink.
+        lag: Seconds for which lines may wait for a sink before that is told.
+        patience: Seconds that closing may take, for all of them together.
+
+    Effects:
+        Starts a thread per sink; each line costs the caller a copy of a dict and a queue's lock.
+
+    Examples:
+        >>> def broken():
+        ...     raise OSError("no network")
+        >>> with isolate_sinks({"page": broken}, tell=print) as sink:
+        ...     sink(1, {"loss": 2.0})
+        the sink 'page' is off: OSError: no network
+    """
+    sinks = [_start(name, make) for name, make in makers.items()]
+    report = _reporting(tell)
+    caught_up = {sink.name: time.monotonic() for sink in sinks}
+
+    def write(step: int, values: Mapping[str, Any]) -> None:
+        line, now = (step, copy(values)), time.monotonic()
+        for sink in sinks:
+            report(sink)
+            if not (waiting := sink.lines.qsize()):
+                caught_up[sink.name] = now
+            if waiting >= room or now - caught_up[sink.name] > lag:
+                report(sink, f"is {waiting} lines behind; it misses what is more than {room}")
+            if waiting < room and sink.thread.is_alive():
+                sink.lines.put(line)
+
+    try:
+        yield write
+    except BaseException:
+        _close(sinks, report, patience, failed=True)
+        raise
+    _close(sinks, report, patience, failed=False)
+
+
+def _start(name: str, make: Make) -> _Guarded:
+    lines: SimpleQueue[Any] = SimpleQueue()
+    problems: SimpleQueue[str] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            with contextlib.suppress(_RunFailed), make() as sink:
+                while isinstance(line := lines.get(), tuple):
+                    sink(*line)
+                _end(failed=line)
+        except BaseException as error:  # noqa: BLE001 -- a sink may even call sys.exit
+            text = " ".join(str(error).split())
+            problems.put(f"is off: {redacted(f'{type(error).__name__}: {text}', os.environ)}")
+
+    thread = threading.Thread(target=run, name=f"sink {name}", daemon=True)
+    thread.start()
+    return _Guarded(name, thread, lines, problems)
+
+
+def _end(*, failed: bool) -> None:
+    if failed:
+        raise _RunFailed
+
+
+def _reporting(tell: Callable[[str], None]) -> Callable[..., None]:
+    """Return a function that tells what a sink says first, and no more."""
+    silent: set[str] = set()
+
+    def report(sink: _Guarded, problem: str | None = None) -> None:
+        if problem is None and not sink.problems.empty():
+            problem = sink.problems.get()
+        if problem is not None and sink.name not in silent:
+            silent.add(sink.name)
+            tell(f"the sink {sink.name!r} {problem}")
+
+    return report
+
+
+def _close(
+    sinks: Iterable[_Guarded], report: Callable[..., None], patience: float, *, failed: bool
+) -> None:
+    """End all sinks at the same time, and leave behind those that have not ended in time."""
+    deadline = time.monotonic() + patience
+    for sink in sinks:
+        sink.lines.put(failed)
+    for sink in sinks:
+        sink.thread.join(max(0.0, deadline - time.monotonic()))
+        if sink.thread.is_alive():
+            report(sink, f"has not ended within {patience:g} s: its last lines may be missing")
+        report(sink)
+
+
+def redacted(text: str, environ: Mapping[str, str]) -> str:
+    """Return a text without the values of environment variables that are named like secrets.
+
+    Examples:
+        >>> redacted("401 for hunter2hunter2", {"WANDB_API_KEY": "hunter2hunter2"})
+        '401 for <WANDB_API_KEY>'
+    """
+    for name, value in environ.items():
+        if len(value) >= 8 and re.search(r"KEY|TOKEN|SECRET|PASSW", name.upper()):
+            text = text.replace(value, f"<{name}>")
+    return text

@@ -1,0 +1,41 @@
+"""The optional sinks of a run by the names that a flag gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.wandb import open_wandb
+from trainkit.types import ConfigError, Sink
+
+
+def named_sinks(
+    names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
+) -> dict[str, Callable[..., AbstractContextManager[Sink]]]:
+    """Return the sinks that `open_run_sinks` opens besides its own, and their first arguments.
+
+    Args:
+        names: "tensorboard" (into `run_dir`/tensorboard) and "wandb".
+        run_dir: The run directory.
+        config: What is shown beside the run: plain values.
+
+    Raises:
+        ConfigError: There is no sink of that name.
+
+    Examples:
+        >>> list(named_sinks(["tensorboard"], "runs/run"))
+        ['tensorboard']
+    """
+    makers: dict[str, Callable[..., AbstractContextManager[Sink]]] = {
+        "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
+        "wandb": partial(open_wandb, run_dir, config=config),
+    }
+    chosen = list(names)
+    for name in chosen:
+        if name not in makers:
+            raise ConfigError(f"named_sinks: no sink is called {name!r}; there are {[*makers]}")
+    return {name: makers[name] for name in chosen}

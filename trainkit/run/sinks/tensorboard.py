@@ -1,0 +1,70 @@
+"""TensorBoard: scalars in event files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.run.sinks.jsonl import is_more
+from trainkit.types import Sink, needs_extra
+
+
+@contextlib.contextmanager
+def open_tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
+    """Yield a sink that writes the numbers of each step as scalars for TensorBoard.
+
+    After a restart or a roll-back TensorBoard shows one series: what it was told of later steps is
+    hidden.
+
+    Args:
+        path: The directory of the event files, which is made.
+        step: The step that the run goes on from.
+
+    Raises:
+        ConfigError: The library tensorboard is missing.
+
+    Effects:
+        Writes event files into `path`, through a thread of the library's own.
+
+    Examples:
+        >>> from functools import partial
+        >>> make = partial(open_tensorboard, "runs/first/tensorboard")
+    """
+    with needs_extra("sinks"):
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an extra, and slow
+    path, last, told = str(path), step, dict[str, float]()
+    with contextlib.ExitStack() as stack:
+
+        def opened(step: int) -> Any:
+            stack.close()
+            return stack.enter_context(contextlib.closing(SummaryWriter(path, purge_step=step)))
+
+        writer = opened(step + 1)
+
+        def write(step: int, values: Mapping[str, Any]) -> None:
+            nonlocal writer, last, told
+            numbers = scalars(values)
+            more = step == last and is_more(told, numbers)
+            if step <= last and not more:
+                writer = opened(step)
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+            last, told = step, {**told, **numbers} if more else numbers
+
+        yield write
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what of a step's values is a number that a float holds.
+
+    Examples:
+        >>> scalars({"loss": 2.5, "tokens": 7, "batch_hash": "00ff", "note": None, "n": 10**400})
+        {'loss': 2.5, 'tokens': 7}
+    """
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)
+    }

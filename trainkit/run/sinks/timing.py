@@ -1,0 +1,113 @@
+"""How much of a run's time made it further, and how often to save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Goodput:
+    """How the time of a run was spent, over all its restarts.
+
+    `productive` is the seconds of the steps that stand in the end, `wall` the seconds in which the
+    run was there at all, `share` their ratio (0 without any). `down` is the seconds between the end
+    of one process and the start of the next, which no part of it counts. `repeated` counts the
+    steps that were done more than once, `starts` how often it was started, `saves` the
+    checkpoints, `blocked` the seconds that training waited for them.
+    """
+
+    share: float
+    productive: float
+    wall: float
+    down: float
+    steps: int
+    repeated: int
+    starts: int
+    saves: int
+    blocked: float
+
+
+def measure_goodput(
+    metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> Goodput:
+    """Return which part of a run's time went into steps that stand (its effective training time).
+
+    What lowers it: starting, loading, saving, evaluating, and steps that were lost and done again.
+    The hours in which nothing ran, because the run was stopped or waited for its turn, do not.
+
+    Args:
+        metrics: The lines of metrics.jsonl: `step`, `seconds`.
+        events: The lines of events.jsonl: each `start` and `rewind` with `step` and `repeated`,
+            each `save` with `blocked` (seconds) where known.
+
+    Examples:
+        >>> events = [
+        ...     {"event": "start", "time": 0.0, "step": 0},
+        ...     {"event": "save", "time": 9.0, "step": 2, "blocked": 0.5},
+        ...     {"event": "start", "time": 60.0, "step": 2, "repeated": 1},  # killed after step 3
+        ...     {"event": "end", "time": 68.0, "step": 3},
+        ... ]
+        >>> measure_goodput([{"step": n, "seconds": 4.0} for n in (1, 2, 3)], events)
+        Goodput(share=0.6, productive=12.0, wall=20.0, down=48.0, steps=3, repeated=1, ...)
+    """
+    starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
+    saves = [event for event in events if event.get("event") == "save" and not event.get("error")]
+    steps = [line for line in metrics if type(line.get("step")) is int]
+    seconds = {line["step"]: line.get("seconds") or 0.0 for line in steps}
+    productive = math.fsum(seconds.values())
+    lives = [
+        _life(events[begin:end], events[end] if end < len(events) else None, seconds)
+        for begin, end in pairwise([*starts, len(events)])
+    ]
+    wall = math.fsum(end - begin for begin, end in lives)
+    return Goodput(
+        share=min(1.0, productive / wall) if wall > 0 else 0.0,
+        productive=productive,
+        wall=wall,
+        down=math.fsum(after[0] - before[1] for before, after in pairwise(lives)),
+        steps=len(seconds),
+        repeated=sum(event.get("repeated") or 0 for event in events),
+        starts=len(starts),
+        saves=len(saves),
+        blocked=math.fsum(save.get("blocked") or 0.0 for save in saves),
+    )
+
+
+def _life(
+    events: Sequence[Mapping[str, Any]],
+    following: Mapping[str, Any] | None,
+    seconds: Mapping[int, float],
+) -> tuple[float, float]:
+    """Return from when to when a process lived; one that was killed told no end.
+
+    Its steps say how long it lived at least: those up to where the next start found the lines.
+    """
+    first, end = events[0], math.inf
+    reached = math.inf
+    if following is not None:
+        reached, end = following["step"] + (following.get("repeated") or 0), following["time"]
+    worked = math.fsum(x for step, x in seconds.items() if first["step"] < step <= reached)
+    last = max(event["time"] for event in events)  # a save's line comes later than the save
+    return first["time"], min(end, max(last, first["time"] + worked))
+
+
+def suggest_save_interval(*, stall: float, between_failures: float) -> float:
+    """Return the seconds between two saves with which the goodput to expect is best.
+
+    Saving costs stall / interval; a failure loses half an interval and a restart (Young, "A first
+    order approximation to the optimum checkpoint interval", 1974).
+
+    Args:
+        stall: How long a save holds training up, in seconds.
+        between_failures: The mean time from one failure to the next, in seconds.
+
+    Examples:
+        >>> round(suggest_save_interval(stall=5, between_failures=10_800))
+        329
+    """
+    return math.sqrt(2 * stall * between_failures)

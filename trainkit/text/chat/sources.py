@@ -1,0 +1,164 @@
+"""The native templates as Jinja, which others' libraries read from a folder.
+
+Each renders what the function of its name in `trainkit.text.chat.templates` does, of messages whose
+contents are texts, and refuses the tools, calls and roles that it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from trainkit.text.chat.templates import (
+    LLAMA3_TOOLS_IN_SYSTEM,
+    LLAMA3_TOOLS_IN_USER,
+    QWEN3_AFTER_TOOLS,
+    QWEN3_BEFORE_TOOLS,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CHATML = r"""{%- if tools %}
+    {{- raise_exception('ChatML has no place for tools') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {{- raise_exception('ChatML has no place for tool_calls') }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+_QWEN3 = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\n\n' }}
+    {%- endif %}
+    {{- BEFORE_TOOLS }}
+    {%- for tool in tools %}
+        {{- '\n' }}{{- tool | tojson }}
+    {%- endfor %}
+    {{- AFTER_TOOLS }}
+{%- endif %}
+{%- set query = namespace(last=messages | length - 1) %}
+{%- for message in messages %}
+    {%- set answers = message.content is string and message.content.startswith('<tool_response>')
+        and message.content.endswith('</tool_response>') %}
+    {%- if message.role == 'user' and not answers %}
+        {%- set query.last = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not (loop.first and tools)) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set said = namespace(words=message.content or '', thoughts='') %}
+        {%- if message.reasoning_content is string %}
+            {%- set said.thoughts = message.reasoning_content %}
+        {%- elif '</think>' in said.words %}
+            {%- set before = said.words.split('</think>')[0].rstrip('\n') %}
+            {%- set said.thoughts = before.split('<think>')[-1].lstrip('\n') %}
+            {%- set said.words = said.words.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > query.last and (loop.last or said.thoughts) %}
+            {{- '<think>\n' + said.thoughts.strip('\n') + '\n</think>\n\n' }}
+            {{- said.words.lstrip('\n') }}
+        {%- else %}
+            {{- said.words }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set wanted = call.function or call %}
+            {{- '\n' if said.words or not loop.first else '' }}
+            {{- '<tool_call>\n{"name": "' + wanted.name + '", "arguments": ' }}
+            {{- wanted.arguments if wanted.arguments is string else wanted.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' }}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
+    {%- elif message.role != 'system' %}
+        {{- raise_exception('Qwen 3 does not know the role ' + message.role) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+_LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
+{%- set has_tools = tools is defined and tools is not none %}
+{%- set in_user = has_tools and (tools_in_user_message is not defined or tools_in_user_message) %}
+{%- set listed = namespace(tools='') %}
+{%- for tool in tools or [] %}
+    {%- set listed.tools = listed.tools + (tool | tojson(indent=4)) + '\n\n' %}
+{%- endfor %}
+{%- if in_user and (messages[first] is not defined or messages[first].role != 'user') %}
+    {{- raise_exception('the tools stand in the first turn of the user, which is missing') }}
+{%- endif %}
+{{- '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n' }}
+{%- if has_tools %}
+    {{- 'Environment: ipython\n' }}
+{%- endif %}
+{{- 'Cutting Knowledge Date: December 2023\nToday Date: ' }}
+{{- (date_string if date_string is defined else '26 Jul 2024') + '\n\n' }}
+{%- if has_tools and not in_user %}
+    {{- IN_SYSTEM + listed.tools }}
+{%- endif %}
+{%- if first %}
+    {{- messages[0].content | trim }}
+{%- endif %}
+{{- '<|eot_id|>' }}
+{%- for message in messages[first:] %}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}
+    {%- if loop.first and in_user %}
+        {{- IN_USER + listed.tools }}
+    {%- endif %}
+    {%- if message.role == 'tool' %}
+        {{- message.content | tojson }}
+    {%- elif message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('Llama 3 makes one call at a time') }}
+        {%- endif %}
+        {%- set wanted = message.tool_calls[0].function or message.tool_calls[0] %}
+        {{- '{"name": "' + wanted.name + '", "parameters": ' }}
+        {{- wanted.arguments | tojson }}
+        {{- '}' }}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+
+
+def _with_texts(source: str, **texts: str) -> str:
+    """Return a source in which names stand for texts, whatever signs are in them."""
+    for name, text in texts.items():
+        source = source.replace(name, json.dumps(text))
+    return source
+
+
+JINJA_SOURCES: Mapping[str, str] = {
+    "chatml": _CHATML,
+    "llama3": _with_texts(_LLAMA3, IN_SYSTEM=LLAMA3_TOOLS_IN_SYSTEM, IN_USER=LLAMA3_TOOLS_IN_USER),
+    "qwen3": _with_texts(_QWEN3, BEFORE_TOOLS=QWEN3_BEFORE_TOOLS, AFTER_TOOLS=QWEN3_AFTER_TOOLS),
+}
+"""The Jinja of each of `TEMPLATES`, for `chat_template.jinja`.
+
+Beside messages and tools they read `date_string` and `tools_in_user_message` (llama3) and
+`enable_thinking` (qwen3).
+"""

@@ -1,0 +1,44 @@
+"""Corpora: files of text or tokens as documents of tokens, checked and mapped."""
+
+from trainkit.text.corpora.inspect import describe_corpus, verify_corpus
+from trainkit.text.corpora.library import (
+    docstring_conversations,
+    is_library_source,
+    standard_library,
+)
+from trainkit.text.corpora.open import (
+    count_document_labels,
+    held_out_documents,
+    hold_out,
+    is_held_out,
+    match_recorded_names,
+    open_conversations,
+    open_corpus,
+    open_library_corpus,
+)
+from trainkit.text.corpora.pairs import open_pairs, prolong_answers
+from trainkit.text.corpora.records import read_records
+from trainkit.text.corpora.shards import describe_unread_files
+from trainkit.text.corpora.tokens import open_tokens, write_corpus
+
+__all__ = [
+    "count_document_labels",
+    "describe_corpus",
+    "describe_unread_files",
+    "docstring_conversations",
+    "held_out_documents",
+    "hold_out",
+    "is_held_out",
+    "is_library_source",
+    "match_recorded_names",
+    "open_conversations",
+    "open_corpus",
+    "open_library_corpus",
+    "open_pairs",
+    "open_tokens",
+    "prolong_answers",
+    "read_records",
+    "standard_library",
+    "verify_corpus",
+    "write_corpus",
+]

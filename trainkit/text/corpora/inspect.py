@@ -1,0 +1,125 @@
+"""Whether a corpus is intact, and what is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trainkit.text.corpora.open import open_corpus
+from trainkit.text.corpora.records import read_records
+from trainkit.text.corpora.shards import open_parts, tokens_at
+from trainkit.text.corpora.text import check_readable
+from trainkit.types import DataError, DiskError
+
+if TYPE_CHECKING:
+    import os
+
+_SHOWN = 32
+
+
+def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None) -> dict[str, Any]:
+    """Read all of a corpus: every byte against its hash, every token against the vocabulary.
+
+    Args:
+        path: Whatever `open_corpus` opens.
+        vocab_size: No token may be this large or larger, in files that do not say so themselves.
+
+    Returns:
+        `path`; `ok`; `problems`, sentences, at most one for each file; `documents` and `tokens`,
+        how many are in order. Tokens are None for text, which has none yet.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "a.txt").write_text("hi")
+        ...     verify_corpus(folder)["ok"]
+        True
+    """
+    path = Path(path)
+    documents, tokens, problems = _verified(path, vocab_size)
+    return {
+        "path": str(path),
+        "ok": not problems,
+        "problems": problems,
+        "documents": documents,
+        "tokens": tokens,
+    }
+
+
+def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[str, Any]:
+    """Return what is in a corpus, in numbers and in the first tokens of one document.
+
+    Args:
+        path: Whatever `open_corpus` opens; text is counted in bytes.
+        document: Which document to look into.
+
+    Raises:
+        DataError: The corpus cannot be opened.
+        ValueError: There is no such document.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "a.txt").write_text("hi")
+        ...     describe_corpus(folder)["lengths"]
+        {'min': 4, 'median': 4.0, 'max': 4}
+    """
+    corpus = open_corpus(path)
+    lengths = corpus.lengths
+    if not 0 <= document < len(lengths):
+        raise ValueError(
+            f"describe_corpus: {path}: there is no document {document} of {len(lengths)}"
+        )
+    names, size = corpus.names, int(lengths[document])
+    return {
+        "path": str(path),
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "dtype": sorted({part.tokens.dtype.name for part in getattr(corpus, "parts", [corpus])}),
+        "vocab_size": corpus.vocab_size,
+        "columns": {name: attrs.asdict(column) for name, column in corpus.columns.items()},
+        "lengths": {
+            "min": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "max": int(lengths.max()),
+        },
+        "document": {
+            "number": document,
+            "name": None if names is None else names[document],
+            "length": size,
+            "first_tokens": corpus.read(document, 0, min(size, _SHOWN)).tolist(),
+        },
+    }
+
+
+def _verified(path: Path, vocab_size: int | None) -> tuple[int, int | None, list[str]]:
+    """Return how many documents and tokens are in order, and what is not, at most one per file."""
+    problems: list[str] = []
+    documents = tokens = 0
+    try:
+        check_readable(path)
+        names = tokens_at(path)
+    except (DataError, DiskError) as error:
+        return 0, None, [str(error)]
+    for name in names:
+        try:
+            root = path if path.is_dir() else path.parent
+            [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
+        except (DataError, DiskError) as error:
+            problems.append(str(error))
+        else:
+            documents += len(corpus.offsets) - 1
+            tokens += len(corpus.tokens)
+    if names:
+        return documents, tokens, problems
+    try:
+        for _ in read_records(path):
+            documents += 1
+    except (DataError, DiskError) as error:
+        problems.append(str(error))
+    if not documents and not problems:
+        problems.append(f"{path}: there are no documents")
+    return documents, None, problems

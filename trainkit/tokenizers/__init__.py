@@ -1,5 +1,0 @@
-"""Tokenizers: from text to ids and back. Anything with `encode` and `decode` is one."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

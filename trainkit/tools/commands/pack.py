@@ -1,0 +1,101 @@
+"""`python -m trainkit pack CORPUS --capacity N`: what a packing would come to, without training.
+
+It prints the report of `packing_report`, and draws the rows with `--out`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.types import DataError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+HELP = "pack a corpus into rows and report the padding"
+
+
+def add(pack: argparse.ArgumentParser) -> None:
+    """Describe the command's flags to its parser."""
+    pack.add_argument("corpus", type=Path, help="a token file, a .jsonl file, a directory of text")
+    pack.add_argument("--capacity", type=int, required=True, help="tokens per row")
+    fits = ("best_fit", "first_fit", "sequential")
+    which = pack.add_mutually_exclusive_group()
+    which.add_argument("--fit", choices=fits, default="best_fit", help="which row takes a document")
+    which.add_argument(
+        "--balanced",
+        type=int,
+        metavar="ROWS",
+        help="make k x ROWS rows, about equally full",
+    )
+    pack.add_argument(
+        "--group-size", type=int, default=100_000, help="pieces packed together; 0 means all"
+    )
+    policies = ("split", "truncate", "drop", "error")
+    pack.add_argument(
+        "--overlong", choices=policies, default="split", help="of documents above the capacity"
+    )
+    pack.add_argument("--multiple-of", type=int, default=1, help="align every piece to this")
+    pack.add_argument("--max-documents", type=int, help="the most pieces of a row")
+    pack.add_argument("--seed", type=int, help="deal the documents to groups at random")
+    pack.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+    pack.add_argument("--out", type=Path, help="draw the packing into this .png, .svg or .pdf")
+
+
+def run(options: argparse.Namespace) -> tuple[Any, int]:
+    """Return what to print, and the exit code.
+
+    Raises:
+        DataError: The policies leave no row.
+
+    Effects:
+        Writes the picture, if one is asked for.
+    """
+    from trainkit import packing  # noqa: PLC0415 -- slow to import
+    from trainkit.text.corpora import open_corpus  # noqa: PLC0415 -- slow to import
+
+    if options.out is not None:
+        from trainkit.run.plots.drawing import check_picture  # noqa: PLC0415 -- an extra
+
+        check_picture("pack: --out", options.out)
+    balanced = options.balanced is not None
+    fit = packing.make_balanced_fit(options.balanced) if balanced else getattr(packing, options.fit)
+    lengths = open_corpus(options.corpus).lengths
+    bins = packing.pack_bins(
+        lengths,
+        options.capacity,
+        fit=fit,
+        group_size=options.group_size,
+        overlong=options.overlong,
+        multiple_of=options.multiple_of,
+        max_documents=options.max_documents,
+        seed=options.seed,
+    )
+    report = packing.report_packing(bins, lengths)
+    _check_rows(options, report)
+    if options.out is not None:
+        from trainkit.tools.pictures.packing import plot_packing  # noqa: PLC0415 -- an extra
+
+        plot_packing(bins, options.out, lengths=lengths)
+    return report, 0
+
+
+def _check_rows(options: argparse.Namespace, report: dict[str, int | float]) -> None:
+    if report["rows"]:
+        return
+    dropped, empty = report["dropped_documents"], report["empty_documents"]
+    fate = (
+        f"all {dropped} that have tokens are longer than --capacity {options.capacity} and were "
+        "dropped; raise it, or ask for --overlong split or truncate"
+        if dropped
+        else "there are none with tokens"
+    )
+    raise DataError(
+        f"pack: {options.corpus}: no row is left of its {report['documents']} documents ({empty} "
+        f"empty): {fate}",
+        where=options.corpus,
+        got=0,
+        want="at least one row",
+    )

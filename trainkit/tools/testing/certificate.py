@@ -1,0 +1,214 @@
+"""What a certificate says, and how it is printed: one row per layout, one bound per tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+
+@attrs.frozen
+class Tier:
+    """In which numbers a certificate computes, and how far a layout may be from one process.
+
+    `bound` holds for every parameter, `state_bound` for every buffer and what the optimizer
+    remembers, `norm_bound` for the gradient norm, `loss_bound` for every term of the loss.
+    """
+
+    name: str
+    dtype: str
+    bound: float
+    state_bound: float
+    norm_bound: float
+    loss_bound: float
+
+
+TIERS = {
+    tier.name: tier
+    for tier in (
+        # A norm is a root of a sum of roots squared, so it is rounded even where all else is exact.
+        Tier("exact", "float64", bound=0.0, state_bound=0.0, norm_bound=1e-14, loss_bound=0.0),
+        # Measured with the built-in decoder in 3 steps: 7e-15, 4e-14, 5e-15 and 2e-16.
+        Tier("fp64", "float64", bound=1e-12, state_bound=1e-12, norm_bound=1e-12, loss_bound=1e-12),
+        # Measured: 1e-5, 2e-5, 5e-6 and 2e-7.
+        Tier("fp32", "float32", bound=1e-4, state_bound=2e-4, norm_bound=5e-5, loss_bound=5e-6),
+        # Measured with every model of the tier: 6e-2, 1.0 (second moments of an embedding beside
+        # soft caps), 2.3e-2 and 4e-3; one unit in the last place of bf16 is 8e-3.
+        Tier("bf16", "bfloat16", bound=2e-1, state_bound=2.0, norm_bound=1e-1, loss_bound=1e-2),
+    )
+}
+"""The tiers by name.
+
+exact: a linear model of small integers, in which every partial sum is representable, so that no
+order of summation may change a bit. fp64: rounding stays below 1e-12, and no wrong factor, missing
+reduction or lost label does. fp32 and bf16: what rounding does in practice; parameters,
+activations and gradients all have that type.
+"""
+
+
+def tier_called(name: str) -> Tier:
+    """Return one of `TIERS`.
+
+    Raises:
+        ValueError: There is none of that name.
+
+    Examples:
+        >>> tier_called("fp64").bound
+        1e-12
+    """
+    if name not in TIERS:
+        raise ValueError(f"certify: tier must be one of {', '.join(TIERS)}, got {name!r}")
+    return TIERS[name]
+
+
+@attrs.frozen
+class CertificateRow:
+    """One layout against one process: the largest differences, max|a - b| / max|b| per tensor.
+
+    `loss` is the largest over steps and terms, `grad_norm` over steps, `parameters` and `state`
+    (buffers, and "PARAMETER/KEY" of the optimizer) over all tensors after the last step, of which
+    `worst` names the one. `batches` says whether every step
+    trained on the very same tokens. `error` is empty unless the layout failed; `traceback` is the
+    rank's.
+    """
+
+    layout: str
+    world: int
+    loss: float = float("inf")
+    grad_norm: float = float("inf")
+    parameters: float = float("inf")
+    state: float = float("inf")
+    worst: str = ""
+    batches: bool = False
+    seconds: float = 0.0
+    error: str = ""
+    traceback: str = attrs.field(default="", repr=False)
+
+
+@attrs.frozen
+class Certificate:
+    """The rows of some layouts in one tier; `title` says of which model.
+
+    `packing` is the first row of the table: packed documents against each document alone, mostly in
+    fp64; its `loss` is how far outputs are off, its `parameters` how far gradients are. An `error`
+    makes it red, whatever the tier: see `check_packing`.
+    """
+
+    title: str
+    tier: Tier
+    steps: int
+    rows: tuple[CertificateRow, ...]
+    packing: CertificateRow | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a row of a layout, and every row is within the bound."""
+        return bool(self.rows) and not self.red
+
+    @property
+    def red(self) -> tuple[CertificateRow, ...]:
+        """The rows that are not within the bound."""
+        return tuple(row for row in self.all_rows if self.is_red(row))
+
+    @property
+    def all_rows(self) -> tuple[CertificateRow, ...]:
+        """The row of packed documents, and those of the layouts."""
+        return self.rows if self.packing is None else (self.packing, *self.rows)
+
+    def is_red(self, row: CertificateRow) -> bool:
+        """Whether one of the rows is not within the bound."""
+        return bool(row.error) if row is self.packing else not is_within(row, self.tier)
+
+
+def is_within(row: CertificateRow, tier: Tier) -> bool:
+    """Return whether a layout gave the numbers of one process, as exactly as the tier asks.
+
+    Examples:
+        >>> row = CertificateRow("dp2", 2, 1e-16, 0.0, 2e-15, state=0.0, batches=True)
+        >>> is_within(row, TIERS["fp64"]), is_within(row, TIERS["exact"])
+        (True, False)
+    """
+    far = [(row.loss, tier.loss_bound), (row.grad_norm, tier.norm_bound)]
+    far += [(row.parameters, tier.bound), (row.state, tier.state_bound)]
+    return all(x <= bound for x, bound in far) and row.batches and not row.error
+
+
+# --------------------------------------------------------------------------------------- rendering
+
+_COLUMNS = ("layout", "ranks", "loss", "gradient norm", "parameters", "state", "worst tensor", "s")
+
+
+def format_text(certificate: Certificate) -> str:
+    """Return a certificate as a table for a terminal, and a last line that says whether it holds.
+
+    Examples:
+        >>> row = CertificateRow("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
+        >>> print(format_text(Certificate("a model", TIERS["fp64"], 3, (row,))))
+        layout  ranks  loss  gradient norm  parameters  state  worst tensor    s
+        dp2         2     0        1.0e-16     2.0e-15      0             w  0.0
+        a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
+    """
+    lines = [_COLUMNS, *map(_cells, certificate.all_rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = [line[0].ljust(widths[0]) + _right(line[1:], widths[1:]) for line in lines]
+    marks = ["", *("  RED" if certificate.is_red(row) else "" for row in certificate.all_rows)]
+    table = [row + mark for row, mark in zip(rows, marks, strict=True)]
+    return "\n".join([*table, *_told_reds(certificate), summary(certificate)])
+
+
+def format_markdown(certificate: Certificate) -> str:
+    """Return a certificate as a Markdown table, and a sentence that says whether it holds.
+
+    Examples:
+        >>> row = CertificateRow("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
+        >>> print(format_markdown(Certificate("a model", TIERS["fp64"], 3, (row,))))
+        | layout | ranks | loss | gradient norm | parameters | state | worst tensor |
+        | --- | ---: | ---: | ---: | ---: | ---: | --- |
+        | dp2 | 2 | 0 | 1.0e-16 | 2.0e-15 | 0 | `w` |
+        <BLANKLINE>
+        a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
+    """
+    head = [_COLUMNS[:-1], ("---", *["---:"] * (len(_COLUMNS) - 3), "---")]
+    cells = [_cells(row)[:-1] for row in certificate.all_rows]
+    quoted = [(*line[:-1], f"`{line[-1]}`" if line[-1] else "") for line in cells]
+    table = ["| " + " | ".join(line) + " |" for line in (*head, *quoted)]
+    return "\n".join([*table, "", *_told_reds(certificate), summary(certificate)])
+
+
+def summary(certificate: Certificate) -> str:
+    """Return one sentence: how many layouts hold, and to what bound.
+
+    Examples:
+        >>> summary(Certificate("a model", TIERS["exact"], 2, ()))
+        'a model, exact: 0 of 0 layouts give the numbers of one process, bit for bit, after 2 steps'
+    """
+    tier, total = certificate.tier, len(certificate.rows)
+    right = sum(not certificate.is_red(row) for row in certificate.rows)
+    how = f"to {tier.bound:.0e}".replace("e-0", "e-") if tier.bound else "bit for bit"
+    return (
+        f"{certificate.title}, {tier.name}: {right} of {total} layouts give "
+        f"the numbers of one process, {how}, after {certificate.steps} steps"
+    )
+
+
+def _told_reds(certificate: Certificate) -> list[str]:
+    told = []
+    for row in certificate.red:
+        why = "its numbers differ" if row.batches else "it trained on other tokens"
+        told.append(f"RED: {row.layout}: {row.error or why}")
+    return told
+
+
+def _cells(row: CertificateRow) -> tuple[str, ...]:
+    numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters, row.state)]
+    if row.error:
+        numbers = ["-"] * len(numbers)
+    return (row.layout, str(row.world), *numbers, row.worst, f"{row.seconds:.1f}")
+
+
+def _number(x: float) -> str:
+    return "0" if x == 0 else f"{x:.1e}"
+
+
+def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

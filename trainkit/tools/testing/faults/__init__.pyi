@@ -1,0 +1,27 @@
+# The table of contents, which __init__.py loads lazily.
+from .files import add_file as add_file
+from .files import flip_bit as flip_bit
+from .files import remove_file as remove_file
+from .files import swap_files as swap_files
+from .files import truncate as truncate
+from .files import zero_page as zero_page
+from .numbers import flip_bit_at as flip_bit_at
+from .numbers import nan_gradient_at as nan_gradient_at
+from .numbers import nan_loss_at as nan_loss_at
+from .numbers import nan_moment_at as nan_moment_at
+from .numbers import nan_parameter_at as nan_parameter_at
+from .processes import exit_at as exit_at
+from .processes import fail_at as fail_at
+from .processes import hang_at as hang_at
+from .processes import kill_at as kill_at
+from .processes import signal_at as signal_at
+from .processes import slow_at as slow_at
+from .processes import stop_at as stop_at
+from .steps import At as At
+from .steps import Injector as Injector
+from .steps import Ranks as Ranks
+from .steps import TrainStep as TrainStep
+from .steps import act_after as act_after
+from .steps import act_at as act_at
+from .steps import until_next as until_next
+from .steps import wrap_step as wrap_step

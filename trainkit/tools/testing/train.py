@@ -1,0 +1,371 @@
+"""One layout of a certificate: train a model for some steps, and say what came out.
+
+What layouts are compared with, `train_plain`, makes and fills the model without `build_stages`: a
+plain module with plain parameters, so that nothing is compared with itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainkit.batch import batch_hash, count_valid_tokens, to_device
+from trainkit.collectives import all_sum
+from trainkit.grads import clip_and_step, get_named_parameters, get_parameters, sync_sp_grads
+from trainkit.losses import average_terms
+from trainkit.mesh import parallel_session
+from trainkit.metrics import reduce_metrics
+from trainkit.noise import counters
+from trainkit.noise.hashing import make_key
+from trainkit.optim import make_optimizer
+from trainkit.parallel.materialize import fills_of, live_buffers
+from trainkit.parallel.names import COPY_SUFFIX, get_local_box, ties_of
+from trainkit.parallel.stages import SplitModel, build_stages, split_layers
+from trainkit.post.adapters.frozen import SCALES, get_quantizations, unpacked
+from trainkit.step import bind_forward_backward
+from trainkit.tools.testing.cases import LayoutCase
+from trainkit.tools.testing.certificate import Tier
+from trainkit.tools.testing.deal import deal_batch
+from trainkit.types import (
+    Axis,
+    Batch,
+    Call,
+    ConfigError,
+    Loss,
+    ModelTransform,
+    ParallelState,
+    Weights,
+)
+
+MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
+"""`MakePlan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
+
+MakeLoss = Callable[[ParallelState], Loss]
+"""`MakeLoss(ps) -> Loss`: for a loss that communicates."""
+
+MakeStages = Callable[[ParallelState], Sequence[nn.Module]]
+"""From a layout to this rank's stages, filled."""
+
+Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
+"""From a rank's stages, and the axis of the pipeline, to the optimizer that steps them."""
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """The part of a tensor that a rank holds, in fp64, and where it begins in the whole."""
+
+    values: np.ndarray[Any, Any]
+    offset: tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """What a training came to: terms and norms of every step, and all tensors after the last.
+
+    `state` holds buffers by name, and what the optimizer remembers as "PARAMETER/KEY". `ties` are
+    names of one tensor. `hashes` are those of each step's global batch. `norm_dtype` is fp32 on a
+    pipeline stage of an fp64 model that has nothing to train; see `grad_norm`.
+    """
+
+    terms: dict[str, list[float]]
+    norms: list[float]
+    hashes: list[int]
+    parameters: dict[str, Held]
+    state: dict[str, Held]
+    ties: list[tuple[str, ...]]
+    norm_dtype: str
+
+
+@attrs.frozen
+class Differences:
+    """An outcome against another: max|a - b| / max|b| of each tensor, terms and norms over steps.
+
+    `parameters` and `state` are those of this rank, of which it holds the boxes (offset, shape) of
+    `held`; what the other outcome does not have is infinitely far.
+    """
+
+    terms: dict[str, float]
+    norm: float
+    parameters: dict[str, float]
+    state: dict[str, float]
+    ties: list[tuple[str, ...]]
+    held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    batches: bool
+    seconds: float
+
+
+def certificate_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Return initial values for any model: 0.2 x normal, and 1 + 0.2 x normal for vectors.
+
+    That serves matrices of some dozens of columns, and norms. An element is a function of the
+    parameter's name and its index in the whole, in every layout.
+
+    Examples:
+        >>> whole = certificate_weights("w", (4, 8), (0, 0))
+        >>> torch.equal(whole[2:], certificate_weights("w", (2, 8), (2, 0)))
+        True
+    """
+    values = counters.normal(make_key(0, name), shape, offset).mul_(0.2)
+    return values.add_(1) if len(shape) < 2 else values
+
+
+def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay on matrices.
+
+    Its epsilon is 1e-4: Adam divides by the gradient's own size, so with a small one a factor on
+    all gradients would leave no trace in the parameters.
+
+    Effects:
+        Communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> optimizer = certificate_optimizer([nn.Linear(2, 2)], solo_parallel().pp)
+        >>> optimizer.param_groups[0]["weight_decay"]
+        0.1
+    """
+    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, options={"eps": 1e-4}, axis=axis)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Training:
+    """What is trained, and how: all that is the same in every layout; see `certify`."""
+
+    title: str
+    tier: Tier
+    make_model: Callable[[], nn.Module]
+    make_batches: Callable[[int], Batch]
+    plan: MakePlan
+    loss: Loss | MakeLoss
+    call: Call
+    steps: int
+    weights: Weights = certificate_weights
+    optimizer: Optimizers = certificate_optimizer
+    split: SplitModel = split_layers
+    lr: float = 1e-2
+    max_norm: float | None = 0.5
+    alone: tuple[Callable[[], nn.Module], Weights] | None = None
+
+
+def train_plain(training: Training) -> Outcome:
+    """Train a plain module on one process, all rows of a step at once; see `certify`.
+
+    The plan is not applied, for a plan must not change a number.
+
+    Effects:
+        Opens the process group of one rank and closes it.
+    """
+    model = plain_model(training)
+    return _train(training, LayoutCase(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
+
+
+def plain_model(training: Training) -> nn.Module:
+    """Return the whole model as a plain module, with its weights."""
+    make_model, weights = training.alone or (training.make_model, training.weights)
+    model = _typed(make_model, training.tier)
+    fills = fills_of(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            give = partial(fills[name], weights) if name in fills else weights
+            p.copy_(give(name, tuple(p.shape), (0,) * p.ndim))
+    return model
+
+
+def train_layout(training: Training, case: LayoutCase) -> Outcome:
+    """Train in one layout, on every rank of the default process group; see `certify`.
+
+    Effects:
+        Opens the layout's process groups and closes them.
+    """
+    return _train(
+        training,
+        case,
+        lambda ps: build_stages(
+            partial(_typed, training.make_model, training.tier),
+            ps,
+            training.plan(ps, case),
+            weights=training.weights,
+            split=training.split,
+            schedule=case.layout.schedule,
+        ),
+    )
+
+
+def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Outcome:
+    with parallel_session(case.layout) as ps:
+        stages = make_stages(ps)
+        named, ties = get_named_parameters(stages), [tie for x in stages for tie in ties_of(x)]
+        params, optimizer = get_parameters(stages), training.optimizer(stages, ps.pp)
+        loss: Any = training.loss
+        run = bind_forward_backward(
+            stages,
+            loss if hasattr(loss, "terms") else loss(ps),
+            axis=ps.pp,
+            call=training.call,
+            schedule=case.layout.schedule,
+            reduce=case.layout.reduce,
+        )
+        terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
+        for step in range(training.steps):
+            whole = training.make_batches(step)
+            batches = deal_batch(whole, ps.place, rows_per_microbatch=case.rows_per_microbatch)
+            hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
+            batches = [to_device(batch, ps.device) for batch in batches]
+            tokens = all_sum(count_valid_tokens(batches), ps.loss)
+            sums = run(batches, denominator=tokens)
+            sync_sp_grads(params, ps.sp_unfolded)
+            limit = {"lr": training.lr, "max_norm": training.max_norm}
+            norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
+            for name, value in average_terms(reduce_metrics(sums, ps.loss), tokens).items():
+                terms.setdefault(name, []).extend(value.flatten().tolist())
+        return Outcome(
+            terms,
+            [float(norm) for norm in norms],
+            hashes,
+            _parameters(stages, named),
+            {name: _part(x) for name, x in _state(stages, named, optimizer).items()},
+            ties,
+            str(norms[-1].dtype).removeprefix("torch."),
+        )
+
+
+def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) -> dict[str, Held]:
+    """Return the parameters by name; of what is held in few bits, what it stands for."""
+    found = {name: _part(p) for name, p in named.items()}
+    for name, packing in (item for stage in stages for item in get_quantizations(stage).items()):
+        codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
+        values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
+        found[name] = Held(values, (*codes.offset[:-1], packing.first))
+        del found[name + SCALES]
+    return found
+
+
+def _state(
+    stages: Sequence[nn.Module],
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Tensor]:
+    """Return buffers by name, and every number that the optimizer remembers."""
+    found = {name: x for stage in stages for name, x in live_buffers(stage).items()}
+    for name, p in named.items():
+        owner = name.removesuffix(COPY_SUFFIX)
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor | int | float):
+                copy = name.removeprefix(owner)
+                found[f"{owner}/{key}{copy}"] = torch.as_tensor(value)
+    return found
+
+
+def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Differences:
+    """Train in one layout and compare what comes out with another outcome.
+
+    Effects:
+        Those of `train_layout`.
+    """
+    begin = time.monotonic()
+    found = train_layout(training, case)
+    if case.compiled:  # after 8 compilations of one function dynamo falls back to eager code
+        torch.compiler.reset()
+    parts = found.parameters | found.state
+    return Differences(
+        {
+            name: relative(found.terms.get(name, []), wanted.terms.get(name, []))
+            for name in found.terms | wanted.terms
+        },
+        relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
+        _distances(found.parameters, wanted.parameters),
+        _distances(found.state, wanted.state, least=_least_moments(wanted.state)),
+        found.ties,
+        {name: (part.offset, part.values.shape) for name, part in parts.items()},
+        found.hashes == wanted.hashes,
+        time.monotonic() - begin,
+    )
+
+
+def _least_moments(state: Mapping[str, Held]) -> dict[str, float]:
+    """Return what the largest element of a moment counts as at least: 1e-2 of its kind's largest.
+
+    A gradient that is 0 but for rounding (of a bias of keys, which no softmax sees) has moments
+    that are rounding alone.
+    """
+    kinds: dict[str, float] = {}
+    for name, part in state.items():
+        kind = name.partition("/")[2]
+        kinds[kind] = max(kinds.get(kind, 0.0), _largest(part.values) if kind else 0.0)
+    return {name: 1e-2 * kinds[name.partition("/")[2]] for name in state}
+
+
+def _distances(
+    found: Mapping[str, Held],
+    wanted: Mapping[str, Held],
+    *,
+    least: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Return how far this rank's parts are off, by name in the whole model."""
+    far: dict[str, float] = {}
+    for name, part in found.items():
+        # A rank that holds both ends of a pipeline has a tied parameter twice.
+        whole, distance = name.removesuffix(COPY_SUFFIX), math.inf
+        if whole in wanted:
+            distance = _of_part(part, wanted[whole].values, least=(least or {}).get(whole, 0.0))
+        far[whole] = max(distance, far.get(whole, 0.0))
+    return far
+
+
+def relative(found: Any, wanted: Any) -> float:
+    """Return max|a - b| / max|b|; infinite where shapes differ, or NaN stands on one side only.
+
+    Examples:
+        >>> relative([1.0, 2.0], [1.0, 4.0]), relative([1.0], [1.0, 2.0])
+        (0.5, inf)
+    """
+    a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return _of_part(Held(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
+
+
+def _largest(values: np.ndarray[Any, Any]) -> float:
+    finite = np.isfinite(values)
+    return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
+
+
+def _of_part(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
+    a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
+    b = whole[tuple(slice(start, start + size) for start, size in sizes)]
+    if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return math.inf
+    far = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
+    top = max(_largest(whole), least)
+    return 0.0 if far == 0 else far / top if top else math.inf
+
+
+def _typed(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
+    """Make a model in the dtype of a tier; one that is made in several dtypes keeps them."""
+    model = make_model()
+    first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
+    dtypes = sorted((x for x in first if x.is_floating_point), key=lambda x: torch.finfo(x).eps)
+    if len(dtypes) < 2:
+        return model.to(getattr(torch, tier.dtype))
+    if dtypes[-1] != getattr(torch, tier.dtype):
+        raise ConfigError(
+            f"certify: the model is made in {dtypes[0]} ({first[dtypes[0]]!r}) and {dtypes[-1]} "
+            f"({first[dtypes[-1]]!r}), which it keeps, and tier {tier.name!r} compares what is "
+            f"computed in {tier.dtype}; choose the tier of {dtypes[-1]}, or let make_model make it "
+            "in one dtype",
+            where="tier",
+            got=tier.name,
+            want=f"the tier of {dtypes[-1]}",
+        )
+    return model
+
+
+def _part(tensor: Tensor) -> Held:
+    box = get_local_box(tensor)
+    return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)

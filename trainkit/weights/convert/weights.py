@@ -1,0 +1,82 @@
+"""Others' checkpoints into folders of weights that trainkit verifies; their code is not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainkit.weights.checkpoint.export import SHARD_BYTES, write_weights
+from trainkit.weights.checkpoint.safe_files import refusal
+from trainkit.weights.checkpoint.stored import check_boxes, check_crc, plain_tensor_name
+from trainkit.weights.convert.foreign import read_foreign_tensors
+
+
+def convert_weights(
+    source: Path | str,
+    folder: Path | str,
+    *,
+    prefix: str = "",
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Convert a foreign checkpoint into a folder that `open_weights` reads.
+
+    It may be a directory of torch.distributed.checkpoint, a file of torch.save, a safetensors file
+    or a folder of them. Pickles are read in a process of their own, of bounded memory, by torch's
+    loader of weights alone; objects that are no tensors are skipped and told. A file's own
+    checksums (CRC-32 of each zip member) are compared, which torch does not.
+
+    Args:
+        source: The foreign checkpoint.
+        folder: The new folder.
+        prefix: Only tensors whose names begin with this, "model." for instance; it is taken off.
+        dtype: See `export_checkpoint`.
+        shard_bytes: See `export_checkpoint`.
+        overwrite: See `export_checkpoint`.
+
+    Returns:
+        What has been written, as `export_checkpoint` returns it, and "kind" and "skipped".
+
+    Raises:
+        CheckpointError: The source is damaged, or not what a good one is; nothing is written.
+        ConfigError: The folder is there already.
+        DiskError: It cannot be written.
+
+    Effects:
+        Writes a folder; starts a process that reads pickles; executes nothing that they say.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, f"{home}/a.pt")
+        ...     report = convert_weights(f"{home}/a.pt", f"{home}/weights", prefix="model.")
+        >>> report["files"], report["skipped"]
+        (['model.safetensors'], ['epoch'])
+    """
+    source = Path(source)
+    found = read_foreign_tensors(source)
+    chosen = {
+        name.removeprefix(prefix): stored
+        for name, stored in found.tensors.items()
+        if name.startswith(prefix)
+    }
+    if not chosen:
+        some = ", ".join(sorted(found.tensors)[:5])
+        raise refusal(source, f"holds no tensor whose name begins with {prefix!r}; some are {some}")
+    for name, stored in chosen.items():
+        if not plain_tensor_name(name):
+            raise refusal(source, f"holds a tensor of the odd name {name[:100]!r}")
+        check_boxes(name, stored, source)
+        for extent in stored.extents:
+            check_crc(extent)
+    report = write_weights(
+        chosen,
+        folder,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        overwrite=overwrite,
+        origin={"source": source.name, "kind": found.kind},
+    )
+    others = [name for name in found.tensors if not name.startswith(prefix)]
+    return report | {"kind": found.kind, "skipped": sorted([*found.skipped, *others])}

@@ -1,0 +1,609 @@
+"""The families of Hugging Face models that a decoder computes: a declaration for each.
+
+A declaration says which key of a `config.json` is which field of a `DecoderConfig`, what a missing
+key means, which keys must have which value, and where each tensor is. To add a family is to add one
+here, with its row in `tests/hub`; a field that `DecoderConfig` lacks becomes an option of the one
+decoder first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from trainkit.models.config import DecoderConfig
+from trainkit.weights.hub.links import HFTensor
+
+
+@attrs.frozen(eq=False)
+class Key:
+    """A field that a key says in a way of its own.
+
+    Attributes:
+        field: The field.
+        read: From the key's value, and all of the `config.json`, to the field's.
+        write: From the field's value, and the whole configuration, to the key's; it raises a
+            `ValueError` where there is none.
+    """
+
+    field: str
+    read: Callable[[Any, Mapping[str, Any]], Any]
+    write: Callable[[Any, DecoderConfig], Any]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Family:
+    """How one family of Hugging Face models says what a decoder is.
+
+    Attributes:
+        model_type: Its name in a `config.json`.
+        architecture: The class of `transformers` that computes it.
+        keys: The field that a key says, "experts.count" for one of `Experts`; a key may say two.
+        aliases: Other names of keys.
+        defaults: What a missing key means. One without a default must be there.
+        fixed: The fields that no key says; a function of a whole `config.json` for what follows.
+        only: The values that a key may have; what is written is the first.
+        ignored: Keys that change nothing that a decoder computes.
+        ropes: The kinds of rotary positions that it may have, none for learned ones.
+        windows: The fields of `Sliding` but the window, where `layer_types` says nothing of them; a
+            text names the key that says one. None where attention always sees all.
+        local_rope: Whether layers that slide have rotary wavelengths of their own.
+        names: From a configuration to where each tensor is, by our names, `{i}` being a layer in
+            both.
+        aside: Patterns of tensors that are no part of the model, `{layers}` being the number of
+            layers.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str | Key | Sequence[str]]
+    aliases: Mapping[str, str] = attrs.field(factory=dict)
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = attrs.field(factory=dict)
+    only: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
+    ignored: frozenset[str] = frozenset()
+    ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
+    windows: Mapping[str, int | str] | None = None
+    local_rope: bool = False
+    names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
+    aside: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def _block(
+    names: Mapping[str, str | HFTensor], *, prefix: str = "model.layers.{i}"
+) -> dict[str, HFTensor]:
+    """Return the names of a layer's tensors with what comes before them on both sides."""
+    found = {}
+    for ours, said in names.items():
+        there = said if isinstance(said, HFTensor) else HFTensor(said)
+        found[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"{prefix}.{there.name}")
+    return found
+
+
+def _mlp(ours: str, theirs: str) -> dict[str, str]:
+    own = [f"{x}.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias")]
+    return {f"{ours}.{x}": f"{theirs}.{x.replace('.', '_proj.')}" for x in own}
+
+
+_EXPERTS = {
+    "mlp.router.weight": "mlp.gate.weight",
+    **{f"mlp.experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
+
+_NAMES = {
+    "embedding.weight": HFTensor("model.embed_tokens.weight"),
+    "norm.weight": HFTensor("model.norm.weight"),
+    "head.weight": HFTensor("lm_head.weight"),
+    **_block(
+        {
+            "attention_norm.weight": "input_layernorm.weight",
+            "mlp_norm.weight": "post_attention_layernorm.weight",
+            **{f"attention.w{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
+            **{f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkvo"},
+            **{f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
+            **_mlp("mlp", "mlp"),
+        }
+    ),
+}
+
+_NORMS_AROUND = _block(
+    {
+        "attention_out_norm.weight": "post_attention_layernorm.weight",
+        "mlp_norm.weight": "pre_feedforward_layernorm.weight",
+        "mlp_out_norm.weight": "post_feedforward_layernorm.weight",
+    }
+)
+
+_FUSED = _block(
+    {
+        **{
+            f"attention.w{x}.weight": HFTensor("self_attn.qkv_proj.weight", joined=True)
+            for x in "qkv"
+        },
+        **{
+            f"mlp.{x}.weight": HFTensor("mlp.gate_up_proj.weight", joined=True)
+            for x in ("gate", "up")
+        },
+    }
+)
+
+_MIXTRAL_EXPERTS = _block(
+    {
+        "mlp.router.weight": "block_sparse_moe.gate.weight",
+        "mlp.experts.gate": "block_sparse_moe.experts.{e}.w1.weight",
+        "mlp.experts.down": "block_sparse_moe.experts.{e}.w2.weight",
+        "mlp.experts.up": "block_sparse_moe.experts.{e}.w3.weight",
+    }
+)
+
+_SHARED_EXPERTS = {
+    **_EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    **_mlp("mlp.shared", "mlp.shared_experts"),
+}
+
+_KV = "self_attn.kv_a_proj_with_mqa.weight"
+
+
+# ------------------------------------------------------------------------------------------ config
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "mlp_width",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+}
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_SILU = {"hidden_act": ("silu",)}
+_NO_BIAS = {**_SILU, "attention_bias": (False,)}
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _activation(value: Any, _: Mapping[str, Any]) -> str:
+    if value not in _ACTIVATIONS:
+        raise ValueError(f"not {' or '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+def _activation_key(tanh: str = "gelu_pytorch_tanh") -> Key:
+    """Return the key of an activation; `tanh` is what GELU's approximation by tanh is called."""
+    names = {"gelu_tanh": tanh}
+    return Key("feed_forward.activation", _activation, lambda kind, _: names.get(kind, kind))
+
+
+_DENSE_KEYS = {**_KEYS, "hidden_act": _activation_key()}
+_DENSE_DEFAULTS = {**_DEFAULTS, "hidden_act": "silu"}
+_BIAS_KEYS = {**_DENSE_KEYS, "attention_bias": ("qkv_bias", "out_bias")}
+_BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
+
+
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    keys={**_BIAS_KEYS, "mlp_bias": "feed_forward.bias"},
+    defaults={**_BIAS_DEFAULTS, "mlp_bias": False},
+    names=lambda _: _NAMES,
+)
+
+
+_MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    keys=_DENSE_KEYS,
+    defaults={**_DENSE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+    windows={},
+    names=lambda _: _NAMES,
+)
+
+
+_QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    keys=_DENSE_KEYS,
+    defaults=_DENSE_DEFAULTS | _WINDOWS,
+    fixed={"qkv_bias": True},
+    windows={"first": "max_window_layers"},
+    names=lambda _: _NAMES,
+)
+
+
+_QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    keys=_BIAS_KEYS,
+    defaults={**_BIAS_DEFAULTS, **_WINDOWS, "head_dim": 128},
+    fixed={"qk_norm": True},
+    windows={"first": "max_window_layers"},
+    names=lambda _: _NAMES,
+)
+
+
+_PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    keys=_DENSE_KEYS,
+    defaults={
+        **_DENSE_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "original_max_position_embeddings": 4096,
+    },
+    only={"attention_bias": (False,)},
+    ignored=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
+    ropes=("default", "partial", "longrope"),
+    windows={},
+    names=lambda _: _NAMES | _FUSED,
+)
+
+
+_GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    keys={
+        **{key: field for key, field in _BIAS_KEYS.items() if key != "hidden_act"},
+        "hidden_activation": _activation_key(),
+        "query_pre_attn_scalar": "query_scalar",
+        "attn_logit_softcapping": "score_softcap",
+        "final_logit_softcapping": "logit_softcap",
+    },
+    aliases={"hidden_act": "hidden_activation"},
+    defaults={
+        **{key: value for key, value in _BIAS_DEFAULTS.items() if key != "hidden_act"},
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+    fixed={
+        "norms.kind": "offset",
+        "norms.place": "around",
+        "embedding_scale": lambda config: config["hidden_size"] ** 0.5,
+    },
+    only={"use_bidirectional_attention": (None, False)},
+    ignored=frozenset({"cache_implementation"}),
+    windows={"full_every": 2},
+    names=lambda _: _NAMES | _NORMS_AROUND,
+)
+
+
+_GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    keys={k: field for k, field in _GEMMA2.keys.items() if k != "attn_logit_softcapping"},
+    aliases=_GEMMA2.aliases,
+    defaults={
+        **{k: value for k, value in _GEMMA2.defaults.items() if k != "attn_logit_softcapping"},
+        "final_logit_softcapping": None,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": 6,
+    },
+    fixed={**_GEMMA2.fixed, "qk_norm": True},
+    only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
+    ignored=frozenset({"cache_implementation", "_sliding_window_pattern"}),
+    windows={"full_every": "sliding_window_pattern"},
+    local_rope=True,
+    names=lambda _: _NAMES | _NORMS_AROUND,
+)
+
+
+_OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    keys={key: field for key, field in _BIAS_KEYS.items() if key != "head_dim"},
+    defaults={**_BIAS_DEFAULTS, "rms_norm_eps": 1e-5},
+    fixed={"norms.place": "after", "qk_norm": "wide"},
+    names=lambda _: _NAMES | _NORMS_AROUND,  # of which it has those after alone
+)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("it must be a whole number")
+    return value
+
+
+def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
+    return 4 * _whole(config["n_embd"]) if value is None else _whole(value)
+
+
+_GPT2_PARTS = ("weight", "bias")
+_GPT2_QKV = HFTensor("attn.c_attn.weight", joined=True, transposed=True)
+_GPT2_NAMES = {
+    "embedding.weight": HFTensor("transformer.wte.weight"),
+    "positions.weight": HFTensor("transformer.wpe.weight"),
+    **{f"norm.{x}": HFTensor(f"transformer.ln_f.{x}") for x in _GPT2_PARTS},
+    "head.weight": HFTensor("lm_head.weight"),
+    **_block(
+        {
+            **{f"attention_norm.{x}": f"ln_1.{x}" for x in _GPT2_PARTS},
+            **{f"mlp_norm.{x}": f"ln_2.{x}" for x in _GPT2_PARTS},
+            **{f"attention.w{x}.weight": _GPT2_QKV for x in "qkv"},
+            **{f"attention.w{x}.bias": HFTensor("attn.c_attn.bias", joined=True) for x in "qkv"},
+            **{
+                f"{ours}.weight": HFTensor(f"{theirs}.weight", transposed=True)
+                for ours, theirs in (
+                    ("attention.wo", "attn.c_proj"),
+                    ("mlp.up", "mlp.c_fc"),
+                    ("mlp.down", "mlp.c_proj"),
+                )
+            },
+            "attention.wo.bias": "attn.c_proj.bias",
+            "mlp.up.bias": "mlp.c_fc.bias",
+            "mlp.down.bias": "mlp.c_proj.bias",
+        },
+        prefix="transformer.h.{i}",
+    ),
+}
+
+_GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    keys={
+        "vocab_size": "vocab_size",
+        "n_embd": "width",
+        "n_layer": "layers",
+        "n_head": ("heads", "kv_heads"),
+        "n_inner": Key("mlp_width", _inner_width, lambda width, _: width),
+        "n_positions": "positions",
+        "activation_function": _activation_key("gelu_new"),
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tied",
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+    },
+    defaults={
+        "n_inner": None,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    fixed={
+        "qkv_bias": True,
+        "out_bias": True,
+        "norms.kind": "layer",
+        "feed_forward.gated": False,
+        "feed_forward.bias": True,
+    },
+    only={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    ignored=frozenset(
+        {
+            "n_ctx",
+            "resid_pdrop",
+            "embd_pdrop",
+            "attn_pdrop",
+            "gradient_checkpointing",
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    ),
+    ropes=(),
+    names=lambda _: _GPT2_NAMES,
+    aside=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+)
+
+
+_MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    keys={
+        **_KEYS,
+        "intermediate_size": ("mlp_width", "experts.width"),
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.chosen",
+    },
+    aliases={"num_experts": "num_local_experts"},
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    only=_SILU,
+    windows={},
+    ignored=frozenset({"router_jitter_noise"}),
+    names=lambda _: _NAMES | _MIXTRAL_EXPERTS,
+)
+
+
+def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
+    """Return how many layers at the beginning are without experts."""
+    layers: list[int] = [] if value is None else value
+    if layers != [*range(len(layers))]:
+        raise ValueError("layers without experts must be the first ones, 0, 1, and so on")
+    return len(layers)
+
+
+_QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    keys={
+        **_KEYS,
+        "num_experts": "experts.count",
+        "num_experts_per_tok": "experts.chosen",
+        "moe_intermediate_size": "experts.width",
+        "norm_topk_prob": "experts.renormalise",
+        "decoder_sparse_step": "experts.every",
+        "mlp_only_layers": Key("experts.first", _first_layers, lambda first, _: [*range(first)]),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    fixed={"qk_norm": True},
+    only=_NO_BIAS,
+    windows={},
+    names=lambda _: _NAMES | _block(_EXPERTS),
+)
+
+
+def _shared_experts(value: Any, config: Mapping[str, Any]) -> int:
+    """Return how wide so many shared experts are together."""
+    return _whole(value or 0) * _whole(config["moe_intermediate_size"])
+
+
+def _count_shared(shared: int, config: DecoderConfig) -> int:
+    assert config.experts is not None
+    count, rest = divmod(shared, config.experts.width)
+    if rest:
+        width = config.experts.width
+        raise ValueError(f"the shared expert's {shared} columns are no multiple of {width}")
+    return count
+
+
+_SIGMOID_KEYS = {
+    "n_routed_experts": "experts.count",
+    "num_experts_per_tok": "experts.chosen",
+    "moe_intermediate_size": "experts.width",
+    "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
+    "first_k_dense_replace": "experts.first",
+    "norm_topk_prob": "experts.renormalise",
+    "n_group": "experts.groups",
+    "topk_group": "experts.groups_chosen",
+    "routed_scaling_factor": "experts.scale",
+}
+_SIGMOID: dict[str, Any] = {
+    "fixed": {"experts.scores": "sigmoid", "experts.biased": True},
+    "aliases": {
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    "aside": ("model.layers.{layers}.*",),  # what predicts a second token
+}
+
+
+def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
+    assert config.latents is not None
+    queries = "q_proj" if config.latents.query_rank is None else "q_b_proj"
+    return _NAMES | _block(
+        {
+            **_SHARED_EXPERTS,
+            "attention.q_latent.weight": "self_attn.q_a_proj.weight",
+            "attention.q_latent_norm.weight": "self_attn.q_a_layernorm.weight",
+            "attention.wq.weight": HFTensor(f"self_attn.{queries}.weight", pairs="head_size"),
+            "attention.kv_latent.weight": HFTensor(_KV, joined=True),
+            "attention.k_rotary.weight": HFTensor(_KV, joined=True, pairs="rotary_size"),
+            "attention.kv_latent_norm.weight": "self_attn.kv_a_layernorm.weight",
+            "attention.wkv.weight": "self_attn.kv_b_proj.weight",
+        }
+    )
+
+
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    keys={
+        **{key: field for key, field in _KEYS.items() if key != "head_dim"},
+        "q_lora_rank": "latents.query_rank",
+        "kv_lora_rank": "latents.kv_rank",
+        "qk_nope_head_dim": "latents.plain",
+        "qk_rope_head_dim": "latents.rotary",
+        "v_head_dim": "latents.values",
+        **_SIGMOID_KEYS,
+    },
+    defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
+    only={
+        **_NO_BIAS,
+        "rms_norm_eps": (1e-6,),  # the norms of its latents have this whatever it says
+        "rope_interleave": (True,),
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "num_nextn_predict_layers": (0, 1),
+    },
+    ignored=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
+    names=_deepseek_names,
+    **_SIGMOID,
+)
+
+
+_GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    keys={**_KEYS, **_SIGMOID_KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
+    defaults={
+        **_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    only={**_SILU, "num_nextn_predict_layers": (0, 1)},
+    ropes=("default", "partial", "linear", "llama3"),
+    names=lambda _: _NAMES | _block(_SHARED_EXPERTS),
+    **_SIGMOID,
+)
+
+
+FAMILIES = (
+    _LLAMA,
+    _MISTRAL,
+    _QWEN2,
+    _QWEN3,
+    _PHI3,
+    _GEMMA2,
+    _GEMMA3,
+    _OLMO2,
+    _GPT2,
+    _MIXTRAL,
+    _QWEN3_MOE,
+    _DEEPSEEK_V3,
+    _GLM4_MOE,
+)
+"""Every family; of those that compute the same, the first is what is written."""
