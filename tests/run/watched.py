@@ -16,7 +16,7 @@ import torch
 
 import trainkit as tk
 from trainkit.run import clocks, watchdog
-from trainkit.run.errors import leave, report_errors
+from trainkit.run.errors import report_errors, run_main
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.watchdog import watch_ranks
 
@@ -105,4 +105,4 @@ def main():
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

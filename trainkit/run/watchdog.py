@@ -45,6 +45,7 @@ from trainkit.types import (
     Axis,
     ConfigError,
     DiskError,
+    Log,
     PeerError,
     PreemptedError,
     TrainkitError,
@@ -111,7 +112,7 @@ class _Options:
     grace: float | None
     hold: Callable[[], None]
     written: Callable[[], int] | None
-    log: Callable[[str], object]
+    log: Log
     is_there: Callable[[], bool]
 
 
@@ -191,7 +192,7 @@ def watch_ranks(
     grace: float | None = None,
     hold: Callable[[], None] = lambda: None,
     written: Callable[[], int] | None = None,
-    tell: Callable[[str], object] = say_on_stderr,
+    log: Log = say_on_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
 
@@ -223,7 +224,7 @@ def watch_ranks(
         written: Returns how many parts of checkpoints this rank has written. A save hangs if no
             rank has written one for 10 s, and for twice the longest pause of a save that went on.
             None: no save is taken to hang.
-        tell: Receives warnings, in the watching thread; by default they go to stderr.
+        log: Receives warnings, in the watching thread; by default they go to stderr.
 
     Yields:
         `phase(name, allow=seconds)`: announces what this rank does next, and how long it may take,
@@ -251,7 +252,7 @@ def watch_ranks(
     stop = threading.Event()
     with _show_crashes(), _open_directory(team.run_dir) as is_there:
         options = _Options(
-            asked=asked, grace=grace, hold=hold, written=written, log=tell, is_there=is_there
+            asked=asked, grace=grace, hold=hold, written=written, log=log, is_there=is_there
         )
         rank = _make_watch(team, options, allow=allow)
         thread = threading.Thread(
