@@ -15,7 +15,7 @@ from threads import run_threads
 
 from trainkit.collectives import all_gather_objects
 from trainkit.mesh import solo_parallel
-from trainkit.run import last_words, peers, stacks, watchdog
+from trainkit.run import errors, peers, stacks, watchdog
 from trainkit.run.peers import (
     IN_UNIT,
     Beat,
@@ -28,9 +28,9 @@ from trainkit.run.peers import (
     read_beat,
     read_failure,
     stragglers,
-    tell_failure,
     this_member,
     write_beat,
+    write_failure,
 )
 from trainkit.run.watchdog import watch_ranks
 from trainkit.types import ConfigError, PeerError, PreemptedError
@@ -219,10 +219,10 @@ def test_sixteen_ranks_watch_each_other(tmp_path):
 def test_files_of_an_earlier_run_are_not_believed(tmp_path):
     folder = tmp_path / "ranks"
     folder.mkdir()
-    tell_failure(folder, Failure("old", 1, "failed: old"))
+    write_failure(folder, Failure("old", 1, "failed: old"))
     with watch_ranks(tmp_path, solo_parallel().world):
         assert not (folder / "failure.json").exists()
-        tell_failure(folder, Failure("old", 1, "failed: old"))
+        write_failure(folder, Failure("old", 1, "failed: old"))
         assert read_failure(folder, session_of(folder)) is None
 
 
@@ -250,7 +250,7 @@ def test_the_first_cause_stands(tmp_path):
 
 
 def _tell_and_return(axis, folder):
-    return tell_failure(folder, Failure("a", axis.index, f"failed {axis.index}"))
+    return write_failure(folder, Failure("a", axis.index, f"failed {axis.index}"))
 
 
 def move_away(folder):
@@ -469,8 +469,8 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
     watching.join()
     assert codes[0] == 76
     assert "was asked to stop (SIGTERM), but the disk of" in capfd.readouterr().err
-    monkeypatch.setattr(last_words, "_report", lambda *_: hung.wait(30))
-    monkeypatch.setattr(last_words, "_WAIT", 0.1)
+    monkeypatch.setattr(errors, "_write_last_words", lambda *_: hung.wait(30))
+    monkeypatch.setattr(errors, "_WAIT_FOR_DISK", 0.1)
     codes.clear()
     watchdog._end(rank, PreemptedError("not saved within 25 s"))
     assert codes[0] == 76
@@ -655,7 +655,7 @@ def test_all_ranks_end_with_the_code_of_the_one_that_was_asked_to_stop(tmp_path)
             phase("step 1", allow=60)
             if axis.index == 0:
                 session = session_of(tmp_path / "ranks")
-                tell_failure(tmp_path / "ranks", Failure(session, 0, "was asked to stop", code=76))
+                write_failure(tmp_path / "ranks", Failure(session, 0, "was asked to stop", code=76))
             all_gather_objects(0, axis)
             raise RuntimeError("gloo/transport: Connection closed by peer")
 

@@ -35,11 +35,12 @@ from trainkit.run.clocks import START, Phase, PhaseClock, SaveClock
 from trainkit.run.errors import (
     EXIT_SAVED,
     bytes_asked,
+    end_process,
+    end_without_disk,
     get_exit_code,
     is_out_of_memory,
     last_step,
 )
-from trainkit.run.last_words import end_process, end_without_disk
 from trainkit.run.stacks import describe_stack, is_in_collective, read_stack
 from trainkit.types import (
     Axis,
@@ -534,7 +535,7 @@ def _end_late_stop(rank: _Watch) -> None:
         return
     text, code = _describe_unsaved(rank, allowed)
     failure = peers.Failure(rank.team.session, rank.team.own.rank, text, code=code)
-    peers.tell_failure(rank.team.folder, failure)
+    peers.write_failure(rank.team.folder, failure)
     _end(rank, _make_error(rank, failure))
 
 
@@ -617,7 +618,7 @@ def _find_gone(team: _Team) -> peers.Failure | None:
                     f"{peers.describe(beat)}"
                 )
                 failure = peers.Failure(team.session, member.rank, text)
-                return peers.tell_failure(team.folder, failure)
+                return peers.write_failure(team.folder, failure)
     return None
 
 
@@ -642,7 +643,7 @@ def _accuse(rank: _Watch, culprits: Sequence[int]) -> peers.Failure:
             why = "has left the others alone"
     number, text, detail = peers.accuse(culprits, beats, team.members, why)
     failure = peers.Failure(team.session, number, text, detail, hint=hint)
-    return peers.tell_failure(team.folder, failure)
+    return peers.write_failure(team.folder, failure)
 
 
 def _make_error(rank: _Watch, failure: peers.Failure) -> TrainkitError:
@@ -688,7 +689,7 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
         if len(team.members) == 1:
             return error
         failed = f"left with exit code {error.code or 0} in phase {name!r}, before the end"
-    peers.tell_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
+    peers.write_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {team.own.rank} {failed}")
     return _describe_memory(rank, error, text) if is_out_of_memory(error) else error
