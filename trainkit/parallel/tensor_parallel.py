@@ -259,9 +259,10 @@ def _styles_of(
                 )
             found[name] = pattern, _style(pattern, named)
     for name, part in module.named_modules():  # an adapter is cut as its matrix is
-        owner, beside = name.rsplit(".", 2)[0], getattr(part, "style_beside", None)
-        if callable(beside) and owner in found:
-            found[name] = found[owner][0], beside(found[owner][1])
+        derive_style = getattr(part, "derive_style", None)
+        owner = name.rsplit(".", 2)[0]
+        if callable(derive_style) and owner in found:
+            found[name] = found[owner][0], derive_style(found[owner][1])
     apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
     style = STYLES["partial" if apart else "replicated"]
     return found | dict.fromkeys(sorted(own), ("experts", style))
