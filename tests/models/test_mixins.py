@@ -23,9 +23,8 @@ def layer_of(*mixins):
     layer = nn.Linear(1, 1)
     nn.init.ones_(layer.weight)
     nn.init.zeros_(layer.bias)
-    layer.shift = 1
     for mixin in mixins:
-        mix_in_(layer, mixin)
+        mix_in_(layer, mixin, shift=1)
     return layer
 
 

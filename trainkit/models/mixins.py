@@ -39,27 +39,32 @@ def mixed_class(mixin: type, base: type) -> Any:
     return mixed
 
 
-def mix_in_(target: Any, mixin: type) -> None:
+def mix_in_(target: Any, mixin: type, **fields: Any) -> None:
     """Put the methods of a mixin in front of those of an object: a module or a tensor.
 
     Args:
-        target: The object. Attributes that the mixin reads are set by the caller.
+        target: The object.
         mixin: A class without `__init__`, since the object exists already. Its methods reach the
             earlier ones by `super()`.
+        **fields: The attributes that the mixin declares.
 
     Effects:
-        Replaces the class of `target`.
+        Replaces the class of `target`, and sets the attributes.
 
     Examples:
         >>> from torch import nn, ones
-        >>> class Doubled:
+        >>> class Scaled:
+        ...     scale: float
+        ...
         ...     def forward(self, x):
-        ...         return 2 * super().forward(x)
+        ...         return self.scale * super().forward(x)
         >>> layer = nn.Identity()
-        >>> mix_in_(layer, Doubled)
+        >>> mix_in_(layer, Scaled, scale=2.0)
         >>> type(layer).__name__, layer(ones(1))
-        ('DoubledIdentity', tensor([2.]))
+        ('ScaledIdentity', tensor([2.]))
     """
+    for name, value in fields.items():
+        setattr(target, name, value)
     target.__class__ = mixed_class(mixin, type(target))
 
 

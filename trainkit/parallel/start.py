@@ -10,7 +10,7 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
 from trainkit.parallel.attention import attention_line
-from trainkit.parallel.linears import told_of
+from trainkit.parallel.linears import describe_linears
 from trainkit.parallel.names import get_named_parameters, is_tied_copy, kind_of
 from trainkit.types import Bins, Layout, ParallelState, Precision
 
@@ -63,7 +63,7 @@ def describe_run(
     device = torch.cuda.get_device_name(ps.device) if is_cuda else ps.device.type
     world = ps.world.count
     ranks = f"{world} ranks: {Layout(**ps.degrees)}" if world > 1 else "1 rank"
-    of_linears = next(filter(None, all_gather_objects(told_of(stages), ps.pp)), "")
+    of_linears = next(filter(None, all_gather_objects(describe_linears(stages), ps.pp)), "")
     chosen = attention_line(stages)
     full, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
     return (

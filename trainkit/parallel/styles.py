@@ -223,7 +223,6 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
         >>> type(layer).__name__
         'ShardedLinear'
     """
-    module.sharding = Sharding(names, style, axis)  # pyrefly: ignore[bad-argument-type]
     mixin = Sharded
     if style.cuts == _ROW.cuts and "bias" in names:
         mixin = ShardedRow
@@ -231,7 +230,7 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
         mixin = ShardedVocabulary
     elif issubclass(style.kind, WideNorm):
         mixin = ShardedNorm
-    mix_in_(module, mixin)
+    mix_in_(module, mixin, sharding=Sharding(names, style, axis))
 
 
 def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_max
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.models.mixins import mix_in_, take_out_
-from trainkit.parallel.linears import change_, choose_layers, plain_problem
+from trainkit.parallel.linears import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.float8 import float8
@@ -129,26 +129,24 @@ def fake_quantize(
     if activations is not None:
         check_choice(get_args(Activation), "fake_quantize", activations=activations)
 
-    def change(name: str, layer: Any) -> None:
-        layer.fake = _Fake(name, weights, activations)
-        mix_in_(layer, FakeExperts if isinstance(layer, ExpertWeights) else Fake)
-
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
         problem = partial(_problem, weights)
         layers, left_out = choose_layers(module, modules, by="fake_quantize", problem=problem)
-        told = f"fake {weights}" + (f" on {activations}" if activations else "")
-        change_(layers, left_out, change, told=told)
+        for name, layer in layers.items():
+            mixin = FakeExperts if isinstance(layer, ExpertWeights) else Fake
+            mix_in_(layer, mixin, fake=_Fake(name, weights, activations))
+        how = f"fake {weights}" + (f" on {activations}" if activations else "")
+        note_computation_(layers.values(), left_out, how)
         return module
 
     return Transform(apply, kind="rounded")
 
 
 def _problem(form: QuantizationFormat, part: nn.Module) -> str | None:
-    is_plain = type(part) is ExpertWeights
-    told = None if is_plain else plain_problem(part)
-    if told:
-        return told
+    problem = None if type(part) is ExpertWeights else plain_problem(part)
+    if problem:
+        return problem
     block = block_of(form) if form in ("int4", "nvfp4") else 1
     uneven = [p.shape[-1] for p in part.parameters() if p.ndim > 1 and p.shape[-1] % block]
     return f"has rows of {uneven[0]}, no whole blocks of {block}" if uneven else None

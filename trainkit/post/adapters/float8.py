@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_max
 from trainkit.models.mixins import mix_in_
-from trainkit.parallel.linears import change_, choose_layers, plain_problem
+from trainkit.parallel.linears import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
@@ -126,11 +126,10 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
         _check_device(ps.device)
         layers, left_out = choose_layers(module, modules, by="float8", problem=_problem)
 
-        def change(name: str, layer: Any) -> None:
-            layer.float8 = _How(name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp)
-            mix_in_(layer, Float8)
-
-        change_(layers, left_out, change, told=f"float8 ({scaling})")
+        for name, layer in layers.items():
+            how = _How(name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp)
+            mix_in_(layer, Float8, float8=how)
+        note_computation_(layers.values(), left_out, f"float8 ({scaling})")
         return module
 
     return Transform(apply, kind="rounded")

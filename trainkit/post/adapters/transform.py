@@ -239,8 +239,10 @@ def _add_adapter_(place: _Place, name: str, one: Lora, give: Fill, base: Weights
             dtype=torch.promote_types(dtype, torch.float32),
         )
     if not hasattr(module, CHILD):
-        mix_in_(module, AdaptedExperts if is_expert else Adapted)
-        module.lora = nn.ModuleDict() if is_expert else Adapters()
+        if is_expert:
+            mix_in_(module, AdaptedExperts, lora=nn.ModuleDict())
+        else:
+            mix_in_(module, Adapted, lora=Adapters())
     adapters = module.lora
     if is_expert:
         adapters[place.key] = adapters[place.key] if place.key in adapters else Adapters()
