@@ -386,7 +386,7 @@ def _unsaved_is_told(told: Sequence[str]) -> Iterator[None]:
         facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
         raise PreemptedError(
             f"stop_votes: asked to stop ({told[0]}), but could not save: {type(error).__name__}: "
-            f"{error_text(error)}",
+            f"{error_text(error, hint=False)}",
             **facts,
         ) from error
 

@@ -110,7 +110,7 @@ def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
     Examples:
         >>> base_weights("/does/not/exist")
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     if is_folder(path):
         return folder_weights(open_folder(path), axis=axis)

@@ -373,7 +373,7 @@ def _writer(
                 while waiting:  # a disk that fills up takes part of what it is given
                     del waiting[: os.write(file, waiting)]
         except DiskError as error:
-            what = f"{error}; lines wait in memory until there is room"
+            what = f"{error.what}; lines wait in memory until there is room"
             problem("disk", DiskError(what, where=path, got=error.got, want=error.want))
 
     def put(line: bytes) -> None:

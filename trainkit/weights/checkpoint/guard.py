@@ -188,7 +188,7 @@ def guard_numbers(
             try:
                 state = roll_back(run_dir, state, stages, optimizer, ps, **options, **saving)
             except CheckpointError as error:  # the numbers ended the run, not the checkpoints
-                told = attrs.evolve(action, reason=f"{action.reason}; {error}")
+                told = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
                 raise stop_error(told, state.health) from error
             saved(forgive=True)  # the checkpoint that it has made stands in for a failed save
             event("rolled back", step=state.step, reason=action.reason)

@@ -330,7 +330,7 @@ def find_checkpoint(
         >>> find_checkpoint("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     path = Path(path)
     _refuse_weights(path)
