@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.batch import buffer_sorted_order
 from trainkit.noise.hashing import key_of
 from trainkit.sampling import (
     Phase,
+    buffer_sorted_order,
     epoch_of,
     make_phases,
     mixture_weights,
