@@ -11,12 +11,12 @@ from torch import Tensor
 from trainkit.types import Denominator
 
 
-def divisors_of(denominator: Denominator) -> Denominator:
+def make_divisors(denominator: Denominator) -> Denominator:
     """Return the denominators of a step with 1 in place of 0; once a step is enough.
 
     Examples:
         >>> import torch
-        >>> divisors_of(torch.tensor(0)), divisors_of({"loss": torch.tensor(0.3)})
+        >>> make_divisors(torch.tensor(0)), make_divisors({"loss": torch.tensor(0.3)})
         (tensor(1), {'loss': tensor(0.3000)})
     """
     if not isinstance(denominator, Tensor) and isinstance(denominator, Mapping):
@@ -32,7 +32,7 @@ def _replace_zero(denominator: Tensor) -> Tensor:
     return torch.where(x == 0, 1, x)
 
 
-def scaled(denominator: Denominator, scale: Tensor | float | None) -> Denominator:
+def scale_denominator(denominator: Denominator, scale: Tensor | float | None) -> Denominator:
     """Return the denominator that multiplies all gradients by `scale`; None changes nothing.
 
     A loss scale enters a step here and leaves it in `clip_and_step`. Nothing between them has to
@@ -40,7 +40,7 @@ def scaled(denominator: Denominator, scale: Tensor | float | None) -> Denominato
 
     Examples:
         >>> import torch
-        >>> scaled(torch.tensor(3), 2.0), scaled(torch.tensor(3), None)
+        >>> scale_denominator(torch.tensor(3), 2.0), scale_denominator(torch.tensor(3), None)
         (tensor(1.5000), tensor(3))
     """
     if scale is None:
@@ -86,12 +86,12 @@ def _describe(returned: Any) -> str:
     return f"a `{type(returned).__name__}`"
 
 
-def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
+def divide_terms(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
     """Return the scalar that a step differentiates: the sum of each term over its divisor.
 
     Args:
         total: The first value of a loss: one sum, or a sum for each term that has a gradient.
-        divisors: One divisor, or one for each term, from `divisors_of`.
+        divisors: One divisor, or one for each term, from `make_divisors`.
 
     Raises:
         ValueError: There are divisors for several terms and one sum, a term has none, or the sum is
@@ -100,13 +100,15 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
     Examples:
         >>> import torch
         >>> parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
-        >>> divided(parts, divisors_of({"loss": torch.tensor(2), "balance": torch.tensor(0)}))
+        >>> divide_terms(
+        ...     parts, make_divisors({"loss": torch.tensor(2), "balance": torch.tensor(0)})
+        ... )
         tensor(11.)
     """
     if isinstance(total, Tensor) and isinstance(divisors, Tensor) and total.numel() == 1:
         return total / divisors
     if isinstance(total, Mapping):
-        first, *rest = (x / divisor_of(name, divisors) for name, x in total.items())
+        first, *rest = (x / get_divisor(name, divisors) for name, x in total.items())
         return sum(rest, first)
     if isinstance(divisors, Mapping) and len(divisors) != 1:
         raise ValueError(
@@ -119,10 +121,10 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
             f"tokens, one number; got {_describe(total)}"
         )
     (name,) = divisors if isinstance(divisors, Mapping) else ("",)
-    return total / divisor_of(name, divisors)
+    return total / get_divisor(name, divisors)
 
 
-def divisor_of(name: str, divisors: Denominator) -> Tensor:
+def get_divisor(name: str, divisors: Denominator) -> Tensor:
     """Return the divisor of a term's sum: the only one, or the term's.
 
     Raises:
@@ -130,7 +132,7 @@ def divisor_of(name: str, divisors: Denominator) -> Tensor:
 
     Examples:
         >>> import torch
-        >>> divisor_of("loss", torch.tensor(2)), divisor_of("loss", {"loss": torch.tensor(0.3)})
+        >>> get_divisor("loss", torch.tensor(2)), get_divisor("loss", {"loss": torch.tensor(0.3)})
         (tensor(2), tensor(0.3000))
     """
     if not isinstance(divisors, Mapping):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.sampling.integers import indices_below
 from trainkit.sampling.permutation import permute
 from trainkit.types import check_range
@@ -101,4 +101,4 @@ def _sort_buffer(keys: np.ndarray[Any, Any], pack_size: int, seed: int, buffer: 
 def _shuffle(count: int, seed: int, buffer: int, name: str) -> IntArray:
     if count == 0:  # which permute refuses
         return np.empty(0, np.int64)
-    return permute(np.arange(count), count, key_of(int(seed), "buffer", buffer, name))
+    return permute(np.arange(count), count, make_key(int(seed), "buffer", buffer, name))

@@ -21,7 +21,7 @@ from trainkit.weights.checkpoint.write import Destination, commit, point_to, wri
 
 
 @attrs.frozen(eq=False)
-class Unsaved:
+class UnsavedState:
     """A whole state that is saved nowhere when an error ends the run.
 
     `follows` says that the error came from the end of another rank: this rank then writes its part

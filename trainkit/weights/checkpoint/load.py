@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.collectives import together
+from trainkit.collectives import run_on_all_ranks
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
 from trainkit.weights.checkpoint.compare import Leeway
-from trainkit.weights.checkpoint.directory import fork_run, run_identity, saved_before
+from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
 from trainkit.weights.checkpoint.facts import (
-    Changes,
     Facts,
+    ResumeRules,
     agree_on_facts,
     allowed_names,
     check_allowed,
@@ -37,7 +37,7 @@ from trainkit.weights.checkpoint.safe_files import owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import machine_of
 from trainkit.weights.checkpoint.staging import Check, install_, stage_checkpoint, summed_up
 
-_NO_CHANGES = Changes()
+_NO_CHANGES = ResumeRules()
 
 
 def resume(
@@ -49,7 +49,7 @@ def resume(
     *,
     request: str | Path = "auto",
     facts: Facts | None = None,
-    changes: Changes = _NO_CHANGES,
+    changes: ResumeRules = _NO_CHANGES,
     strict_owner: bool = False,
     tell: Callable[[str], None] = print,
 ) -> TrainState:
@@ -96,13 +96,15 @@ def resume(
     directory = run_dir / "checkpoints"
     say = tell if is_first else (lambda _: None)
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
-    request = together(lambda: _looked_over(run_dir, request, say), ps.world)[0]
+    request = run_on_all_ranks(lambda: _looked_over(run_dir, request, say), ps.world)[0]
     passed_over: list[str] = []
     candidates = _candidates(run_dir, request, passed_over, say) if is_first else iter(())
     while True:
-        chosen = together(lambda: next(candidates, None), ps.world)[0]
+        chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
-            together(lambda: _begin_afresh(run_dir, request, tell) if is_first else None, ps.world)
+            run_on_all_ranks(
+                lambda: _begin_afresh(run_dir, request, tell) if is_first else None, ps.world
+            )
             return state
         path, manifest = Path(chosen[0]), chosen[1]
         told: list[str] = []
@@ -128,7 +130,7 @@ def resume(
         if _is_fork(run_dir, path, manifest, request):
             tell(_forked(run_dir, path, manifest))
 
-    together(accept, ps.world)
+    run_on_all_ranks(accept, ps.world)
     return install_(staged, stages, optimizer)
 
 
@@ -144,7 +146,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
-    changes: Changes = _NO_CHANGES,
+    changes: ResumeRules = _NO_CHANGES,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
@@ -182,7 +184,7 @@ def load_checkpoint(
     """
     check_allowed(changes)
     path = Path(path)
-    manifest = together(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
+    manifest = run_on_all_ranks(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
     may_change = may_change_optimizer(changes), allowed_names(changes)
     leeway = Leeway(allow_missing, allow_extra, cast, *may_change)
     told: list[str] = []
@@ -262,7 +264,7 @@ def _whole_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _fact_check(facts: Facts | None, changes: Changes, told: list[str]) -> Check:
+def _fact_check(facts: Facts | None, changes: ResumeRules, told: list[str]) -> Check:
     """Return a check of the saved facts against the run's, which also writes what is only told."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
@@ -340,7 +342,7 @@ def _identity(run_dir: Path) -> tuple[str | None, str | None]:
     """
     if not (run_dir / "run.json").exists():
         return None, None
-    known = run_identity(run_dir)
+    known = get_run_id(run_dir)
     return known["run"], (known["parent"] or {}).get("path")
 
 

@@ -400,7 +400,7 @@ def _refuse_weights(path: Path) -> None:
         "of which model",
         where=path,
         want="a run directory, or one of its checkpoints",
-        hint="build the model that they fit and fill it by build_stages(..., weights=weights_from("
+        hint="build the model that they fit and fill it by build_stages(..., weights=open_weights("
         "folder)); others' files first become such a folder by python -m trainkit checkpoint "
         "convert SOURCE FOLDER",
     )

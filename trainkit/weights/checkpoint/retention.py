@@ -10,9 +10,9 @@ from typing import Literal
 
 import attrs
 
-from trainkit.files import sync_folder
-from trainkit.schedules import due
-from trainkit.types import non_negative, positive, rule
+from trainkit.files import fsync_folder
+from trainkit.schedules import is_due
+from trainkit.types import non_negative, positive, satisfies
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -29,7 +29,7 @@ PIN = ".pin"
 _ALWAYS = 2  # of the newest that verify: one may turn out damaged when it is needed
 
 
-_two = rule(
+_two = satisfies(
     lambda value: value >= _ALWAYS, f"at least {_ALWAYS}, as the newest may turn out damaged"
 )
 
@@ -40,7 +40,7 @@ class Retention:
 
     `last` counts the newest that verify. `every` keeps the steps that it divides. `best` counts
     those of the lowest score. `powers_of_two` keeps steps 1, 2, 4, 8 and so on, which
-    `schedules.due(step, every, powers_of_two=True)` saves; `milestones` the
+    `schedules.is_due(step, every, powers_of_two=True)` saves; `milestones` the
     steps it lists. A checkpoint with a file of its name and ".pin" beside it always stays.
     """
 
@@ -51,7 +51,7 @@ class Retention:
     milestones: Sequence[int] = attrs.field(default=(), converter=tuple)
 
 
-_all_or_two = rule(
+_all_or_two = satisfies(
     lambda value: value == 0 or value >= _ALWAYS,
     "0 for all, or at least 2, as the newest may turn out damaged",
 )
@@ -139,7 +139,7 @@ def _kept(listing: Sequence[Listed], policy: Retention) -> list[str]:
         entry
         for entry in good
         if (policy.every and entry.step % policy.every == 0)
-        or (policy.powers_of_two and due(entry.step, 0, powers_of_two=True))
+        or (policy.powers_of_two and is_due(entry.step, 0, powers_of_two=True))
         or entry.step in policy.milestones
     ]
     newest = good[: max(policy.last, _ALWAYS)]
@@ -211,7 +211,7 @@ def remove_checkpoint(path: Path) -> None:
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)  # of a deletion that was cut short
     path.rename(doomed)
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
     (doomed / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 

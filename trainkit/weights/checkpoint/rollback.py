@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import together
-from trainkit.health import Action, after_rollback, stop_error
+from trainkit.collectives import run_on_all_ranks
+from trainkit.health import Action, make_stop_error, restore_health
 from trainkit.types import CheckpointError, ParallelState, TrainState
-from trainkit.weights.checkpoint.facts import Changes, Facts
+from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
@@ -62,7 +62,7 @@ def roll_back(
         **saving: What `save_checkpoint` takes besides: the configuration, say.
 
     Returns:
-        The counters to go on with; their health is as `health.after_rollback` says.
+        The counters to go on with; their health is as `health.restore_health` says.
 
     Raises:
         NumericsError: The run has rolled back as often as it may; all the steps are named.
@@ -86,14 +86,16 @@ def roll_back(
     run_dir = Path(run_dir)
     live = {"first_bad": float(before + 1), **state.health}
     if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
-        raise stop_error(Action("stop", f"a run may roll back {max_rollbacks} times", before), live)
-    chosen = together(
+        raise make_stop_error(
+            Action("stop", f"a run may roll back {max_rollbacks} times", before), live
+        )
+    chosen = run_on_all_ranks(
         lambda: _newest_before(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]
     # It may be of before the run was continued with another optimizer, which was asked for then.
-    changes = Changes(free=("optimizer",))
+    changes = ResumeRules(free=("optimizer",))
     loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world, tell=tell)
-    memory = after_rollback(loaded.health, live)
+    memory = restore_health(loaded.health, live)
     based = attrs.evolve(loaded, cursor=state.cursor, health=memory)
 
     def set_aside() -> None:
@@ -104,7 +106,7 @@ def roll_back(
             )
             clear_directory(run_dir / "checkpoints", Path(chosen), chosen, tell=tell)
 
-    together(set_aside, ps.world)
+    run_on_all_ranks(set_aside, ps.world)
     save_checkpoint(run_dir, based, stages, optimizer, ps, facts=facts, **saving)
     return based
 
