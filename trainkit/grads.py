@@ -412,7 +412,8 @@ def clip_and_step(
             `clip_grad_norm_`; None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
         applies: From the norm to whether the step applies, both 0-d tensors, as
-            `health.make_finite_check` makes it. A norm that is not finite is refused whatever it says.
+            `health.make_finite_check` makes it. A norm that is not finite is refused whatever it
+            says.
         world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
             that are summed over all ranks need it not; those that are computed by several ranks
             alike do, when one of them errs.

@@ -285,7 +285,8 @@ fraction = satisfies(lambda value: 0 <= value <= 1, "between 0 and 1")
 # ------------------------------------------------------------------------------------- parallelism
 
 Kernel = Literal["varlen", "flash", "efficient", "cudnn", "flex", "sdpa", "math"]
-"""Attention kernels by name, for `attention.choose_kernel`. `varlen`: all documents in one call of torch's
+"""Attention kernels by name, for `attention.choose_kernel`. `varlen`: all documents in one call of
+torch's
 flash kernel. `flash`, `efficient`, `cudnn`: that kernel of torch's `scaled_dot_product_attention`,
 a call for each document, or three in a window (there `flash` is `varlen` on CUDA). `flex`:
 FlexAttention. `sdpa`: whatever kernel torch takes, and `math` for soft caps. `math`: products and a
@@ -848,7 +849,7 @@ BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_i
 """The tensors that every `Batch` has, in its order."""
 
 EXTRA_TENSORS = ("source", "noise_key")
-"""What `make_microbatches` and `add_noise_keys` add to the `extra` of a batch; no column is called so."""
+"""Names that `make_microbatches` and `add_noise_keys` set in `Batch.extra`; no column has them."""
 
 
 @attrs.frozen(eq=False, init=False)

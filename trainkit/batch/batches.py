@@ -164,8 +164,8 @@ def batch_from_rows(
     ]:
         if x is not None and (x.ndim != 2 or x.shape != input_ids.shape or x.dtype != dtype):
             raise ValueError(
-                f"batch_from_rows: {name} must be {dtype} {list(input_ids.shape)} of two dimensions, "
-                f"got {x.dtype} {list(x.shape)}"
+                f"batch_from_rows: {name} must be {dtype} {list(input_ids.shape)} of two "
+                f"dimensions, got {x.dtype} {list(x.shape)}"
             )
     is_start = torch.ones_like(padding)
     is_start[:, 1:] = padding[:, 1:] != padding[:, :-1]
@@ -276,7 +276,8 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
 def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the sum of the weights of the labels on this rank, without a host sync.
 
-    Summed over the `loss` axis it is the denominator of `losses.weighted_next_token`; it may be below 1.
+    Summed over the `loss` axis it is the denominator of `losses.weighted_next_token`, and may be
+    below 1.
 
     Args:
         microbatches: `Batch`es, or any mappings with "labels" and floating "weights" of their
@@ -395,8 +396,8 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
 
     It is a sum modulo 2^64, over all tokens but row padding, of a hash of (field, index in the
     global step, value). The fields are the input ids, labels, positions and `extra`, without those
-    that `make_microbatches` and `add_noise_keys` add. The hashes of ranks and microbatches add up to that
-    of the global batch in every layout, and padding rows add 0.
+    that `make_microbatches` and `add_noise_keys` add. The hashes of ranks and microbatches add up
+    to that of the global batch in every layout, and padding rows add 0.
 
     Args:
         microbatches: `Batch`es.

@@ -316,8 +316,8 @@ def spans_of_lengths(lengths: IntArray, *, device: torch.device | str = "cpu") -
 def spans_from_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Spans:
     """Return the `Spans` of plain rows: one document each, without padding.
 
-    Use it to call a model or an attention function on unpacked rows. A `make_padding_batch` has other
-    spans: its rows are padding, which is split into short spans.
+    Use it to call a model or an attention function on unpacked rows. A `make_padding_batch` has
+    other spans: its rows are padding, which is split into short spans.
 
     Args:
         rows: The number of rows.

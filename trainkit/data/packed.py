@@ -115,7 +115,8 @@ def make_data_facts(packed: PackedCorpus) -> dict[str, Any]:
 
     Returns:
         "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows". The
-        fingerprint is that of all that is in the files, which may be renamed: see `make_resume_rules`.
+        fingerprint is that of all that is in the files, which may be renamed: see
+            `make_resume_rules`.
 
     Examples:
         >>> from trainkit.data.corpus import make_corpus

@@ -44,7 +44,8 @@ def make_step_batch(
 ) -> StepBatch:
     """Return one rank's microbatches of the global batch at a cursor, and the cursor after it.
 
-    Two things in one: `rows_at` says which rows make up the batch, `make_microbatches` gives each rank its
+    Two things in one: `rows_at` says which rows make up the batch, `make_microbatches` gives each
+        rank its
     part of them.
 
     Args:
@@ -171,7 +172,7 @@ def make_dataset_batch(
     share = place.rows
     if share.count > len(items):
         raise ValueError(
-            f"make_dataset_batch: {share.count} ranks read different items, and the global batch has "
+            f"make_dataset_batch: {share.count} ranks read different items, and the batch has "
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
     positions = np.arange(share.index, len(items), share.count)
@@ -183,7 +184,8 @@ def make_dataset_batch(
     if overlong == "error" and (corpus.lengths > capacity).any():
         worst = int(corpus.lengths.argmax())
         raise DataError(
-            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} tokens; "
+            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} "
+            f"tokens; "
             f'the capacity is {capacity}: raise it, or ask for overlong="truncate"',
             got=int(corpus.lengths[worst]),
             want=capacity,

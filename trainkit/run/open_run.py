@@ -77,18 +77,20 @@ class Loop:
     """What stands around the steps of a run, from `run.loop`."""
 
     after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = after(state, metrics, batch)`: waits for the step's numbers (`make_step_record`), writes
-    them as a line (`open_run_sinks`), with the first rank's memory (`read_memory_stats`), and skips, goes
-    back or ends as the policy has it (`make_guard`): the state that it returns may be an earlier
+    """`state = after(state, metrics, batch)`: waits for the step's numbers (`make_step_record`),
+    writes
+    them as a line (`open_run_sinks`), with the first rank's memory (`read_memory_stats`), and
+    skips, goes back or ends as the policy has it (`make_guard`): the state that it returns may be
+        an earlier
     one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
     and before all that is done between steps, and nothing else waits for the device. After the
     first step an event "memory" has the peak of every rank."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
-    `optim.use_averaged_parameters` puts in place), tells what it found to every sink as eval/NAME, and ends a run
-    that has diverged (`stop_if_diverged`). Its `score`, or else its loss, is that of the
-    checkpoint of this step."""
+    `optim.use_averaged_parameters` puts in place), tells what it found to every sink as eval/NAME,
+    and ends a run that has diverged (`stop_if_diverged`). Its `score`, or else its loss, is that of
+    the checkpoint of this step."""
 
     keep: Callable[[TrainState], str | None]
     """`stop = keep(state)`: lets the ranks vote on whether to stop (`open_stop_vote`), saves when a
@@ -116,7 +118,7 @@ class Run:
     """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
 
     stopping: Asked
-    """Why the run shall stop, or None; all ranks are told after the same step (`open_stop_vote`)."""
+    """Why the run should stop, or None; equal on all ranks at each step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
@@ -151,9 +153,9 @@ def open_run(
     brings them together; `make_run_dir` tries the directory on all ranks, and if one of them cannot
     write there, all end (on its own it would leave the others waiting for it); `lock_run` refuses a
     directory that another job trains in, or that not all ranks share; `report_errors` again, since
-    from here on a traceback has a directory to lie in; `watch_ranks` ends all ranks when one is lost or
-    stuck; `open_stop_vote` lets all stop after the same step; `check_ranks_agree` compares what the ranks
-    were started with. A script that wants fewer of them opens those itself, down to
+    from here on a traceback has a directory to lie in; `watch_ranks` ends all ranks when one is
+    lost or stuck; `open_stop_vote` lets all stop after the same step; `check_ranks_agree` compares
+    what the ranks were started with. A script that wants fewer of them opens those itself, down to
     `parallel_session` alone.
 
     Args:

@@ -81,8 +81,8 @@ def score_corpus(
     """Write a corpus as a token file with columns more; return how many parts were there already.
 
     Each token is given those before it in its document, `context` of them at most: of a longer
-    document the windows are those of `make_rolling_windows`. The first token of a document is predicted
-    by nothing, and its values are 0; no batch has them, since it is nobody's label.
+    document the windows are those of `make_rolling_windows`. The first token of a document is
+    predicted by nothing, and its values are 0; no batch has them, since it is nobody's label.
 
     Args:
         measured: The columns and what finds them: `make_logprob_columns`, or `make_top_k_columns`.

@@ -1,8 +1,8 @@
 """Metrics and events as lines of strict JSON, one object each, that survive kills and full disks.
 
 What strict JSON lacks is written so that every reader takes it and nothing is lost: NaN and
-infinities are null (the `_hex` twins of `metrics.make_step_record` tell which), whole numbers beyond 64
-bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
+infinities are null (the `_hex` twins of `metrics.make_step_record` tell which), whole numbers
+beyond 64 bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ def open_run_sinks(
     NAME=...)` found is `eval/NAME` in its line and, but for the number of tokens, which is no
     curve, in those sinks too. `read_metrics` joins both.
     The lines are written at once, by the caller: a disk that is full is told about, and gets them
-    when it has room. Everything else runs behind the caller's back (see `isolate_sinks`). What goes wrong
-    is told once, on stderr and as an event called "warning". After a roll-back `log` may be given
+    when it has room. Everything else runs behind the caller's back (see `isolate_sinks`). What goes
+    wrong is told once, on stderr and as an event called "warning". After a roll-back `log` may be
+    given
     earlier steps again: they take the place of those from there on.
 
     Args:

@@ -31,8 +31,8 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     Args:
         path: A .jsonl, .parquet or .arrow file with fields `prompt`, `chosen` and `rejected`; None
             for `prolong_answers` of every third of `docstring_conversations`.
-        encode: From a record to the chosen and the rejected `Sample`: `chat.encode_preference_pair` with a
-            tokenizer.
+        encode: From a record to the chosen and the rejected `Sample`: `chat.encode_preference_pair`
+            with a tokenizer.
         vocab_size: No token may be this large or larger.
 
     Raises:
@@ -45,7 +45,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         >>> from trainkit.text.chat import CHATML_SPECIAL, encode_preference_pair
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
-        >>> encode = partial(encode_pair, tokenizer=tokenizer)
+        >>> encode = partial(encode_preference_pair, tokenizer=tokenizer)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "pairs.jsonl"
         ...     _ = file.write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "11"}')

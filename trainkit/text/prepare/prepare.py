@@ -79,8 +79,8 @@ class PrepareResult:
         tokens: Its tokens.
         bytes: The source's bytes; of parquet and arrow files, uncompressed.
         empty_documents: Documents without text; they are in the file.
-        counts: What the encoder counted, if it did: of `make_chat_encoder` the `conversations`, and how
-            many were `truncated` or `dropped`. Those dropped are documents without tokens.
+        counts: What the encoder counted, if it did: of `make_chat_encoder` the `conversations`, and
+            how many were `truncated` or `dropped`. Those dropped are documents without tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
         parts_kept: Parts that an earlier run had finished.
@@ -159,8 +159,8 @@ def prepare_corpus(
 
     Raises:
         DataError: The source is missing, empty or damaged, a document cannot be encoded, a process
-            died, or the template hides too many answers (`chat.format_answers_warning`). The message names
-            the file and the line, or the process and the chunk.
+            died, or the template hides too many answers (`chat.format_answers_warning`). The
+            message names the file and the line, or the process and the chunk.
         DiskError: A file cannot be written, or the disk is full.
         ConfigError: Another process prepares the same file, or a library is missing.
         ValueError: An argument is out of its range.

@@ -245,7 +245,7 @@ def _template(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
 
 
 def encode_conversations(tokenizer: Tokenizer, *, template: str, **options: Any) -> Any:
-    """Return a `make_chat_encoder` for the template of a name, which each process finds for itself."""
+    """Return a chat encoder for a template by its name, which each process loads for itself."""
     from trainkit.text.chat import load_template, make_chat_encoder  # noqa: PLC0415
 
     return make_chat_encoder(tokenizer, template=load_template(template), **options)

@@ -212,7 +212,7 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
         >>> from trainkit.mesh import solo_parallel
         >>> optimizer = several_optimizers([with_experts(SHALLOW)], solo_parallel().pp)
         >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
-        ['Lion', 'Momentum', 'LowPrecisionAdamW', 'ScheduleFree', 'SignSGD']
+        ['Lion', 'LowPrecisionAdamW', 'Momentum', 'ScheduleFree', 'SignSGD']
     """
     steppers = {
         "embedding.*": "signsgd",

@@ -297,7 +297,7 @@ def write_weights(
 
 @contextmanager
 def _folder_of_all(target: Path, *, needed: int, overwrite: bool, axis: Axis) -> Iterator[Path]:
-    """Yield the `atomic_folder` of the first rank, in which all write; it has its name after that."""
+    """Yield the `atomic_folder` of rank 0, into which all ranks write."""
     with ExitStack() as stack:
 
         def begin() -> str | None:

@@ -135,7 +135,8 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
         >>> read_model_info("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a model...
+        trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a
+        model...
     """
     path = Path(path)
     check_is_there(path, function="read_model_info")
