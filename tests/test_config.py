@@ -99,7 +99,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     config = load_config(
         Config, ["--config", file, "--steps", "9", "--dp-replicate=2", "--compile"]
     )
-    assert (config.steps, config.lr, config.keeping.save_every, config.seed) == (9, 1.0, 3, 0)
+    assert (config.steps, config.lr, config.checkpoints.save_every, config.seed) == (9, 1.0, 3, 0)
     assert (config.betas, config.corpus, config.compile) == ((0.8, 0.9), (Path("a"),), True)
     assert config.layout == Layout(dp_replicate=2)
     assert config.config == Path(file)
@@ -284,7 +284,7 @@ def test_help_explains_every_field_with_its_default_and_exits_0(capsys):
     assert "Train a thing." in text
     for name in config_to_dict(Config()):
         assert f"--{name.replace('_', '-')}" in text
-    assert "When a run saves, which checkpoints stay, and where else its metrics go." in text
+    assert "When a run saves, and which checkpoints it retains." in text
     assert "Stop after so many. (default: 50)" in text
     assert "The peak learning rate. (default: 0.001)" in text
     assert text.count("(default:") == len(["--config", *config_to_dict(Config())])

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainkit.types import DataError, DiskError
+from trainkit.types import DiskError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -479,8 +479,3 @@ def say_on_stderr(text: str) -> None:
         Writes to stderr, and never fails.
     """
     say(text, sys.stderr)
-
-
-def bad_file(path: Path | str, what: str | None, **facts: Any) -> DataError:
-    """Return the error that says what is wrong with a file; `facts` are further ones of it."""
-    return DataError(f"{path}: {what}", where=path, **facts)

@@ -17,7 +17,7 @@ step is an *overflow*, skipped, and the scale halved; at a scale of 1 or less it
     update = tk.clip_and_step(params, optimizer, ..., applies=applies)
     metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "tokens": tokens, ...}
 
-and in the loop `action, state = health.judge(state, record, policy)`.
+and in the loop `action, state = health.judge_step(state, record, policy)`.
 """
 
 from __future__ import annotations

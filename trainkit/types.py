@@ -7,6 +7,7 @@ registration. This file imports no torch at run time, so that packing and planni
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -1083,6 +1084,39 @@ Schedule = Callable[[int], float]
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
+
+Log = Callable[[str], object]
+"""`Log(message)`: where messages for people go, such as `print` or the `log` of a run."""
+
+
+def log_info(message: str) -> None:
+    """Log a message at level INFO of the logger "trainkit": what happened as planned.
+
+    It is the default of `log=` where the caller need not read the messages: Python's `logging`
+    drops them unless it is configured (`logging.basicConfig(level="INFO")`).
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_info("packed 3 rows")
+    """
+    logging.getLogger("trainkit").info("%s", message)
+
+
+def log_warning(message: str) -> None:
+    """Log a message at level WARNING of the logger "trainkit": somebody should read it.
+
+    It is the default of `log=` where a message may change what the caller does next. Python's
+    `logging` prints it on stderr unless it is configured otherwise.
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_warning("passed over step_00000012: it is damaged")
+    """
+    logging.getLogger("trainkit").warning("%s", message)
 
 
 class ForwardBackward(Protocol):

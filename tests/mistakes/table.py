@@ -418,8 +418,8 @@ MISTAKES = [
         (
             "epochs.py",
             "a batch begins one row late",
-            "        return draws(batch * rows_per_step,",
-            "        return draws(batch * rows_per_step + 1,",
+            "        return draw_rows(batch * rows_per_step,",
+            "        return draw_rows(batch * rows_per_step + 1,",
             "tests/test_sampling.py",
         ),
         (
@@ -790,8 +790,8 @@ MISTAKES = [
         (
             "hashing.py",
             "a hash does not see where an element is",
-            "            place = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
-            "            place = mix_bits(key)",
+            "            element_key = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
+            "            element_key = mix_bits(key)",
             "tests/test_noise.py",
         ),
         (
@@ -804,15 +804,15 @@ MISTAKES = [
         (
             "counters.py",
             "a box does not know in which column it begins",
-            "            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
-            "            place = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
+            "            step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
+            "            step = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
             "tests/test_noise.py",
         ),
         (
             "rounding.py",
             "bf16 is rounded the same way in every step",
-            "_mixed_32(keys.to(torch.int64) + counted * GOLDEN_32)",
-            "_mixed_32(keys.to(torch.int64))",
+            "_mix_32(keys.to(torch.int64) + counted * GOLDEN_32)",
+            "_mix_32(keys.to(torch.int64))",
             "tests/optim/test_storage.py",
         ),
         (
@@ -825,7 +825,7 @@ MISTAKES = [
         (
             "jit.py",
             "a compiled loop is kept when what it calls has changed",
-            "{hashlib.blake2b(told, digest_size=8).hexdigest()}",
+            "{hashlib.blake2b(source, digest_size=8).hexdigest()}",
             "{len(files)}",
             "tests/optim/test_storage.py",
         ),
@@ -1154,23 +1154,30 @@ MISTAKES = [
         (
             "token_file.py",
             "a corpus has the same hash with other columns",
-            '        text += f" {described(self.columns)}" if self.columns else ""\n',
+            '        text += f" {list_columns(self.columns)}" if self.columns else ""\n',
             "",
             "tests/text/corpora/test_columns.py",
         ),
         (
             "foreign.py",
             "a document begins with the token that ends the one before",
-            "*(places + 1 for places in found)",
-            "*found",
+            "*(block + 1 for block in positions)",
+            "*positions",
             "tests/text/corpora/test_foreign.py",
         ),
         (
-            "records.py",
+            "jsonl.py",
             "lines are placed without their ends",
-            "                place += len(line) + 1\n",
-            "                place += len(line)\n",
+            "                position += len(line) + 1\n",
+            "                position += len(line)\n",
             "tests/text/corpora/test_records.py tests/text/prepare/test_prepare.py",
+        ),
+        (
+            "jsonl.py",
+            "a boundary that falls on the end of a line takes the next line too",
+            "        last = min(start + min_bytes, size) - 1\n",
+            "        last = min(start + min_bytes, size - 1)\n",
+            "tests/text/prepare/test_prepare.py",
         ),
     ),
     *_in(
@@ -1464,30 +1471,23 @@ MISTAKES = [
         "trainkit/text/prepare",
         (
             "chunks.py",
-            "a cut that falls on the end of a line takes the next line too",
-            "        last = min(begin + least, size) - 1\n",
-            "        last = min(begin + least, size - 1)\n",
-            "tests/text/prepare/test_prepare.py",
-        ),
-        (
-            "chunks.py",
             "a file that is written to while it is read goes unseen",
-            "    return name, facts.st_size, facts.st_mtime_ns",
-            "    return name, facts.st_size, 0",
+            "    return name, stat.st_size, stat.st_mtime_ns",
+            "    return name, stat.st_size, 0",
             "tests/text/prepare/test_prepare.py",
         ),
         (
             "parts.py",
             "a finished part stands for files that have changed",
-            '    return {**settings, **place, "files": files}',
-            '    return {**settings, **place, "files": files[:0]}',
+            '        "files": [list(stats) for stats in chunk.files],',
+            '        "files": [],',
             "tests/text/prepare/test_prepare.py",
         ),
         (
             "prepare.py",
             "documents that are all dropped make a corpus",
-            "    if sums.empty_documents + dropped >= sums.documents:",
-            "    if sums.empty_documents >= sums.documents:",
+            "    if total.empty_documents + dropped >= total.documents:",
+            "    if total.empty_documents >= total.documents:",
             "tests/text/prepare/test_prepare.py",
         ),
     ),
@@ -1655,8 +1655,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "        saves = self.stop or self._saves(state) or self.best == state.step",
-            "        saves = self.stop or self._saves(state)",
+            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
+            "self.stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (
@@ -1738,8 +1738,8 @@ MISTAKES = [
         (
             "checkpoint.py",
             "--dry-run deletes",
-            "tell=say_on_stderr, dry_run=options.dry_run)",
-            "tell=say_on_stderr)",
+            "log=say_on_stderr, dry_run=options.dry_run)",
+            "log=say_on_stderr)",
             "tests/tools/commands/test_checkpoint.py",
         ),
         (

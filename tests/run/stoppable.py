@@ -17,7 +17,7 @@ import torch
 
 from trainkit.collectives import all_sum, any_rank
 from trainkit.mesh import describe_launch, parallel_session
-from trainkit.run.errors import EXIT_SAVED, leave, report_errors
+from trainkit.run.errors import EXIT_SAVED, report_errors, run_main
 from trainkit.run.lock import lock_run
 from trainkit.run.signals import open_stop_vote, trap_signals
 
@@ -98,4 +98,4 @@ def main(argv=None, further=nothing):
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trainkit.files import redirect_to_devnull
 from trainkit.run.directory import make_run_dir
-from trainkit.run.errors import EXIT_SAVED, get_exit_code, last_words, leave, report_errors
+from trainkit.run.errors import EXIT_SAVED, get_exit_code, last_words, report_errors, run_main
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.ranks import RankError
 from trainkit.types import (
@@ -254,7 +254,9 @@ def leave_with(how):
             work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
             threading.Thread(target=work.wait).start()
     threading.Thread(target=time.sleep, args=(60,)).start()
-    leave({"saved": lambda: EXIT_SAVED, "failed": fail, "a peer is stuck": fail, "text": bye}[how])
+    run_main(
+        {"saved": lambda: EXIT_SAVED, "failed": fail, "a peer is stuck": fail, "text": bye}[how]
+    )
 
 
 def bye():
@@ -287,7 +289,7 @@ def test_without_leaving_a_thread_keeps_the_process(monkeypatch):
 
 LEAVE = """
 import atexit, multiprocessing, os, sys, time
-from trainkit.run.errors import leave
+from trainkit.run.errors import run_main
 def main():
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     child.start()
@@ -319,7 +321,7 @@ def test_leaving_prints_what_is_left_and_ends_the_children(end, code, said):
 
 
 def test_a_crash_leaves_the_stacks():
-    script = "import os; from trainkit.run.errors import leave; leave(os.abort)"
+    script = "import os; from trainkit.run.errors import run_main; run_main(os.abort)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == -signal.SIGABRT
@@ -343,7 +345,7 @@ def test_what_goes_nowhere_stays_open():
 
 HELP = """
 import os, sys
-from trainkit.run.errors import leave, report_errors
+from trainkit.run.errors import run_main, report_errors
 def main():
     with report_errors():
         for _ in range(9999):
@@ -360,7 +362,7 @@ def test_help_whose_reader_has_left_ends_quietly():
 
 CLOSED = """
 import sys
-from trainkit.run.errors import leave, report_errors
+from trainkit.run.errors import run_main, report_errors
 from trainkit.types import ConfigError
 def main():
     assert not sys.stderr.isatty()  # as libraries ask

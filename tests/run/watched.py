@@ -15,7 +15,7 @@ from signal import SIGKILL, SIGSTOP
 import torch
 
 import trainkit as tk
-from trainkit.run.errors import leave, report_errors
+from trainkit.run.errors import report_errors, run_main
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.watchdog import watch_ranks
 
@@ -103,4 +103,4 @@ def main():
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

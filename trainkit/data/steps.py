@@ -11,8 +11,8 @@ import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
-from trainkit.data.corpus import gathered
-from trainkit.data.documents import checked_columns
+from trainkit.data.corpus import collect_documents
+from trainkit.data.documents import check_columns
 from trainkit.data.mapped import check_unchanged
 from trainkit.noise.counters import make_token_keys
 from trainkit.packing import next_fit, pack_bins, row_costs, select_rows
@@ -176,10 +176,10 @@ def make_dataset_batch(
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
     positions = np.arange(share.index, len(items), share.count)
-    corpus = gathered(
+    corpus = collect_documents(
         _encoded_items(dataset, items[positions].tolist(), encode),
         vocab_size=vocab_size,
-        columns=checked_columns("make_dataset_batch", columns),
+        columns=check_columns("make_dataset_batch", columns),
     )
     if overlong == "error" and (corpus.lengths > capacity).any():
         worst = int(corpus.lengths.argmax())

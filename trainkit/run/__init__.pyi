@@ -5,11 +5,12 @@ from . import sinks as sinks
 from .directory import make_run_dir as make_run_dir
 from .errors import EXIT_SAVED as EXIT_SAVED
 from .errors import get_exit_code as get_exit_code
-from .errors import leave as leave
 from .errors import report_errors as report_errors
+from .errors import run_main as run_main
 from .garbage import collect_manually as collect_manually
 from .limits import Timeouts as Timeouts
 from .lock import lock_run as lock_run
+from .log import make_logger as make_logger
 from .open_run import Loop as Loop
 from .open_run import Run as Run
 from .open_run import open_run as open_run

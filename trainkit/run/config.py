@@ -26,6 +26,7 @@ import attrs
 from trainkit.files import read_limited
 from trainkit.health import Policy
 from trainkit.run.limits import Timeouts
+from trainkit.run.sinks.named import LoggingOptions
 from trainkit.types import (
     BatchShape,
     ConfigError,
@@ -40,7 +41,7 @@ from trainkit.types import (
     one_of,
     positive,
 )
-from trainkit.weights.checkpoint.retention import Keeping
+from trainkit.weights.checkpoint.retention import CheckpointOptions
 
 if TYPE_CHECKING:
     from trainkit.weights.checkpoint.facts import ResumeRules
@@ -260,7 +261,8 @@ class RunConfig:
     offload_activations: int | None = option(None, _not_negative, change="free")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""
 
-    keeping: Keeping = option(Keeping(), change="no fact")
+    checkpoints: CheckpointOptions = option(CheckpointOptions(), change="no fact")
+    logging: LoggingOptions = option(LoggingOptions(), change="no fact")
     limits: Timeouts = option(Timeouts(), change="no fact")
     policy: Policy = option(Policy(), change="no fact")
     precision: Precision = option(Precision(), _kept_by_optimizer, change="asked")

@@ -1,7 +1,7 @@
 """How a run ends: its exit code and its last words.
 
 A recipe puts its body under `report_errors`. Whatever goes wrong then ends in one line for a person
-and one for a program, with an exit code that says who can mend it. `leave` ends the process.
+and one for a program, with an exit code that says who can mend it. `run_main` ends the process.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _has_no_reader(stream: Any) -> bool:
     return False
 
 
-def leave(main: Callable[[], int | None]) -> NoReturn:
+def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a recipe's `main`, and end the process with its exit code, whatever may be stuck.
 
     What goes wrong in it is told as `report_errors` does, also before a run directory is known.
@@ -173,7 +173,7 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
 
     Examples:
         >>> import subprocess
-        >>> script = "from trainkit.run.errors import *; leave(lambda: EXIT_SAVED)"
+        >>> script = "from trainkit.run.errors import *; run_main(lambda: EXIT_SAVED)"
         >>> subprocess.run([sys.executable, "-c", script]).returncode
         75
     """

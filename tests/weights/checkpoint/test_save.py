@@ -68,7 +68,7 @@ def test_what_health_remembers_is_in_the_hash_and_comes_back(tmp_path):
     state, *rest = small_run()
     assert state_hash(state, *rest) != state_hash(tk.TrainState(1, 7, state.cursor), *rest)
     save_checkpoint(tmp_path, state, *rest)
-    found = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+    found = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
     assert found.health == HEALTH
     assert state_hash(found, *rest) == state_hash(state, *rest)
 
@@ -112,7 +112,7 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
         model = One(**options)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         rest = [model], optimizer, SOLO
-        state = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+        state = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
         if not ends:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -157,7 +157,7 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         monkeypatch.setattr(write, "_refuse_gaps", lambda *_: None)
         save_checkpoint(tmp_path, tk.TrainState(), *rest)
         with pytest.raises(CheckpointError):
-            tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+            tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
 
 
 def test_a_configuration_that_is_not_plain_is_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_saved_and_loaded_and_saved_again_it_is_the_same(tmp_path):
     first = save_checkpoint(tmp_path, *small_run(3))
     _, stages, optimizer, ps = small_run(1)
     for _ in range(2):
-        state = tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        state = tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=lambda _: None)
         again = save_checkpoint(tmp_path, state, stages, optimizer, ps)
         assert read_manifest(again) == read_manifest(first)
 

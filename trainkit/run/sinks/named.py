@@ -6,11 +6,25 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import attrs
 
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
-from trainkit.types import ConfigError, Sink
+from trainkit.types import ConfigError, Sink, positive
+
+
+@attrs.frozen(kw_only=True)
+class LoggingOptions:
+    """How often a run reads its metrics, and where they go."""
+
+    log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
+    """Read the metrics of this many steps at once, a line each; by default 1 on a CPU, else 10.
+    Bad steps are detected later: docs/howto/when-numbers-go-bad.md."""
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
 
 def named_sinks(

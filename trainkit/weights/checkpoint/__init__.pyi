@@ -24,7 +24,7 @@ from .manifest import verify_checkpoint as verify_checkpoint
 from .replicas import find_nonfinite_state as find_nonfinite_state
 from .replicas import make_replica_check as make_replica_check
 from .replicas import refuse_drift as refuse_drift
-from .retention import Keeping as Keeping
+from .retention import CheckpointOptions as CheckpointOptions
 from .retention import Listed as Listed
 from .retention import Retention as Retention
 from .retention import plan_retention as plan_retention

@@ -20,10 +20,12 @@ from trainkit.types import (
     Axis,
     CheckpointError,
     ForwardBackward,
+    Log,
     NumericsError,
     ParallelState,
     StepBatch,
     TrainState,
+    log_warning,
 )
 from trainkit.weights.checkpoint.background_save import SaveResult
 from trainkit.weights.checkpoint.facts import Facts
@@ -65,7 +67,7 @@ def open_guarded_saver(
     policy: Policy,
     replay: ForwardBackward,
     event: Callable[..., None],
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
     **how: Any,
@@ -80,7 +82,7 @@ def open_guarded_saver(
         policy: What is done about bad numbers; see `make_guard`.
         replay: What the steps take their gradients with; see `make_guard`.
         event: Where lines of saves and of bad steps go, as `open_run_sinks` yields it.
-        tell: Called on rank 0 with what a user wants to read.
+        log: Called on rank 0 with what a user wants to read.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
         **how: What `open_saver` takes besides: `retention`, `background`, `grace`, `before_commit`,
@@ -94,7 +96,7 @@ def open_guarded_saver(
         Those of `open_saver` and of `make_guard`.
     """
     run = (run_dir, stages, optimizer, ps)
-    said: dict[str, Any] = {"facts": facts, "config": config, "tell": tell}
+    said: dict[str, Any] = {"facts": facts, "config": config, "log": log}
     with open_saver(*run, event=event, **said, **how) as (save, saved):
         numbers: dict[str, Any] = {"policy": policy, "replay": replay, "event": event}
         guard = make_guard(*run, saved=saved, **numbers, **said)
@@ -134,7 +136,7 @@ def make_guard(
     saved: Collect,
     replay: ForwardBackward,
     event: Callable[..., None],
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     **saving: Any,
 ) -> Guard:
     """Return `guard(state, record, batch)`: tells, rolls back or ends a run as a policy has it.
@@ -156,7 +158,7 @@ def make_guard(
         replay: What the steps take their gradients with, from `bind_forward_backward`: it is taken
             again after a bad step, never the optimizer.
         event: Where a line for each bad step goes, as `open_run_sinks` yields it.
-        tell: Called on rank 0 with what was bad in a step, and with what a roll-back did.
+        log: Called on rank 0 with what was bad in a step, and with what a roll-back did.
         **saving: What `save_checkpoint` takes besides: the facts, the configuration.
 
     Returns:
@@ -189,14 +191,14 @@ def make_guard(
                 guilty = find_nonfinite(_again(replay, record, batch), stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
             if ps.world.index == 0:
-                tell(_bad_step(state.step, action, guilty))
+                log(_bad_step(state.step, action, guilty))
         action = _after_saves(saved(), action)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
         if action.kind == "rollback":
             saved(wait=True)  # a save of what is given up must not come after what is gone back to
             most = policy.max_rollbacks
-            options: dict[str, Any] = {"before": action.before, "max_rollbacks": most, "tell": tell}
+            options: dict[str, Any] = {"before": action.before, "max_rollbacks": most, "log": log}
             try:
                 state = roll_back(run_dir, state, stages, optimizer, ps, **options, **saving)
             except CheckpointError as error:  # the numbers ended the run, not the checkpoints

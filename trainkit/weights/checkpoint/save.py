@@ -23,7 +23,17 @@ from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
 from trainkit.parallel.names import get_local_box
 from trainkit.parallel.offload_state import check_awake
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, format_error
+from trainkit.types import (
+    SOLO,
+    Axis,
+    ConfigError,
+    Log,
+    ParallelState,
+    TrainState,
+    format_error,
+    log_info,
+    log_warning,
+)
 from trainkit.weights.checkpoint.background_save import Flight, SaveResult, at_once, fly, in_thread
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.facts import Facts, facts_at
@@ -74,7 +84,7 @@ def open_saver(
     retention: Retention | None = None,
     background: bool = True,
     grace: float = 25.0,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] = _no_event,
     unsaved: Callable[[BaseException], UnsavedState | None] = _nothing,
@@ -107,7 +117,7 @@ def open_saver(
         background: False saves completely before `save` returns; the rest is the same.
         grace: Seconds that a run has for its last save when it is told to stop; a save that took
             longer is told of.
-        tell: Called on rank 0 with what could not be saved, was waited for, is damaged, or could
+        log: Called on rank 0 with what could not be saved, was waited for, is damaged, or could
             not be deleted.
         before_commit: Called on rank 0, in the thread, when a checkpoint is complete but for its
             manifest: for what must not be older than it, `sync` of a metrics file for instance. If
@@ -134,7 +144,7 @@ def open_saver(
     after, progress = _pruning(retention), progress or SaveProgress()
     own_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with own_group as axis:
-        outcomes = _Outcomes((lambda _: None) if axis.index else tell, grace, event)
+        outcomes = _Outcomes((lambda _: None) if axis.index else log, grace, event)
         token, number = all_gather_objects(secrets.token_hex(8), axis)[0], count()
         start = in_thread if background else at_once
 
@@ -179,7 +189,7 @@ def open_saver(
 class _Outcomes:
     """The save under way, if there is one, and what has become of those before."""
 
-    tell: Callable[[str], None]
+    log: Log
     grace: float
     event: Callable[..., None]
     flights: list[Flight] = attrs.field(factory=list)  # one at most
@@ -192,7 +202,7 @@ class _Outcomes:
         self.land()
         waited = time.perf_counter() - began
         if waited > _WORTH_TELLING:
-            self.tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
+            self.log(f"step {state.step} waited {waited:.1f} s for the save before to be written")
 
     def follow(self, flight: Flight) -> None:
         """Begin a save."""
@@ -208,7 +218,7 @@ class _Outcomes:
                 self.flights.clear()
                 self.ended.append(end.value)
                 for line in _complaints(end.value, self.grace):
-                    self.tell(line)
+                    self.log(line)
             polls = None if polls is None else polls - 1
 
     def collect(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]:
@@ -234,12 +244,12 @@ class _Outcomes:
         try:
             path = write_and_commit(take, target, axis, follows=found.follows)
         except Exception as error:  # noqa: BLE001 (the error that ended the run is raised)
-            found.tell(f"warning: step {step} was not saved after the error: {format_error(error)}")
+            found.log(f"warning: step {step} was not saved after the error: {format_error(error)}")
             return
         if path is not None:
             seconds = time.perf_counter() - began
             self.event("save", **_told(SaveResult(step, path, seconds, seconds)))
-            found.tell(f"step {step}, the last one before the error, is saved in {path}")
+            found.log(f"step {step}, the last one before the error, is saved in {path}")
 
     def raise_last(self) -> None:
         """Raise what the last save failed with, if it has failed."""
@@ -334,7 +344,7 @@ def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
         def prune() -> None:
             if retention is not None:
                 known = {*good, path.name}
-                found = apply_retention(path.parent, retention, known_good=known, tell=told.append)
+                found = apply_retention(path.parent, retention, known_good=known, log=told.append)
                 good.clear()
                 good.update(found["verified"])
 
@@ -355,7 +365,7 @@ def check_disk_space(
     *,
     copies: int = 3,
     axis: Axis = SOLO,
-    tell: Callable[[str], None] | None = None,
+    log: Log = log_info,
 ) -> None:
     """Refuse to begin where the disk has no room for one checkpoint; warn where two do not fit.
 
@@ -364,7 +374,7 @@ def check_disk_space(
         stages: This rank's stages.
         copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two.
         axis: The ranks that write to this disk.
-        tell: Called on the first rank with a sentence when there is room for one but not for two,
+        log: Called on the first rank with a sentence when there is room for one but not for two,
             of which the older goes only when the newer is committed.
 
     Raises:
@@ -383,8 +393,8 @@ def check_disk_space(
     free = min(all_gather_objects(shutil.disk_usage(run_dir).free, axis))
     what = f"check_disk_space: a checkpoint in {run_dir}"
     refuse_no_room(what, run_dir, free=free, needed=needed)
-    if free < 2 * needed and tell is not None and axis.index == 0:
-        tell(
+    if free < 2 * needed and axis.index == 0:
+        log(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"
             " for one, but not for a second beside it"
         )
