@@ -204,7 +204,7 @@ def make_guard(
             try:
                 state = roll_back(run_dir, state, stages, optimizer, ps, **options, **saving)
             except CheckpointError as error:  # the numbers ended the run, not the checkpoints
-                told = attrs.evolve(action, reason=f"{action.reason}; {error}")
+                told = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
                 raise make_stop_error(told, state.health) from error
             saved(forgive=True)  # the checkpoint that it has made stands in for a failed save
             event("rolled back", step=state.step, reason=action.reason)
