@@ -387,7 +387,7 @@ def test_without_staging_a_load_that_fails_would_leave_half_of_it(tmp_path, monk
     before = live(stages, optimizer)
     refused(path, stages, optimizer)
 
-    monkeypatch.setattr(staging, "beside", lambda targets, _: targets)
+    monkeypatch.setattr(staging, "allocate_buffers", lambda targets, _: targets)
     with pytest.raises(CheckpointError):
         load_checkpoint(path, stages, optimizer)
     assert not same(before, live(stages, optimizer))

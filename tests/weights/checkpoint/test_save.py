@@ -270,7 +270,7 @@ def test_a_save_of_an_old_step_that_fails_leaves_the_old_one(tmp_path, monkeypat
         into = functools.partial(write.Destination, staging=path)
         monkeypatch.setattr(
             "trainkit.weights.checkpoint.save.Destination",
-            lambda run, _, *rest: into(run, ranks=rest[0]),
+            lambda run_dir, ranks, **_: into(run_dir, ranks=ranks),
         )
     monkeypatch.setattr(write, "commit", lambda *_: 1 / 0)
     monkeypatch.setattr(flight, "commit", lambda *_: 1 / 0)

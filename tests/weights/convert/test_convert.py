@@ -133,7 +133,7 @@ def test_a_sharded_directory_of_torch_is_converted_bit_for_bit(sharded, tmp_path
     assert_same(tmp_path / "model", {name: x.bfloat16() for name, x in model.items()})
     with pytest.raises(CheckpointError, match=r"no tensor whose name begins with 'modle.'; some"):
         convert_weights(sharded, tmp_path / "none", prefix="modle.")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         convert_weights(sharded, tmp_path / "model")
 
 
