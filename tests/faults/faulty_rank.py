@@ -51,7 +51,7 @@ def run_rank(order):
     recipe = recipe_runs.RECIPES / f"{order.recipe}.py"
     sys.argv = [str(recipe), *order.flags]
     sys.path.insert(0, str(recipe.parent))
-    models.decoder_config = recipe_runs.nano_config
+    models.make_decoder_config = recipe_runs.nano_config
     module = recipe_runs.load(order.recipe)
     if order.faults:
         put_faults(module, order.faults)
@@ -156,14 +156,14 @@ def stop_alone(_):
     def stop_votes(asked, _):
         yield asked
 
-    run.stop_votes = stop_votes
+    run.open_stop_vote = stop_votes
 
 
 def deaf(_):
     """Take a protection away: no step asks whether to stop."""
     from trainkit.run import open_run as run
 
-    run.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
+    run.open_stop_vote = lambda *_: contextlib.nullcontext(lambda: None)
 
 
 SURROUNDINGS = {

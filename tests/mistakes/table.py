@@ -210,8 +210,8 @@ LOSSES = _in(
     (
         "terms.py",
         "a term with a count of its own is divided by all tokens",
-        "        return total / (divisor_of(name, divisors) if count is None else count)",
-        "        return total / divisor_of(name, divisors)",
+        "        return total / (get_divisor(name, divisors) if count is None else count)",
+        "        return total / get_divisor(name, divisors)",
         "tests/families/test_losses.py tests/losses tests/test_metrics.py",
     ),
     (
@@ -473,8 +473,8 @@ MODELS = _in(
     (
         "experts.py",
         "balance is counted after capacity dropped some",
-        "        balance = balance_sum(routing, self._load(routing, spans), experts=how.count)",
-        "        balance = balance_sum(routing, self._load(kept, spans), experts=how.count)",
+        "        balance = balance_loss_sum(routing, self._load(routing, spans), experts=how.count)",
+        "        balance = balance_loss_sum(routing, self._load(kept, spans), experts=how.count)",
         "tests/models/test_experts.py",
     ),
     (
@@ -557,7 +557,7 @@ COMMUNICATION = _in(
     (
         "collectives.py",
         "a gathered tensor's gradient is not summed over ranks",
-        "        return scatter_sum(d_whole, ctx.axis, dim=ctx.dim), None, None",
+        "        return reduce_scatter(d_whole, ctx.axis, dim=ctx.dim), None, None",
         (
             "        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n"
             "        return part.contiguous(), None, None"
@@ -588,8 +588,8 @@ COMMUNICATION = _in(
     (
         "collectives.py",
         "sums in bf16 round every rank with one key",
-        'rounded_bf16(x, mix_tensor(key ^ signed(key_of("rank", axis.index))))',
-        "rounded_bf16(x, mix_tensor(key))",
+        'round_bf16_stochastic(x, mix_bits_tensor(key ^ signed(key_of("rank", axis.index))))',
+        "round_bf16_stochastic(x, mix_bits_tensor(key))",
         "tests/test_collectives.py tests/parallel/test_precision.py",
     ),
     (
@@ -1325,8 +1325,8 @@ AFTER = _in(
     (
         "post/generation/generate.py",
         "of two ranks that answer a prompt the last one wins",
-        "for part in all_gather_json(told, axis)[::-1] for n, x in part",
-        "for part in all_gather_json(told, axis) for n, x in part",
+        "for part in all_gather_objects(told, axis)[::-1] for n, x in part",
+        "for part in all_gather_objects(told, axis) for n, x in part",
         "tests/parallel/test_generation.py",
     ),
     (
@@ -1649,7 +1649,7 @@ RUN = _in(
     (
         "run/signals.py",
         "after a stop every error is a lost save",
-        "        if not told or error_code(error) in _OWN_CODES:",
+        "        if not told or get_exit_code(error) in _OWN_CODES:",
         "        if not told:",
         "tests/run/test_signals.py",
     ),

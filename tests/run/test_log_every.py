@@ -13,14 +13,14 @@ from recipe_runs import events, lines, without_pictures
 
 import trainkit as tk
 from trainkit import health
-from trainkit.run import Limits, open_run
+from trainkit.run import Timeouts, open_run
 from trainkit.run import open_run as run
 from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions
 
 TOLD = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "tokens", "tokens_total", "skipped")
-HOW = {"limits": Limits(start_timeout=60.0)}
+HOW = {"limits": Timeouts(start_timeout=60.0)}
 
 
 def batch_at(cursor, wrong):
@@ -42,19 +42,19 @@ def make_step(model, optimizer, policy, overflows):
     def step(state, batch):
         tokens = torch.tensor(8)
         precision = tk.Precision(compute="fp32" if overflows is None else "fp16")
-        scale = health.loss_scale(state.health, precision)
-        scaled = tk.batch.scaled(tokens, scale)
+        scale = health.get_loss_scale(state.health, precision)
+        scaled = tk.batch.scale_denominator(tokens, scale)
         loss = replay(batch.microbatches, denominator=scaled)["loss"] / tokens
         if state.cursor.batch in (overflows or ()):
             params[0].grad.fill_(math.inf)
-        applies = health.step_test(loss, state.health, policy)
+        applies = health.make_finite_check(loss, state.health, policy)
         how = {"max_norm": None, "applies": applies, "scale": scale}
         update = tk.clip_and_step(params, optimizer, lr=0.1, **how)
         moved = {"step": state.step + 1, "cursor": batch.cursor, "tokens": state.tokens + tokens}
         metrics = {"loss": loss, **update.metrics, "lr": 0.1, "tokens": tokens}
         metrics |= {"tokens_total": moved["tokens"]}
         if scale is not None:
-            moved["health"] = health.rescaled(state.health, metrics)
+            moved["health"] = health.update_loss_scale(state.health, metrics)
         return attrs.evolve(state, **moved), metrics
 
     return step, replay

@@ -14,14 +14,14 @@ from recipe_runs import events
 
 from trainkit import runtime
 from trainkit.mesh import solo_parallel
-from trainkit.run import Limits, make_run_dir, open_run, startup, watchdog
-from trainkit.run.lock import run_lock
+from trainkit.run import Timeouts, make_run_dir, open_run, startup, watchdog
+from trainkit.run.lock import lock_run
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor, DataError, DiskError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.manifest import step_of
 
-HOW = {"limits": Limits(start_timeout=60.0)}
+HOW = {"limits": Timeouts(start_timeout=60.0)}
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
@@ -34,7 +34,7 @@ def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
         assert run.ps.world.count == 1
     assert signal.getsignal(signal.SIGTERM) == before
     assert threading.active_count() == threads
-    with run_lock(tmp_path, solo_parallel().world):
+    with lock_run(tmp_path, solo_parallel().world):
         pass
 
 
@@ -48,7 +48,7 @@ def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tm
 
 
 def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tmp_path, capsys):
-    with run_lock(make_run_dir(tmp_path), solo_parallel().world):
+    with lock_run(make_run_dir(tmp_path), solo_parallel().world):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
             pytest.fail("it was opened")

@@ -7,13 +7,13 @@ import attrs
 import pytest
 import torch
 
-from trainkit.run import Limits, open_run
+from trainkit.run import Timeouts, open_run
 from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, DataError, NumericsError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints, verify_checkpoint
 from trainkit.weights.checkpoint.manifest import step_of
 
-HOW = {"limits": Limits(start_timeout=60.0)}
+HOW = {"limits": Timeouts(start_timeout=60.0)}
 LAST = 7
 HALF_WRITTEN = ("within the step", "after the step")
 

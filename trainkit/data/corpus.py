@@ -77,7 +77,7 @@ class TokenCorpus:
         return self.tokens[begin + start : begin + start + length]
 
 
-def memory_corpus(
+def make_corpus(
     documents: Iterable[ArrayLike | Sample],
     *,
     vocab_size: int | None = None,
@@ -102,20 +102,18 @@ def memory_corpus(
         ValueError: There are not as many names as documents, or a column has a name of the batch's.
 
     Examples:
-        >>> memory_corpus([[1, 2, 3], [4]], vocab_size=10).tokens
+        >>> make_corpus([[1, 2, 3], [4]], vocab_size=10).tokens
         array([1, 2, 3, 4], dtype=uint8)
         >>> from trainkit.types import Column
         >>> answer = Sample(np.arange(2), np.array([False, True]), {"advantages": [0.0, 0.5]})
-        >>> memory_corpus([answer], columns={"advantages": Column("float32")}).values
+        >>> make_corpus([answer], columns={"advantages": Column("float32")}).values
         {'advantages': array([0. , 0.5], dtype=float32)}
     """
-    placed = ((f"memory_corpus: document {number}", d) for number, d in enumerate(documents))
-    declared = checked_columns("memory_corpus", columns)
+    placed = ((f"make_corpus: document {number}", d) for number, d in enumerate(documents))
+    declared = checked_columns("make_corpus", columns)
     corpus = gathered(placed, vocab_size=vocab_size, columns=declared)
     if names is not None and len(names) != len(corpus.offsets) - 1:
-        raise ValueError(
-            f"memory_corpus: {len(names)} names for {len(corpus.offsets) - 1} documents"
-        )
+        raise ValueError(f"make_corpus: {len(names)} names for {len(corpus.offsets) - 1} documents")
     return attrs.evolve(corpus, names=names)
 
 
@@ -157,8 +155,8 @@ def _read_only(data: bytearray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(memoryview(data).toreadonly(), kind)
 
 
-def documents_of(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
-    """Yield the documents of a corpus, from which `memory_corpus` and `write_corpus` make it anew.
+def iterate_documents(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
+    """Yield the documents of a corpus, from which `make_corpus` and `write_corpus` make it anew.
 
     Args:
         corpus: Any; one that says more of its tokens than their ids gives `Sample`s.
@@ -167,7 +165,7 @@ def documents_of(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
         An iterator of views.
 
     Examples:
-        >>> list(documents_of(memory_corpus([[1, 2], [3]])))
+        >>> list(iterate_documents(make_corpus([[1, 2], [3]])))
         [array([1, 2], dtype=uint32), array([3], dtype=uint32)]
     """
     for part in getattr(corpus, "parts", (corpus,)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.types import ADDED_TENSORS, BATCH_TENSORS, DataError, Sample
+from trainkit.types import BATCH_TENSORS, EXTRA_TENSORS, DataError, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainkit.types import Column
 
-_TAKEN = (*BATCH_TENSORS, "spans", *ADDED_TENSORS)
+_TAKEN = (*BATCH_TENSORS, "spans", *EXTRA_TENSORS)
 
 
 @attrs.frozen(eq=False)
@@ -55,10 +55,10 @@ def checked_columns(by: str, columns: Mapping[str, Column] | None) -> dict[str, 
 
     Examples:
         >>> from trainkit.types import Column
-        >>> checked_columns("memory_corpus", {"labels": Column()})
+        >>> checked_columns("make_corpus", {"labels": Column()})
         Traceback (most recent call last):
         ...
-        ValueError: memory_corpus: no column can be called 'labels': a batch has its own
+        ValueError: make_corpus: no column can be called 'labels': a batch has its own
     """
     for name in columns or {}:
         if not isinstance(name, str) or not name or name in _TAKEN:

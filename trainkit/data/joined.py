@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(eq=False)
-class JoinedCorpus:
-    """Corpora one after the other: a `Corpus` without flat `tokens`. `join_corpora` makes one.
+class ConcatCorpus:
+    """Corpora one after the other: a `Corpus` without flat `tokens`. `concat_corpora` makes one.
 
     Attributes:
         parts: The corpora; none is a joined one itself.
@@ -37,7 +37,7 @@ class JoinedCorpus:
     @property
     def tokens(self) -> NoReturn:
         """Nothing: tokens stay in the parts, so `hasattr` says no."""
-        raise AttributeError("a JoinedCorpus has no flat `tokens`: read its `parts`")
+        raise AttributeError("a ConcatCorpus has no flat `tokens`: read its `parts`")
 
     @property
     def lengths(self) -> IntArray:
@@ -85,32 +85,32 @@ class JoinedCorpus:
         return self.parts[part].read(document - first, start, length)
 
 
-def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
+def concat_corpora(parts: Iterable[TokenCorpus | ConcatCorpus]) -> ConcatCorpus:
     """Return one corpus of the documents of several, in order; joined ones are taken apart.
 
     Args:
         parts: At least one corpus.
 
     Returns:
-        The `JoinedCorpus`; no token is copied.
+        The `ConcatCorpus`; no token is copied.
 
     Raises:
         ValueError: There is no corpus.
         DataError: They do not have the same columns. The message names two that differ.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> corpus = join_corpora([memory_corpus([[1, 2], [3]]), memory_corpus([[4, 5, 6]])])
+        >>> from trainkit.data.corpus import make_corpus
+        >>> corpus = concat_corpora([make_corpus([[1, 2], [3]]), make_corpus([[4, 5, 6]])])
         >>> corpus.lengths, corpus.first_documents, corpus.read(2, 1, 2)
         (array([2, 1, 3]), array([0, 2, 3]), array([5, 6], dtype=uint32))
     """
     flat = tuple(
         chain.from_iterable(
-            part.parts if isinstance(part, JoinedCorpus) else (part,) for part in parts
+            part.parts if isinstance(part, ConcatCorpus) else (part,) for part in parts
         )
     )
     if not flat:
-        raise ValueError("join_corpora: there is no corpus to join")
+        raise ValueError("concat_corpora: there is no corpus to join")
     _check_columns(flat)
     counts = [len(part.offsets) - 1 for part in flat]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -118,7 +118,7 @@ def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
     for part, begin in zip(flat, first.tolist(), strict=False):
         offsets[begin : begin + len(part.offsets)] = part.offsets - part.offsets[0] + total
         total = int(offsets[begin + len(part.offsets) - 1])
-    return JoinedCorpus(flat, first, offsets)
+    return ConcatCorpus(flat, first, offsets)
 
 
 def _check_columns(parts: Sequence[TokenCorpus]) -> None:
@@ -130,7 +130,7 @@ def _check_columns(parts: Sequence[TokenCorpus]) -> None:
             )
             what = f"corpus {number} {one} has the columns {have}; corpus 0 {first} has {want}"
             mend = "a row of one cannot stand beside a row of the other: write them alike"
-            raise DataError(f"join_corpora: {what}: {mend}", where=number, got=have, want=want)
+            raise DataError(f"concat_corpora: {what}: {mend}", where=number, got=have, want=want)
 
 
 def joint_digest(digests: Iterable[str]) -> str:

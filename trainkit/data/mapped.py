@@ -87,8 +87,8 @@ def check_unchanged(corpus: Corpus) -> None:
         DataError: A file is not what it was. The message names it.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> check_unchanged(memory_corpus([[1, 2]]))
+        >>> from trainkit.data.corpus import make_corpus
+        >>> check_unchanged(make_corpus([[1, 2]]))
     """
     for part in getattr(corpus, "parts", (corpus,)):
         file = getattr(part, "file", None)

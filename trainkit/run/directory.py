@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from trainkit.files import who_else_can_write
+from trainkit.files import find_other_writers
 from trainkit.types import ConfigError, DiskError
 
 _FILES = ("lock", "metrics.jsonl", "events.jsonl", "run.json", "config.toml", "final.json")
@@ -64,7 +64,7 @@ def make_run_dir(
             want="a directory that this user can write",
             hint="make room, mend the permissions, or name another directory with --out",
         ) from error
-    problems = who_else_can_write(path)
+    problems = find_other_writers(path)
     if problems and strict_owner:
         raise ConfigError(
             f"make_run_dir: {'; '.join(problems)}",

@@ -22,8 +22,8 @@ from typing import BinaryIO, NoReturn
 import attrs
 import orjson
 
-from trainkit.collectives import together
-from trainkit.files import disk_errors
+from trainkit.collectives import run_on_all_ranks
+from trainkit.files import convert_disk_errors
 from trainkit.run.peers import Member, is_gone
 from trainkit.types import Axis, ConfigError
 
@@ -46,7 +46,7 @@ class Holder:
 
 
 @contextlib.contextmanager
-def run_lock(
+def lock_run(
     run_dir: str | Path,
     axis: Axis,
     *,
@@ -77,13 +77,13 @@ def run_lock(
         DiskError: The file cannot be written.
 
     Effects:
-        Writes `lock` on rank 0 and removes it at the end; communicates as `together`.
+        Writes `lock` on rank 0 and removes it at the end; communicates as `run_on_all_ranks`.
 
     Examples:
         >>> import tempfile
         >>> from trainkit.mesh import solo_parallel
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with run_lock(folder, solo_parallel().world):
+        ...     with lock_run(folder, solo_parallel().world):
         ...         sorted(path.name for path in Path(folder).iterdir())
         ['lock']
     """
@@ -101,8 +101,8 @@ def run_lock(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 take(0.0)
 
-        own = together(lambda: take(patience), axis)[0]
-        together(lambda: _see(path, own, axis.index, patience), axis)
+        own = run_on_all_ranks(lambda: take(patience), axis)[0]
+        run_on_all_ranks(lambda: _see(path, own, axis.index, patience), axis)
         yield hold
 
 
@@ -112,7 +112,7 @@ def _see(path: Path, token: str, rank: int, patience: float) -> None:
     while not (said := _read_text(path)) or token not in said:
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"run_lock: rank {rank} on {socket.gethostname()} does not see the run directory "
+                f"lock_run: rank {rank} on {socket.gethostname()} does not see the run directory "
                 f"of rank 0: {path} is {'another one' if said else 'not there'}",
                 where=str(path.parent),
                 want="one directory for all ranks, on a disk that their hosts share",
@@ -135,7 +135,7 @@ def _read_text(path: Path) -> str:
 def _held(
     path: Path, token: str, tell: Callable[[str], object], patience: float
 ) -> Iterator[BinaryIO]:
-    with disk_errors(path, by="run_lock"), contextlib.ExitStack() as opened:
+    with convert_disk_errors(path, by="lock_run"), contextlib.ExitStack() as opened:
         file = opened.enter_context(_take(path, patience))
         left = _read_holder(file)
         if left is not None:
@@ -199,7 +199,7 @@ def _refuse(path: Path, holder: Holder | None) -> NoReturn:
     ended = holder is not None and _has_ended(holder)
     child = "; it has ended, but a process that it started still holds the lock" if ended else ""
     raise ConfigError(
-        f"run_lock: {path.parent} is in use by {holder or 'another run'}{child}",
+        f"lock_run: {path.parent} is in use by {holder or 'another run'}{child}",
         where=str(path),
         got=None if holder is None else str(holder),
         want="a directory that no other run writes to",

@@ -21,26 +21,26 @@ import attrs
 from torch import Tensor
 
 from trainkit import health
-from trainkit.collectives import all_gather_json, together
-from trainkit.files import replacing, say_on_stderr, toml_text
-from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import memory_stats, step_records
-from trainkit.optim.combine import averaged
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.files import atomic_write, format_toml, say_on_stderr
+from trainkit.mesh import describe_launch, parallel_session
+from trainkit.metrics import make_step_records, read_memory_stats
+from trainkit.optim.combine import use_averaged_parameters
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import report_errors
-from trainkit.run.garbage import Collect, collected_by_hand
-from trainkit.run.limits import Limits
-from trainkit.run.lock import run_lock
-from trainkit.run.plots.load import plot_load
+from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.limits import Timeouts
+from trainkit.run.lock import lock_run
+from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import Asked, stop_votes, trap_signals
-from trainkit.run.sinks.jsonl import read_jsonl, sync_lines
+from trainkit.run.signals import Asked, open_stop_vote, trap_signals
+from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
-from trainkit.run.sinks.run_sinks import printer, run_sinks, run_summary
-from trainkit.run.startup import agree_at_start, code_facts
-from trainkit.run.watchdog import Announce, is_echo, watch
-from trainkit.schedules import due
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, printer, summarize_run
+from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.watchdog import Announce, is_echo, watch_ranks
+from trainkit.schedules import is_due
 from trainkit.types import (
     Axis,
     ForwardBackward,
@@ -77,23 +77,23 @@ class Loop:
     """What stands around the steps of a run, from `run.loop`."""
 
     after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
-    them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
-    back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
+    """`state = after(state, metrics, batch)`: waits for the step's numbers (`make_step_record`), writes
+    them as a line (`open_run_sinks`), with the first rank's memory (`read_memory_stats`), and skips, goes
+    back or ends as the policy has it (`make_guard`): the state that it returns may be an earlier
     one. With `LoggingOptions.log_every` above 1 it does so for so many steps at once, after the
     first step and before all that is done between steps, and nothing else waits for the device.
     After the first step an event "memory" has the peak of every rank."""
 
     evaluated: Callable[[TrainState, Evaluate], TrainState]
     """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
-    `optim.averaged` puts in place), tells what it found to every sink as eval/NAME, and ends a run
-    that has diverged (`refuse_divergence`). Its `score`, or else its loss, is that of the
+    `optim.use_averaged_parameters` puts in place), tells what it found to every sink as eval/NAME, and ends a run
+    that has diverged (`stop_if_diverged`). Its `score`, or else its loss, is that of the
     checkpoint of this step."""
 
     keep: Callable[[TrainState], str | None]
-    """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
+    """`stop = keep(state)`: lets the ranks vote on whether to stop (`open_stop_vote`), saves when a
     save is due, the run stops, or the step's evaluation is among the
-    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collected_by_hand`), and
+    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collect_manually`), and
     returns why it stops, or None."""
 
     event: Callable[..., None]
@@ -111,25 +111,25 @@ class Run:
     """The layout, as this rank sees it."""
 
     say: Callable[[str], None]
-    """Prints a text on the first rank (`sinks.printer`)."""
+    """Prints a text on the first rank (`sinks.make_printer`)."""
 
     phase: Announce
     """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
 
     stopping: Asked
-    """Why the run shall stop, or None; all ranks are told after the same step (`stop_votes`)."""
+    """Why the run shall stop, or None; all ranks are told after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
     """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
-    checkpoints have room (`checkpoint.require_space`), goes on from the last one or begins
+    checkpoints have room (`checkpoint.check_disk_space`), goes on from the last one or begins
     (`checkpoint.resume`), says which, and writes config.toml. Beside `facts` checkpoints hold what
-    they were written by (`code_facts`): other code goes on, and is told."""
+    they were written by (`make_code_facts`): other code goes on, and is told."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
-    logging=..., policy=...) as loop:` opens where lines go (`run_sinks`) and what saves and
-    guards the numbers (`guarded_saves`), and keeps Python from collecting garbage inside of steps
-    (`collected_by_hand`). Leaving it waits for the last save."""
+    logging=..., policy=...) as loop:` opens where lines go (`open_run_sinks`) and what saves and
+    guards the numbers (`open_guarded_saver`), and keeps Python from collecting garbage inside of steps
+    (`collect_manually`). Leaving it waits for the last save."""
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
     """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
@@ -141,7 +141,7 @@ def open_run(
     run_dir: str | Path,
     *,
     layout: Layout | None = None,
-    limits: Limits | None = None,
+    limits: Timeouts | None = None,
     numerics: Numerics | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
@@ -150,10 +150,10 @@ def open_run(
     From the outside in, and why there: `report_errors` tells of every error and gives it its exit
     code; `trap_signals` hears a signal while ranks still look for each other; `parallel_session`
     brings them together; `make_run_dir` tries the directory on all ranks, and if one of them cannot
-    write there, all end (on its own it would leave the others waiting for it); `run_lock` refuses a
+    write there, all end (on its own it would leave the others waiting for it); `lock_run` refuses a
     directory that another job trains in, or that not all ranks share; `report_errors` again, since
-    from here on a traceback has a directory to lie in; `watch` ends all ranks when one is lost or
-    stuck; `stop_votes` lets all stop after the same step; `agree_at_start` compares what the ranks
+    from here on a traceback has a directory to lie in; `watch_ranks` ends all ranks when one is lost or
+    stuck; `open_stop_vote` lets all stop after the same step; `check_ranks_agree` compares what the ranks
     were started with. A script that wants fewer of them opens those itself, down to
     `parallel_session` alone.
 
@@ -171,7 +171,7 @@ def open_run(
         A `Run`.
 
     Raises:
-        SystemExit: In place of any exception, with the exit code of `error_code`.
+        SystemExit: In place of any exception, with the exit code of `get_exit_code`.
 
     Effects:
         Opens process groups, starts threads, sets signal handlers and writes the lock and the beats
@@ -183,9 +183,9 @@ def open_run(
         ...     run.ps.world.count, run.stopping()
         (1, None)
     """
-    layout, limits = layout or Layout(), limits or Limits()
+    layout, limits = layout or Layout(), limits or Timeouts()
     start = timedelta(seconds=limits.start_timeout)
-    progress = checkpoint.Progress()
+    progress = checkpoint.SaveProgress()
     longest = max(start, timedelta(seconds=10 * limits.step_timeout))
     if numerics is not None:
         set_numerics(numerics)
@@ -194,9 +194,9 @@ def open_run(
         trap_signals() as asked,
         parallel_session(layout, timeout=longest, start_timeout=start, asked=asked) as ps,
         _made_on_all(run_dir, ps.world) as folder,
-        run_lock(folder, ps.world) as hold,
+        lock_run(folder, ps.world) as hold,
         report_errors(folder),
-        watch(
+        watch_ranks(
             folder,
             ps.world,
             asked=asked,
@@ -205,13 +205,13 @@ def open_run(
             hold=hold,
             written=lambda: progress.parts,
         ) as phase,
-        stop_votes(asked, ps.world) as stopping,
+        open_stop_vote(asked, ps.world) as stopping,
     ):
         same = {f"config.{name}": x for name, x in (config or {}).items() if name != "out"}
-        software = code_facts()  # once: a recipe may be edited while it runs
-        agree_at_start(ps.world, same | software)
+        software = make_code_facts()  # once: a recipe may be edited while it runs
+        check_ranks_agree(ps.world, same | software)
         say = printer(ps.world.share)
-        for note in launch_notes(os.environ):
+        for note in describe_launch(os.environ):
             say(note)
         if numerics is not None:
             say(str(numerics))
@@ -221,7 +221,7 @@ def open_run(
 
 @contextlib.contextmanager
 def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
-    together(lambda: str(make_run_dir(run_dir)), axis)
+    run_on_all_ranks(lambda: str(make_run_dir(run_dir)), axis)
     yield Path(run_dir)
 
 
@@ -244,10 +244,10 @@ class _Frame:
     say: Callable[[str], None]
     phase: Announce
     stopping: Asked
-    limits: Limits
+    limits: Timeouts
     software: Mapping[str, str]
     config: Mapping[str, Any] | None
-    progress: checkpoint.Progress
+    progress: checkpoint.SaveProgress
     facts: checkpoint.Facts | None = None
     told: list[str] = attrs.field(factory=list)  # how the run began
 
@@ -257,12 +257,12 @@ class _Frame:
         optimizer: torch.optim.Optimizer,
         *,
         facts: checkpoint.Facts | None = None,
-        changes: checkpoint.Changes | None = None,
+        changes: checkpoint.ResumeRules | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
         stages, self.facts = list(stages), _with_software(facts, self.software)
-        changes = changes or checkpoint.Changes()
-        checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
+        changes = changes or checkpoint.ResumeRules()
+        checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
             self.dir,
             TrainState(),
@@ -276,8 +276,8 @@ class _Frame:
         )
         self.say("\n".join(self.told) or "beginning afresh")
         if self.ps.world.index == 0 and self.config is not None:
-            with replacing(self.dir / "config.toml", by="open_run") as file:
-                file.write(toml_text(self.config).encode())
+            with atomic_write(self.dir / "config.toml", by="open_run") as file:
+                file.write(format_toml(self.config).encode())
         return state
 
     @contextlib.contextmanager
@@ -303,15 +303,17 @@ class _Frame:
         others = named_sinks(logging.sinks, self.dir, config=self.config)
         opened = list[_Around]()
 
-        def unsaved(error: BaseException) -> checkpoint.Unsaved | None:
+        def unsaved(error: BaseException) -> checkpoint.UnsavedState | None:
             return opened[0].unsaved(error) if opened else None
 
         with (
-            run_sinks(self.dir, self.ps.world.share, step=state.step, last=steps, extra=others) as (
+            open_run_sinks(
+                self.dir, self.ps.world.share, step=state.step, last=steps, extra=others
+            ) as (
                 log,
                 event,
             ),
-            checkpoint.guarded_saves(
+            checkpoint.open_guarded_saver(
                 self.dir,
                 stages,
                 optimizer,
@@ -324,12 +326,12 @@ class _Frame:
                 retention=checkpoints.retention,
                 background=checkpoints.background_saves,
                 grace=self.limits.grace or 25.0,
-                before_commit=partial(sync_lines, self.dir),
+                before_commit=partial(fsync_jsonl, self.dir),
                 tell=self.say,
                 unsaved=unsaved,
                 progress=self.progress,
             ) as (save, guard),
-            collected_by_hand() as collect,
+            collect_manually() as collect,
         ):
             event("resume", step=state.step, told=self.told, software=self.software)
             around = _Around(
@@ -354,7 +356,7 @@ class _Frame:
         if around.stop:
             why, again = f"({around.stop})", "the same command goes on from there"
             self.say(f"stopped after step {around.step} {why}; {again}")
-            self.say(run_summary(self.dir))
+            self.say(summarize_run(self.dir))
 
     def finish(
         self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
@@ -365,9 +367,9 @@ class _Frame:
             metrics = self.dir / "metrics.jsonl"
             plot_loss(metrics, self.dir / "loss.png")
             if any("load" in line for line in read_jsonl(metrics)):
-                plot_load(metrics, self.dir / "load.png")
+                plot_expert_load(metrics, self.dir / "load.png")
             self.say(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
-            self.say(run_summary(self.dir))
+            self.say(summarize_run(self.dir))
 
 
 @attrs.define(eq=False)
@@ -422,7 +424,7 @@ class _Around:
         self.held, self.steps_of_held = state, self.optimizer_steps
         return state
 
-    def unsaved(self, error: BaseException) -> checkpoint.Unsaved | None:
+    def unsaved(self, error: BaseException) -> checkpoint.UnsavedState | None:
         """Return the state that is whole when an error ends the run, if it is not saved already.
 
         Nothing here communicates. After a `NumericsError` it is an earlier state that is wanted.
@@ -442,7 +444,7 @@ class _Around:
         except NumericsError:  # what follows from it, all ranks decide together
             return None
         scored, score = self.score or (None, None)
-        return checkpoint.Unsaved(
+        return checkpoint.UnsavedState(
             state, say_on_stderr, score if scored == state.step else None, follows
         )
 
@@ -457,11 +459,11 @@ class _Around:
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
-        seen: health.Memory | None = None,
+        seen: health.HealthState | None = None,
     ) -> TrainState:
-        """Judge a step as `guard_numbers` does, without asking other ranks."""
+        """Judge a step as `make_guard` does, without asking other ranks."""
         del batch
-        action, state = health.judge(state, record, self.policy, seen=seen)
+        action, state = health.judge_step(state, record, self.policy, seen=seen)
         if action.reason:
             raise NumericsError(action.reason)
         return state
@@ -471,7 +473,7 @@ class _Around:
     ) -> TrainState:
         self.batch, every = batch, self.logging.log_every
         every = every or (1 if self.frame.ps.device.type == "cpu" else _STEPS_AT_ONCE)
-        if self.begun and not (due(state.step, every) or self._saves(state)):
+        if self.begun and not (is_due(state.step, every) or self._saves(state)):
             # Copied, since who gave a tensor may write into it before anybody reads it.
             kept = {
                 k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in metrics.items()
@@ -491,7 +493,7 @@ class _Around:
 
     def report_memory(self, step: int) -> None:
         """Write the peak of every rank: the lines of the steps have the first rank's alone."""
-        peaks = all_gather_json(self.memory["memory_peak"], self.frame.ps.world)
+        peaks = all_gather_objects(self.memory["memory_peak"], self.frame.ps.world)
         self.event("memory", step=step, memory_peak=peaks)
         if len(peaks) > 1:
             most = max(peaks)
@@ -509,26 +511,26 @@ class _Around:
         self.held = None  # a roll-back writes parameters
         self.pending = []
         known = steps[0][0].health if steps else state.health
-        records = step_records([metrics for _, metrics in steps], begin=self.begin)
+        records = make_step_records([metrics for _, metrics in steps], begin=self.begin)
         if steps:
             self.memory = self._memory()
         for (at, _), record in zip(steps, records, strict=True):
             record.update(self.memory)
             self.log(at.step, record)
             batch = self.batch if at is steps[-1][0] else None
-            judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
+            judged = attrs.evolve(at, health=health.copy_loss_scale(at.health, known))
             after = guard(judged, record, batch, seen=at.health)
             self.begin = time.perf_counter()
             if after.step < at.step:
                 self.last_saved = after.step
                 return self.hold(after)
             known = after.health
-        scaled = health.with_scale_of(state.health, known)
+        scaled = health.copy_loss_scale(state.health, known)
         return self.hold(attrs.evolve(state, health=scaled))
 
     def _memory(self) -> dict[str, int]:
         device, before = self.frame.ps.device, self.memory.get("memory_peak", 0)
-        found = memory_stats(device)
+        found = read_memory_stats(device)
         if device.type == "cpu":  # whose peak is that of the whole process
             found["memory_peak"] = max(before, found["memory_peak"])
         return found
@@ -540,19 +542,19 @@ class _Around:
             self.event("stop", step=self.step, why=self.stop)
 
     def _saves(self, state: TrainState) -> bool:
-        return due(state.step, self.checkpoints.save_every, last=self.steps)
+        return is_due(state.step, self.checkpoints.save_every, last=self.steps)
 
     def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
         if (looked := self.look(state)).step < state.step:
             return looked  # what was to be evaluated is gone
         state = looked
         self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
-        with averaged(self.optimizer):
+        with use_averaged_parameters(self.optimizer):
             found = evaluate()
-        state = health.refuse_divergence(state, found["loss"])
+        state = health.stop_if_diverged(state, found["loss"])
         score = found.get("score", found["loss"])
         if state.step > 0:  # the weights that a run begins with are no checkpoint of it
-            is_best, memory = health.among_best(
+            is_best, memory = health.is_among_best(
                 score, state.health, most=self.checkpoints.keep_best
             )
             state = attrs.evolve(state, health=memory)

@@ -14,7 +14,7 @@ from trainkit.data.joined import fingerprint
 from trainkit.data.mapped import check_unchanged
 from trainkit.text.corpora import foreign, layouts
 from trainkit.text.corpora.open import open_corpus
-from trainkit.text.corpora.shards import left_out
+from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.types import DataError
 
 
@@ -167,7 +167,7 @@ def test_a_sidecar_that_is_read_is_not_told_as_left_out(tmp_path, name):
     np.save(tmp_path / "a.npy", np.arange(5, dtype=np.uint16))
     (tmp_path / "a.npy").rename(tmp_path / name)
     (tmp_path / f"{name}.json").write_text('{"vocab_size": 9}')
-    assert not left_out(tmp_path)
+    assert not describe_unread_files(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.data.corpus import memory_corpus
-from trainkit.data.joined import fingerprint, join_corpora
+from trainkit.data.corpus import make_corpus
+from trainkit.data.joined import concat_corpora, fingerprint
 from trainkit.data.mapped import check_unchanged
 from trainkit.text.corpora import content, token_file
 from trainkit.text.corpora.open import open_corpus
@@ -46,7 +46,7 @@ def test_what_was_written_is_read(tmp_path_factory, documents):
     for corpus in (
         write_corpus(path, iter(documents)),
         open_corpus(path),
-        memory_corpus(iter(documents)),
+        make_corpus(iter(documents)),
     ):
         assert corpus.lengths.tolist() == [len(document) for document in documents]
         read = [corpus.read(i, 0, len(document)).tolist() for i, document in enumerate(documents)]
@@ -64,7 +64,7 @@ def test_what_is_trained_on_is_written_beside_the_tokens(tmp_path_factory, docum
     for corpus in (
         write_corpus(path, iter(documents), vocab_size=100),
         open_corpus(path),
-        memory_corpus(iter(documents), vocab_size=100),
+        make_corpus(iter(documents), vocab_size=100),
     ):
         for number, document in enumerate(documents):
             read = corpus.read(number, 0, len(document.tokens))
@@ -89,7 +89,7 @@ def test_documents_that_span_chunks_come_out_whole(tmp_path, monkeypatch, kind):
     assert path.stat().st_size == header_of(path).size
 
 
-@pytest.mark.parametrize("make", [memory_corpus, lambda d: write_corpus("a.tokens", d)])
+@pytest.mark.parametrize("make", [make_corpus, lambda d: write_corpus("a.tokens", d)])
 def test_all_documents_are_samples_or_none_is(tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     one = sample([1], [True])
@@ -105,15 +105,15 @@ def test_all_documents_are_samples_or_none_is(tmp_path, monkeypatch, make):
 
 
 def test_a_corpus_in_memory_checks_its_tokens_and_names():
-    corpus = memory_corpus([[1], [2, 3]], vocab_size=10, names=["a", "b"])
+    corpus = make_corpus([[1], [2, 3]], vocab_size=10, names=["a", "b"])
     assert (corpus.names, corpus.vocab_size, corpus.tokens.dtype) == (["a", "b"], 10, np.uint8)
-    with pytest.raises(DataError, match=r"memory_corpus: document 1 has token 10 at 1"):
-        memory_corpus([[1], [2, 10]], vocab_size=10)
+    with pytest.raises(DataError, match=r"make_corpus: document 1 has token 10 at 1"):
+        make_corpus([[1], [2, 10]], vocab_size=10)
     with pytest.raises(DataError, match=r"document 0 has token -1"):
-        memory_corpus([[-1]])
+        make_corpus([[-1]])
     with pytest.raises(ValueError, match="1 names for 2 documents"):
-        memory_corpus([[1], [2]], names=["a"])
-    assert len(memory_corpus([]).lengths) == 0
+        make_corpus([[1], [2]], names=["a"])
+    assert len(make_corpus([]).lengths) == 0
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_a_fingerprint_changes_with_tokens_offsets_and_what_is_trained_on(tmp_pa
     ]
     files = [write_corpus(tmp_path / f"{i}.tokens", c) for i, c in enumerate(contents)]
     assert len({fingerprint(corpus) for corpus in files}) == len(contents)
-    assert len({fingerprint(memory_corpus(c)) for c in contents}) == len(contents)
+    assert len({fingerprint(make_corpus(c)) for c in contents}) == len(contents)
     again = write_corpus(tmp_path / "again.tokens", contents[4])
     assert fingerprint(again) == fingerprint(files[4]) == files[4].sources["4.tokens"]
 
@@ -476,7 +476,7 @@ def test_a_file_that_is_cut_grown_or_written_to_while_it_is_open_is_refused(tmp_
     assert (caught.value.where, caught.value.got, caught.value.want) == (str(path), 4000, len(data))
     path.write_bytes(data + b"more")
     with pytest.raises(DataError, match=r"a.tokens: the file has"):
-        check_unchanged(join_corpora([memory_corpus([[1]]), corpus]))
+        check_unchanged(concat_corpora([make_corpus([[1]]), corpus]))
     path.write_bytes(data)
     os.utime(path, ns=(0, corpus.file.modified + 1))
     with pytest.raises(DataError, match=r"was written to while it was open"):

@@ -30,30 +30,36 @@ from hypothesis import strategies as st
 
 from trainkit import hub
 from trainkit.models import Experts
-from trainkit.models.experts import Tape, check_tape, preload_
-from trainkit.post.evaluation.columns import logprob_columns, score_corpus
-from trainkit.post.evaluation.score import Scored
-from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder, encode_chat, template_hash
+from trainkit.models.experts import RoutingTape, check_tape, preload_
+from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
+from trainkit.post.evaluation.score import ExampleScores
+from trainkit.text.chat import (
+    CHATML_SPECIAL,
+    TEMPLATES,
+    encode_chat,
+    make_chat_encoder,
+    template_hash,
+)
 from trainkit.text.corpora import open_conversations
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.text import TEXT_SUFFIXES
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
 from trainkit.text.prepare import chunks, parts, workers
 from trainkit.text.prepare import prepare as room
-from trainkit.text.prepare.prepare import Progress, prepare_corpus
+from trainkit.text.prepare.prepare import PrepareProgress, prepare_corpus
 from trainkit.text.tokenizers import (
-    byte_tokenizer,
     encode_document,
+    make_byte_tokenizer,
+    make_text_encoder,
     open_tokenizer,
     save_tokenizer,
-    text_encoder,
     tokenizer_hash,
     train_bpe,
 )
 from trainkit.tools.commands import prepare as command
 from trainkit.types import Column, ConfigError, DataError, DiskError
 
-BYTES = byte_tokenizer()
+BYTES = make_byte_tokenizer()
 WORDS = ["", "one", "zwei ä", "three\n" * 9, "4" * 200, "fünf", "", "seven", "eight " * 30]
 
 
@@ -149,7 +155,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_the_records_give_one_after_the_other(kind, chunk_bytes, source, out):
     path = KINDS[kind](source)
-    encode = text_encoder(BYTES)
+    encode = make_text_encoder(BYTES)
     records = list(read_records(path))
     write_corpus(
         out.with_name("b.tokens"),
@@ -369,7 +375,7 @@ def change_facts(path):
         (change_part, {}, (1, "changed after it was written")),
         (swap_part, {}, (1, "part_00000000.tokens is not the file that was written")),
         (change_facts, {}, (1, "part_00000000.json is damaged")),
-        (bool, {"tokenizer": byte_tokenizer(["x"])}, (0, "tokenizer changed from")),
+        (bool, {"tokenizer": make_byte_tokenizer(["x"])}, (0, "tokenizer changed from")),
         (bool, {"field": "body"}, (0, "encode changed from 'field text' to 'field body'")),
         (bool, {"chunk_bytes": 150}, (1, "end changed from")),
     ],
@@ -986,7 +992,7 @@ def model(tmp_path):
     pytest.importorskip("tokenizers")
     folder = tmp_path / "model"
     folder.mkdir()
-    for name, data in hub.tokenizer_files("bytes", template="llama3").items():
+    for name, data in hub.make_tokenizer_files("bytes", template="llama3").items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -1022,7 +1028,9 @@ def test_a_token_file_of_another_template_or_tokenizer_is_refused_with_the_name_
             opened(out, None, tokenizer=other, template=None)
     # What is scored says of its making what its corpus says.
     scored = out.with_name("scored.tokens")
-    measured = logprob_columns(lambda rows: [Scored(np.zeros(x.scored), True) for x in rows])
+    measured = make_logprob_columns(
+        lambda rows: [ExampleScores(np.zeros(x.scored), True) for x in rows]
+    )
     score_corpus(measured, open_tokens(out), scored, context=512, facts={})
     assert open_tokens(scored).template_hash == open_tokens(out).template_hash
 
@@ -1069,7 +1077,7 @@ def test_the_help_shows_a_column_of_choices_that_a_model_takes():
     (shown,) = (word for word in command.__doc__.split() if word.startswith("choices:"))
     name, column = command._column(shown)
     assert (name, column.of) == ("choices", "token")
-    tape, values = Tape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
+    tape, values = RoutingTape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
     preload_(tape, ["mlp"], torch.from_numpy(values) + torch.arange(2, dtype=torch.uint8))
     experts = Experts(count=2, chosen=2, width=8)
     check_tape(tape, ["mlp"], experts, is_token=torch.ones(3, dtype=torch.bool))
@@ -1115,8 +1123,8 @@ def test_the_command_refuses_flags_that_make_no_sense(flags, message, source, ou
 
 
 def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, work):
-    path, tokenizer = talks(source), byte_tokenizer(CHATML_SPECIAL)
-    make = functools.partial(chat_encoder, max_length=35, overlong="drop")
+    path, tokenizer = talks(source), make_byte_tokenizer(CHATML_SPECIAL)
+    make = functools.partial(make_chat_encoder, max_length=35, overlong="drop")
     todo = chunks.cut_source(path, suffixes=[], chunk_bytes=1)
     said = work(make, *todo, tokenizer=tokenizer)
     found = [(part.counts["truncated"], part.counts["dropped"]) for part in said]
@@ -1161,7 +1169,7 @@ def test_progress_in_a_log_comes_every_ten_seconds_and_at_the_end(monkeypatch, c
     show = command._progress_printer()
     for seconds in np.arange(0, 30.5, 0.5):
         now[0] = 100.0 + seconds
-        show(Progress(1, 2, int(seconds * 10), 300, 0, float(seconds)))
+        show(PrepareProgress(1, 2, int(seconds * 10), 300, 0, float(seconds)))
     shown = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in shown] == [" 33 %", " 67 %", "100 %"]
     assert shown[0].endswith("0:00:20 left")

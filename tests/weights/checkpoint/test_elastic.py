@@ -14,7 +14,7 @@ from whole_step import CAPACITY, Layout, build, corpus, input_of, step_function
 import trainkit as tk
 from trainkit.models import Decoder, DecoderConfig, Experts, init_weights
 from trainkit.optim import adamw
-from trainkit.parallel import build_stages, expert, fsdp
+from trainkit.parallel import build_stages, expert_parallel, fsdp
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 from trainkit.weights.checkpoint import boxes, reading, staging
@@ -266,7 +266,7 @@ def experts(ps, *, filled):
         return drawn(name, shape, offset) if filled else torch.zeros(shape)
 
     (model,) = build_stages(
-        functools.partial(Decoder, CONFIG), ps, [expert(), fsdp()], weights=weights
+        functools.partial(Decoder, CONFIG), ps, [expert_parallel(), fsdp()], weights=weights
     )
     model.layers["1"].mlp.router.bias.fill_(0.25 if filled else 0)
     optimizer = adamw(model.parameters(), lr=0.1)

@@ -159,10 +159,10 @@ def test_a_module_with_an_extra_state_is_refused_before_the_first_step(tmp_path)
     run = tmp_path / "run"
     for nothing in (None, torch.empty(0), {}):
         model[0].extra = nothing
-        with tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel()):
+        with tk.checkpoint.open_saver(run, [model], optimizer, tk.solo_parallel()):
             pass
     model[0].extra = {"calls": 1}
     told = r"0 \(Counting\) has an extra state, a `dict`"
-    opening = tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel())
+    opening = tk.checkpoint.open_saver(run, [model], optimizer, tk.solo_parallel())
     with pytest.raises(ValueError, match=told), opening:
         pytest.fail("it was let in")

@@ -14,7 +14,7 @@ from checkpoint.small import live, quiet, reseal, rewrite, same, small_model, sm
 from torch import nn
 
 import trainkit as tk
-from trainkit.run.config import RunConfig, changes_of, option
+from trainkit.run.config import RunConfig, make_resume_rules, option
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint import (
@@ -25,7 +25,7 @@ from trainkit.weights.checkpoint import (
     staging,
     verify_checkpoint,
 )
-from trainkit.weights.checkpoint.facts import Changes, compare_facts
+from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
 from trainkit.weights.checkpoint.safe_files import owner_problems
 
@@ -519,7 +519,7 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
 # ------------------------------------------------------------------------------- what has changed
 
 FACTS = {"config.seed": 0, "config.lr": 0.1, "config.microbatch": 2, "files of a": {"a.bin": "1"}}
-CHANGES = Changes(free=["microbatch"], flagged=["lr", "schedule-steps"])
+CHANGES = ResumeRules(free=["microbatch"], flagged=["lr", "schedule-steps"])
 
 
 def resume_with(run_dir, changes=CHANGES, **facts):
@@ -546,13 +546,13 @@ def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
         resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
     assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
-    allowed = Changes(**{**vars_of(CHANGES), "allow": ["lr"]})
+    allowed = ResumeRules(**{**vars_of(CHANGES), "allow": ["lr"]})
     state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})
     assert told[-1] == "its config.lr is 0.1, the run's is 0.2"
     with pytest.raises(
         ConfigError, match="seed cannot change in a run; what can be allowed to is lr"
     ):
-        resume_with(with_facts, Changes(flagged=["lr"], allow=["seed"]))
+        resume_with(with_facts, ResumeRules(flagged=["lr"], allow=["seed"]))
 
 
 def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, capsys):
@@ -618,7 +618,7 @@ def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_c
 
 
 def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
-    changes = Changes(free=["files"])
+    changes = ResumeRules(free=["files"])
     saved = {"files": {"a": "1", "b": "2"}, "fingerprint": "12"}
     moved = {"files": {"c": "1", "b": "2"}, "fingerprint": "12"}
     line = "files: a was removed; files: c was added"
@@ -636,7 +636,7 @@ def test_a_free_field_frees_no_fact_of_its_name():
 
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path
-    for changes in (changes_of(Config()), changes_of(config)):
+    for changes in (make_resume_rules(Config()), make_resume_rules(config)):
         refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, changes)
         assert (refused, told) == ([], ["its config.tokenizer is a, the run's is b"])
         refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, changes)

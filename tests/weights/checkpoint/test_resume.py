@@ -11,14 +11,14 @@ from torch import nn
 from whole_step import Layout, run_steps
 
 import trainkit as tk
-from trainkit.run.sinks import run_sinks
+from trainkit.run.sinks import open_run_sinks
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor, DiskError, Share
 from trainkit.weights.checkpoint import (
+    check_disk_space,
     list_checkpoints,
     load_weights,
-    require_space,
-    saves,
+    open_saver,
     verify_checkpoint,
 )
 
@@ -132,8 +132,8 @@ LOST = {
 @pytest.mark.parametrize("left", LOST.values(), ids=LOST)
 def test_a_run_that_has_saved_and_lost_it_does_not_begin_afresh(left, directory, tmp_path):
     with (
-        run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event),
-        saves(tmp_path, *small_run()[1:], event=event) as (save, saved),
+        open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event),
+        open_saver(tmp_path, *small_run()[1:], event=event) as (save, saved),
     ):
         log(1, {"loss": 1.0})
         save(tk.TrainState(step=1))
@@ -148,14 +148,14 @@ def test_a_run_that_has_saved_and_lost_it_does_not_begin_afresh(left, directory,
     assert "--resume never" in error.value.hint
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request="never").step == 0
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=9):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9):
         pass
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:]).step == 0  # it has not saved
 
 
 @pytest.mark.case("L9")
 def test_a_run_that_never_saved_begins_afresh(tmp_path):
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event):
         log(1, {"loss": 1.0})
         event("save", step=1, path=None, error="no room")
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:]).step == 0
@@ -372,7 +372,7 @@ def save_what_is_awkward(run_dir, kind):
     with tk.parallel_session(**degrees) as ps:
         if kind == "gathered":
             stages, optimizer = build(Layout(), ps)
-            batch = tk.batch.blank_batch(1, 4)
+            batch = tk.batch.make_padding_batch(1, 4)
             with torch.no_grad():
                 stages[0](batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
         else:
@@ -400,7 +400,7 @@ def local_moments(run_dir):
 
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
-        p = tk.parameters_of(stages)[0]
+        p = tk.get_parameters(stages)[0]
         optimizer.state[p]["mine"] = torch.zeros_like(p.to_local())
         tk.save_checkpoint(run_dir, tk.TrainState(), stages, optimizer, ps)
 
@@ -412,7 +412,7 @@ def test_local_state_of_a_sharded_parameter_is_refused(tmp_path):
 
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(DiskError, match="needs about"):
-        require_space(tmp_path, [nn.Linear(3, 2)], copies=1 << 50)
+        check_disk_space(tmp_path, [nn.Linear(3, 2)], copies=1 << 50)
 
 
 def test_another_dtype_is_refused_and_not_cast(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.schedules import due
+from trainkit.schedules import is_due
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint import (
     find_checkpoint,
@@ -28,7 +28,7 @@ from trainkit.weights.checkpoint.retention import (
     plan_retention,
     remove_checkpoint,
 )
-from trainkit.weights.checkpoint.save import save_checkpoint, saves
+from trainkit.weights.checkpoint.save import open_saver, save_checkpoint
 
 SOLO = tk.solo_parallel()
 
@@ -155,7 +155,7 @@ def test_what_powers_of_two_keep_is_what_is_due():
             Retention(last=2, powers_of_two=True),
         )
     }
-    assert kept == {70, 69} | {s for s in steps if due(s, 0, powers_of_two=True)}
+    assert kept == {70, 69} | {s for s in steps if is_due(s, 0, powers_of_two=True)}
     assert kept == {70, 69, 1, 2, 4, 8, 16, 32, 64}
 
 
@@ -168,7 +168,7 @@ def test_a_folder_of_weights_is_no_checkpoint_and_says_what_to_do(file, tmp_path
     (tmp_path / "manifest.json").write_text('{"format": "trainkit-weights"}')
     with pytest.raises(CheckpointError, match="holds weights alone") as error:
         find_checkpoint(tmp_path)
-    assert "weights_from" in error.value.hint
+    assert "open_weights" in error.value.hint
 
 
 def test_facts_that_a_reader_needs_are_named_where_they_are_not(tmp_path):
@@ -298,7 +298,7 @@ def test_saves_prune_as_they_go_and_read_each_only_once(tmp_path, monkeypatch):
         retention, "verify_checkpoint", lambda path: (read.append(path.name), real(path))[1]
     )
     home = checkpoints(tmp_path, [1, 2])
-    with saves(tmp_path, *small_run(), retention=Retention(last=3, every=4)) as (save, _):
+    with open_saver(tmp_path, *small_run(), retention=Retention(last=3, every=4)) as (save, _):
         for step in range(3, 11):
             save(tk.TrainState(step=step))
     assert [int(name[5:]) for name in names(home)] == [10, 9, 8, 4]
@@ -311,7 +311,7 @@ def test_a_deletion_that_fails_is_told_and_the_save_stands(tmp_path, monkeypatch
 
     monkeypatch.setattr(retention, "remove_checkpoint", refused)
     told = []
-    with saves(
+    with open_saver(
         tmp_path, *small_run(), retention=Retention(last=2), tell=told.append, background=False
     ) as (save, saved):
         for step in (1, 2, 3):
@@ -357,7 +357,10 @@ def test_a_link_is_left_alone_and_what_it_leads_to_too(tmp_path, monkeypatch):
 def test_a_pointer_that_cannot_be_written_does_not_keep_old_checkpoints(tmp_path):
     (tmp_path / "checkpoints/latest").mkdir(parents=True)
     told = []
-    with saves(tmp_path, *small_run(), retention=Retention(last=2), tell=told.append) as (save, _):
+    with open_saver(tmp_path, *small_run(), retention=Retention(last=2), tell=told.append) as (
+        save,
+        _,
+    ):
         for step in range(4):
             save(tk.TrainState(step=step))
     assert names(tmp_path / "checkpoints") == ["step_00000003", "step_00000002"]

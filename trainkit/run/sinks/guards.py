@@ -38,7 +38,7 @@ class _RunFailed(Exception):  # noqa: N818 -- raised inside a sink's own block, 
 
 
 @contextlib.contextmanager
-def guarded(
+def isolate_sinks(
     makers: Mapping[str, Make],
     *,
     tell: Callable[[str], None],
@@ -66,7 +66,7 @@ def guarded(
     Examples:
         >>> def broken():
         ...     raise OSError("no network")
-        >>> with guarded({"page": broken}, tell=print) as sink:
+        >>> with isolate_sinks({"page": broken}, tell=print) as sink:
         ...     sink(1, {"loss": 2.0})
         the sink 'page' is off: OSError: no network
     """

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
-from trainkit.run.sinks.tensorboard import tensorboard
-from trainkit.run.sinks.wandb import wandb
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, Sink, positive
 
 
@@ -30,7 +30,7 @@ class LoggingOptions:
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> dict[str, Callable[..., AbstractContextManager[Sink]]]:
-    """Return the sinks that `run_sinks` shall open besides its own, with their first arguments.
+    """Return the sinks that `open_run_sinks` shall open besides its own, with their first arguments.
 
     Args:
         names: "tensorboard" (into `run_dir`/tensorboard) and "wandb".
@@ -45,8 +45,8 @@ def named_sinks(
         ['tensorboard']
     """
     makers: dict[str, Callable[..., AbstractContextManager[Sink]]] = {
-        "tensorboard": partial(tensorboard, Path(run_dir) / "tensorboard"),
-        "wandb": partial(wandb, run_dir, config=config),
+        "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
+        "wandb": partial(open_wandb, run_dir, config=config),
     }
     chosen = list(names)
     for name in chosen:

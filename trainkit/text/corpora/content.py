@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainkit.data.documents import checked_document
-from trainkit.files import bad_file, disk_errors
+from trainkit.files import bad_file, convert_disk_errors
 from trainkit.text.corpora.token_file import BLOCK, CHUNK, Header, aligned, encode_header, facts_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def write_content(
     trained: bool | None = None
 
     def write(data: bytes, to: BinaryIO = file) -> None:
-        with disk_errors(path, by="write_corpus", needed=len(data)):
+        with convert_disk_errors(path, by="write_corpus", needed=len(data)):
             to.write(data)
 
     put = _in_chunks(write, table)
@@ -107,7 +107,7 @@ def write_content(
 
 def _whole(section: BinaryIO, path: Path) -> Iterator[bytes]:
     """Yield what was written into a file, filled up with zeros to a multiple of 8 bytes."""
-    with disk_errors(path, by="write_corpus"):
+    with convert_disk_errors(path, by="write_corpus"):
         size = section.tell()
         section.seek(0)
         yield from iter(lambda: section.read(1 << 20), b"")
@@ -131,5 +131,5 @@ def _in_chunks(write: Callable[[bytes], None], table: bytearray) -> Callable[...
 
 def _nameless(path: Path) -> Any:
     """Open a file on the same disk that goes with the process, however that ends."""
-    with disk_errors(path, by="write_corpus"):
+    with convert_disk_errors(path, by="write_corpus"):
         return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import numpy as np
 
-from trainkit.data.corpus import TokenCorpus, gathered, memory_corpus
+from trainkit.data.corpus import TokenCorpus, gathered, make_corpus
 from trainkit.data.documents import checked_columns
-from trainkit.data.joined import JoinedCorpus, fingerprint, join_corpora, joint_digest
+from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint, joint_digest
 from trainkit.files import bad_file
-from trainkit.noise.hashing import GOLDEN, key_of, mix
+from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.noise.jit import jit
 from trainkit.text.corpora.library import (
     docstring_conversations,
@@ -23,7 +23,7 @@ from trainkit.text.corpora.library import (
 from trainkit.text.corpora.records import document_files, read_records, record_place
 from trainkit.text.corpora.shards import open_parts, tokens_at
 from trainkit.text.corpora.text import TEXT_SUFFIXES, check_readable
-from trainkit.text.tokenizers import byte_tokenizer, covered_hashes, text_encoder
+from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
 from trainkit.text.tokenizers.documents import encode_documents
 from trainkit.types import Corpus, DataError, check_range
 
@@ -51,7 +51,7 @@ def open_corpus(
     encode: Encode | None = None,
     eos_id: int | None = None,
     template: str | None = None,
-) -> TokenCorpus | JoinedCorpus:
+) -> TokenCorpus | ConcatCorpus:
     """Open a corpus, whatever lies at a path; its name says what it is, never its content.
 
     - A text file, which is one document; or a directory of them, in the order of relative paths.
@@ -69,7 +69,7 @@ def open_corpus(
     Args:
         path: The directory or file.
         tokenizer: For text; bytes by default. Files of tokens it has to cover: their vocabulary,
-            and where a file says which tokenizer made it, that one (see `covered_hashes`).
+            and where a file says which tokenizer made it, that one (see `list_compatible_hashes`).
         field: The field of each line or row that holds the text.
         suffixes: How the names of a directory's text files end.
         keep: Which documents to take, by relative path or by line number (from 1, in decimal).
@@ -77,11 +77,11 @@ def open_corpus(
             attribute `columns`, if it has one, says by name what `Column`s its samples have.
         eos_id: In files of tokens that do not say where documents end, one ends after each of
             these; otherwise such a file is one document.
-        template: The name of the chat template of the model, as `chat.find_template` takes it: a
+        template: The name of the chat template of the model, as `chat.load_template` takes it: a
             token file of conversations that were written with another is refused.
 
     Returns:
-        The corpus; a `JoinedCorpus` of a directory of token files.
+        The corpus; a `ConcatCorpus` of a directory of token files.
 
     Raises:
         DataError: The path is missing, unreadable, empty, damaged, binary, of no known kind or of
@@ -110,14 +110,14 @@ def open_corpus(
         root = path if path.is_dir() else path.parent
         parts = open_parts(root, names, vocab_size=known, eos_id=eos_id)
         _check_templates(path, parts, template)
-        return _covered(path, join_corpora(parts) if path.is_dir() else parts[0], tokenizer)
+        return _covered(path, concat_corpora(parts) if path.is_dir() else parts[0], tokenizer)
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
     if encode is None:
-        tokenizer = tokenizer or byte_tokenizer()
+        tokenizer = tokenizer or make_byte_tokenizer()
         is_text = document_files(path, suffixes=suffixes, keep=keep)[0].endswith(tuple(suffixes))
         field = "text" if is_text else field
-        encode = text_encoder(tokenizer, field=field)
+        encode = make_text_encoder(tokenizer, field=field)
         corpus = _encoded(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
         separators = len(encode_documents(tokenizer, [""])[0])
         if (corpus.lengths <= separators).all():
@@ -131,7 +131,7 @@ def open_corpus(
     return _encoded(path, encode, getattr(tokenizer or encode, "vocab_size", None), suffixes, keep)
 
 
-def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorpus:
+def open_library_corpus(tokenizer: Tokenizer | None = None) -> TokenCorpus | ConcatCorpus:
     """Open the source of Python's standard library, which every machine has, as a corpus.
 
     Args:
@@ -144,11 +144,11 @@ def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorp
 
 
 def _covered(
-    path: Path, corpus: TokenCorpus | JoinedCorpus, tokenizer: Tokenizer | None
-) -> TokenCorpus | JoinedCorpus:
+    path: Path, corpus: TokenCorpus | ConcatCorpus, tokenizer: Tokenizer | None
+) -> TokenCorpus | ConcatCorpus:
     """Return the corpus if all its tokens are the tokenizer's."""
     known = getattr(tokenizer, "vocab_size", None)
-    covered = () if tokenizer is None else covered_hashes(tokenizer)
+    covered = () if tokenizer is None else list_compatible_hashes(tokenizer)
     for part in getattr(corpus, "parts", [corpus]):
         made_by, name = part.tokenizer_hash, part.made_with.get("tokenizer")
         if part.vocab_size is not None and known is not None and part.vocab_size > known:
@@ -189,13 +189,13 @@ def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | N
             )
 
 
-def held_out(name: str, *, one_in: int = 20) -> bool:
+def is_held_out(name: str, *, one_in: int = 20) -> bool:
     """Say whether a document is held out from training, by a hash of its name alone.
 
     About one in `one_in` is. A document stays on its side when others come or go, everywhere.
 
     Examples:
-        >>> sum(held_out(f"{i}.py") for i in range(1000))
+        >>> sum(is_held_out(f"{i}.py") for i in range(1000))
         57
     """
     check_range("held_out", at_least=1, one_in=one_in)
@@ -204,7 +204,7 @@ def held_out(name: str, *, one_in: int = 20) -> bool:
 
 
 def held_out_documents(
-    corpus: TokenCorpus | JoinedCorpus, *, one_in: int = 20
+    corpus: TokenCorpus | ConcatCorpus, *, one_in: int = 20
 ) -> np.ndarray[Any, Any]:
     """Return which documents of a corpus are held out: bool `[N]`, by their names.
 
@@ -227,9 +227,9 @@ def held_out_documents(
     check_range("held_out_documents", at_least=1, one_in=one_in)
     names = corpus.names
     if names is not None:
-        return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
+        return np.array([is_held_out(name, one_in=one_in) for name in names], dtype=bool)
     chosen = np.empty(len(corpus.offsets) - 1, dtype=bool)
-    _hold_out(np.uint64(key_of("held out")), np.uint64(one_in), chosen)
+    _hold_out(np.uint64(make_key("held out")), np.uint64(one_in), chosen)
     return chosen
 
 
@@ -237,18 +237,18 @@ def held_out_documents(
 def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
     for number in range(chosen.size):
         place = key + np.uint64(number) * np.uint64(GOLDEN)
-        chosen[number] = mix(place) % one_in == 0
+        chosen[number] = mix_bits(place) % one_in == 0
 
 
 def open_conversations(
     path: Path | None, encode: Encode, *, tokenizer: Any, template: str | None = None
-) -> TokenCorpus | JoinedCorpus:
+) -> TokenCorpus | ConcatCorpus:
     """Open conversations as a corpus that says which of its tokens are trained on.
 
     Args:
         path: A .jsonl, .parquet or .arrow file with a field `messages`, or a .tokens file that was
             made of such; None for those of `docstring_conversations`.
-        encode: From a record to a `Sample`, from `chat.chat_encoder`.
+        encode: From a record to a `Sample`, from `chat.make_chat_encoder`.
         tokenizer: What `encode` takes, with its `vocab_size`; or what made the .tokens file.
         template: The name of the chat template of `encode`, with which a .tokens file must have
             been written; None does not look.
@@ -258,9 +258,9 @@ def open_conversations(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder
-        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
-        >>> encode = chat_encoder(tokenizer, template=TEMPLATES["chatml"])
+        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, make_chat_encoder
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
+        >>> encode = make_chat_encoder(tokenizer, template=TEMPLATES["chatml"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "a.jsonl"
         ...     turns = '{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}'
@@ -272,7 +272,7 @@ def open_conversations(
     if path is None:
         names, records = zip(*docstring_conversations(), strict=True)
         samples, vocab_size = map(encode, records), tokenizer.vocab_size
-        return memory_corpus(samples, vocab_size=vocab_size, names=names)
+        return make_corpus(samples, vocab_size=vocab_size, names=names)
     if path.suffix != ".tokens":
         return open_corpus(path, encode=encode)
     corpus = open_corpus(path, tokenizer=tokenizer, template=template)
@@ -283,8 +283,8 @@ def open_conversations(
 
 
 def hold_out(
-    corpus: TokenCorpus | JoinedCorpus, *, piece: int, one_in: int = 20
-) -> tuple[TokenCorpus | JoinedCorpus, np.ndarray[Any, Any]]:
+    corpus: TokenCorpus | ConcatCorpus, *, piece: int, one_in: int = 20
+) -> tuple[TokenCorpus | ConcatCorpus, np.ndarray[Any, Any]]:
     """Return a corpus and which of its documents are held out: pieces, where documents are few.
 
     Documents are held out whole, as `held_out_documents` says, where that takes some of the tokens
@@ -312,8 +312,8 @@ def hold_out(
     lengths = corpus.lengths
     if 0 < lengths[chosen].sum() * 4 <= lengths.sum():
         return corpus, chosen
-    if isinstance(corpus, JoinedCorpus):
-        corpus = join_corpora(_in_pieces(part, piece) for part in corpus.parts)
+    if isinstance(corpus, ConcatCorpus):
+        corpus = concat_corpora(_in_pieces(part, piece) for part in corpus.parts)
     else:
         corpus = _in_pieces(corpus, piece)
     chosen = held_out_documents(corpus, one_in=one_in)
@@ -335,7 +335,7 @@ def _in_pieces(corpus: TokenCorpus, piece: int) -> TokenCorpus:
     )
 
 
-def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]:
+def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any, Any]:
     """Return how many labels each document has: int64 `[N]`.
 
     A document without any takes room in a row and teaches nothing. Lengths that are set to 0 where
@@ -345,11 +345,11 @@ def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]
         corpus: The corpus. A document's first token is nobody's label.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
+        >>> from trainkit.data.corpus import make_corpus
         >>> from trainkit.types import Sample
         >>> chosen = ([True, False, True], [True, False])
-        >>> corpus = memory_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
-        >>> trainable_tokens(corpus)
+        >>> corpus = make_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
+        >>> count_document_labels(corpus)
         array([1, 0])
     """
     counts = []
@@ -369,7 +369,7 @@ def _count_labels(trained: Any, offsets: Any, count: Any) -> None:
             count[document] += trained[place]
 
 
-def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
+def match_recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
     """Return corpora by the names that a run has for them, which may be those of old folders.
 
     A mixture draws the rows of a corpus in an order that its name decides, and reports its loss by
@@ -386,7 +386,7 @@ def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[s
     Examples:
         >>> corpora = {"new": TokenCorpus(np.arange(4), np.array([0, 4]))}
         >>> facts = {"fingerprint of old": fingerprint(corpora["new"])}
-        >>> list(recorded_names(corpora, facts))
+        >>> list(match_recorded_names(corpora, facts))
         ['old']
     """
     begin = "fingerprint of "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.data.corpus import TokenCorpus, memory_corpus
+from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.files import bad_file
 from trainkit.text.corpora.library import docstring_conversations
 from trainkit.text.corpora.open import encode_record
@@ -31,7 +31,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     Args:
         path: A .jsonl, .parquet or .arrow file with fields `prompt`, `chosen` and `rejected`; None
             for `prolong_answers` of every third of `docstring_conversations`.
-        encode: From a record to the chosen and the rejected `Sample`: `chat.encode_pair` with a
+        encode: From a record to the chosen and the rejected `Sample`: `chat.encode_preference_pair` with a
             tokenizer.
         vocab_size: No token may be this large or larger.
 
@@ -42,9 +42,9 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     Examples:
         >>> import tempfile
         >>> from functools import partial
-        >>> from trainkit.text.chat import CHATML_SPECIAL, encode_pair
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
+        >>> from trainkit.text.chat import CHATML_SPECIAL, encode_preference_pair
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
         >>> encode = partial(encode_pair, tokenizer=tokenizer)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "pairs.jsonl"
@@ -64,7 +64,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
             where = name if path is None else record_place(path, name)
             yield from encode_record(encode, record, where)
 
-    corpus = memory_corpus(halves(), vocab_size=vocab_size)
+    corpus = make_corpus(halves(), vocab_size=vocab_size)
     if path is not None and not names:
         raise bad_file(path, "no pairs: it has no lines or rows")
     return attrs.evolve(corpus, names=names, sources=sources)

@@ -65,7 +65,7 @@ def tokens_at(
     return shards
 
 
-def left_out(path: Path, kinds: Sequence[str] = _KINDS) -> str:
+def describe_unread_files(path: Path, kinds: Sequence[str] = _KINDS) -> str:
     """Return a sentence about what of a directory is not read; "" where there is nothing.
 
     Args:
@@ -78,7 +78,7 @@ def left_out(path: Path, kinds: Sequence[str] = _KINDS) -> str:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for name in ("a.txt", "b.html"):
         ...         _ = (Path(folder) / name).write_text("hi")
-        ...     left_out(Path(folder)).removeprefix(folder)
+        ...     describe_unread_files(Path(folder)).removeprefix(folder)
         ': 1 file of another kind is left out, such as b.html'
     """
     if not path.is_dir():
@@ -193,5 +193,5 @@ def _shard_names(root: Path, names: Sequence[str], *, sure: bool) -> list[str]:
     kinds = [files for files in found.values() if files]
     if len(kinds) > 1:
         what = f"files of tokens of two kinds, {kinds[0][0]} and {kinds[1][0]}"
-        raise bad_file(root, f"{what}; open them one by one, and give them to join_corpora")
+        raise bad_file(root, f"{what}; open them one by one, and give them to concat_corpora")
     return kinds[0] if kinds else []

@@ -12,7 +12,7 @@ import numpy as np
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import checked_columns, smallest_dtype
 from trainkit.data.mapped import map_file
-from trainkit.files import replacing
+from trainkit.files import atomic_write
 from trainkit.text.corpora.content import write_content
 from trainkit.text.corpora.text import check_readable, opened
 from trainkit.text.corpora.token_file import (
@@ -103,7 +103,7 @@ def write_corpus(
     kind = np.dtype(dtype) if dtype is not None else smallest_dtype(vocab_size)
     if kind.name not in DTYPES:
         raise ValueError(f"write_corpus: dtype must be one of {', '.join(DTYPES)}, got {kind}")
-    with replacing(path, by="write_corpus") as file:
+    with atomic_write(path, by="write_corpus") as file:
         write_content(
             file,
             path,

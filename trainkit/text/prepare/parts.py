@@ -23,11 +23,11 @@ import orjson
 
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import checked_columns, checked_document
-from trainkit.data.joined import JoinedCorpus, join_corpora
-from trainkit.files import disk_errors, replacing
+from trainkit.data.joined import ConcatCorpus, concat_corpora
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.text.corpora.tokens import SUFFIX, Check, open_tokens, write_corpus
 from trainkit.text.prepare.chunks import Chunk, document_name, read_chunk
-from trainkit.text.tokenizers.documents import encode_documents, text_of
+from trainkit.text.tokenizers.documents import encode_documents, get_text
 from trainkit.text.tokenizers.open import tokenizer_hash
 from trainkit.types import Column, DataError, Tokenizer
 
@@ -201,7 +201,7 @@ def part_writer(work: Work) -> WritePart:
             [one(record) for record in records]
             if one
             else encode_documents(
-                work.tokenizer, [text_of(record, work.field) for record in records]
+                work.tokenizer, [get_text(record, work.field) for record in records]
             )
         )
         for document in documents:
@@ -221,7 +221,7 @@ def part_writer(work: Work) -> WritePart:
             tally = Tally(len(lengths), int(lengths.sum()), empty, counted, corpus.digest)
         text = orjson.dumps({"key": key_of_part(work.settings, chunk), **attrs.asdict(tally)})
         path = path.with_suffix(".json")
-        with replacing(path, by="prepare") as file, disk_errors(path, by="prepare"):
+        with atomic_write(path, by="prepare") as file, convert_disk_errors(path, by="prepare"):
             file.write(text)
         return tally
 
@@ -287,13 +287,13 @@ def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Ta
     return part, ""
 
 
-def open_finished(folder: Path, parts: Sequence[Tally]) -> JoinedCorpus:
+def open_finished(folder: Path, parts: Sequence[Tally]) -> ConcatCorpus:
     """Return the documents of all parts, in order; the parts stay mapped.
 
     Raises:
         DataError: A part is not the one that was written.
     """
-    return join_corpora(
+    return concat_corpora(
         _opened(_path(folder, number), part, check="none")
         for number, part in enumerate(parts)
         if part.digest is not None  # else a chunk without documents

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.data.corpus import documents_of
-from trainkit.files import disk_errors, sync_folder
-from trainkit.text.chat.encode import answers_warning
+from trainkit.data.corpus import iterate_documents
+from trainkit.files import convert_disk_errors, fsync_folder
+from trainkit.text.chat.encode import format_answers_warning
 from trainkit.text.corpora.records import RECORD_SUFFIXES
-from trainkit.text.corpora.shards import left_out
+from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.text.corpora.text import TEXT_SUFFIXES, check_name
 from trainkit.text.corpora.tokens import SUFFIX, write_corpus
 from trainkit.text.prepare.chunks import Chunk, cut_source
@@ -49,7 +49,7 @@ _SMALL = 32 << 20  # bytes: less is done sooner than processes have started
 
 
 @attrs.frozen
-class Progress:
+class PrepareProgress:
     """How far `prepare_corpus` is.
 
     Attributes:
@@ -70,7 +70,7 @@ class Progress:
 
 
 @attrs.frozen
-class Prepared:
+class PrepareResult:
     """What `prepare_corpus` has done.
 
     Attributes:
@@ -79,7 +79,7 @@ class Prepared:
         tokens: Its tokens.
         bytes: The source's bytes; of parquet and arrow files, uncompressed.
         empty_documents: Documents without text; they are in the file.
-        counts: What the encoder counted, if it did: of `chat_encoder` the `conversations`, and how
+        counts: What the encoder counted, if it did: of `make_chat_encoder` the `conversations`, and how
             many were `truncated` or `dropped`. Those dropped are documents without tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
@@ -119,8 +119,8 @@ def prepare_corpus(
     chunk_bytes: int | None = None,
     timeout: float = 300.0,
     tell: Callable[[str], object] | None = None,
-    progress: Callable[[Progress], object] | None = None,
-) -> Prepared:
+    progress: Callable[[PrepareProgress], object] | None = None,
+) -> PrepareResult:
     """Turn text into a token file, in several processes, or by anybody's `Executor`.
 
     The source is cut into chunks, and each becomes a part file in the folder `OUT.parts`; at the
@@ -139,7 +139,7 @@ def prepare_corpus(
             function from a record to ids or a `Sample`. It is called in each process, so it must be
             a function at the top of a module, or a `functools.partial` of one. What it returns may
             have an attribute `counts`, a `Counter` of what happened, and `columns`, the `Column`s
-            of its samples by name. `tokenizers.sample_encoder` is one for records of ids.
+            of its samples by name. `tokenizers.make_sample_encoder` is one for records of ids.
         template_hash: Of the template with which `make_encode` writes conversations, as the
             function of that name gives it; the token file says it.
         made_with: The names of the "tokenizer" and the "template", as a command line has them; the
@@ -159,7 +159,7 @@ def prepare_corpus(
 
     Raises:
         DataError: The source is missing, empty or damaged, a document cannot be encoded, a process
-            died, or the template hides too many answers (`chat.answers_warning`). The message names
+            died, or the template hides too many answers (`chat.format_answers_warning`). The message names
             the file and the line, or the process and the chunk.
         DiskError: A file cannot be written, or the disk is full.
         ConfigError: Another process prepares the same file, or a library is missing.
@@ -171,10 +171,10 @@ def prepare_corpus(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.tokenizers.bytes import byte_tokenizer
+        >>> from trainkit.text.tokenizers.bytes import make_byte_tokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = (Path(folder) / "a.txt").write_text("hi")
-        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=byte_tokenizer())
+        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=make_byte_tokenizer())
         >>> done.documents, done.tokens
         (1, 4)
     """
@@ -185,7 +185,7 @@ def prepare_corpus(
     work = attrs.evolve(work, settings={**work.settings, "template": template_hash})
     chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     kinds = (*suffixes, *RECORD_SUFFIXES)
-    for told in filter(None, (left_out(path, kinds) for path in _paths_of(source))):
+    for told in filter(None, (describe_unread_files(path, kinds) for path in _paths_of(source))):
         say(told)
     total = sum(chunk.bytes for chunk in chunks)
     with alone(out), _parts_folder(work.folder):
@@ -199,18 +199,20 @@ def prepare_corpus(
             if progress is not None:
                 sums, size = summed(parts.values()), sum(chunks[i].bytes for i in parts)
                 seconds = time.monotonic() - begun
-                progress(Progress(sums.documents, sums.tokens, size, total, kept_bytes, seconds))
+                progress(
+                    PrepareProgress(sums.documents, sums.tokens, size, total, kept_bytes, seconds)
+                )
 
         crew = _crew(workers, todo, total - kept_bytes)
         _write_parts(work, todo, executor, crew, timeout=timeout, done=done)
         sums = summed(parts.values())
         _check_content(sums, _paths_of(source))
-        if warning := answers_warning(sums.counts):
+        if warning := format_answers_warning(sums.counts):
             say(warning)
         say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
         corpus = _join(out, work, [parts[i] for i in range(len(chunks))], made_with)
     seconds = time.monotonic() - begun
-    return Prepared(
+    return PrepareResult(
         path=out,
         documents=sums.documents,
         tokens=sums.tokens,
@@ -346,16 +348,16 @@ def _join(
     joined, whole = work.folder / f"joined{SUFFIX}", open_finished(work.folder, parts)
     corpus = write_corpus(
         joined,
-        documents_of(whole),
+        iterate_documents(whole),
         vocab_size=work.settings["vocab_size"],
         tokenizer_hash=work.settings["tokenizer"],
         columns=whole.columns,
         template_hash=work.settings["template"],
         made_with=made_with,
     )
-    with disk_errors(out, by="prepare"):
+    with convert_disk_errors(out, by="prepare"):
         joined.replace(out)
-        sync_folder(out.parent)
+        fsync_folder(out.parent)
     shutil.rmtree(work.folder)
     return corpus
 
@@ -363,7 +365,7 @@ def _join(
 @contextmanager
 def _parts_folder(folder: Path) -> Iterator[None]:
     """Make the folder of parts; when the block ends, leave nothing but finished parts."""
-    with disk_errors(folder, by="prepare"):
+    with convert_disk_errors(folder, by="prepare"):
         folder.mkdir(exist_ok=True)
     try:
         yield
@@ -391,7 +393,7 @@ def alone(out: Path, *, by: str = "prepare") -> Iterator[None]:
     """
     path = out.with_name(f".{out.name}.lock")
     while True:
-        with disk_errors(path, by=by):
+        with convert_disk_errors(path, by=by):
             file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.files import disk_errors, forget_piped_script
+from trainkit.files import convert_disk_errors, hide_piped_script
 from trainkit.text.prepare.chunks import chunk_place
 from trainkit.text.prepare.parts import Tally, Work, WritePart, code_version, part_writer
 from trainkit.types import DataError, TrainkitError
@@ -165,7 +165,7 @@ def _write(job: _Job, number: int, chunk: Chunk) -> Tally:
     who = f"process {os.getpid()} on {socket.gethostname()}"
     mark = job.work.folder / f".at_{number} {who}"
     try:
-        with disk_errors(mark, by="prepare"):
+        with convert_disk_errors(mark, by="prepare"):
             mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
         return _writer(job)(number, chunk, mark.touch)
     except Exception as error:  # noqa: BLE001 (raised below)
@@ -208,7 +208,7 @@ def _writer(job: _Job) -> WritePart:
 def process_pool(workers: int) -> Iterator[Executor]:
     """Yield a pool of processes that end with the block, at once if it fails, and with this one."""
     # Spawned: a fork would take over locks of threads (numpy's, arrow's) that nobody will release.
-    forget_piped_script()
+    hide_piped_script()
     others = {*active_children()}
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
     try:

@@ -5,10 +5,16 @@ model; `count_collectives` lists what a step sends. Faults to put into a run on 
 of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.testing.faults`.
 """
 
-from trainkit.tools.testing.cases import Case, covering, default_cases
-from trainkit.tools.testing.certificate import Certificate, Row, Tier, as_markdown, as_text
+from trainkit.tools.testing.cases import LayoutCase, covering, make_default_cases
+from trainkit.tools.testing.certificate import (
+    Certificate,
+    CertificateRow,
+    Tier,
+    format_markdown,
+    format_text,
+)
 from trainkit.tools.testing.certify import certify
-from trainkit.tools.testing.ledger import Collective, Ledger, count_collectives
+from trainkit.tools.testing.ledger import Collective, CollectiveLedger, count_collectives
 from trainkit.tools.testing.packing import (
     PACKING_BOUNDS,
     PackingDifference,
@@ -19,21 +25,21 @@ from trainkit.tools.testing.ranks import RankError, run_ranks
 
 __all__ = [
     "PACKING_BOUNDS",
-    "Case",
     "Certificate",
+    "CertificateRow",
     "Collective",
-    "Ledger",
+    "CollectiveLedger",
+    "LayoutCase",
     "PackingDifference",
     "PackingError",
     "RankError",
-    "Row",
     "Tier",
-    "as_markdown",
-    "as_text",
     "certify",
     "check_packing",
     "count_collectives",
     "covering",
-    "default_cases",
+    "format_markdown",
+    "format_text",
+    "make_default_cases",
     "run_ranks",
 ]

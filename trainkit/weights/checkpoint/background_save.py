@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from trainkit.collectives import all_max, communication_device, together
+from trainkit.collectives import all_max, get_comm_device, run_on_all_ranks
 from trainkit.types import Axis
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, remove_staging, write_rank
@@ -42,7 +42,7 @@ Start = Callable[[Callable[[], Any]], "Future[Any]"]
 
 
 @attrs.frozen
-class Saved:
+class SaveResult:
     """The result of a save: a checkpoint at `path`, or an `error`.
 
     `seconds` is how long the first rank took to copy, write and commit, `blocked` how long the copy
@@ -60,7 +60,7 @@ class Saved:
     time: float = attrs.field(factory=time.time)
 
 
-PendingSave = Generator[None, bool, Saved]
+PendingSave = Generator[None, bool, SaveResult]
 """A save in progress. Sending True waits for the current phase, sending False only polls it."""
 
 
@@ -179,7 +179,7 @@ def start_save(
         raise
     if error is not None and axis.index == 0:
         remove_staging(target.staging)
-    return Saved(
+    return SaveResult(
         step=step,
         path=Path(result["path"]) if error is None else None,
         seconds=result.get("seconds", time.perf_counter() - began),
@@ -192,7 +192,7 @@ def start_save(
 
 def _wait_on_all(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:
     """Yield until a future is done on all ranks or has failed on one; return whether one has."""
-    device = communication_device(axis)
+    device = get_comm_device(axis)
     while True:
         is_waiting = yield
         if is_waiting:
@@ -207,6 +207,6 @@ def _wait_on_all(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]
 def _share_result(future: Future[Any], axis: Axis) -> tuple[Mapping[str, Any], Exception | None]:
     """Return the first rank's result, or the error of a rank that failed, on all ranks."""
     try:
-        return together(future.result, axis)[0], None
+        return run_on_all_ranks(future.result, axis)[0], None
     except Exception as error:  # noqa: BLE001 (the caller returns it in `Saved.error`)
         return {}, error

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.files import replacing
+from trainkit.files import atomic_write
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import (
     dump_json,
@@ -27,7 +27,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_RECORD_BYTES = 1 << 20  # of events.jsonl; what follows in a longer record is not read
 
 
-def run_identity(run_dir: Path | str) -> dict[str, Any]:
+def get_run_id(run_dir: Path | str) -> dict[str, Any]:
     """Return the id of the run in a directory, and write one where there is none.
 
     It is stored in `run.json` and in every checkpoint. If the file is lost or damaged, the newest
@@ -49,7 +49,7 @@ def run_identity(run_dir: Path | str) -> dict[str, Any]:
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     run_identity(folder) == run_identity(folder)
+        ...     get_run_id(folder) == get_run_id(folder)
         True
     """
     run_dir = Path(run_dir)
@@ -72,7 +72,7 @@ def fork_run(run_dir: Path | str, parent: Mapping[str, Any] | None) -> dict[str,
         parent: The checkpoint of another run that it resumes from: {"run", "step", "path"}.
 
     Returns:
-        As `run_identity`.
+        As `get_run_id`.
 
     Raises:
         DiskError: `run.json` cannot be written.
@@ -112,7 +112,7 @@ def mark_saved(run_dir: Path | str) -> None:
     """
     run_dir = Path(run_dir)
     if saved_before(run_dir) != "run.json":
-        _write_identity(run_dir, run_identity(run_dir) | {"saved": True})
+        _write_identity(run_dir, get_run_id(run_dir) | {"saved": True})
 
 
 def saved_before(run_dir: Path | str) -> str | None:
@@ -167,5 +167,5 @@ def _parse_identity(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _write_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
-    with replacing(run_dir / "run.json", by="run_identity") as file:
+    with atomic_write(run_dir / "run.json", by="get_run_id") as file:
         file.write(dump_json(sealed(identity)) + b"\n")

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.files import disk_errors, new_folder, recover_folder
+from trainkit.files import atomic_folder, convert_disk_errors, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
 from trainkit.weights.checkpoint.boxes import DTYPES, shortened, split_into_files
 from trainkit.weights.checkpoint.manifest import (
@@ -72,7 +72,7 @@ def export_checkpoint(
 
     Examples:
         >>> import tempfile, torch
-        >>> from trainkit.weights.checkpoint import save_checkpoint, weights_from
+        >>> from trainkit.weights.checkpoint import save_checkpoint, open_weights
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.types import TrainState
         >>> model = torch.nn.Linear(3, 2)
@@ -80,7 +80,7 @@ def export_checkpoint(
         >>> with tempfile.TemporaryDirectory() as run:
         ...     path = save_checkpoint(run, TrainState(), *rest)
         ...     export_checkpoint(path, f"{run}/weights")["bytes"]
-        ...     weights_from(f"{run}/weights")("bias", (1,), (1,)).shape
+        ...     open_weights(f"{run}/weights")("bias", (1,), (1,)).shape
         32
         torch.Size([1])
     """
@@ -106,7 +106,7 @@ def save_tensors(
 ) -> dict[str, Any]:
     """Write tensors from memory as a folder of safetensors files, completely or not at all.
 
-    `weights_from(folder)` verifies every hash and reads the folder into any layout.
+    `open_weights(folder)` verifies every hash and reads the folder into any layout.
     `verify_weights(folder)` only verifies. Any other safetensors reader works too.
 
     Args:
@@ -131,10 +131,10 @@ def save_tensors(
 
     Examples:
         >>> import tempfile, torch
-        >>> from trainkit.weights.checkpoint import weights_from
+        >>> from trainkit.weights.checkpoint import open_weights
         >>> with tempfile.TemporaryDirectory() as home:
         ...     save_tensors({"weight": torch.ones(2, 3)}, f"{home}/mine")["files"]
-        ...     weights_from(f"{home}/mine")("weight", (1, 3), (1, 0))
+        ...     open_weights(f"{home}/mine")("weight", (1, 3), (1, 0))
         ['model.safetensors']
         tensor([[1., 1., 1.]])
     """
@@ -234,7 +234,7 @@ def write_weights(
     """Write tensors from files as a folder of safetensors files, completely or not at all.
 
     Args:
-        tensors: The tensors by name, from `checkpoint_tensors` or `foreign_tensors`.
+        tensors: The tensors by name, from `checkpoint_tensors` or `read_foreign_tensors`.
         folder: The new folder.
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
@@ -288,7 +288,7 @@ def write_weights(
             from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
 
             read_box = read or reader(tensors)
-            with disk_errors(staging, by="export"):
+            with convert_disk_errors(staging, by="export"):
                 return {
                     f: _write_shard(staging / f, plan[f], written, read_box) for f in local_files
                 }
@@ -319,25 +319,25 @@ def _open_shared_folder(
         def open_folder() -> str | None:
             if axis.index:
                 return None
-            with disk_errors(target, by="export"):
+            with convert_disk_errors(target, by="export"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 recover_folder(target)
                 _check_target(target, overwrite=overwrite)
                 free = shutil.disk_usage(target.parent).free
                 refuse_no_room(f"export: {target}", target, free=free, needed=needed)
-            return str(stack.enter_context(new_folder(target, by="export", replace=overwrite)))
+            return str(stack.enter_context(atomic_folder(target, by="export", replace=overwrite)))
 
         yield Path(_run_on_all(open_folder, axis)[0])
         _run_on_all(stack.close, axis)
 
 
 def _run_on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
-    """Run work as `together` does, but without torch on a single rank."""
+    """Run work as `run_on_all_ranks` does, but without torch on a single rank."""
     if axis.count == 1:
         return [work()]
-    from trainkit.collectives import together  # noqa: PLC0415 - see `_chunks`
+    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - see `_chunks`
 
-    return together(work, axis)
+    return run_on_all_ranks(work, axis)
 
 
 def _seal_folder(
@@ -347,7 +347,7 @@ def _seal_folder(
     origin: Mapping[str, Any] | None,
 ) -> None:
     """Write the other files of a folder, and then its manifest."""
-    with disk_errors(staging, by="export"):
+    with convert_disk_errors(staging, by="export"):
         hashes = {**files}
         for name, data in extra_files.items():
             hashes[name] = write_durably(staging / name, [data])
@@ -371,7 +371,7 @@ def _write_shard(
     )
     size = len(header) + sum(tensors[name].nbytes for name in ordered)
     chunks = (chunk for name in ordered for chunk in _chunks(name, tensors[name], read))
-    with disk_errors(path, by="export", needed=size):
+    with convert_disk_errors(path, by="export", needed=size):
         return write_durably(path, chain([header], chunks))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import orjson
 
-from trainkit.collectives import all_gather_json, together
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.types import Axis, ConfigError
 
 Facts = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
@@ -41,9 +41,9 @@ def agree_on_facts(facts: Mapping[str, Any], axis: Axis) -> None:
         return hashlib.sha256(data).hexdigest()
 
     # Facts may list a hundred thousand files, so only their hashes travel unless they differ.
-    if len(set(together(hash_facts, axis))) == 1:
+    if len(set(run_on_all_ranks(hash_facts, axis))) == 1:
         return
-    by_rank = all_gather_json(dict(facts), axis)
+    by_rank = all_gather_objects(dict(facts), axis)
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         names = sorted(name for name in first | other if first.get(name) != other.get(name))
@@ -62,7 +62,7 @@ def _truncate(value: Any) -> str:
 
 
 @attrs.frozen
-class Changes:
+class ResumeRules:
     """Which facts may change when a run is resumed.
 
     A fact is given by its own name, or, if it is a field of the configuration ("config.lr"), by its
@@ -79,14 +79,14 @@ class Changes:
     allow: Sequence[str] = ()
 
 
-def check_allowed(changes: Changes) -> None:
+def check_allowed(changes: ResumeRules) -> None:
     """Raise ConfigError if `allow` names a fact that can never change in a run.
 
     Raises:
         ConfigError: `allow` names a fact that is neither free nor flagged.
 
     Examples:
-        >>> check_allowed(Changes(flagged=("lr",), allow=("lr",)))
+        >>> check_allowed(ResumeRules(flagged=("lr",), allow=("lr",)))
     """
     known = {_plain_name(name) for name in (*changes.free, *changes.flagged)}
     for name in changes.allow:
@@ -103,23 +103,23 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
-def allowed_names(changes: Changes) -> set[str]:
+def allowed_names(changes: ResumeRules) -> set[str]:
     """Return the facts that the user allows to change, spelled as Python attributes.
 
     Examples:
-        >>> allowed_names(Changes(flagged=["max_norm"], allow=["max-norm"]))
+        >>> allowed_names(ResumeRules(flagged=["max_norm"], allow=["max-norm"]))
         {'max_norm'}
     """
     return {_plain_name(name) for name in changes.allow}
 
 
-def may_change_optimizer(changes: Changes) -> bool:
+def may_change_optimizer(changes: ResumeRules) -> bool:
     """Return whether the run may be resumed with another optimizer or other options of it.
 
     Examples:
-        >>> may_change_optimizer(Changes(flagged=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"]))
         False
-        >>> may_change_optimizer(Changes(flagged=["optimizer"], allow=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"], allow=["optimizer"]))
         True
     """
     names = {*map(_plain_name, changes.free), *allowed_names(changes)}
@@ -129,7 +129,7 @@ def may_change_optimizer(changes: Changes) -> bool:
 
 
 def compare_facts(
-    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: Changes
+    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: ResumeRules
 ) -> tuple[list[str], list[str]]:
     """Return the changes of facts that are errors, and those that are only logged.
 
@@ -144,7 +144,7 @@ def compare_facts(
         fingerprint of all files does.
 
     Examples:
-        >>> changes = Changes(free=["microbatch"], flagged=["lr"])
+        >>> changes = ResumeRules(free=["microbatch"], flagged=["lr"])
         >>> saved = {"config.lr": 0.1, "config.microbatch": 2, "config.seed": 0}
         >>> live = {"config.lr": 0.2, "config.microbatch": 4, "config.seed": 0}
         >>> errors, messages = compare_facts(saved, live, changes)

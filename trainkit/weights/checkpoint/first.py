@@ -19,7 +19,7 @@ _FACT = "first weights"
 
 
 @attrs.frozen
-class FirstWeights:
+class InitialWeights:
     """Where the initial weights of a run are.
 
     Attributes:
@@ -38,19 +38,19 @@ class FirstWeights:
         """The weights to fill the stages with."""
         return self.own or self.source
 
-    def resolved(self, path: Path) -> FirstWeights:
-        """Return a copy with the checkpoint that `open_trained` found at `path`."""
+    def resolved(self, path: Path) -> InitialWeights:
+        """Return a copy with the checkpoint that `open_model` found at `path`."""
         return attrs.evolve(self, own=path) if self.own else attrs.evolve(self, source=path)
 
 
-def find_first_weights(
+def find_initial_weights(
     init: Path | str | None, *, run_dir: Path | str, request: str | Path = "auto"
-) -> FirstWeights:
+) -> InitialWeights:
     """Find the initial weights of a run, whether it starts or resumes.
 
     A resumed run needs its initial weights only to compare them with the requested ones, and, if it
     trains adapters, as their base. They may have been moved since: only their hash counts, see
-    `first_weights_facts`. Without `init` they are the ones that the run has recorded.
+    `hash_initial_weights`. Without `init` they are the ones that the run has recorded.
 
     Args:
         init: The requested run, checkpoint or Hugging Face folder, if any.
@@ -61,12 +61,12 @@ def find_first_weights(
         ConfigError: The run resumes, and `init` does not exist.
 
     Examples:
-        >>> find_first_weights("runs/pretrain", run_dir="/does/not/exist").source
+        >>> find_initial_weights("runs/pretrain", run_dir="/does/not/exist").source
         PosixPath('runs/pretrain')
     """
     checkpoint, facts = _find_checkpoint_to_resume(Path(run_dir), request)
     if checkpoint is None:
-        return FirstWeights(None if init is None else Path(init))
+        return InitialWeights(None if init is None else Path(init))
     recorded = facts.get("base_from") or facts.get("config.init")
     recorded = None if recorded is None else Path(recorded)
     saved_hash = {name: value for name, value in facts.items() if name == _FACT}
@@ -74,10 +74,10 @@ def find_first_weights(
     is_full_model = "base" not in facts
     own = (Path(run_dir) if request == "auto" else checkpoint) if is_full_model else None
     if init is None:
-        return FirstWeights(recorded, own, saved_hash)
+        return InitialWeights(recorded, own, saved_hash)
     # A run survives the deletion of its initial weights: its checkpoints replace them.
     if recorded is not None and not _has_weights(recorded) and _is_recorded(Path(init), recorded):
-        return FirstWeights(recorded, own, saved_hash)
+        return InitialWeights(recorded, own, saved_hash)
     if not Path(init).exists():
         raise ConfigError(
             f"--init: there is no {init}, and the run in {run_dir} began with {recorded}",
@@ -88,16 +88,16 @@ def find_first_weights(
             "own; to train other weights, start another run: --out",
         )
     if is_full_model and _FACT not in facts:  # an older checkpoint, without that fact
-        return FirstWeights(Path(init), own)
+        return InitialWeights(Path(init), own)
     source = Path(init)
     if recorded is not None and (source / "checkpoints" / recorded.name / MANIFEST).exists():
         # `init` is a run that may have trained on since: take the checkpoint of that time.
         source = source / "checkpoints" / recorded.name
-    return FirstWeights(source)
+    return InitialWeights(source)
 
 
-def first_weights_facts(
-    first: FirstWeights, stages: Sequence[nn.Module], ps: ParallelState
+def hash_initial_weights(
+    first: InitialWeights, stages: Sequence[nn.Module], ps: ParallelState
 ) -> dict[str, Any]:
     """Return the fact by which `resume` detects other initial weights than those of the run.
 
@@ -113,7 +113,7 @@ def first_weights_facts(
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> first_weights_facts(FirstWeights(None), [nn.Linear(1, 1)], solo_parallel())
+        >>> hash_initial_weights(InitialWeights(None), [nn.Linear(1, 1)], solo_parallel())
         {'first weights': None}
     """
     if first.own is not None:
@@ -121,7 +121,7 @@ def first_weights_facts(
     return {_FACT: None if first.source is None else weights_hash(stages, ps)}
 
 
-def facts_to_resume(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
+def read_resume_facts(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
     """Return the facts of the checkpoint that a run will resume from; none if it starts.
 
     Its tensors are not verified. If they turn out to be damaged, `resume` takes an older checkpoint
@@ -132,7 +132,7 @@ def facts_to_resume(run_dir: Path | str, request: str | Path = "auto") -> Mappin
         request: As for `resume`.
 
     Examples:
-        >>> facts_to_resume("/does/not/exist")
+        >>> read_resume_facts("/does/not/exist")
         {}
     """
     return _find_checkpoint_to_resume(Path(run_dir), request)[1]

@@ -13,9 +13,9 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.grads import blame
-from trainkit.health import Action, Memory, Policy, judge, stop_error
+from trainkit.collectives import all_gather_objects
+from trainkit.grads import find_nonfinite
+from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
 from trainkit.types import (
     CheckpointError,
     ForwardBackward,
@@ -24,14 +24,18 @@ from trainkit.types import (
     StepBatch,
     TrainState,
 )
-from trainkit.weights.checkpoint.background_save import Saved
+from trainkit.weights.checkpoint.background_save import SaveResult
 from trainkit.weights.checkpoint.facts import Facts
-from trainkit.weights.checkpoint.interrupted import Unsaved
-from trainkit.weights.checkpoint.replicas import canary, nonfinite_names, refuse_drift
+from trainkit.weights.checkpoint.interrupted import UnsavedState
+from trainkit.weights.checkpoint.replicas import (
+    find_nonfinite_state,
+    make_replica_check,
+    refuse_drift,
+)
 from trainkit.weights.checkpoint.retention import Retention
 from trainkit.weights.checkpoint.rollback import roll_back
-from trainkit.weights.checkpoint.save import Collect, Save, saves
-from trainkit.weights.checkpoint.write import Progress
+from trainkit.weights.checkpoint.save import Collect, Save, open_saver
+from trainkit.weights.checkpoint.write import SaveProgress
 
 
 class Guard(Protocol):
@@ -47,12 +51,12 @@ class Guard(Protocol):
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
-        seen: Memory | None = None,
+        seen: HealthState | None = None,
     ) -> TrainState: ...
 
 
 @contextmanager
-def guarded_saves(
+def open_guarded_saver(
     run_dir: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -61,27 +65,27 @@ def guarded_saves(
     policy: Policy,
     replay: ForwardBackward,
     event: Callable[..., None],
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
     retention: Retention | None = None,
     background: bool = True,
     grace: float = 25.0,
     before_commit: Callable[[], None] | None = None,
-    unsaved: Callable[[BaseException], Unsaved | None] | None = None,
-    progress: Progress | None = None,
+    unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
+    progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Guard]]:
-    """Yield `(save, guard)`: `saves` and `guard_numbers` of one run.
+    """Yield `(save, guard)`: `saves` and `make_guard` of one run.
 
     Args:
         run_dir: The run directory.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        policy: What to do about bad numbers; see `guard_numbers`.
-        replay: Computes the gradients of a step; see `guard_numbers`.
-        event: Where records of saves and of bad steps go, from `run_sinks`.
-        tell: Called on rank 0 with messages for the user.
+        policy: What to do about bad numbers; see `make_guard`.
+        replay: Computes the gradients of a step; see `make_guard`.
+        event: Where records of saves and of bad steps go, from `open_run_sinks`.
+        log: Called on rank 0 with messages for the user.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
         retention: As for `saves`.
@@ -93,12 +97,12 @@ def guarded_saves(
 
     Raises:
         DiskError: On leaving: the last save could not be written.
-        NumericsError: See `guard_numbers` and `saves`.
+        NumericsError: See `make_guard` and `saves`.
 
     Effects:
-        Those of `saves` and of `guard_numbers`.
+        Those of `saves` and of `make_guard`.
     """
-    with saves(
+    with open_saver(
         run_dir,
         stages,
         optimizer,
@@ -108,13 +112,13 @@ def guarded_saves(
         retention=retention,
         background=background,
         grace=grace,
-        tell=tell,
+        log=log,
         before_commit=before_commit,
         event=event,
         unsaved=unsaved,
         progress=progress,
     ) as (save, collect_saves):
-        guard = guard_numbers(
+        guard = make_guard(
             run_dir,
             stages,
             optimizer,
@@ -123,7 +127,7 @@ def guarded_saves(
             saved=collect_saves,
             replay=replay,
             event=event,
-            tell=tell,
+            log=log,
             facts=facts,
             config=config,
         )
@@ -140,7 +144,7 @@ def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
-        seen: Memory | None = None,
+        seen: HealthState | None = None,
     ) -> TrainState:
         after = guard(state, record, batch, seen=seen)
         rolled_back[:] = [after] if after.step < state.step else []
@@ -153,7 +157,7 @@ def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
     return save_if_new, guard_and_remember
 
 
-def guard_numbers(
+def make_guard(
     run_dir: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -163,7 +167,7 @@ def guard_numbers(
     saved: Collect,
     replay: ForwardBackward,
     event: Callable[..., None],
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Guard:
@@ -185,8 +189,8 @@ def guard_numbers(
         saved: Returns the saves that have finished, from `saves`.
         replay: Computes the gradients of a step, from `bind_forward_backward`. It runs again after
             a bad step; the optimizer does not.
-        event: Where a record of each bad step goes, from `run_sinks`.
-        tell: Called on rank 0 with what was bad in a step, and what a roll-back did.
+        event: Where a record of each bad step goes, from `open_run_sinks`.
+        log: Called on rank 0 with what was bad in a step, and what a roll-back did.
         facts: As for `save_checkpoint`, for the checkpoint of a roll-back.
         config: Likewise.
 
@@ -203,35 +207,35 @@ def guard_numbers(
         `guard` may write parameters, optimizer state and checkpoints. It communicates on `ps.world`
         after bad steps and when replicas are checked.
     """
-    damage = partial(nonfinite_names, stages, optimizer, ps.world)
-    replica_checks = [canary(stages, optimizer, ps)]
+    damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
+    replica_checks = [make_replica_check(stages, optimizer, ps)]
 
     def guard(
         state: TrainState,
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
-        seen: Memory | None = None,
+        seen: HealthState | None = None,
     ) -> TrainState:
-        action, state = judge(state, record, policy, seen=seen, damage=damage)
+        action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
             culprits = list[str]()
             if batch and action.kind != "apply":
                 # A loss spike is finite everywhere: then there is nothing to search for.
                 is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
-                if not all(map(all, all_gather_json(is_finite, ps.world))):
+                if not all(map(all, all_gather_objects(is_finite, ps.world))):
                     run_again = partial(
                         replay, batch.microbatches, denominator=torch.as_tensor(record["tokens"])
                     )
-                    culprits = blame(run_again, stages, ps.world)
+                    culprits = find_nonfinite(run_again, stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
             if ps.world.index == 0:
                 outcome = {"apply": "it was taken", "skip": "it was skipped"}
                 done = outcome.get(action.kind, action.kind)
-                tell(f"step {state.step}: {'; '.join([action.reason, *culprits, done])}")
+                log(f"step {state.step}: {'; '.join([action.reason, *culprits, done])}")
         action = _check_saves(saved(), action)
         if action.kind == "stop":
-            raise stop_error(action, state.health)
+            raise make_stop_error(action, state.health)
         if action.kind == "rollback":
             saved(wait=True)  # a save of the abandoned branch must not commit after the roll-back
             try:
@@ -245,15 +249,15 @@ def guard_numbers(
                     max_rollbacks=policy.max_rollbacks,
                     facts=facts,
                     config=config,
-                    tell=tell,
+                    log=log,
                 )
             except CheckpointError as error:
                 # The numbers ended the run, not the checkpoints: the exit code is theirs.
                 reason = f"{action.reason}; {error}"
-                raise stop_error(attrs.evolve(action, reason=reason), state.health) from error
+                raise make_stop_error(attrs.evolve(action, reason=reason), state.health) from error
             saved(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)
-            replica_checks[0] = canary(stages, optimizer, ps)
+            replica_checks[0] = make_replica_check(stages, optimizer, ps)
         else:
             refuse_drift(replica_checks[0](state.step))
         return state
@@ -261,7 +265,7 @@ def guard_numbers(
     return guard
 
 
-def _check_saves(saves: Sequence[Saved], action: Action) -> Action:
+def _check_saves(saves: Sequence[SaveResult], action: Action) -> Action:
     """Return a roll-back if a finished save found a non-finite state, else the action."""
     bad = [save for save in saves if isinstance(save.error, NumericsError)]
     if not bad or action.kind in ("rollback", "stop"):

@@ -21,16 +21,16 @@ from trainkit.weights.checkpoint.write import Destination, commit, point_to, wri
 
 
 @attrs.frozen(eq=False)
-class Unsaved:
+class UnsavedState:
     """A complete state that is not saved yet when an error ends the run.
 
     `follows` means that the error was caused by the exit of another rank. This rank then writes its
-    files only if another one has: a rank that was killed leaves nothing to complete. `tell` logs a
+    files only if another one has: a rank that was killed leaves nothing to complete. `log` logs a
     message on any rank.
     """
 
     state: TrainState
-    tell: Callable[[str], object]
+    log: Callable[[str], object]
     score: float | None = None
     follows: bool = False
 

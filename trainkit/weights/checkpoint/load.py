@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.collectives import together
+from trainkit.collectives import run_on_all_ranks
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
 from trainkit.weights.checkpoint.compare import Tolerance
-from trainkit.weights.checkpoint.directory import fork_run, run_identity, saved_before
+from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
 from trainkit.weights.checkpoint.facts import (
-    Changes,
     Facts,
+    ResumeRules,
     agree_on_facts,
     allowed_names,
     check_allowed,
@@ -37,7 +37,7 @@ from trainkit.weights.checkpoint.safe_files import owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import machine_of
 from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint
 
-_NO_CHANGES = Changes()
+_NO_CHANGES = ResumeRules()
 
 
 def resume(
@@ -49,9 +49,9 @@ def resume(
     *,
     request: str | Path = "auto",
     facts: Facts | None = None,
-    changes: Changes = _NO_CHANGES,
+    changes: ResumeRules = _NO_CHANGES,
     strict_owner: bool = False,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> TrainState:
     """Resume a run from one of its checkpoints, written in any layout.
 
@@ -78,7 +78,7 @@ def resume(
             `optimizer_switch.select_carried_over`.
         strict_owner: Raise for a checkpoint that other users own or can write; by default that is
             only logged.
-        tell: Called on rank 0 with what was skipped, taken, changed and moved.
+        log: Called on rank 0 with what was skipped, taken, changed and moved.
 
     Returns:
         The counters of the checkpoint.
@@ -96,15 +96,15 @@ def resume(
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
     directory = run_dir / "checkpoints"
-    log = tell if is_first else (lambda _: None)
+    log = log if is_first else (lambda _: None)
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
-    request = together(lambda: _check_request(run_dir, request, log), ps.world)[0]
+    request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
     skipped: list[str] = []
     candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
     while True:
-        chosen = together(lambda: next(candidates, None), ps.world)[0]
+        chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
-            together(lambda: _start(run_dir, request, log) if is_first else None, ps.world)
+            run_on_all_ranks(lambda: _start(run_dir, request, log) if is_first else None, ps.world)
             return state
         path, manifest = Path(chosen[0]), chosen[1]
         messages: list[str] = []
@@ -131,16 +131,16 @@ def resume(
         messages.extend(_compare_machine(staged.saved["machine"], ps))
         newest = list_checkpoints(directory)[0] if skipped else path
         lost = step_of(newest) - manifest["step"] if skipped else 0
-        tell(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
+        log(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
         for message in messages:
-            tell(message)
-        clear_directory(directory, path, request, tell=tell)
+            log(message)
+        clear_directory(directory, path, request, log=log)
         if _is_fork(run_dir, path, manifest, request):
             parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
             run = fork_run(run_dir, parent)["run"]
-            tell(f"this is run {run}, forked from {parent['run']}")
+            log(f"this is run {run}, forked from {parent['run']}")
 
-    together(accept, ps.world)
+    run_on_all_ranks(accept, ps.world)
     return install_(staged, stages, optimizer)
 
 
@@ -150,12 +150,12 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
-    changes: Changes = _NO_CHANGES,
+    changes: ResumeRules = _NO_CHANGES,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> TrainState:
     """Verify one checkpoint and load it into stages and their optimizer.
 
@@ -173,7 +173,7 @@ def load_checkpoint(
         allow_extra: Parameters of the checkpoint that the run may lack or not train.
         cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that load it, `ps.world`: if one fails, none changes anything.
-        tell: Called on the first rank with each change that `changes` allows.
+        log: Called on the first rank with each change that `changes` allows.
 
     Returns:
         The counters of the checkpoint.
@@ -188,7 +188,7 @@ def load_checkpoint(
     """
     check_allowed(changes)
     path = Path(path)
-    manifest = together(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
+    manifest = run_on_all_ranks(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
     messages: list[str] = []
     staged = stage_checkpoint(
         path,
@@ -209,7 +209,7 @@ def load_checkpoint(
         raise damaged(path, staged.problems)
     if axis.index == 0:
         for message in (*messages, *count_messages(staged.changes)):
-            tell(message)
+            log(message)
     return install_(staged, stages, optimizer)
 
 
@@ -285,7 +285,7 @@ def _read_outline(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _make_fact_check(facts: Facts | None, changes: Changes, messages: list[str]) -> Check:
+def _make_fact_check(facts: Facts | None, changes: ResumeRules, messages: list[str]) -> Check:
     """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
@@ -361,7 +361,7 @@ def _read_run_id(run_dir: Path) -> tuple[str | None, str | None]:
     """Return the id of the run and the path that it was forked from, if the directory has them."""
     if not (run_dir / "run.json").exists():
         return None, None
-    identity = run_identity(run_dir)
+    identity = get_run_id(run_dir)
     return identity["run"], (identity["parent"] or {}).get("path")
 
 
@@ -403,7 +403,7 @@ def _check_never_saved(run_dir: Path) -> None:
 
 def _start(run_dir: Path, request: str | Path, log: Callable[[str], None]) -> None:
     """Prepare the directory of a run that starts from scratch."""
-    clear_directory(run_dir / "checkpoints", None, request, tell=log)
+    clear_directory(run_dir / "checkpoints", None, request, log=log)
     if request == "never" and (run_dir / "run.json").exists():
         fork_run(run_dir, None)  # a new run without a parent
 

@@ -316,7 +316,7 @@ def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
 
 
 def find_checkpoint(
-    path: Path | str, *, best: bool = False, tell: Callable[[str], None] = print
+    path: Path | str, *, best: bool = False, log: Callable[[str], None] = print
 ) -> Path:
     """Return the checkpoint to read weights from: `path` itself, or one of a run directory.
 
@@ -324,7 +324,7 @@ def find_checkpoint(
         path: A checkpoint, or a run directory with `checkpoints/`.
         best: Take the checkpoint of a run with the lowest score that verifies (of equal scores the
             newest); by default the newest.
-        tell: Called with a message about each damaged checkpoint.
+        log: Called with a message about each damaged checkpoint.
 
     Raises:
         CheckpointError: There is no checkpoint, or none that verifies; with `best`, none has a
@@ -353,7 +353,7 @@ def find_checkpoint(
             hint="name a run that has saved, or one of its checkpoints",
         )
     skipped: list[str] = []
-    checkpoint = first_verified(_sort_by_score(paths) if best else paths, skipped, tell)
+    checkpoint = first_verified(_sort_by_score(paths) if best else paths, skipped, log)
     if checkpoint is not None:
         return checkpoint
     if not best:
@@ -407,7 +407,7 @@ def _check_not_weights(path: Path) -> None:
         "of which model",
         where=path,
         want="a run directory, or one of its checkpoints",
-        hint="build the model and fill it by build_stages(..., weights=weights_from(folder)); "
+        hint="build the model and fill it by build_stages(..., weights=open_weights(folder)); "
         "convert foreign files into such a folder by python -m trainkit checkpoint convert SOURCE "
         "FOLDER",
     )
@@ -426,7 +426,7 @@ def score_of(manifest: Mapping[str, Any]) -> float | None:
 
 
 def clear_directory(
-    directory: Path, chosen: Path | None, request: str | Path, *, tell: Callable[[str], None]
+    directory: Path, chosen: Path | None, request: str | Path, *, log: Callable[[str], None]
 ) -> None:
     """Prepare a `checkpoints/` directory for a run that resumes from `chosen`.
 
@@ -434,7 +434,7 @@ def clear_directory(
         directory: The directory; it is made if it is missing.
         chosen: The checkpoint that the run resumes from, or None.
         request: The requested checkpoint; with "auto" nothing is moved.
-        tell: Called with a message about what is moved.
+        log: Called with a message about what is moved.
 
     Effects:
         Removes the incomplete output of a killed save or deletion; moves the checkpoints that are
@@ -456,7 +456,7 @@ def clear_directory(
     abandoned.mkdir()
     for path in off_branch:
         path.rename(abandoned / path.name)
-    tell(f"set {len(off_branch)} checkpoints of another branch aside in {abandoned}")
+    log(f"set {len(off_branch)} checkpoints of another branch aside in {abandoned}")
 
 
 def step_of(path: Path) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.optim.elementwise import Elementwise
+from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
-from trainkit.parallel.names import empty_rows_like, named_parameters_of
+from trainkit.parallel.names import empty_rows_like, get_named_parameters
 from trainkit.parallel.reduction import local_of
 from trainkit.weights.checkpoint.boxes import parameter_of
 from trainkit.weights.checkpoint.reading import Target
@@ -51,7 +51,7 @@ def select_carried_over(
         if full.startswith("optimizer/"):
             _, key, name = full.split("/", 2)
             saved.setdefault(name, {})[key] = entry
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     after_step = state_after_a_step(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     entries: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def install_carried_over_(
         Replaces the optimizer's state.
     """
     optimizer.state.clear()
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     after_step = state_after_a_step(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name: dict[str, dict[str, Tensor]] = {}
@@ -90,7 +90,7 @@ def install_carried_over_(
         p = named[live]
         part = part_of(optimizer, groups[id(p)])
         state: dict[str, Tensor] = {}
-        if isinstance(part, Elementwise) and loaded.keys() != {_MEAN}:
+        if isinstance(part, ElementwiseOptimizer) and loaded.keys() != {_MEAN}:
             state = part.begun(p, groups[id(p)])
         for key, like in _drop_scales(after_step[p]).items():
             if key in loaded:
@@ -119,7 +119,7 @@ def _find_matching_keys(
         return key in saved_state and tuple(saved_state[key]["shape"]) == shape
 
     corrected: Collection[str] = [key for key, x in expected.items() if x.dim() and key != _MEAN]
-    if isinstance(part, Elementwise):
+    if isinstance(part, ElementwiseOptimizer):
         corrected = [key for key in part.moments if key not in part.copies]
         corrected += [key for key in part.counts if key == "step"]
     keys = [key for key in expected if fits(key)]

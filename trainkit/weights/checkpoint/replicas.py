@@ -14,11 +14,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.grads import name_ranks
+from trainkit.collectives import all_gather_objects
+from trainkit.grads import format_ranks
 from trainkit.metrics import to_host
-from trainkit.noise.hashing import GOLDEN, MASK64, key_of
-from trainkit.parallel.names import COPY_SUFFIX, box_of
+from trainkit.noise.hashing import GOLDEN, MASK64, make_key
+from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
 from trainkit.weights.checkpoint.tensors import INTEGERS, run_tensors
 
@@ -41,7 +41,7 @@ def _get_tensors(
 # --------------------------------------------------------------------------------------- not finite
 
 
-def nonfinite_names(
+def find_nonfinite_state(
     stages: Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     axis: Axis,
@@ -68,22 +68,22 @@ def nonfinite_names(
         >>> from trainkit.types import SOLO
         >>> model = nn.Linear(1, 1)
         >>> _ = nn.init.constant_(model.bias, torch.inf)
-        >>> nonfinite_names([model], torch.optim.SGD(model.parameters()), SOLO)
+        >>> find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO)
         ['model/bias on rank 0']
     """
     are_finite: dict[str, Tensor] = {}
     for name, x in _get_tensors(stages, optimizer).items():
         if x.is_floating_point() or x.is_complex():
-            local = box_of(x).local
+            local = get_local_box(x).local
             # torch.isfinite has no float8 kernel; bfloat16 holds every float8 value.
             local = local.to(torch.bfloat16) if local.dtype.itemsize == 1 else local
             are_finite[name] = torch.isfinite(local).all()
     bad_names = [name for name, is_finite in to_host(are_finite).items() if not is_finite]
     ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(all_gather_json(bad_names, axis)):
+    for rank, names in enumerate(all_gather_objects(bad_names, axis)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
-    found = [f"{name} on {name_ranks(on)}" for name, on in ranks.items()]
+    found = [f"{name} on {format_ranks(on)}" for name, on in ranks.items()]
     return found if len(found) <= most else [*found[:most], f"and {len(found) - most} more"]
 
 
@@ -103,7 +103,7 @@ class _Replica:
     bits: Tensor
 
 
-def canary(
+def make_replica_check(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
@@ -142,7 +142,9 @@ def canary(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
-        >>> check = canary([model], torch.optim.SGD(model.parameters()), solo_parallel())
+        >>> check = make_replica_check(
+        ...     [model], torch.optim.SGD(model.parameters()), solo_parallel()
+        ... )
         >>> check(10)
         []
     """
@@ -169,7 +171,7 @@ def refuse_drift(problems: Sequence[str]) -> None:
     """Raise NumericsError if replicas differ.
 
     Args:
-        problems: The differences, from a `canary` check.
+        problems: The differences, from a `make_replica_check` check.
 
     Raises:
         NumericsError: There are differences; the message lists all of them.
@@ -194,19 +196,19 @@ def refuse_drift(problems: Sequence[str]) -> None:
 def _find_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     """Return the boxes of this rank that other ranks have too."""
     boxes = {
-        key_of(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
-        for name, box in ((name, box_of(tensor)) for name, tensor in tensors.items())
+        make_key(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
+        for name, box in ((name, get_local_box(tensor)) for name, tensor in tensors.items())
         if box.local.numel()
     }
     holders: dict[int, list[int]] = {}
-    for rank, keys in enumerate(all_gather_json(list(boxes), axis)):
+    for rank, keys in enumerate(all_gather_objects(list(boxes), axis)):
         for key in keys:
             holders.setdefault(key, []).append(rank)
     return [
         _Replica(
             key,
             f"{name} in the box at {box.offset}",
-            str(key_of(*holders[key])),
+            str(make_key(*holders[key])),
             box.local.view(INTEGERS[box.local.element_size()]),
         )
         for key, (name, box) in boxes.items()
@@ -246,7 +248,7 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     for replica, value in zip(replicas, hashes, strict=True):
         total = by_holders.get(replica.holders, 0) + value * (replica.key | 1)
         by_holders[replica.holders] = total & MASK64
-    by_rank = all_gather_json(by_holders, axis)
+    by_rank = all_gather_objects(by_holders, axis)
     differing = {
         holders
         for holders in {key for local in by_rank for key in local}
@@ -260,7 +262,7 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
         if replica.holders in differing
     }
     values: dict[str, dict[int, int]] = {}
-    for rank, local in enumerate(all_gather_json(by_name, axis)):
+    for rank, local in enumerate(all_gather_objects(by_name, axis)):
         for name, value in local.items():
             values.setdefault(name, {})[rank] = value
     return [_describe(name, ranks) for name, ranks in values.items() if len({*ranks.values()}) > 1]
@@ -273,6 +275,6 @@ def _describe(name: str, hashes: Mapping[int, int]) -> str:
         ranks = " and ".join(f"rank {rank}" for rank in hashes)
         return f"{ranks} hold different values of {name}"
     odd = [rank for rank, value in hashes.items() if value != majority]
-    others = name_ranks([rank for rank, value in hashes.items() if value == majority])
+    others = format_ranks([rank for rank, value in hashes.items() if value == majority])
     verb = "holds" if len(odd) == 1 else "hold"
-    return f"{name_ranks(odd)} {verb} other values of {name} than {others}"
+    return f"{format_ranks(odd)} {verb} other values of {name} than {others}"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import attrs
 
-from trainkit.files import sync_folder
-from trainkit.schedules import due
-from trainkit.types import non_negative, positive, rule
+from trainkit.files import fsync_folder
+from trainkit.schedules import is_due
+from trainkit.types import non_negative, positive, satisfies
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -33,13 +33,15 @@ class Retention:
 
     `last` selects the newest that verify, `every` the multiples of a step, and `best` those with
     the lowest scores. `powers_of_two` selects steps 1, 2, 4, 8 and so on, which
-    `schedules.due(step, every, powers_of_two=True)` saves, and `milestones` the listed steps. A
+    `schedules.is_due(step, every, powers_of_two=True)` saves, and `milestones` the listed steps. A
     checkpoint with a pin file, its name and ".pin", is always retained.
     """
 
     last: int = attrs.field(
         default=3,
-        validator=rule(lambda value: value >= 2, "at least 2, as the newest may turn out damaged"),
+        validator=satisfies(
+            lambda value: value >= 2, "at least 2, as the newest may turn out damaged"
+        ),
     )
     every: int = attrs.field(default=0, validator=non_negative)
     best: int = attrs.field(default=0, validator=non_negative)
@@ -56,7 +58,7 @@ class CheckpointOptions:
 
     keep: int = attrs.field(
         default=0,
-        validator=rule(
+        validator=satisfies(
             lambda value: value == 0 or value >= 2,
             "0 for all, or at least 2, as the newest may turn out damaged",
         ),
@@ -121,7 +123,7 @@ def plan_retention(
         entry
         for entry in good
         if (policy.every and entry.step % policy.every == 0)
-        or (policy.powers_of_two and due(entry.step, 0, powers_of_two=True))
+        or (policy.powers_of_two and is_due(entry.step, 0, powers_of_two=True))
         or entry.step in policy.milestones
     ]
     selected = (*good[: policy.last], *scored[: policy.best], *by_step)
@@ -139,7 +141,7 @@ def apply_retention(
     policy: Retention,
     *,
     known_good: Iterable[str] = (),
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     dry_run: bool = False,
 ) -> dict[str, list[str]]:
     """Delete the checkpoints of a directory that a policy does not retain.
@@ -151,7 +153,7 @@ def apply_retention(
         directory: A `checkpoints/` directory.
         policy: Which to retain.
         known_good: Names that this process has written or verified itself.
-        tell: Called with a message about each that is damaged or could not be deleted.
+        log: Called with a message about each that is damaged or could not be deleted.
         dry_run: Only return what would be deleted.
 
     Returns:
@@ -169,13 +171,13 @@ def apply_retention(
     while True:
         doomed = plan_retention(listing, policy, pinned=pinned)
         unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]
-        damaged = _find_damaged(directory, unread, tell)
+        damaged = _find_damaged(directory, unread, log)
         good.update(unread)
         if not damaged:
             break
         listing = [attrs.evolve(e, verified=False) if e.name in damaged else e for e in listing]
     if not dry_run:
-        doomed = [name for name in doomed if _try_to_remove(directory / name, tell)]
+        doomed = [name for name in doomed if _try_to_remove(directory / name, log)]
     retained = [entry for entry in listing if entry.name not in doomed]
     return {
         "kept": [entry.name for entry in retained],
@@ -199,7 +201,7 @@ def remove_checkpoint(path: Path) -> None:
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)  # of an interrupted deletion
     path.rename(doomed)
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
     (doomed / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 

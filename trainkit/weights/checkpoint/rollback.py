@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import together
-from trainkit.health import Action, after_rollback, stop_error
+from trainkit.collectives import run_on_all_ranks
+from trainkit.health import Action, make_stop_error, restore_health
 from trainkit.types import CheckpointError, ParallelState, TrainState
-from trainkit.weights.checkpoint.facts import Changes, Facts
+from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
@@ -40,7 +40,7 @@ def roll_back(
     max_rollbacks: int = 3,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> TrainState:
     """Load the newest checkpoint before the numbers went bad, and continue with the data after.
 
@@ -58,10 +58,10 @@ def roll_back(
         max_rollbacks: How many roll-backs a run may do.
         facts: As for `save_checkpoint`. They are not compared with the loaded checkpoint.
         config: As for `save_checkpoint`.
-        tell: Called on rank 0 with what was done.
+        log: Called on rank 0 with what was done.
 
     Returns:
-        The counters to continue with; see `health.after_rollback` for their health.
+        The counters to continue with; see `health.restore_health` for their health.
 
     Raises:
         NumericsError: The run has used up its roll-backs; the message lists their steps.
@@ -79,14 +79,16 @@ def roll_back(
         >>> run = [model], torch.optim.SGD(model.parameters()), solo_parallel()
         >>> with tempfile.TemporaryDirectory() as out:
         ...     _ = save_checkpoint(out, TrainState(step=2), *run)
-        ...     roll_back(out, TrainState(step=5), *run, before=3, tell=lambda _: None).step
+        ...     roll_back(out, TrainState(step=5), *run, before=3, log=lambda _: None).step
         2
     """
     run_dir = Path(run_dir)
     live = {"first_bad": float(before + 1), **state.health}
     if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
-        raise stop_error(Action("stop", f"a run may roll back {max_rollbacks} times", before), live)
-    chosen = together(
+        raise make_stop_error(
+            Action("stop", f"a run may roll back {max_rollbacks} times", before), live
+        )
+    chosen = run_on_all_ranks(
         lambda: _find_newest(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]
     loaded = load_checkpoint(
@@ -94,22 +96,22 @@ def roll_back(
         stages,
         optimizer,
         # The checkpoint may be older than a change of the optimizer that the user allowed then.
-        changes=Changes(free=("optimizer",)),
+        changes=ResumeRules(free=("optimizer",)),
         axis=ps.world,
-        tell=tell,
+        log=log,
     )
-    health = after_rollback(loaded.health, live)
+    health = restore_health(loaded.health, live)
     rolled_back = attrs.evolve(loaded, cursor=state.cursor, health=health)
 
     def move_branch() -> None:
         if ps.world.index == 0:
-            tell(
+            log(
                 f"rolled back from step {state.step} to {chosen}; the data of the steps between is "
                 f"left out (rollback {health['rollbacks']:.0f} of {max_rollbacks})"
             )
-            clear_directory(run_dir / "checkpoints", Path(chosen), chosen, tell=tell)
+            clear_directory(run_dir / "checkpoints", Path(chosen), chosen, log=log)
 
-    together(move_branch, ps.world)
+    run_on_all_ranks(move_branch, ps.world)
     save_checkpoint(run_dir, rolled_back, stages, optimizer, ps, facts=facts, config=config)
     return rolled_back
 

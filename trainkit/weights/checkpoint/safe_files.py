@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.files import who_else_can_write
+from trainkit.files import find_other_writers
 from trainkit.types import CheckpointError, DiskError
 
 JSON_BYTES = 256 * 1024 * 1024
@@ -271,5 +271,5 @@ def owner_problems(path: Path | str) -> list[str]:
     problems: list[str] = []
     for entry in (path, *sorted(entry for entry in path.iterdir() if not entry.is_symlink())):
         with suppress(FileNotFoundError):  # retention may delete a file after it was listed
-            problems += who_else_can_write(entry)
+            problems += find_other_writers(entry)
     return problems[:_MAX_OWNER_PROBLEMS]

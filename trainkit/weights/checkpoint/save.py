@@ -17,29 +17,29 @@ import orjson
 import torch
 from torch import nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.files import replacing
-from trainkit.mesh import twin_axis
+from trainkit.collectives import all_gather_objects
+from trainkit.files import atomic_write
+from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.parallel.offload_state import check_awake
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, error_text
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, format_error
 from trainkit.weights.checkpoint.background_save import (
     PendingSave,
-    Saved,
+    SaveResult,
     run_in_thread,
     run_now,
     start_save,
 )
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.facts import Facts, facts_at
-from trainkit.weights.checkpoint.interrupted import Unsaved, write_and_commit
+from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
 from trainkit.weights.checkpoint.safe_files import refuse_no_room
 from trainkit.weights.checkpoint.snapshot import Snapshot, bind_snapshots
 from trainkit.weights.checkpoint.tensors import counters_of, model_tensors, state_hash
-from trainkit.weights.checkpoint.write import Destination, Progress, point_to
+from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
 _LONG_WAIT = 0.1  # seconds of waiting for the previous save that are worth a message
 
@@ -57,11 +57,11 @@ class Collect(Protocol):
     failed so far: leaving the block does not raise it.
     """
 
-    def __call__(self, *, wait: bool = False, forgive: bool = False) -> list[Saved]: ...
+    def __call__(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]: ...
 
 
 @contextmanager
-def saves(
+def open_saver(
     run_dir: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -72,11 +72,11 @@ def saves(
     retention: Retention | None = None,
     background: bool = True,
     grace: float = 25.0,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] | None = None,
-    unsaved: Callable[[BaseException], Unsaved | None] | None = None,
-    progress: Progress | None = None,
+    unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
+    progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
     """Save a run repeatedly, for a `with` block, while training continues.
 
@@ -105,7 +105,7 @@ def saves(
         background: False completes each save before `save` returns; the rest is the same.
         grace: Seconds that the run has for its last save after a stop signal; a save that took
             longer is logged.
-        tell: Called on rank 0 with saves that failed or were waited for, and with checkpoints that
+        log: Called on rank 0 with saves that failed or were waited for, and with checkpoints that
             are damaged or could not be deleted.
         before_commit: Called on rank 0, in the thread, when a checkpoint is complete except for its
             manifest, for files that must not be older than it, for instance to `sync` a metrics
@@ -135,13 +135,13 @@ def saves(
         ) from error
     take = bind_snapshots(stages, optimizer, ps)
     after = _make_after_commit(retention)
-    separate_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
+    separate_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with separate_group as axis:
-        queue = _SaveQueue((lambda _: None) if axis.index else tell, grace, event)
+        queue = _SaveQueue((lambda _: None) if axis.index else log, grace, event)
         # One token of all ranks: a name on the shared disk that no earlier process has used.
-        token = all_gather_json(secrets.token_hex(8), axis)[0]
+        token = all_gather_objects(secrets.token_hex(8), axis)[0]
         index = count()
-        progress = progress or Progress()
+        progress = progress or SaveProgress()
 
         def make_target(name: str, score: float | None) -> Destination:
             return Destination(
@@ -200,8 +200,8 @@ class _SaveQueue:
     grace: float
     event: Callable[..., None] | None
     pending: list[PendingSave] = attrs.field(factory=list)  # at most one
-    finished: list[Saved] = attrs.field(factory=list)  # not collected yet
-    latest: list[Saved] = attrs.field(factory=list)  # the last one that was collected
+    finished: list[SaveResult] = attrs.field(factory=list)  # not collected yet
+    latest: list[SaveResult] = attrs.field(factory=list)  # the last one that was collected
 
     def wait_for_previous(self, state: TrainState) -> None:
         """Wait for the previous save, and log a long wait."""
@@ -223,16 +223,16 @@ class _SaveQueue:
                 self.pending[0].send(polls is None)
             except StopIteration as end:
                 self.pending.clear()
-                result: Saved = end.value
+                result: SaveResult = end.value
                 self.finished.append(result)
                 self._log_result(result)
             polls = None if polls is None else polls - 1
 
-    def _log_result(self, result: Saved) -> None:
+    def _log_result(self, result: SaveResult) -> None:
         for message in result.messages:
             self.log(message)
         if result.error is not None:
-            self.log(f"warning: step {result.step} was not saved: {error_text(result.error)}")
+            self.log(f"warning: step {result.step} was not saved: {format_error(result.error)}")
         if result.seconds > self.grace:
             self.log(
                 f"the save of step {result.step} took {result.seconds:.1f} s; a run that gets a "
@@ -240,7 +240,7 @@ class _SaveQueue:
                 "often, or to a faster disk"
             )
 
-    def collect(self, *, wait: bool = False, forgive: bool = False) -> list[Saved]:
+    def collect(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]:
         """Return the saves that have finished since the last call; see `Collect`."""
         self.advance(polls=None if wait else 1)
         finished = self.finished.copy()
@@ -250,7 +250,7 @@ class _SaveQueue:
         self.finished.clear()
         return finished
 
-    def _record(self, result: Saved) -> None:
+    def _record(self, result: SaveResult) -> None:
         """Write the event of a save."""
         if self.event is not None:
             fields = attrs.asdict(result, filter=attrs.filters.exclude("messages"))
@@ -264,7 +264,7 @@ class _SaveQueue:
             pending.close()
 
     def save_last(
-        self, last: Unsaved, take: Callable[[], Snapshot], target: Destination, axis: Axis
+        self, last: UnsavedState, take: Callable[[], Snapshot], target: Destination, axis: Axis
     ) -> None:
         """Save a state after an error, or log why that failed; raises nothing."""
         began = time.perf_counter()
@@ -272,12 +272,12 @@ class _SaveQueue:
         try:
             path = write_and_commit(take, target, axis, follows=last.follows)
         except Exception as error:  # noqa: BLE001 (the error that ended the run is raised instead)
-            last.tell(f"warning: step {step} was not saved after the error: {error_text(error)}")
+            last.log(f"warning: step {step} was not saved after the error: {format_error(error)}")
             return
         if path is not None:
             seconds = time.perf_counter() - began
-            self._record(Saved(step, path, seconds, seconds))
-            last.tell(f"step {step}, the last one before the error, is saved in {path}")
+            self._record(SaveResult(step, path, seconds, seconds))
+            last.log(f"step {step}, the last one before the error, is saved in {path}")
 
     def raise_last(self) -> None:
         """Raise the error of the last save, if it failed."""
@@ -299,7 +299,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of a run, completely or not at all.
 
-    A loop that saves repeatedly uses `saves`, which writes while training continues.
+    A loop that saves repeatedly uses `open_saver`, which writes while training continues.
 
     Args:
         run_dir: The run directory, on a disk that all ranks share; checkpoints go to
@@ -327,7 +327,7 @@ def save_checkpoint(
         changed.
     """
     paths: list[Path] = []
-    with saves(
+    with open_saver(
         run_dir,
         stages,
         optimizer,
@@ -352,7 +352,7 @@ def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str
         def prune() -> None:
             if retention is not None:
                 result = apply_retention(
-                    path.parent, retention, known_good={*good, path.name}, tell=messages.append
+                    path.parent, retention, known_good={*good, path.name}, log=messages.append
                 )
                 good.clear()
                 good.update(result["verified"])
@@ -368,13 +368,13 @@ def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str
     return after
 
 
-def require_space(
+def check_disk_space(
     run_dir: Path | str,
     stages: Iterable[nn.Module],
     *,
     copies: int = 3,
     axis: Axis = SOLO,
-    tell: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> None:
     """Raise DiskError if the disk has no room for one checkpoint; warn if it has none for two.
 
@@ -384,7 +384,7 @@ def require_space(
         copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two
             moments.
         axis: The ranks that write to this disk.
-        tell: Called on the first rank with a message if there is room for one checkpoint but not
+        log: Called on the first rank with a message if there is room for one checkpoint but not
             for two: the older one is deleted only after the newer is committed.
 
     Raises:
@@ -394,14 +394,18 @@ def require_space(
         Communicates on `axis`.
 
     Examples:
-        >>> require_space("/", [nn.Linear(1, 1)])
+        >>> check_disk_space("/", [nn.Linear(1, 1)])
     """
-    local_bytes = copies * sum(box_of(x).local.nbytes for x in model_tensors(stages).values())
-    needed = int(1.1 * sum(all_gather_json(local_bytes, axis)))  # a tenth for all else
-    free = min(all_gather_json(shutil.disk_usage(run_dir).free, axis))
-    refuse_no_room(f"require_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed)
-    if free < 2 * needed and tell is not None and axis.index == 0:
-        tell(
+    local_bytes = copies * sum(
+        get_local_box(x).local.nbytes for x in model_tensors(stages).values()
+    )
+    needed = int(1.1 * sum(all_gather_objects(local_bytes, axis)))  # a tenth for all else
+    free = min(all_gather_objects(shutil.disk_usage(run_dir).free, axis))
+    refuse_no_room(
+        f"check_disk_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed
+    )
+    if free < 2 * needed and log is not None and axis.index == 0:
+        log(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"
             " for one, but not for a second one"
         )
@@ -428,5 +432,5 @@ def write_final(
         "state_hash": state_hash(state, stages, optimizer, ps),
     }
     if ps.world.index == 0:
-        with replacing(Path(run_dir) / "final.json", by="write_final") as file:
+        with atomic_write(Path(run_dir) / "final.json", by="write_final") as file:
             file.write(dump_json(final) + b"\n")

@@ -16,7 +16,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.names import Box, named_buffers_of
+from trainkit.parallel.names import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import description_problem, split_into_files
 from trainkit.weights.checkpoint.stored import Stored, safetensors_header
@@ -125,7 +125,7 @@ def bind_snapshots(
         if not allocated or allocated[0][0] != layout:
             allocated.clear()  # frees the old memory before the new is allocated
             # A buffer may be infinite on purpose: a mask, for instance.
-            buffers = {f"model/{name}" for name in named_buffers_of(stages)}
+            buffers = {f"model/{name}" for name in get_named_buffers(stages)}
             allocated.append((layout, *_allocate(boxes, ps, may_be_infinite=buffers)))
         _, files, tensors = allocated[0]
         saved = [box for file in files for box in file.boxes]

@@ -88,12 +88,12 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
     return file_problems(folder, local_files)
 
 
-def weights_from(
+def open_weights(
     folder: Path | str, *, allow_extra: Sequence[str] = (), axis: Axis = SOLO
 ) -> Weights:
     """Open an exported folder as a function that reads a box of a tensor by its name.
 
-    `build_stages(..., weights=weights_from(folder, axis=ps.world))` fills every rank's shard of a
+    `build_stages(..., weights=open_weights(folder, axis=ps.world))` fills every rank's shard of a
     model, in any layout; a rank reads only its own shard. The model must match the folder: tensors
     that the model does not have and other shapes are errors.
 
@@ -116,21 +116,21 @@ def weights_from(
         box per call, and does not communicate.
 
     Examples:
-        >>> weights_from("/does/not/exist")
+        >>> open_weights("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: /does/no...
+        trainkit.types.CheckpointError: open_weights: /does/not/exist does not verify: /does/no...
     """
-    from trainkit.collectives import together  # noqa: PLC0415 - verifying needs no torch
+    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - verifying needs no torch
     from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
     from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - likewise
 
     folder = Path(folder)
-    by_rank = together(lambda: verify_weights(folder, share=axis.share), axis)
+    by_rank = run_on_all_ranks(lambda: verify_weights(folder, share=axis.share), axis)
     problems = [problem for problems in by_rank for problem in problems]
     if problems:
         raise CheckpointError(
-            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
+            f"open_weights: {folder} does not verify: {problems[0]}", where=folder, got=problems
         )
     files = read_manifest(folder, form=WEIGHTS)["files"]
     parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]

@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import together
-from trainkit.parallel.names import named_parameters_of
+from trainkit.collectives import run_on_all_ranks
+from trainkit.parallel.names import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import index_problems, shortened
@@ -97,16 +97,16 @@ def stage_checkpoint(
             "problems": staged.problems,
             "changes": staged.changes,
             "wanted": [target.saved for target in staged.targets.values()],
-            "parameters": [saved_name(name) for name in named_parameters_of(stages)],
+            "parameters": [saved_name(name) for name in get_named_parameters(stages)],
             "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
         }
 
-    by_rank = together(read_headers, axis)
+    by_rank = run_on_all_ranks(read_headers, axis)
     names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
     if names["problems"]:
         return Staged(sorted(names["problems"]))
     (staged,) = local
-    differences = together(
+    differences = run_on_all_ranks(
         lambda: [
             check(staged.saved),
             _compare_tensors(staged, names, stages, optimizer, tolerance),
@@ -135,7 +135,7 @@ def stage_checkpoint(
 
     return attrs.evolve(
         staged,
-        problems=_merge(together(read_all, axis)),
+        problems=_merge(run_on_all_ranks(read_all, axis)),
         targets=buffered,
         changes=sorted(names["changes"]),
     )

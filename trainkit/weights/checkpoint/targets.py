@@ -12,7 +12,12 @@ from torch import nn
 
 from trainkit.optim.offload import in_host_memory, is_offloaded
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import COPY_SUFFIX, box_of, empty_rows_like, named_parameters_of
+from trainkit.parallel.names import (
+    COPY_SUFFIX,
+    empty_rows_like,
+    get_local_box,
+    get_named_parameters,
+)
 from trainkit.weights.checkpoint.boxes import parameter_of
 from trainkit.weights.checkpoint.optimizer_internals import optimizers_in
 from trainkit.weights.checkpoint.reading import Target
@@ -37,7 +42,8 @@ def weight_targets(stages: Sequence[nn.Module]) -> dict[str, Target]:
         ['model/weight']
     """
     return {
-        name: Target(saved_name(name), x, box_of(x)) for name, x in model_tensors(stages).items()
+        name: Target(saved_name(name), x, get_local_box(x))
+        for name, x in model_tensors(stages).items()
     }
 
 
@@ -60,7 +66,7 @@ def moment_targets(
         is_cast: Returns whether the parameter of an entry may be stored in another dtype. A moment
             that was saved in its parameter's dtype then gets the parameter's new dtype.
     """
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     # torch's fused and capturable optimizers read the step count on the device, others on the host.
     on_device = {
         id(p): bool(group.get("fused") or group.get("capturable"))
@@ -90,7 +96,7 @@ def moment_targets(
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             if shape and is_offloaded(optimizer):
                 tensor = in_host_memory(tensor)
-            targets[full + suffix] = Target(full, tensor, box_of(tensor))
+            targets[full + suffix] = Target(full, tensor, get_local_box(tensor))
     return targets
 
 
@@ -144,7 +150,7 @@ def install_moments_(
         Replaces the optimizer's state.
     """
     optimizer.state.clear()
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     for full, target in targets.items():
         kind, *rest = full.split("/", 2)
         if kind == "optimizer":
@@ -192,7 +198,7 @@ def expected_state(
         tensor(1.)
     """
     by_parameter = state_after_a_step(optimizer)
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     return {
         name: by_parameter[named[name]]
         for name in optimizer_state(stages, optimizer)
@@ -256,9 +262,9 @@ def part_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch
     """Return the optimizer inside another one that steps a group, or the optimizer itself.
 
     Examples:
-        >>> from trainkit.optim import combine as together
+        >>> from trainkit.optim import combine_optimizers
         >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-        >>> outer = together([inner])
+        >>> outer = combine_optimizers([inner])
         >>> part_of(outer, outer.param_groups[0]) is inner
         True
     """

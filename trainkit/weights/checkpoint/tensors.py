@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.names import (
     Box,
-    box_of,
+    get_local_box,
+    get_named_buffers,
+    get_named_parameters,
     is_base,
     is_tied_copy,
-    named_buffers_of,
-    named_parameters_of,
 )
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
@@ -47,7 +47,7 @@ def optimizer_state(
         {'weight': {}}
     """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     return {name: optimizer.state.get(p, {}) for name, p in named.items() if id(p) in stepped}
 
 
@@ -95,7 +95,7 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
         >>> model = nn.Linear(1, 1)
         >>> check_optimizer([model], torch.optim.SGD(model.parameters()))
     """
-    names = {id(p): name for name, p in named_parameters_of(stages).items()}
+    names = {id(p): name for name, p in get_named_parameters(stages).items()}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if id(p) not in names:
             raise ValueError(
@@ -163,14 +163,14 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """
     stages = list(stages)
     named = {name: p for name, p in _reshard_parameters(stages).items() if not is_base(p)}
-    tensors = {name: p.data for name, p in named.items()} | named_buffers_of(stages)
+    tensors = {name: p.data for name, p in named.items()} | get_named_buffers(stages)
     return {f"model/{name}": x for name, x in tensors.items()}
 
 
 def _reshard_parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     for stage in stages:
         reshard_(reducers_of(stage))
-    return named_parameters_of(stages)
+    return get_named_parameters(stages)
 
 
 def run_tensors(
@@ -204,7 +204,7 @@ def tied_copies_of(stages: Iterable[nn.Module]) -> set[str]:
         >>> tied_copies_of([nn.Linear(1, 1)])
         set()
     """
-    return {name for name, p in named_parameters_of(stages).items() if is_tied_copy(p)}
+    return {name for name, p in get_named_parameters(stages).items() if is_tied_copy(p)}
 
 
 def boxes_to_write(
@@ -219,7 +219,7 @@ def _select_boxes(
 ) -> dict[str, tuple[Tensor, Box]]:
     """Return the tensors and boxes that this rank writes, so that no box is written twice."""
     replica = ps.loss.index * ps.tp.count + ps.tp.index  # 0 writes what is not sharded
-    boxes = {name: (x, box_of(x, replica=replica)) for name, x in tensors.items()}
+    boxes = {name: (x, get_local_box(x, replica=replica)) for name, x in tensors.items()}
     return {name: (tensor, box) for name, (tensor, box) in boxes.items() if box.writes}
 
 
@@ -342,7 +342,7 @@ def _hash_boxes(boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState) -> d
         if box.local.numel()
     }
     # Merged by box and not summed: ranks outside a tensor's mesh may have the same box.
-    return {key: x for part in all_gather_json(hashes, ps.world) for key, x in part.items()}
+    return {key: x for part in all_gather_objects(hashes, ps.world) for key, x in part.items()}
 
 
 def hash_of_boxes(boxes: Mapping[str, int], state: TrainState) -> str:

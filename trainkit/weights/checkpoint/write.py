@@ -23,10 +23,10 @@ import attrs
 import orjson
 import torch
 
-from trainkit.files import commit_folder, disk_errors
+from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
 from trainkit.weights.checkpoint.boxes import index_problems, shortened
-from trainkit.weights.checkpoint.directory import run_identity
+from trainkit.weights.checkpoint.directory import get_run_id
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     dump_json,
@@ -50,7 +50,7 @@ _COMMIT_BYTES = 1 << 20  # that a commit writes besides the tensors, roughly
 
 
 @attrs.define(eq=False)
-class Progress:
+class SaveProgress:
     """Counts the parts of checkpoints that this rank has written: it stops when the disk hangs."""
 
     parts: int = 0
@@ -70,11 +70,11 @@ class Destination:
     config: Mapping[str, Any] | None = None
     score: float | None = None
     before_commit: Callable[[], None] | None = None
-    progress: Progress = attrs.field(factory=Progress)
+    progress: SaveProgress = attrs.field(factory=SaveProgress)
 
 
 _disk_errors = partial(
-    disk_errors,
+    convert_disk_errors,
     by="save_checkpoint",
     hint="free space, make it writable or choose another --out; every earlier checkpoint is intact",
 )
@@ -164,7 +164,7 @@ def _write_file(
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
 
-def _write_chunks(file: TensorFile, handle: int, stopped: Event, progress: Progress) -> str:
+def _write_chunks(file: TensorFile, handle: int, stopped: Event, progress: SaveProgress) -> str:
     """Hash and write a file, chunk by chunk; return its sha256."""
     digest = hashlib.sha256()
     written = flushed = 0
@@ -273,7 +273,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
             target.before_commit()
         # Merged by box and not summed: ranks outside a tensor's mesh may have the same box.
         hashes = _merge(report["hashes"] for report in reports)
-        identity = run_identity(target.run_dir)
+        identity = get_run_id(target.run_dir)
         manifest = make_manifest(
             snapshot.state.step,
             files,

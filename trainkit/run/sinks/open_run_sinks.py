@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.files import say_on_stderr
-from trainkit.run.sinks.console import console, printed
-from trainkit.run.sinks.guards import guarded
-from trainkit.run.sinks.jsonl import events, jsonl, read_jsonl, rewind_jsonl
+from trainkit.run.sinks.console import open_console, printed
+from trainkit.run.sinks.guards import isolate_sinks
+from trainkit.run.sinks.jsonl import open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
-from trainkit.run.sinks.timing import goodput
+from trainkit.run.sinks.timing import measure_goodput
 from trainkit.types import DiskError, Share, Sink
-from trainkit.weights.checkpoint.directory import run_identity
+from trainkit.weights.checkpoint.directory import get_run_id
 
 
 @contextlib.contextmanager
-def run_sinks(
+def open_run_sinks(
     run_dir: str | Path,
     share: Share,
     *,
@@ -38,7 +38,7 @@ def run_sinks(
     NAME=...)` found is `eval/NAME` in its line and, but for the number of tokens, which is no
     curve, in those sinks too. `read_metrics` joins both.
     The lines are written at once, by the caller: a disk that is full is told about, and gets them
-    when it has room. Everything else runs behind the caller's back (see `guarded`). What goes wrong
+    when it has room. Everything else runs behind the caller's back (see `isolate_sinks`). What goes wrong
     is told once, on stderr and as an event called "warning". After a roll-back `log` may be given
     earlier steps again: they take the place of those from there on.
 
@@ -66,7 +66,7 @@ def run_sinks(
         (run_dir / "final.json").unlink(missing_ok=True)  # it told of an earlier end
     found = rewind_jsonl(run_dir / "metrics.jsonl", step)
     reached = step
-    with events(run_dir / "events.jsonl", tell=_warn) as event:
+    with open_events(run_dir / "events.jsonl", tell=_warn) as event:
 
         def tell(problem: str) -> None:
             event("warning", step=reached, what=problem)
@@ -81,7 +81,7 @@ def run_sinks(
 
         bar: dict[str, Any] = {}
         if sys.stdout is not None:  # it is None where it was closed before Python started
-            bar["console"] = partial(console, last, start=step, stream=sys.stdout)
+            bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         facts = {"ranks": share.count, "last": last, "run": _identity(run_dir)}
         event("start", step=step, repeated=found.dropped, **facts)
@@ -89,9 +89,9 @@ def run_sinks(
             tell(f"metrics.jsonl has no line for {found.missing} of the steps up to {step}")
         with (
             _told_end(event, lambda: reached),
-            jsonl(run_dir / "metrics.jsonl", step=step, tell=tell) as lines,
-            guarded(bar, tell=tell, patience=patience) as progress,
-            guarded(makers, tell=tell, patience=patience) as others,
+            open_jsonl(run_dir / "metrics.jsonl", step=step, tell=tell) as lines,
+            isolate_sinks(bar, tell=tell, patience=patience) as progress,
+            isolate_sinks(makers, tell=tell, patience=patience) as others,
         ):
             yield tee(count, lines, progress, _under_train(others)), _telling(event, others)
 
@@ -117,18 +117,20 @@ def _telling(event: Callable[..., None], sink: Sink) -> Callable[..., None]:
     return tell
 
 
-def run_summary(run_dir: str | Path) -> str:
+def summarize_run(run_dir: str | Path) -> str:
     """Return how the time of a run was spent, over all its restarts, in one line.
 
     Args:
         run_dir: A run directory with `metrics.jsonl` and `events.jsonl`.
 
     Examples:
-        >>> run_summary("no/such/run")
+        >>> summarize_run("no/such/run")
         'goodput -: 0 steps, 0 repeated, 0 starts, 0 saves that blocked for 0.0 s, 0.0 s in all'
     """
     run_dir = Path(run_dir)
-    found = goodput(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl"))
+    found = measure_goodput(
+        read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl")
+    )
     share = f"{found.share:.1%}" if found.wall else "-"
     down = f", and {found.down:.1f} s in which nothing ran" if found.starts > 1 else ""
     return (
@@ -157,7 +159,7 @@ def printer(share: Share) -> Callable[[str], None]:
 def _identity(run_dir: Path) -> str | None:
     # Here and not in a sink's thread: no save is in flight yet that could draw another one.
     with contextlib.suppress(DiskError):
-        return run_identity(run_dir)["run"]
+        return get_run_id(run_dir)["run"]
     return None
 
 
