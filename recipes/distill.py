@@ -64,14 +64,14 @@ class Config(tk.config.RunConfig):
 
 def open_rows(cfg, run, tokenizer, template=None):
     """Return the rows to train on, and those held out: pretrain.py holds out the same."""
-    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    run.log(f"reading {cfg.data or 'the source of the standard library'}")
     length = cfg.batch.row_length
     if cfg.data:
         whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
     else:
         whole = tk.corpora.open_library_corpus(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of}
     return tk.data.split_held_out(corpus, is_held, length, **how)
 
@@ -167,7 +167,7 @@ def train(cfg, run, base):
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, loss, **order)
@@ -191,10 +191,10 @@ def train(cfg, run, base):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
+            state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+            stop = loop.checkpoint(state)
         if not stop and cfg.compare and cfg.hard < 1:
             loop.event("result", **result(run.dir))
     if stop:

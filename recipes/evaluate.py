@@ -124,7 +124,8 @@ def bind_write(stages, ps, trained, context):
 
 def evaluate(cfg, ps, trained, asked, manager):
     """Score all that is asked, and return what it comes to; lines go to files."""
-    stages, config, say = build(cfg, ps, trained), trained.config, tk.sinks.make_printer(ps.world)
+    stages, config = build(cfg, ps, trained), trained.config
+    log = tk.run.make_logger(ps.world.share).info
     call = tk.models.call_routed if config.experts else tk.models.call_model
     how, axes = how_of(cfg, trained), {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     score = evaluation.make_scorer(stages, **axes, call=call, tokens_per_batch=cfg.batch)
@@ -140,7 +141,7 @@ def evaluate(cfg, ps, trained, asked, manager):
         had = evaluation.write_results(
             path, lines_from, facts={**facts, "data": sources}, axis=ps.world
         )
-        say(f"{kind}: {len(items)} lines are in {path}" + (f", {had} were there" if had else ""))
+        log(f"{kind}: {len(items)} lines are in {path}" + (f", {had} were there" if had else ""))
         if kind != "score":
             results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
             found[kind] = results(evaluation.read_results(path))
@@ -149,7 +150,7 @@ def evaluate(cfg, ps, trained, asked, manager):
         model = evaluation.make_harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)
-        say(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
+        log(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
     return found
 
 

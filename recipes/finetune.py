@@ -86,10 +86,10 @@ def pack(cfg, run, corpus, counts):
     length, asked = cfg.batch.row_length, counts["conversations"]
     cut = {"truncated": counts["truncated"], "dropped": counts["dropped"], "what": "conversations"}
     if warning := tk.packing.format_overlong_warning(asked, capacity=length, **cut):
-        run.say(warning)
+        run.log(warning)
     if warning := tk.chat.format_answers_warning(counts):
-        run.say(warning)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+        run.log(warning)
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of, "overlong": "error"}
     return tk.data.split_held_out(corpus, tk.corpora.held_out_documents(corpus), length, **how)
 
@@ -172,14 +172,14 @@ def make_facts(cfg, base, rows):
 def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, drops = run.ps, cfg.adapters.adapter_dropout > 0
-    run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
+    run.log(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
     if base.config.width >= 512 and cfg.optim.lr == 3e-3:
-        run.say("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
+        run.log("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
@@ -207,16 +207,16 @@ def train(cfg, run, tokenizer, base, first):
     ):
         loop.event("packing", step=state.step, **tk.packing.report_packing(rows.bins), **counts)
         if len(held) and cfg.eval_every and state.step == 0:
-            run.say(f"the weights of {base.path}, before:")
-            state = loop.evaluated(state, evaluate)
+            run.log(f"the weights of {base.path}, before:")
+            state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
+            state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-                run.say(answer(cfg, ps, stages, tokenizer))
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+                run.log(answer(cfg, ps, stages, tokenizer))
+            stop = loop.checkpoint(state)
         if not stop:
             loop.event("result", **tk.sinks.compare_evaluations(run.dir, "eval/loss"))
     if stop:

@@ -94,16 +94,16 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 def train(cfg, run, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, batch = run.ps, cfg.batch
-    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    run.log(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
-    run.say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
+    run.log(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(
         corpus.lengths, batch.row_length, multiple_of=batch.multiple_of, seed=cfg.seed
     )
     stages, optimizer = build(cfg, ps, model)
     size = {"rows_per_step": batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, rows, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows, **size))
     facts = tk.config.make_config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"fingerprint": tk.data.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
@@ -128,8 +128,8 @@ def train(cfg, run, tokenizer, model):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            stop = loop.checkpoint(state)
     if stop:
         return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)

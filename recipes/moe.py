@@ -60,14 +60,14 @@ class Config(tk.config.RunConfig):
 
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, and those held out: no document is in both."""
-    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    run.log(f"reading {cfg.data or 'the source of the standard library'}")
     length, template = cfg.batch.row_length, tk.chat.locate_template(cfg.init)
     if cfg.data:
         whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
     else:
         whole = tk.corpora.open_library_corpus(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of}
     return tk.data.split_held_out(corpus, is_held, length, **how)
 
@@ -162,7 +162,7 @@ def train(cfg, run, tokenizer, model, first):
     rows, held = open_rows(cfg, run, tokenizer)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     loss = tk.losses.add_router_losses(tk.losses.next_token_linear, balance=weight)
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
@@ -189,11 +189,11 @@ def train(cfg, run, tokenizer, model, first):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
+            state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-                run.say(sample(cfg, ps, stages, tokenizer))
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+                run.log(sample(cfg, ps, stages, tokenizer))
+            stop = loop.checkpoint(state)
     if stop:
         return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)

@@ -54,7 +54,7 @@ def open_pairs(cfg, run, tokenizer):
     )
     pairs = tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
     if warning := tk.chat.format_answers_warning(counts):
-        run.say(warning)
+        run.log(warning)
     return pairs
 
 
@@ -69,7 +69,7 @@ def pack(cfg, run, corpus):
     if warning := tk.packing.format_overlong_warning(
         pairs, capacity=length, dropped=lost, what="pairs"
     ):
-        run.say(warning)
+        run.log(warning)
     return rows, held
 
 
@@ -109,10 +109,10 @@ def bind_reference(cfg, run, stages, optimizer):
     def with_reference(rows, file):
         path, corpus, ps = run.dir / file, rows.corpus, run.ps
         if begins:
-            run.say(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
+            run.log(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
             facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
             facts |= {"compute": cfg.precision.compute, "corpus": tk.data.fingerprint(corpus)}
-            how = {"context": cfg.batch.row_length, "axis": ps.world, "tell": run.say}
+            how = {"context": cfg.batch.row_length, "axis": ps.world, "log": run.log}
             measured = tk.evaluation.make_logprob_columns(heard)
             tk.evaluation.score_corpus(measured, corpus, path, facts=facts, **how)
         return tk.PackedCorpus(tk.corpora.open_tokens(path), rows.bins)
@@ -254,7 +254,7 @@ def make_facts(cfg, base, rows):
 def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, changes = run.ps, tk.config.make_resume_rules(cfg, free=["files", "context"])
-    run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
+    run.log(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
     rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)
     facts = make_facts(cfg, base, rows)
@@ -263,7 +263,7 @@ def train(cfg, run, tokenizer, base, first):
     prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, make_loss(cfg, ps), **order)
@@ -282,14 +282,14 @@ def train(cfg, run, tokenizer, base, first):
     ):
         loop.event("packing", step=state.step, **tk.packing.report_packing(rows.bins))
         if len(held) and cfg.eval_every and state.step == 0:
-            state = loop.evaluated(state, evaluate)
+            state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
             batch = prepare(next_batch(state.cursor))
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
+            state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+            stop = loop.checkpoint(state)
         rewards = ("desirable_reward", "undesirable_reward") if cfg.loss == "kto" else ("margin",)
         for metric in [f"eval/{name}" for name in ("loss", *rewards)] if not stop else ():
             loop.event("result", **tk.sinks.compare_evaluations(run.dir, metric))

@@ -71,7 +71,7 @@ def open_corpora(cfg, tokenizer):
 def pack(cfg, run, opened):
     """Return the rows to train on and those held out (no token is in both), and reports."""
     train, held, reports = {}, {}, {}
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of}
     for name, whole in opened.items():
         corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
@@ -183,9 +183,9 @@ def make_facts(cfg, model, tokenizer, opened, rows):
 def train(cfg, run, tokenizer, model, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, loss = run.ps, tk.losses.next_token_linear
-    run.say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
+    run.log(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
     for told in filter(None, map(tk.corpora.describe_unread_files, cfg.data)):
-        run.say(told)
+        run.log(told)
     opened = open_corpora(cfg, tokenizer)
     opened = tk.corpora.match_recorded_names(
         opened, tk.checkpoint.read_resume_facts(cfg.out, cfg.resume)
@@ -194,7 +194,7 @@ def train(cfg, run, tokenizer, model, first):
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, mix.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, mix.bins, **size))
     loss = tk.losses.report_by_source(tuple(opened), loss) if len(opened) > 1 else loss
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
@@ -214,7 +214,7 @@ def train(cfg, run, tokenizer, model, first):
     changes = tk.config.make_resume_rules(cfg, free=["files", "context"])
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     if cfg.init and state.step == 0:
-        run.say(f"beginning with the weights of {cfg.init}")
+        run.log(f"beginning with the weights of {cfg.init}")
     stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
     around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
@@ -226,11 +226,11 @@ def train(cfg, run, tokenizer, model, first):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
+            state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-                run.say(sample(cfg, ps, stages, tokenizer, held))
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+                run.log(sample(cfg, ps, stages, tokenizer, held))
+            stop = loop.checkpoint(state)
     if stop:
         return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)

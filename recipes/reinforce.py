@@ -235,7 +235,7 @@ def train(cfg, run, tokenizer, model, first, context):
     shown = pack(cfg, tokenizer, shown)
     stages, optimizer = build(cfg, ps, model, first.path)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.describe_run(stages, ps, shown.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, shown.bins, **size))
     forward_backward = bind_losses(cfg, ps, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     how = {"max_new_tokens": cfg.rollout.max_new_tokens, "context": cfg.batch.row_length}
@@ -260,20 +260,20 @@ def train(cfg, run, tokenizer, model, first, context):
     around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
         if state.step == cfg.supervised == 0:
-            state = loop.evaluated(state, evaluate)
+            state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
             for batch in batches(state, loop.event):
                 begun = state.step
                 state, metrics = train_step(state, batch)
-                state = loop.after(state, metrics, batch)
+                state = loop.record(state, metrics, batch)
                 if state.step <= begun:
                     break  # the run went back: the rest was sampled by weights that are gone
             done = state.step - cfg.supervised
             if done >= 0 and tk.schedules.is_due(
                 done, cfg.eval_every, last=cfg.steps - cfg.supervised
             ):
-                state = loop.evaluated(state, evaluate)
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+            stop = loop.checkpoint(state)
         if not stop:
             loop.event("result", **tk.sinks.compare_evaluations(run.dir, "eval/success"))
     if stop:

@@ -155,7 +155,7 @@ def step_of(job, layout, ps, *, in_backward=False):
         denominator = dict.fromkeys(("loss", "balance"), denominator)
 
     if in_backward:
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": str, "reduce": layout.reduce}
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": str, "reduce": layout.reduce}
         stepping = make_step_in_backward(stages, optimizer, **how)
 
     def backward(before_forward=lambda: None):

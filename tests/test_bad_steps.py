@@ -371,7 +371,7 @@ def killed_at(place, tmp_path):
     with pytest.raises(KilledError):
         step(state, make_batch(state.cursor))
     state, step, make_batch, stages, optimizer = solo()
-    state = tk.resume(tmp_path, state, stages, optimizer, ps, tell=lambda _: None)
+    state = tk.resume(tmp_path, state, stages, optimizer, ps, log=lambda _: None)
     while state.step < 4:
         state, metrics, _ = step(state, make_batch(state.cursor))
         told.append(float(metrics["loss"]).hex())
@@ -438,7 +438,7 @@ def test_counters_are_exact_far_out(start, tmp_path):
     assert orjson.loads(orjson.dumps(record))["tokens_total"] == start + tokens
     ps = tk.solo_parallel()
     path = tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
-    resumed = tk.resume(tmp_path, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+    resumed = tk.resume(tmp_path, TrainState(), stages, optimizer, ps, log=lambda _: None)
     assert path.name == "step_1000000001"
     assert (resumed.step, resumed.tokens) == (10**9 + 1, start + tokens)
     assert resumed.cursor == state.cursor

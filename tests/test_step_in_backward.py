@@ -50,7 +50,7 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
 
         for p in params:
             p.register_post_accumulate_grad_hook(weigh)
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": told.append, "reduce": layout.reduce}
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": told.append, "reduce": layout.reduce}
         step_in_backward = make_step_in_backward(stages, optimizer, **how)
         cursor, last, losses, norms = tk.Cursor(), 1.0, [], []
         for _ in range(3):
@@ -146,7 +146,7 @@ def train_experts(layout, *, in_backward):
         stages = tk.build_stages(make_model, ps, plan, weights=certificate_weights)
         optimizer, params = certificate_optimizer(stages, ps.pp), tk.get_parameters(stages)
         run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": lambda _: None}
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": lambda _: None}
         step_in_backward, norms = make_step_in_backward(stages, optimizer, **how), []
         for step in range(3):
             batches = deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=1)
@@ -180,7 +180,7 @@ def small(optimizer=torch.optim.AdamW, **options):
     for p in model.parameters():
         nn.init.ones_(p)
     made = optimizer(model.parameters(), lr=0.1, **options)
-    return model, made, make_step_in_backward([model], made, axis=SOLO, sp=SOLO, tell=str)
+    return model, made, make_step_in_backward([model], made, axis=SOLO, sp=SOLO, log=str)
 
 
 @pytest.mark.case("N2")
@@ -248,7 +248,7 @@ def test_what_cannot_be_is_refused_by_name():
     two = Axis("pp", Share(0, 2), group=object())
     for axes in ({"axis": two, "sp": SOLO}, {"axis": SOLO, "sp": two}):
         with pytest.raises(ConfigError, match="a layout with pp = 2; call clip_and_step"):
-            make_step_in_backward([model], optimizer, **axes, tell=str)
+            make_step_in_backward([model], optimizer, **axes, log=str)
     for wrong in (
         torch.optim.SGD(list(model.parameters())[:1]),
         torch.optim.SGD([{"params": model.parameters(), "max_norm": 1.0}]),
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused_by_name():
         with pytest.raises(
             ValueError, match=r"lacks 1 parameters, of shapes \[\(1, 2\)\]|clips by"
         ):
-            make_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, tell=str)
+            make_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, log=str)
     for how in (
         {"lr": -1.0},
         {"lr": 0.1, "max_norm": 1.0},

@@ -149,7 +149,7 @@ def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
         state = tk.TrainState(cursor=Cursor())
         if resume_from is not None:
             told = []
-            state = tk.resume(resume_from, state, stages, optimizer, ps, tell=told.append)
+            state = tk.resume(resume_from, state, stages, optimizer, ps, log=told.append)
         train_step = step_function(layout, ps, stages, optimizer)
         losses, norms, hashes = [], [], []
         while state.step < steps:

@@ -110,8 +110,8 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
     """Return this rank's part of the sum of `x` over the ranks, sent in bf16 and summed in fp32.
 
     Half of the bytes of a reduce-scatter in fp32. What a rank sends is rounded at random
-    (`noise.round_bf16_stochastic`), so that the mean of the sum over keys is the sum in fp32; what a rank
-    has of its own part stays as it is. An element is off by less than 2^-7 of the sum of the
+    (`noise.round_bf16_stochastic`), so that the mean of the sum over keys is the sum in fp32; what
+    a rank has of its own part stays as it is. An element is off by less than 2^-7 of the sum of the
     others' absolute values. The bits depend on how many ranks there are and on which of them sums.
 
     Args:

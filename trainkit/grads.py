@@ -30,7 +30,7 @@ from trainkit.parallel.reduction import (
     sum_grads_,
     summed_at_the_end,
 )
-from trainkit.types import SOLO, Axis, ConfigError, Update
+from trainkit.types import SOLO, Axis, ConfigError, Log, Update
 
 __all__ = [
     "clip_and_step",
@@ -412,7 +412,8 @@ def clip_and_step(
             `clip_grad_norm_`; None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
         applies: From the norm to whether the step applies, both 0-d tensors, as
-            `health.make_finite_check` makes it. A norm that is not finite is refused whatever it says.
+            `health.make_finite_check` makes it. A norm that is not finite is refused whatever it
+            says.
         world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
             that are summed over all ranks need it not; those that are computed by several ranks
             alike do, when one of them errs.
@@ -560,7 +561,7 @@ def make_step_in_backward(
     *,
     axis: Axis,
     sp: Axis,
-    tell: Callable[[str], None],
+    log: Log,
     reduce: Reduce = "last",
 ) -> Callable[..., AbstractContextManager[Callable[[], Update]]]:
     """Return what steps each parameter as its gradient arrives, and frees the gradient at once.
@@ -575,7 +576,7 @@ def make_step_in_backward(
     The norm of a step is known when its parameters have moved. So what is clipped by, `norm`, is
     that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
     the computation: then a step whose norm is not finite is not taken. Without that a bad step
-    cannot be skipped, and `health.judge` calls for a roll-back at once. So with a loss scale:
+    cannot be skipped, and `health.judge_step` calls for a roll-back at once. So with a loss scale:
     an overflow is skipped where the norm is measured first, and else is such a bad step, whose
     roll-back takes the scale back as well: lower it, or it overflows again.
 
@@ -591,7 +592,7 @@ def make_step_in_backward(
         axis: The pipeline axis, `ps.pp`, which must have size 1: the microbatches of a pipeline go
             back out of step.
         sp: `ps.sp_unfolded`, of size 1 too: `sync_sp_grads` would come too late.
-        tell: Called once with what a run should say: that it cannot skip a bad step.
+        log: Called once with what a run should say: that it cannot skip a bad step.
         reduce: What `forward_backward` is given.
 
     Returns:
@@ -618,7 +619,7 @@ def make_step_in_backward(
         >>> model = nn.Linear(2, 1, bias=False)
         >>> _ = nn.init.zeros_(model.weight)
         >>> sgd = torch.optim.SGD(model.parameters())
-        >>> step_in_backward = make_step_in_backward([model], sgd, axis=SOLO, sp=SOLO, tell=print)
+        >>> step_in_backward = make_step_in_backward([model], sgd, axis=SOLO, sp=SOLO, log=print)
         parameters are stepped within the backward pass: a bad step cannot be skipped, only undone
         >>> with step_in_backward(lr=1.0) as updated:
         ...     model(torch.tensor([3.0, 4.0])).backward()
@@ -627,7 +628,7 @@ def make_step_in_backward(
     """
     params = get_parameters(stages)
     _check_in_backward(params, optimizer, axis, sp)
-    tell(
+    log(
         "parameters are stepped within the backward pass: a bad step cannot be skipped, only undone"
     )
     return partial(_stepping_in_backward, list(stages), params, optimizer, reduce)

@@ -17,7 +17,7 @@ step is an *overflow*, skipped, and the scale halved; at a scale of 1 or less it
     update = tk.clip_and_step(params, optimizer, ..., applies=applies)
     metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "tokens": tokens, ...}
 
-and in the loop `action, state = health.judge(state, record, policy)`.
+and in the loop `action, state = health.judge_step(state, record, policy)`.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def classify_step(
 
     Examples:
         >>> classify_step(2.0, math.inf, {}, Policy())
-        Health(kind='bad', reason='the gradient norm is inf')
+        StepStatus(kind='bad', reason='the gradient norm is inf')
         >>> classify_step(9.0, 1.0, {"losses": [2.0] * 16, "norms": [1.0] * 16}, Policy())
-        Health(kind='spike', reason='the loss is 9, above 2.4')
+        StepStatus(kind='spike', reason='the loss is 9, above 2.4')
     """
     named = (("loss", loss), ("gradient norm", norm))
     wrong = [f"the {name} is {value}" for name, value in named if not math.isfinite(value)]
@@ -305,11 +305,11 @@ def judge_step(
         record: The step's metrics as plain values: `loss`, `grad_norm`, and where they are there
             `tokens`, `skipped`, `get_loss_scale` and `overflowed`.
         policy: What is done.
-        seen: The health that `make_finite_check` of this step was given, if that was an earlier one: a
-            spike that is skipped is one by the limits that the device had.
+        seen: The health that `make_finite_check` of this step was given, if that was an earlier
+            one: a spike that is skipped is one by the limits that the device had.
         damage: Called after a bad step only, on all ranks; gives the names of parameters and
-            moments that are not finite, as `checkpoint.find_nonfinite_state` does. No number of skips
-            mends these.
+            moments that are not finite, as `checkpoint.find_nonfinite_state` does. No number of
+            skips mends these.
 
     Returns:
         The action, and the state with what is to be remembered.

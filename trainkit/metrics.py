@@ -157,7 +157,8 @@ def make_expert_load_metrics(
     """Return how balanced the experts of a step are, as scalars for its metrics.
 
     Each has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of `load`, and
-    `NAME` alone is that of the worst layer: `expert_load_ratio`, `expert_load_entropy`, `expert_bias` (the
+    `NAME` alone is that of the worst layer: `expert_load_ratio`, `expert_load_entropy`,
+        `expert_bias` (the
     largest absolute value of a layer's biases) and `dropped_share` (of all choices).
 
     Args:

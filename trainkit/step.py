@@ -247,7 +247,8 @@ def evaluate(
     Ranks may have different numbers of batches, or none: one that has run out computes along, on
     its last batch or on a blank one, with zeros for the columns that the others' have, and adds 0,
     until all are done, because a sharded model needs every rank for every forward pass. (Under
-    Ulysses every rank must have one: a blank one of whole rows cannot be made here; `make_eval_batches`
+    Ulysses every rank must have one: a blank one of whole rows cannot be made here;
+        `make_eval_batches`
     makes it.) Through a pipeline batches go one after the other, forward only, whatever the
     schedule of the training steps.
 

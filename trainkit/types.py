@@ -7,6 +7,7 @@ registration. This file imports no torch at run time, so that packing and planni
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -264,7 +265,8 @@ fraction = satisfies(lambda value: 0 <= value <= 1, "between 0 and 1")
 # ------------------------------------------------------------------------------------- parallelism
 
 Kernel = Literal["varlen", "flash", "efficient", "cudnn", "flex", "sdpa", "math"]
-"""Attention kernels by name, for `attention.choose_kernel`. `varlen`: all documents in one call of torch's
+"""Attention kernels by name, for `attention.choose_kernel`. `varlen`: all documents in one call of
+torch's
 flash kernel. `flash`, `efficient`, `cudnn`: that kernel of torch's `scaled_dot_product_attention`,
 a call for each document, or three in a window (there `flash` is `varlen` on CUDA). `flex`:
 FlexAttention. `sdpa`: whatever kernel torch takes, and `math` for soft caps. `math`: products and a
@@ -827,7 +829,7 @@ BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_i
 """The tensors that every `Batch` has, in its order."""
 
 EXTRA_TENSORS = ("source", "noise_key")
-"""What `make_microbatches` and `add_noise_keys` add to the `extra` of a batch; no column is called so."""
+"""Names that `make_microbatches` and `add_noise_keys` set in `Batch.extra`; no column has them."""
 
 
 @attrs.frozen(eq=False, init=False)
@@ -1061,6 +1063,39 @@ Schedule = Callable[[int], float]
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
+
+Log = Callable[[str], object]
+"""`Log(message)`: where messages for people go, such as `print` or the `log` of a run."""
+
+
+def log_info(message: str) -> None:
+    """Log a message at level INFO of the logger "trainkit": what happened as planned.
+
+    It is the default of `log=` where the caller need not read the messages: Python's `logging`
+    drops them unless it is configured (`logging.basicConfig(level="INFO")`).
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_info("packed 3 rows")
+    """
+    logging.getLogger("trainkit").info("%s", message)
+
+
+def log_warning(message: str) -> None:
+    """Log a message at level WARNING of the logger "trainkit": somebody should read it.
+
+    It is the default of `log=` where a message may change what the caller does next. Python's
+    `logging` prints it on stderr unless it is configured otherwise.
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_warning("passed over step_00000012: it is damaged")
+    """
+    logging.getLogger("trainkit").warning("%s", message)
 
 
 class ForwardBackward(Protocol):

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import trainkit as tk
-from trainkit import attention, config, losses, mesh, models, packing, sampling
+from trainkit import config, losses, mesh, models, packing, sampling, set_attention
 from trainkit.batch import count_tokens, count_valid_tokens, to_device
 from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
@@ -250,7 +250,7 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
         ends = torch.zeros(3, dtype=torch.int32, device="cuda:0")
         spans = Spans(ends, np.array([5, 11]), 11)
         shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
-        attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
+        set_attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
     assert bool(ledger.operators[VARLEN]) == taken
 
 
@@ -265,7 +265,7 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
 )
 def test_a_window_is_a_kernel_of_torchs_and_nothing_waits(name, dtype, taken):
     how = {"device": "cuda:0", "dtype": dtype}
-    attend = attention.choose_kernel([name], **how, head_size=64, window=20).attend
+    attend = set_attention.choose_kernel([name], **how, head_size=64, window=20).attend
     with fake_device() as ledger:
         lengths = [150, 1, 29, 120]
         ends = torch.zeros(5, dtype=torch.int32, device="cuda:0")

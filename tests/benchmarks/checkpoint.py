@@ -156,7 +156,7 @@ def writing(model, optimizer, size, folder, turns):
     reading = {
         "verify": lambda: verify_checkpoint(newest),
         "resume": lambda: tk.resume(
-            run_dir, tk.TrainState(), [model], optimizer, solo, tell=lambda _: None
+            run_dir, tk.TrainState(), [model], optimizer, solo, log=lambda _: None
         ),
     }
     found = seconds_in_turns(reading, turns)

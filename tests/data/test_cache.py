@@ -107,7 +107,7 @@ def test_a_kept_plan_is_what_packing_gives(tmp_path_factory, packing):
 def test_the_second_call_does_not_pack_and_says_nothing(tmp_path):
     calls, told = [], []
     for _ in range(2):
-        bins = kept_bins(tmp_path, fit=own_fit(calls), tell=told.append)
+        bins = kept_bins(tmp_path, fit=own_fit(calls), log=told.append)
     assert len(calls) == 1
     assert told == [f"plan of {len(bins)} rows kept in {plan_in(tmp_path)}"]
 
@@ -235,7 +235,7 @@ def quick(monkeypatch):
 def assert_rebuilt(folder, before):
     """Open the plan again: it must have been seen to be damaged, and be as it was before."""
     told = []
-    bins = kept_bins(folder, tell=told.append)
+    bins = kept_bins(folder, log=told.append)
     assert_same(bins)
     assert is_mapped(bins)
     assert len(told) == 1
@@ -508,7 +508,7 @@ def test_who_comes_second_keeps_the_same_plan_again(tmp_path, broken):
 
 def assert_packed_in_memory(cache_dir, reason):
     told = []
-    bins = kept_bins(cache_dir, tell=told.append)
+    bins = kept_bins(cache_dir, log=told.append)
     assert_same(bins)
     assert not is_mapped(bins)
     assert [reason in line for line in told] == [True], told
@@ -540,7 +540,7 @@ def test_a_plan_that_is_there_is_used_where_nothing_can_be_written(tmp_path, mon
 def test_without_a_cache_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = []
-    assert_same(kept_bins(None, tell=told.append))
+    assert_same(kept_bins(None, log=told.append))
     assert (told, names(tmp_path)) == ([], [])
 
 
@@ -605,7 +605,7 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
         return run
 
     if moment == "before it is locked":
-        monkeypatch.setattr(files, "_locked", removing(files._locked))
+        monkeypatch.setattr(files, "_lock", removing(files._lock))
     for name in ("replace", "rename") if moment == "before it has its name" else ():
         monkeypatch.setattr(Path, name, removing(getattr(Path, name)))
     with make(tmp_path / "made", by="test") as made:
@@ -620,7 +620,7 @@ def on_ranks(folder):
     """Return, by the name of a case, what this rank saw."""
     axis = axis_from_group(dist.group.WORLD)
     told, calls, rank = [], [], axis.index
-    cached = functools.partial(kept_bins, axis=axis, tell=told.append)
+    cached = functools.partial(kept_bins, axis=axis, log=told.append)
     bins = cached(folder / "one", fit=own_fit(calls))
     assert_same(bins, pack_bins(LENGTHS, CAPACITY, fit=own_fit()))
     seen = {"calls": len(calls), "inode": maps_of(plan_in(folder / "one"))}

@@ -66,7 +66,7 @@ def test_rows_apart_are_the_plans_that_each_part_packs_into_and_share_no_documen
     held_out, told = np.arange(30) % 7 == 2, []
     how = {"multiple_of": 4, "seed": 5}
     for _ in range(2):
-        parts = split_held_out(corpus, held_out, 32, cache_dir=tmp_path, tell=told.append, **how)
+        parts = split_held_out(corpus, held_out, 32, cache_dir=tmp_path, log=told.append, **how)
         for part, out in zip(parts, (False, True), strict=True):
             assert set(part.bins.documents) == set(np.flatnonzero(held_out == out))
             wanted = pack_bins(np.where(held_out == out, corpus.lengths, 0), 32, **how)

@@ -439,7 +439,8 @@ def test_add_terms_refuses_what_cannot_be_told_apart(weighted, message):
         add_terms(*weighted)
 
 
-# ------------------------------------------------------------------------------------- report_by_source
+# -------------------------------------------------------------------------------------
+# report_by_source
 
 BY_SOURCE = {
     "logits": (next_token, lambda: make_logits(3, 7)[0]),

@@ -299,8 +299,8 @@ def test_the_grpo_family_is_trls():
     for kind, denominator in (("dr_grpo", answers * 16), ("dapo", tokens), ("bnpo", tokens)):
         close(ours(plain, batch, denominator), trl_grpo(batch, kind, beta=0.3)[0])
     # What TRL calls epsilon_high of CISPO is the bound itself.
-    cispo = policy_gradient(cispo(high=0.1))
-    close(ours(cispo, batch, tokens), trl_grpo(batch, "cispo", high=1.1)[0])
+    loss = policy_gradient(cispo(high=0.1))
+    close(ours(loss, batch, tokens), trl_grpo(batch, "cispo", high=1.1)[0])
     gspo = sequence_policy_gradient(ppo_clip(0.1, 0.2), added=added)
     want, figures = trl_grpo(batch, "grpo", level="sequence", beta=0.3)
     close(ours(gspo, batch, answers), want)

@@ -68,7 +68,7 @@ def test_a_step_in_backward_steps_each_alone_by_its_name(optimizer, offload):
         made = tk.optim.make_optimizer([model], lr=0.1, optimizer=optimizer, offload=offload)
         names = [group["param_names"] for group in made.param_groups]
         if in_backward:
-            step = make_step_in_backward([model], made, axis=SOLO, sp=SOLO, tell=str)
+            step = make_step_in_backward([model], made, axis=SOLO, sp=SOLO, log=str)
             with step(lr=0.1) as updated:
                 model(torch.ones(2, 4)).square().sum().backward()
             assert updated().applied

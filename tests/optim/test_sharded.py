@@ -174,7 +174,7 @@ def visit(names, came_from, folder):
                 written = tk.state_hash(state, stages, optimizer, ps)
                 stages, optimizer = build(row, LAYOUTS[name], ps)
                 run = folder / kind / came_from
-                state = tk.resume(run, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+                state = tk.resume(run, TrainState(), stages, optimizer, ps, log=lambda _: None)
                 read = tk.state_hash(state, stages, optimizer, ps)
                 train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
                 ends.append(farthest(stages, optimizer, row, STEPS + 1))
@@ -188,7 +188,7 @@ def changed(layout, ps, run):
     """Go on with another optimizer; return the state's hash and what was told."""
     stages, optimizer = build(TO, layout, ps)
     told, asked = [], ResumeRules(free=("optimizer",))
-    how = {"tell": told.append, "changes": asked}
+    how = {"log": told.append, "changes": asked}
     state = tk.resume(run, TrainState(), stages, optimizer, ps, **how)
     train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
     said = [line for line in told if line.startswith("the optimizer")]
@@ -276,5 +276,5 @@ def cut_within_blocks(row, run):
             row.make(stages, axis=ps.pp)
         optimizer = wide.make(stages, axis=ps.pp)
         with pytest.raises(ValueError, match="rows of") as read:
-            tk.resume(run, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+            tk.resume(run, TrainState(), stages, optimizer, ps, log=lambda _: None)
         return str(made.value), str(read.value)

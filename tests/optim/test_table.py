@@ -253,7 +253,7 @@ def test_goes_on_bit_for_bit_from_a_checkpoint_and_from_a_state_dict(row, tmp_pa
     stages = [Named(named)]
     tk.save_checkpoint(tmp_path, TrainState(step=3), stages, optimizer, PS)
     again = started(row, seed=1)
-    tk.resume(tmp_path, TrainState(), [Named(again[0])], again[1], PS, tell=lambda _: None)
+    tk.resume(tmp_path, TrainState(), [Named(again[0])], again[1], PS, log=lambda _: None)
     other = started(row, seed=1)
     other[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's shares memory
     for name, p in named.items():
@@ -315,7 +315,7 @@ def changed(before, after, tmp_path, steps=3, changes=None):
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
     new, told = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"changes": changes or ASKED, "tell": told.append}
+    how = {"changes": changes or ASKED, "log": told.append}
     tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
     return old, new, told
 
@@ -372,7 +372,7 @@ def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
     tk.save_checkpoint(tmp_path, TrainState(step=3), [Named(old[0])], old[1], PS)
     new = made(torch.float64, seed=1)
     optimizer = Corrected(new.values(), lr=0.1)
-    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, tell=print)
+    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, log=print)
     assert not any(optimizer.state.values())
 
 
@@ -461,7 +461,7 @@ def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
     step_once(*new, 3)
     state = TrainState(step=4)
     tk.checkpoint.roll_back(
-        tmp_path, state, [Named(new[0])], new[1], PS, before=3, tell=lambda _: None
+        tmp_path, state, [Named(new[0])], new[1], PS, before=3, log=lambda _: None
     )
     assert float(new[1].state[new[0]["scale"]]["step"]) == 3
 

@@ -49,7 +49,7 @@ def train(ps, *, config=CONFIG, frozen=(), steps=2, run_dir=None, **options):
     optimizer = adamw(decay_groups(named, weight_decay=0.1), lr=1e-2, eps=1e-4)
     state = tk.TrainState()
     if run_dir is not None:
-        state = tk.resume(run_dir, state, stages, optimizer, ps, tell=lambda _: None)
+        state = tk.resume(run_dir, state, stages, optimizer, ps, log=lambda _: None)
     layout = Layout()
     params, loss = tk.get_parameters(stages), next_token_linear
     run = tk.bind_forward_backward(stages, loss, axis=ps.pp)

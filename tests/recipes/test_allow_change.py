@@ -106,7 +106,7 @@ def test_another_value_is_refused_and_with_leave_it_is_taken_and_told(name, begu
     assert code == 0, said
     assert column(out.parent / name, "step") == [2]
     plain = name.replace("-", "_")
-    (told,) = [event["told"] for event in events(out.parent / name, "resume")]
+    (told,) = [event["messages"] for event in events(out.parent / name, "resume")]
     assert any(f"its config.{plain} is " in line for line in told)
 
 

@@ -6,8 +6,8 @@ import types
 import pytest
 import recipe_runs
 import torch
-from hub.test_export_command import saved_run
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
+from weights.hub.test_export_command import saved_run
 
 from trainkit import config, models, sampling
 from trainkit.batch import count_valid_tokens
@@ -76,7 +76,7 @@ def test_the_result_compares_both_on_what_is_held_out(whole):
 def test_a_step_is_taken_by_the_divergence_and_the_hard_labels(whole, flags_of):
     recipe = load("distill")
     cfg = config.load_config(recipe.Config, [str(flag) for flag in flags_of(whole, 4)])
-    run = types.SimpleNamespace(say=str, ps=solo_parallel())
+    run = types.SimpleNamespace(log=str, ps=solo_parallel())
     rows, _ = recipe.open_rows(cfg, run, open_tokenizer("bytes"))
     rows_at = sampling.shuffle_epochs(len(rows), rows_per_step=4, seed=cfg.seed)
     parts = make_step_batch(rows, rows_at, Cursor(), rows_per_microbatch=2).microbatches

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from hub.test_export_command import saved_run
 from recipe_runs import here, load, refusal, several
+from weights.hub.test_export_command import saved_run
 
 from trainkit.models import Experts, make_decoder_config
 from trainkit.post.evaluation import read_results

@@ -8,9 +8,9 @@ import time
 import pytest
 import recipe_runs
 import torch
-from hub.test_export_command import saved_run
 from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 from transformers import AutoTokenizer
+from weights.hub.test_export_command import saved_run
 
 from trainkit import adapters, chat, hub, metrics, schedules
 from trainkit.__main__ import main

@@ -63,7 +63,7 @@ def test_the_holder_is_named_and_the_file_goes_with_it(tmp_path, monkeypatch):
 def test_without_the_lock_two_runs_are_in_one_directory(tmp_path, monkeypatch, told):
     """The negative control."""
     monkeypatch.setattr(lock, "_is_locked", lambda _: True)
-    with lock_run(tmp_path, SOLO), lock_run(tmp_path, SOLO, tell=told.append):
+    with lock_run(tmp_path, SOLO), lock_run(tmp_path, SOLO, log=told.append):
         assert "taken over" in told[0]
 
 
@@ -74,7 +74,7 @@ LEFT = {"gone": holder(), "elsewhere": holder(host="node07"), "alive": holder(os
 @pytest.mark.parametrize("text", LEFT.values(), ids=LEFT)
 def test_what_a_dead_process_has_left_is_taken_over_and_told(text, tmp_path, told):
     (tmp_path / "lock").write_text(text)
-    with lock_run(tmp_path, SOLO, tell=told.append):
+    with lock_run(tmp_path, SOLO, log=told.append):
         assert written(tmp_path / "lock")["since"] != "yesterday"
     facts = json.loads(text)
     who = f"process {facts['pid']} on {facts['host']}, job 41, since yesterday"
@@ -87,7 +87,7 @@ HOSTILE = ["", "{", "[]", "null", '{"host": 1}', "{" * 5000, holder(pid="x"), ho
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_file_of_nonsense_is_written_over(text, tmp_path, told):
     (tmp_path / "lock").write_text(text)
-    with lock_run(tmp_path, SOLO, tell=told.append):
+    with lock_run(tmp_path, SOLO, log=told.append):
         assert written(tmp_path / "lock")["pid"] == os.getpid()
     assert told == []
 
@@ -227,7 +227,7 @@ def test_a_run_that_was_killed_is_followed_at_once(tmp_path, told):
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(die_with_the_lock, 1, tmp_path)
     assert (tmp_path / "lock").exists()
-    with lock_run(tmp_path, SOLO, tell=told.append, patience=0):
+    with lock_run(tmp_path, SOLO, log=told.append, patience=0):
         assert "has ended without giving it back" in told[0]
 
 
@@ -240,7 +240,7 @@ def test_children_of_a_dead_holder_are_waited_for(tmp_path, told):
         lock._take(tmp_path / "lock", 0)
     thread = threading.Timer(0.2, os.close, (shared,))
     thread.start()
-    with lock_run(tmp_path, SOLO, tell=told.append, patience=20):
+    with lock_run(tmp_path, SOLO, log=told.append, patience=20):
         assert "has ended without giving it back" in told[0]
     thread.join()
 

@@ -14,7 +14,6 @@ from recipe_runs import events, lines, without_pictures
 import trainkit as tk
 from trainkit import health
 from trainkit.run import Timeouts, open_run
-from trainkit.run import open_run as run
 from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions
@@ -80,7 +79,7 @@ def train(
             while state.step < steps and not stop:
                 batch = batch_at(state.cursor, wrong or {})
                 state, metrics = step(state, batch)
-                state = loop.after(state, metrics, batch)
+                state = loop.record(state, metrics, batch)
                 for x in metrics.values():  # who gave them may use their memory again
                     if isinstance(x, torch.Tensor) and x is not state.tokens:
                         x.zero_()
@@ -89,8 +88,8 @@ def train(
                 if state.step == stop_at:
                     signal.raise_signal(signal.SIGTERM)
                 if state.step == 5 and seen is not None:
-                    state = loop.evaluated(state, lambda: seen(out))
-                stop = loop.keep(state)
+                    state = loop.evaluate(state, lambda: seen(out))
+                stop = loop.checkpoint(state)
         with without_pictures():
             if not stop:
                 made.finish(state, [model], optimizer)
@@ -206,7 +205,7 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
     def watch(*_, **__):
         yield lambda name, allow: announced.append((name, allow))
 
-    monkeypatch.setattr(run, "watch", watch)
+    monkeypatch.setattr(sys.modules[open_run.__module__], "watch_ranks", watch)
     batch, checkpoints = StepBatch([], Cursor()), CheckpointOptions(save_every=100)
     logging = LoggingOptions(log_every=4)
     model = torch.nn.Linear(1, 1)
@@ -220,8 +219,8 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
                 metrics = {name: torch.ones((), device=device) for name in ("loss", "grad_norm")}
                 looks = step == 4
                 with pytest.raises(NotImplementedError) if looks else contextlib.nullcontext():
-                    loop.after(attrs.evolve(state, step=step), metrics | {"tokens": 1}, batch)
-                loop.keep(attrs.evolve(state, step=step))
+                    loop.record(attrs.evolve(state, step=step), metrics | {"tokens": 1}, batch)
+                loop.checkpoint(attrs.evolve(state, step=step))
     steps = [(name, allow) for name, allow in announced if name.startswith("step")]
     assert steps == [("step 2", 4 * 600.0), ("step 5", 4 * 600.0)]
 

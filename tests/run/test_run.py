@@ -12,7 +12,6 @@ import pytest
 import torch
 from recipe_runs import events
 
-from trainkit import runtime
 from trainkit.mesh import solo_parallel
 from trainkit.run import Timeouts, make_run_dir, open_run, startup, watchdog
 from trainkit.run.lock import lock_run
@@ -87,10 +86,10 @@ def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(
         around = {"steps": 4, "replay": None, "checkpoints": checkpoints}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, values in enumerate(found, start=1):
-                state = loop.evaluated(
+                state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda v=values: v | {"tokens": 1}
                 )
-                loop.keep(state)
+                loop.checkpoint(state)
     assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(names) == [f"step_0000000{step}" for step in (2, 3, 4)]
@@ -109,10 +108,10 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
         around = {"steps": last, "replay": None, "checkpoints": checkpoints}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, loss in enumerate(losses, start=first):
-                state = loop.evaluated(
+                state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda x=loss: {"loss": x, "tokens": 1}
                 )
-                loop.keep(state)
+                loop.checkpoint(state)
     saved = [line["step"] for line in events(folder, "save")]
     kept = list_checkpoints(folder / "checkpoints")
     return saved, sorted(step_of(path) for path in kept)
@@ -156,7 +155,7 @@ def train_with(folder, optimizer_class, steps):
                 optimizer.step()
                 metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
                 state = attrs.evolve(state, step=step)
-                state = loop.after(state, metrics, StepBatch([], Cursor(step)))
+                state = loop.record(state, metrics, StepBatch([], Cursor(step)))
 
 
 def test_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path, capsys):
@@ -176,7 +175,7 @@ def _only_rank_0_can_write(folder):
         def refuse(path):
             raise DiskError(f"make_run_dir: user 7 cannot write {path}")
 
-        runtime.run.make_run_dir = refuse
+        sys.modules[open_run.__module__].make_run_dir = refuse
     try:
         with open_run(folder, **HOW):
             return "opened"
@@ -202,7 +201,7 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
         around = {"steps": state.step + 1, "replay": None, "checkpoints": checkpoints}
         recipe.write_text("edited while it runs")
         with run.loop(state, [model], optimizer, **around) as loop:
-            loop.keep(attrs.evolve(state, step=state.step + 1))
+            loop.checkpoint(attrs.evolve(state, step=state.step + 1))
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     event = [line for line in lines if line["event"] == "resume"][-1]
     return capsys.readouterr().out, event
@@ -216,14 +215,14 @@ def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
     given = tmp_path / "run", monkeypatch, capsys
     _, event = _start(*given, text="decay = 0.4", **how)
     saved = event["software"]
-    assert (event["step"], event["told"]) == (0, [])
+    assert (event["step"], event["messages"]) == (0, [])
     said, event = _start(*given, text="decay = 0.4", **how)
-    assert (event["step"], event["software"], len(event["told"])) == (1, saved, 1)
+    assert (event["step"], event["software"], len(event["messages"])) == (1, saved, 1)
     assert "software" not in said
     said, event = _start(*given, text="decay = 0.9", version="2.0", **how)
     now = event["software"]
     names = ["recipe source", "trainkit"]
     assert [name for name in saved if saved[name] != now[name]] == sorted(names, reverse=True)
     line = "; ".join(f"software: {x} was changed from {saved[x]} to {now[x]}" for x in names)
-    assert (event["step"], event["told"][1:]) == (2, [line])
+    assert (event["step"], event["messages"][1:]) == (2, [line])
     assert line in said.splitlines()

@@ -45,9 +45,9 @@ def train(folder, code=nothing_fails, *, log_every=1, background=False):
                 code(step, "after the step")
                 state = attrs.evolve(state, step=step, cursor=Cursor(step))
                 metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
-                state = loop.after(state, metrics, StepBatch([], state.cursor))
+                state = loop.record(state, metrics, StepBatch([], state.cursor))
                 code(step, "after the line")
-                loop.keep(state)
+                loop.checkpoint(state)
     return model.weight.tolist()
 
 

@@ -266,7 +266,7 @@ def clear_away(folder):
 def test_a_directory_that_somebody_removes_is_told_once(remove, tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     warned, folder = [], tmp_path / "run"
-    with watch_ranks(folder, solo_parallel().world, tell=warned.append):
+    with watch_ranks(folder, solo_parallel().world, log=warned.append):
         time.sleep(0.1)
         assert not warned
         remove(folder)
@@ -556,7 +556,7 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
     for name in ("_look_around", "_warn_of_stragglers"):
         monkeypatch.setattr(watchdog, name, broken)
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
-    with watch_ranks(tmp_path, solo_parallel().world, asked=broken, tell=warned.append) as phase:
+    with watch_ranks(tmp_path, solo_parallel().world, asked=broken, log=warned.append) as phase:
         phase("step 1")
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: warned and read_beat(tmp_path / "ranks", 0, session).count > 9)
@@ -564,7 +564,7 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
     assert "went wrong in the watch itself, which goes on: KeyError" in warned[0]
     monkeypatch.setattr(watchdog, "_doing", broken)
     with watch_ranks(
-        tmp_path, solo_parallel().world, asked=broken, tell=broken
+        tmp_path, solo_parallel().world, asked=broken, log=broken
     ):  # not even a warning
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: read_beat(tmp_path / "ranks", 0, session).count > 9)

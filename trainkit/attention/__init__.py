@@ -2,8 +2,8 @@
 
 Every function here is an `Attend` of `trainkit.types`, or makes one: `sdpa` runs anywhere, `varlen`
 uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere; `flex` is one kernel for
-windows and soft caps too; `choose_kernel` takes the first of a list that fits, and says why; `ring` and
-`ulysses` attend over rows of which each rank holds a part.
+windows and soft caps too; `choose_kernel` takes the first of a list that fits, and says why; `ring`
+and `ulysses` attend over rows of which each rank holds a part.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def make_padding_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: 
 
     It stands for rows that a rank lacks, and is no input to try a model with: its spans are those
     of padding, cut to about 96 tokens, across which attention does not see. `batch_from_rows` makes
-    rows of tokens of your own, `spans_from_rows` the spans of plain rows. `find_padding_rows` tells blank
-    rows from others.
+    rows of tokens of your own, `spans_from_rows` the spans of plain rows. `find_padding_rows` tells
+    blank rows from others.
 
     Args:
         rows: How many rows.
@@ -261,7 +261,8 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
 def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the sum of the weights of the labels that this rank trains on, without a host sync.
 
-    The denominator of `losses.weighted_next_token`, once it is summed over the `loss` axis: 0.3 is 0.3.
+    The denominator of `losses.weighted_next_token`, once it is summed over the `loss` axis: 0.3 is
+    0.3.
 
     Args:
         microbatches: `Batch`es, or any mappings with "labels" and floating "weights" of their

@@ -314,7 +314,8 @@ def spans_of_lengths(lengths: IntArray, *, device: torch.device | str = "cpu") -
 def spans_from_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Spans:
     """Return the `Spans` of plain rows: one document in each, and no padding.
 
-    For models and attention functions that are given rows as they are. The spans of a `make_padding_batch`
+    For models and attention functions that are given rows as they are. The spans of a
+    `make_padding_batch`
     are others: its rows are padding, which is cut into short spans.
 
     Args:

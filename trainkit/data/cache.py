@@ -21,7 +21,7 @@ from trainkit.collectives import run_on_all_ranks
 from trainkit.files import atomic_write, convert_disk_errors, open_regular, remove_stale_files
 from trainkit.packing import best_fit, pack_bins
 from trainkit.packing.bins import checked_lengths
-from trainkit.types import SOLO, Bins, DataError
+from trainkit.types import SOLO, Bins, DataError, Log, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     _Key = dict[str, Any]
     _Found = tuple[Bins, str]  # and the SHA-256 of its arrays
     _Pack = Callable[[], _Found]
-    _Tell = Callable[[str], object]
 
 FORMAT = 2
 """The version of a plan's file, and of what `pack_bins` does around a fit. It is part of the key:
@@ -52,7 +51,7 @@ def load_or_pack_bins(
     *,
     content: str,
     axis: Axis = SOLO,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
     fit: Fit = best_fit,
     group_size: int = 100_000,
     overlong: Overlong = "split",
@@ -72,7 +71,7 @@ def load_or_pack_bins(
         capacity: Tokens per row.
         content: A hash of the corpus, such as `fingerprint(corpus)`.
         axis: The ranks that call this together, with equal arguments.
-        tell: Called with one sentence about each thing worth knowing: a plan that was kept, that
+        log: Called with one sentence about each thing worth knowing: a plan that was kept, that
             was damaged, or that cannot be kept.
         fit: As for `pack_bins`. One of your own needs an attribute `version`, an int or a str, to
             be changed with whatever the fit does.
@@ -98,7 +97,7 @@ def load_or_pack_bins(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for _ in range(2):
-        ...         bins = load_or_pack_bins(folder, [5, 3, 2, 6], 8, content="c0ffee", tell=print)
+        ...         bins = load_or_pack_bins(folder, [5, 3, 2, 6], 8, content="c0ffee", log=print)
         plan of 2 rows kept in ...
         >>> bins[0]
         [(2, 0, 2), (3, 0, 6)]
@@ -125,17 +124,17 @@ def load_or_pack_bins(
         bins = pack_bins(lengths, capacity, **arguments)
         return bins, _sha256(bins)
 
-    return _shared(path, key, pack, axis, tell or (lambda _: None))
+    return _shared(path, key, pack, axis, log)
 
 
-def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> Bins:
+def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, log: Log) -> Bins:
     """Let rank 0 go first, then the others; refuse bins that differ."""
     mine: list[Bins] = []
 
     def lead() -> tuple[str, bool] | None:
         if axis.index > 0:
             return None
-        (bins, sha256), is_kept = _led(path, key, pack, tell) if path else (pack(), False)
+        (bins, sha256), is_kept = _led(path, key, pack, log) if path else (pack(), False)
         mine.append(bins)
         return sha256, is_kept
 
@@ -144,7 +143,7 @@ def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) 
     def follow() -> str:
         if axis.index == 0:
             return want
-        bins, sha256 = _followed(path, key, pack, tell) if path and is_kept else pack()
+        bins, sha256 = _followed(path, key, pack, log) if path and is_kept else pack()
         mine.append(bins)
         return sha256
 
@@ -156,7 +155,7 @@ def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) 
     return mine[0]
 
 
-def _led(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> tuple[_Found, bool]:
+def _led(path: Path, key: _Key, pack: _Pack, log: Log) -> tuple[_Found, bool]:
     """Return the plan of a path, which is packed if there is no whole one, and if it is kept."""
     damage = ""
     try:
@@ -173,20 +172,20 @@ def _led(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> tuple[_Found, bool]
     except _UNUSABLE as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
             raise
-        tell(f"packed in memory, since no plan can be kept in {path}: {error}")
+        log(f"packed in memory, since no plan can be kept in {path}: {error}")
         return plan, False
     done = f"rebuilt the plan of {rows} rows in {path}, which was damaged: {damage}"
-    tell(done if damage else f"plan of {rows} rows kept in {path}")
+    log(done if damage else f"plan of {rows} rows kept in {path}")
     return kept, True
 
 
-def _followed(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> _Found:
+def _followed(path: Path, key: _Key, pack: _Pack, log: Log) -> _Found:
     """Return the plan that rank 0 has kept, or packs in memory where this rank does not see it."""
     try:
         return _open(path, key)
     except _UNUSABLE as error:
         why = f"this rank does not see rank 0's plan in {path}: {error}"
-        tell(f"packed in memory, since {why}")
+        log(f"packed in memory, since {why}")
         return pack()
 
 

@@ -112,7 +112,8 @@ def stop_at_shortest(
         An iterator of as many batches on every rank.
 
     Raises:
-        Exception: What `batches` raised on one rank, on all ranks: see `collectives.run_on_all_ranks`.
+        Exception: What `batches` raised on one rank, on all ranks: see
+            `collectives.run_on_all_ranks`.
 
     Effects:
         Communicates for each batch as `collectives.run_on_all_ranks`.

@@ -10,10 +10,10 @@ import numpy as np
 from trainkit.data.cache import load_or_pack_bins
 from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.packing import bins_hash
-from trainkit.types import SOLO, Bins
+from trainkit.types import SOLO, Bins, Log, log_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -61,7 +61,7 @@ def split_held_out(
     *,
     cache_dir: Path | str | None = None,
     axis: Axis = SOLO,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
     overlong: Overlong = "split",
     multiple_of: int = 1,
     seed: int | None = None,
@@ -75,7 +75,7 @@ def split_held_out(
         capacity: Tokens per row.
         cache_dir: As in `load_or_pack_bins`, and so all that follow.
         axis: The ranks that call this together.
-        tell: Called with one sentence about each thing worth knowing.
+        log: Called with one sentence about each thing worth knowing.
         overlong: What becomes of a document longer than the capacity.
         multiple_of: A piece takes the next multiple of this many tokens.
         seed: The seed of the packing.
@@ -97,7 +97,7 @@ def split_held_out(
         >>> rows.bins[0], held.bins[0]
         ([(0, 0, 2), (2, 0, 2)], [(1, 0, 1)])
     """
-    how: dict[str, Any] = {"axis": axis, "tell": tell, "overlong": overlong, "seed": seed}
+    how: dict[str, Any] = {"axis": axis, "log": log, "overlong": overlong, "seed": seed}
     how |= {"content": fingerprint(corpus), "multiple_of": multiple_of}
     trained = np.where(held_out, 0, corpus.lengths)
     rows, held = (
@@ -115,7 +115,8 @@ def make_data_facts(packed: PackedCorpus) -> dict[str, Any]:
 
     Returns:
         "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows". The
-        fingerprint is that of all that is in the files, which may be renamed: see `make_resume_rules`.
+        fingerprint is that of all that is in the files, which may be renamed: see
+            `make_resume_rules`.
 
     Examples:
         >>> from trainkit.data.corpus import make_corpus

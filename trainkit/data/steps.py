@@ -11,8 +11,8 @@ import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
-from trainkit.data.corpus import gathered
-from trainkit.data.documents import checked_columns
+from trainkit.data.corpus import collect_documents
+from trainkit.data.documents import check_columns
 from trainkit.data.mapped import check_unchanged
 from trainkit.noise.counters import make_token_keys
 from trainkit.packing import next_fit, pack_bins, row_costs, select_rows
@@ -44,7 +44,8 @@ def make_step_batch(
 ) -> StepBatch:
     """Return one rank's microbatches of the global batch at a cursor, and the cursor after it.
 
-    Two things in one: `rows_at` says which rows make up the batch, `make_microbatches` gives each rank its
+    Two things in one: `rows_at` says which rows make up the batch, `make_microbatches` gives each
+        rank its
     part of them.
 
     Args:
@@ -171,19 +172,20 @@ def make_dataset_batch(
     share = place.rows
     if share.count > len(items):
         raise ValueError(
-            f"make_dataset_batch: {share.count} ranks read different items, and the global batch has "
+            f"make_dataset_batch: {share.count} ranks read different items, and the batch has "
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
     positions = np.arange(share.index, len(items), share.count)
-    corpus = gathered(
+    corpus = collect_documents(
         _encoded_items(dataset, items[positions].tolist(), encode),
         vocab_size=vocab_size,
-        columns=checked_columns("make_dataset_batch", columns),
+        columns=check_columns("make_dataset_batch", columns),
     )
     if overlong == "error" and (corpus.lengths > capacity).any():
         worst = int(corpus.lengths.argmax())
         raise DataError(
-            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} tokens; "
+            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} "
+            f"tokens; "
             f'the capacity is {capacity}: raise it, or ask for overlong="truncate"',
             got=int(corpus.lengths[worst]),
             want=capacity,

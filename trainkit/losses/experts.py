@@ -26,8 +26,8 @@ def add_router_losses(loss: NamedLoss, *, balance: float = 0.0, router_z: float 
     `average_terms` divides by, and `forward_backward` takes one for each term that has a gradient,
     `{"loss": trained, "balance": tokens, "router_z": tokens}`, with `batch.count_tokens`. Two
     counts are divided by nothing: "load", int64 `[L, E]`, how often each expert of each layer was
-    chosen, for `models.update_routers_` and `metrics.make_expert_load_metrics`; and "dropped" `[L]`, how many
-    of these choices found an expert full (`Experts.capacity`).
+    chosen, for `models.update_routers_` and `metrics.make_expert_load_metrics`; and "dropped"
+    `[L]`, how many of these choices found an expert full (`Experts.capacity`).
 
     Args:
         loss: What is computed of the decoder's output.

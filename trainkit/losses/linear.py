@@ -156,7 +156,8 @@ def linear_cross_entropy(
         labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
         bias: The output layer's bias `[V]` or `[V_r]`, of the same dtype.
         softcap: What logits are kept between by tanh, above 0.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a `make_vocabulary_axis`.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a
+            `make_vocabulary_axis`.
         chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
             memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
             all fit into that, the plain path is taken, which has less overhead.

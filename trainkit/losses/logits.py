@@ -262,21 +262,22 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
 
 _CURES = {
     "labels": "collate_bins makes them, and shift_labels those of rows of your own",
-    "document_ids": "collate_bins and batch_from_rows make them: the number of each token's document "
+    "document_ids": "collate_bins and batch_from_rows make them: each token's document "
     "in its row, below 0 for padding",
     "position_ids": "collate_bins and batch_from_rows make them: the place of each token in its "
     "document, from 0",
-    "old_logprobs": "parallel.add_columns(stages, microbatches, generation.compute_old_logprobs) adds it, "
+    "old_logprobs": "parallel.add_columns(stages, microbatches, "
+    "generation.compute_old_logprobs) adds it, "
     "before the first update",
     "sampler_logprobs": "generation.make_answer_corpus adds it where answers have logprobs",
     "advantages": "generation.make_answer_corpus adds it",
-    "reference_logprobs": "evaluation.score_corpus with make_logprob_columns writes a corpus with it",
+    "reference_logprobs": "evaluation.score_corpus with make_logprob_columns writes it",
     "desirable": "put 1 at the labels of good answers and 0 at those of bad ones",
     "kl": "objectives.add_reference_point adds it",
     "weights": "losses.weight_by_document makes them, or a Column of the corpus named weights",
     "teacher_hidden": "parallel.add_columns(teacher, microbatches, ...) adds it",
     "teacher_ids": "evaluation.score_corpus with make_top_k_columns writes a corpus that has it",
-    "teacher_logprobs": "evaluation.score_corpus with make_top_k_columns writes a corpus that has it",
+    "teacher_logprobs": "evaluation.score_corpus with make_top_k_columns writes it",
 }
 
 

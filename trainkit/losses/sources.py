@@ -67,7 +67,7 @@ def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> Name
     @declare_terms(*loss.terms, *own)
     def loss_by_source(output: Any, batch: Mapping[str, Any]) -> Terms:
         if "source" not in batch:
-            mend = "make_step_batch and make_eval_batches add it where Packed has num_rows (see concat_packed)"
+            mend = "make_step_batch and make_eval_batches add it where PackedCorpus has num_rows"
             raise ValueError(f'report_by_source: the batch has no "source"; {mend}')
         labels = read_field("report_by_source", batch, "labels")
         want, got = tuple(labels.shape), tuple(batch["source"].shape)

@@ -361,8 +361,8 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
     """Return a loss on logits as one of a `Hidden`: it gets whole logits, some tokens at a time.
 
     For terms that are no function of cross entropy and log-sum-exp, beside `next_token_linear`:
-    `add_terms((next_token_linear, 0.9), (chunk_loss(uniform), 0.1))`. They cost a pass of their own.
-    Under tensor parallelism the logits of a chunk are gathered.
+    `add_terms((next_token_linear, 0.9), (chunk_loss(uniform), 0.1))`. They cost a pass of their
+    own. Under tensor parallelism the logits of a chunk are gathered.
 
     Args:
         loss: A sum over tokens, each of which needs its own logits alone. It is called with logits
@@ -452,8 +452,8 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
 def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:
     """Return the means of summed terms: `name` over `name/count` if there is one, else over tokens.
 
-    What is more than one number counts things of many kinds, such as the `load` of `losses.add_router_losses`,
-    and stays a sum.
+    What is more than one number counts things of many kinds, such as the `load` of
+    `losses.add_router_losses`, and stays a sum.
 
     Args:
         sums: Values by name, summed over microbatches and ranks.

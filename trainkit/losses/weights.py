@@ -1,6 +1,7 @@
 """Weights that make a weighted sum of tokens a mean of means, still with one denominator.
 
-Each token weighs 1 over the tokens that its unit has, wherever they lie: so `losses.weighted_next_token`, and
+Each token weighs 1 over the tokens that its unit has, wherever they lie: so
+    `losses.weighted_next_token`, and
 other losses that are weighted, add up the means of units, and `batch.count_weights` counts these.
 A unit without a trained token is in neither.
 """

@@ -78,10 +78,10 @@ def parallel_session(
     Args:
         layout: The degrees, and `fold_sp`; the other fields change nothing here. It may be left
             out, and single fields given by name: `parallel_session(dp_shard=4, tp=2)`.
-        timeout: How long a collective may wait for a peer. Where `runtime.watch` stands guard it
+        timeout: How long a collective may wait for a peer. Where `run.watch_ranks` stands guard it
             may be long: the watch ends a hang earlier, and says who is stuck.
         start_timeout: How long ranks may take to find each other.
-        asked: Tells why this process shall stop, or None, as `runtime.trap_signals` yields it: who
+        asked: Tells why this process shall stop, or None, as `run.trap_signals` yields it: who
             was asked does not wait for missing ranks for longer than 20 s more.
         **fields: Fields of `Layout`, which take the place of those of `layout`.
 

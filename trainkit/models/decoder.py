@@ -85,7 +85,7 @@ def project(
 
 
 def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
-    """Return logits `[B, S, V]` of what a decoder returns: these, a `Hidden`, or a `RoutedOutput` of one.
+    """Return logits `[B, S, V]` of logits, of a `Hidden`, or of a `RoutedOutput` of either.
 
     Examples:
         >>> whole_logits(Hidden(torch.ones(1, 2, 4), torch.ones(8, 4))).shape
@@ -329,12 +329,12 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: int64 `[B, S]`; for a pipeline stage after the first, the hidden states `[B,
-                S, D]` that it receives, or a `RoutedOutput` of them. A stage before the last returns
-                such.
+                S, D]` that it receives, or a `RoutedOutput` of them. A stage before the last
+                returns such.
             position_ids: int64 `[B, S]`, the position of each token in its document.
             spans: The documents, over the flattened rows.
-            noise_key: int64 `[B, S]`, from `noise.make_token_keys`; needed only for dropout, and for the
-                jitter of routers, while training.
+            noise_key: int64 `[B, S]`, from `noise.make_token_keys`; needed only for dropout, and
+                for the jitter of routers, while training.
             is_token: bool `[B, S]`, False for padding, which goes to no expert; needed with
                 experts.
             tape: The choices of the expert layers; by default a new one.

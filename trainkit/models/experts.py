@@ -87,7 +87,9 @@ def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
         choices = choices.unflatten(2, (len(layers), -1))
     if choices.ndim != 4 or choices.shape[2] != len(layers):
         got, own = list(choices.shape), len(layers)
-        raise ValueError(f"Tape: choices must be [B, S, {own}, k], for {own} layers, got {got}")
+        raise ValueError(
+            f"RoutingTape: choices must be [B, S, {own}, k], for {own} layers, got {got}"
+        )
     tape.choices.update(zip(layers, choices.flatten(0, 1).unbind(1), strict=True))
 
 
@@ -126,12 +128,14 @@ def check_tape(
         >>> check_tape(tape, ["0"], how, is_token=torch.tensor([True]))
         Traceback (most recent call last):
         ...
-        ValueError: RoutingTape: 0: choices must be int64 [1, 2], of each token distinct ones in [0, 4)...
+        ValueError: RoutingTape: 0: choices must be int64 [1, 2], of each token distinct ...
     """
     has, wanted = {*tape.choices}, {*(layers if own is None else own)}
     if has and (has - {*layers} or wanted - has):
         got, want = ", ".join(tape.choices), ", ".join(layers)
-        raise ValueError(f"Tape: it has the choices of {got}; the model's expert layers are {want}")
+        raise ValueError(
+            f"RoutingTape: it has the choices of {got}; the model's expert layers are {want}"
+        )
     shape = is_token.numel(), experts.chosen
     want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
     unread: list[Tensor] = []
@@ -145,9 +149,9 @@ def check_tape(
                 fits, seen = False, x[is_token.flatten()]
                 got = f"{got} from {int(seen.min())} to {int(seen.max())}"
         if not fits:
-            raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
+            raise ValueError(f"RoutingTape: {name}: choices must be {want}, got {got}")
     if unread:
-        torch._assert_async(torch.stack(unread).all(), f"Tape: choices must be {want}")  # noqa: SLF001 (no public name)
+        torch._assert_async(torch.stack(unread).all(), f"RoutingTape: choices must be {want}")  # noqa: SLF001 (no public name)
 
 
 def _are_distinct(choices: Tensor, is_token: Tensor, experts: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 A *key* is 64 bits made from a seed and names. A *hash* of a tensor is a sum modulo 2^64 over its
 elements, so hashes of disjoint parts combine by `+`, in any order: every layout that holds the same
-values prints the same number. `mix_bits` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014).
+values prints the same number. `mix_bits` is the finaliser of SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _mixed_32(x: Tensor) -> Tensor:
 def rounded_rows(
     x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int, lower: bool = False
 ) -> Tensor:
-    """Round a part of a tensor to bf16 as `round_bf16_stochastic` does, by the whole tensor's indices.
+    """Round a shard to bf16 as `round_bf16_stochastic` rounds it in the full tensor.
 
     An element's 16 random bits are a function of its row's key and of its column, so any part of a
     tensor is rounded as it is in the whole. Each key gives 32 bits: two tensors can be rounded

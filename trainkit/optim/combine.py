@@ -107,8 +107,8 @@ def combine_optimizers(
         parts: The optimizers, one or more.
         mean: Keep an exponentially weighted mean of the parameters over steps, of which this much
             stays in a step: 0.999 say. It begins as the parameters are after the first step, is
-            held in fp32, and `use_averaged_parameters` puts it in their place. A part that keeps a mean of its own
-            (`ScheduleFree`) goes on with that.
+            held in fp32, and `use_averaged_parameters` puts it in their place. A part that keeps a
+            mean of its own (`ScheduleFree`) goes on with that.
 
     Raises:
         ValueError: There is no part, one is one of several already, a parameter is in two of them,
@@ -137,8 +137,8 @@ def combine_optimizers(
 def use_averaged_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put what an optimizer evaluates into the place of the parameters, and put them back after.
 
-    That is its state "mean": of `combine_optimizers(mean=)`, or x of `ScheduleFree`; parameters without one
-    stay. Evaluate and export inside; a step or a save inside would take it for the
+    That is its state "mean": of `combine_optimizers(mean=)`, or x of `ScheduleFree`; parameters
+    without one stay. Evaluate and export inside; a step or a save inside would take it for the
     parameters.
 
     Args:

@@ -32,7 +32,7 @@ def offload_optimizer_(optimizer: torch.optim.Optimizer) -> None:
         Ren et al., "ZeRO-Offload" (2021).
 
     Examples:
-        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.5)
         >>> offload_optimizer_(optimizer)
         >>> weight.sum().backward()
@@ -47,7 +47,7 @@ def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether `offload_optimizer_` has been called with an optimizer.
 
     Examples:
-        >>> is_offloaded(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+        >>> is_offloaded(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
         False
     """
     return isinstance(optimizer.step, _Offloaded)

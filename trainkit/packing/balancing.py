@@ -1,4 +1,4 @@
-"""`make_balanced_fit`: a `Fit` that makes a multiple of some number of bins, all about equally full."""
+"""`make_balanced_fit`: a `Fit` with a multiple of some number of bins, all about equally full."""
 
 from __future__ import annotations
 

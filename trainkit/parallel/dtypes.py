@@ -150,8 +150,8 @@ def autocast_call(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Return a call that runs a model under torch's autocast; its loss stays outside.
 
     For models that ask for nothing in fp32 themselves: autocast knows by the operation what rounds
-    well. `mixed_precision` is cheaper for those that do (it casts a weight once), is the same in every
-    layout, and lets FSDP gather in the lower dtype.
+    well. `mixed_precision` is cheaper for those that do (it casts a weight once), is the same in
+    every layout, and lets FSDP gather in the lower dtype.
 
     Args:
         call: How a batch enters the model: `call_model`, or your own.

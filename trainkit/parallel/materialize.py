@@ -1,8 +1,8 @@
 """From a module on the meta device to one that holds values: this rank's part of every tensor.
 
 Values come from a `Weights` function: a counter-based initialiser, a folder (`open_weights`), or a
-module that was made and initialised as its author meant it (`weights_from_module`). One that says in its
-attribute `shapes` which tensors it holds must be used up, and fills persistent buffers too.
+module that was made and initialised as its author meant it (`weights_from_module`). One that says
+in its attribute `shapes` which tensors it holds must be used up, and fills persistent buffers too.
 """
 
 from __future__ import annotations

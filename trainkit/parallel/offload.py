@@ -25,7 +25,7 @@ Store = Callable[[Tensor], Start]
 
 
 def copy_to_host(x: Tensor) -> Start:
-    """Copy bytes into host memory, the `Store` that `offload_activations` takes: on CUDA beside what computes.
+    """Copy bytes to host memory and back: the `Store` of `offload_activations` by default.
 
     There memory is pinned, and copies are on a stream of their own. Elsewhere they are plain ones.
 

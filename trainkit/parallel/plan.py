@@ -42,8 +42,8 @@ def make_decoder_plan(
         offload: Bytes of activations that stay on the device, while the rest waits in host memory;
             None moves nothing. See `parallel.offload_activations`.
         compiled: Whether blocks are compiled.
-        attention: Attention kernels in order of preference, see `parallel.set_attention`; by default
-            what the model was made with.
+        attention: Attention kernels in order of preference, see `parallel.set_attention`; by
+            default what the model was made with.
 
     Raises:
         ConfigError: `recompute` is unknown.

@@ -547,7 +547,7 @@ def _rounding(
     if scatters and "noise_key" not in microbatches[0]:
         raise ValueError(
             'forward_backward: expert_wire_dtype rounds gradients by the batch\'s "noise_key", '
-            "which is not there; put it in with data.add_noise_keys, or noise_seed of make_step_batch"
+            "which is not there; add it by data.add_noise_keys, or noise_seed of make_step_batch"
         )
     return [scatter.step(microbatches[0]["noise_key"].flatten()[0]) for scatter in scatters]
 

@@ -163,7 +163,7 @@ def split_layer_ranges(
     count = len(costs)
     if not 1 <= num_stages <= count:
         raise ConfigError(
-            f"split_layer_ranges: {count} layers cannot fill {num_stages} pipeline stages, each of which "
+            f"split_layer_ranges: {count} layers cannot fill {num_stages} stages, each of which "
             f"needs one; use at most {count} stages",
             where="pp",
             got=num_stages,

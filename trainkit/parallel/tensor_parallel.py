@@ -92,7 +92,8 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
 
     Args:
         styles: From patterns of module names, in which `*` stands for one part, to the names of
-            `STYLES` or to a `ParallelStyle`: {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}.
+            `STYLES` or to a `ParallelStyle`: {"layers.*.mlp.up": "column", "layers.*.mlp.down":
+                "row"}.
             The pattern "" is the module itself, for parameters that it holds directly.
             None takes the plan of `models.Decoder`; `read_hf_styles(model)` that of a Hugging Face
             model.
@@ -184,7 +185,7 @@ def read_hf_styles(model: Any) -> dict[str, str]:
             continue
         if style not in _HF_STYLES:
             raise ConfigError(
-                f"read_hf_styles: the plan of {type(model).__name__} asks for {style!r} at {pattern!r}, "
+                f"read_hf_styles: the plan of {type(model).__name__} has {style!r} at {pattern!r}, "
                 f"which tensor() has no style for (it knows {', '.join(_HF_STYLES)})",
                 where=pattern,
                 got=style,
@@ -231,7 +232,8 @@ def _styles_of(
     elif styles is None:
         raise ConfigError(
             f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "
-            'tensor({"layers.*.up": "column", "layers.*.down": "row"}) or tensor(read_hf_styles(model))',
+            'tensor_parallel({"layers.*.up": "column", "layers.*.down": "row"}) or '
+            "tensor_parallel(read_hf_styles(model))",
             where="tp",
         )
     else:

@@ -10,6 +10,7 @@ from .errors import run_main as run_main
 from .garbage import collect_manually as collect_manually
 from .limits import Timeouts as Timeouts
 from .lock import lock_run as lock_run
+from .log import make_logger as make_logger
 from .open_run import Loop as Loop
 from .open_run import Run as Run
 from .open_run import open_run as open_run

@@ -351,8 +351,8 @@ def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
 
     Args:
         config: The configuration.
-        free: Other facts that may change: "files" of `make_data_facts`, say, which only name what the
-            "fingerprint" stands for.
+        free: Other facts that may change: "files" of `make_data_facts`, say, which only name what
+            the "fingerprint" stands for.
 
     Examples:
         >>> make_resume_rules(RunConfig(allow_change=("compute",))).allow

@@ -79,10 +79,11 @@ _HINTS = {
 def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     """End the process with the exit code of what goes wrong inside, after saying what it was.
 
-    The exit codes are those of `get_exit_code`. On stderr stand one readable line and then, last and
-    unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got, want
-    and hint; every rank writes its own. The traceback is appended to `errors/rank_00000.txt` in the
-    run directory; without one it goes to stderr, but for errors of the user, which need none.
+    The exit codes are those of `get_exit_code`. On stderr stand one readable line and then, last
+    and unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got,
+    want and hint; every rank writes its own. The traceback is appended to `errors/rank_00000.txt`
+    in the run directory; without one it goes to stderr, but for errors of the user, which need
+    none.
 
     Args:
         run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.

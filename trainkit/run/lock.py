@@ -25,7 +25,7 @@ import orjson
 from trainkit.collectives import run_on_all_ranks
 from trainkit.files import convert_disk_errors
 from trainkit.run.peers import Member, is_gone
-from trainkit.types import Axis, ConfigError
+from trainkit.types import Axis, ConfigError, Log, log_warning
 
 # File systems that have no locks say one of these, Lustre without its option `flock` for example.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
@@ -50,7 +50,7 @@ def lock_run(
     run_dir: str | Path,
     axis: Axis,
     *,
-    tell: Callable[[str], object] = print,
+    log: Log = log_warning,
     patience: float = 10.0,
 ) -> Iterator[Callable[[], None]]:
     """Hold a run directory for the length of a `with` block, or refuse on all ranks alike.
@@ -62,7 +62,7 @@ def lock_run(
     Args:
         run_dir: The run directory, which exists.
         axis: The ranks of the run, `ps.world`.
-        tell: What is called, on rank 0, with a sentence about a lock that is taken over.
+        log: What is called, on rank 0, with a sentence about a lock that is taken over.
         patience: Seconds that the children of a dead holder have to end, and that the file may take
             until all ranks see it.
 
@@ -93,7 +93,7 @@ def lock_run(
 
         def take(patience: float) -> str:
             if axis.index == 0:
-                taken.append(stack.enter_context(_held(path, token, tell, patience)))
+                taken.append(stack.enter_context(_held(path, token, log, patience)))
             return token
 
         def hold() -> None:
@@ -132,14 +132,12 @@ def _read_text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _held(
-    path: Path, token: str, tell: Callable[[str], object], patience: float
-) -> Iterator[BinaryIO]:
+def _held(path: Path, token: str, log: Log, patience: float) -> Iterator[BinaryIO]:
     with convert_disk_errors(path, by="lock_run"), contextlib.ExitStack() as opened:
         file = opened.enter_context(_take(path, patience))
         left = _read_holder(file)
         if left is not None:
-            tell(f"{path}: taken over; {left}, has ended without giving it back")
+            log(f"{path}: taken over; {left}, has ended without giving it back")
         file.seek(0)
         file.truncate()
         told = attrs.asdict(_this_process()) | {"token": token}

@@ -385,8 +385,8 @@ def _unsaved_is_told(told: Sequence[str]) -> Iterator[None]:
             raise
         facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
         raise PreemptedError(
-            f"stop_votes: asked to stop ({told[0]}), but could not save: {type(error).__name__}: "
-            f"{format_error(error)}",
+            f"open_stop_vote: asked to stop ({told[0]}), but could not save: "
+            f"{type(error).__name__}: {format_error(error)}",
             **facts,
         ) from error
 

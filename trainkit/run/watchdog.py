@@ -42,6 +42,7 @@ from trainkit.types import (
     Axis,
     ConfigError,
     DiskError,
+    Log,
     PeerError,
     PreemptedError,
     TrainkitError,
@@ -118,7 +119,7 @@ class _Self:
     asked: Callable[[], str | None] = lambda: None  # why the run shall stop
     written: Callable[[], int] | None = None  # parts that saves have written
     grace: float | None = None  # seconds that a stop may take
-    warn: Callable[[str], object] = say_on_stderr
+    warn: Log = say_on_stderr
     told: set[str] = attrs.field(factory=set)  # what is warned of once
     late: dict[int, int] = attrs.field(factory=dict)  # looks at which a rank was slow, in a row
     timed: tuple[str, float] | None = None  # the phase that `elapsed` is of
@@ -142,7 +143,7 @@ def watch_ranks(
     grace: float | None = None,
     hold: Callable[[], None] = lambda: None,
     written: Callable[[], int] | None = None,
-    tell: Callable[[str], object] = say_on_stderr,
+    log: Log = say_on_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
 
@@ -175,7 +176,7 @@ def watch_ranks(
         written: Returns how many parts of checkpoints this rank has written. A save hangs if no
             rank has written one for 10 s, or twice as long as a pause has been in a save that went
             on. None: no save is taken to hang.
-        tell: Takes warnings, in the watching thread; by default they go to stderr.
+        log: Takes warnings, in the watching thread; by default they go to stderr.
 
     Yields:
         `phase(name, allow=seconds)`: what this rank does from now on, and how long it may take; the
@@ -200,7 +201,7 @@ def watch_ranks(
         rank_00000.json
     """
     rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
-    rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, tell
+    rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, log
     rank.written = written
     work = (rank, stop)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)

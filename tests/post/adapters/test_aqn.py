@@ -170,7 +170,7 @@ def test_a_resumed_run_has_the_same_bits_and_evaluation_has_no_noise(tmp_path):
     save_checkpoint(tmp_path, TrainState(step=2), stages, optimizer, ps, facts=facts)
     train(ps, stages, optimizer, range(2, 4))
     again, other, facts = begin()
-    resume(tmp_path, TrainState(), again, other, ps, facts=facts, tell=lambda _: None)
+    resume(tmp_path, TrainState(), again, other, ps, facts=facts, log=lambda _: None)
     train(ps, again, other, range(2, 4))
     for name, p in get_named_parameters(stages).items():
         assert torch.equal(p, get_named_parameters(again)[name]), name

@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hub import tiny
 from rounded_layouts import MODEL, hold
 from torch import nn
+from weights.hub import tiny
 
 import trainkit as tk
 from trainkit.batch.shards import spans_of_lengths

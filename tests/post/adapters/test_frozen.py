@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub import tiny
 from torch import nn
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.mesh import parallel_session, solo_parallel

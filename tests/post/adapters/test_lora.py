@@ -284,7 +284,7 @@ def test_a_resumed_run_drops_in_experts_what_it_would_have_dropped(tmp_path):
     save_checkpoint(tmp_path, TrainState(step=1), *run)
     wanted = step(1, *run)
     again = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
-    state = resume(tmp_path, TrainState(), *again, tell=lambda _: None)
+    state = resume(tmp_path, TrainState(), *again, log=lambda _: None)
     assert step(state.step, *again) == wanted
 
 
@@ -408,7 +408,7 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     again = build(ps, seed=1, trained="head")
     facts = adapters.exclude_frozen_(again, ps, source="moved")
     other = optimizer_of(again)
-    how = {"facts": facts, "tell": lambda _: None}
+    how = {"facts": facts, "log": lambda _: None}
     with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
         resume(tmp_path, TrainState(), again, other, ps, **how)
     back = resume(
@@ -492,7 +492,7 @@ def resume_in_one(folder, layout, want):
         stages = build(ps, layout=layout, seed=1)
         facts = adapters.exclude_frozen_(stages, ps, source="x")
         optimizer = optimizer_of(stages)
-        how = {"facts": facts, "tell": lambda _: None}
+        how = {"facts": facts, "log": lambda _: None}
         state = resume(folder, TrainState(), stages, optimizer, ps, **how)
         assert (facts["base"], state_hash(state, stages, optimizer, ps)) == want
 

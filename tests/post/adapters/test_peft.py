@@ -29,7 +29,9 @@ from trainkit.types import CheckpointError, ConfigError, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 from trainkit.weights.hub import open_folder, open_folder_weights
 
-SPEC = importlib.util.spec_from_file_location("tiny", Path(__file__).parents[1] / "hub" / "tiny.py")
+SPEC = importlib.util.spec_from_file_location(
+    "tiny", Path(__file__).parents[2] / "weights" / "hub" / "tiny.py"
+)
 tiny = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tiny)
 LENGTH = 16

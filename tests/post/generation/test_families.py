@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hub import tiny
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.mesh import solo_parallel

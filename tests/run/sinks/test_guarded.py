@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from trainkit import sinks
+from trainkit.run.log import make_logger
 from trainkit.run.sinks.guards import isolate_sinks, redacted
-from trainkit.run.sinks.open_run_sinks import open_run_sinks, printer
+from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, Share
@@ -258,9 +259,9 @@ def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
     library = types.SimpleNamespace(init=returning(run))
     monkeypatch.setitem(sys.modules, "wandb", library)
     page = {"wandb": partial(open_wandb, tmp_path)}
-    with isolate_sinks(page, tell=pytest.fail, patience=30) as sink:
+    with isolate_sinks(page, log=pytest.fail, patience=30) as sink:
         sink(1, {})
-    with contextlib.suppress(KeyError), isolate_sinks(page, tell=pytest.fail, patience=30) as sink:
+    with contextlib.suppress(KeyError), isolate_sinks(page, log=pytest.fail, patience=30) as sink:
         raise KeyError
     assert codes == [0, 1]
 
@@ -283,7 +284,7 @@ def test_lines_arrive_in_order_as_they_were_when_they_were_logged():
     def collect():
         return contextlib.nullcontext(lambda step, got: seen.append((step, got["loss"])))
 
-    with isolate_sinks({"a": collect}, tell=pytest.fail, patience=30) as sink:
+    with isolate_sinks({"a": collect}, log=pytest.fail, patience=30) as sink:
         for step in range(200):
             values["loss"] = float(step)
             sink(step, values)
@@ -303,7 +304,7 @@ def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_mis
 
     makers = {"stuck": hold, "stuck too": hold, "late": lag}
     begin = time.monotonic()
-    with isolate_sinks(makers, tell=told.append, room=50, patience=1.0) as sink:
+    with isolate_sinks(makers, log=told.append, room=50, patience=1.0) as sink:
         for step in range(40):
             sink(step, {})
         while len(seen) < 40:
@@ -322,7 +323,7 @@ def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_mis
 def test_a_sink_that_hangs_is_told_about_while_the_run_goes_on(hanging, monkeypatch):
     told, clock = [], iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with isolate_sinks({"stuck": hanging}, tell=told.append, lag=60, patience=2) as sink:
+    with isolate_sinks({"stuck": hanging}, log=told.append, lag=60, patience=2) as sink:
         for step in range(59):
             sink(step, {})
         assert told == []
@@ -336,7 +337,7 @@ def test_what_goes_wrong_inside_the_block_is_what_is_raised(hanging):
     told = []
     with (
         pytest.raises(KeyError, match="step 3"),
-        isolate_sinks({"a": hanging, "b": raising(OSError("x"))}, tell=told.append, patience=0.1),
+        isolate_sinks({"a": hanging, "b": raising(OSError("x"))}, log=told.append, patience=0.1),
     ):
         raise KeyError("step 3")
     assert len(told) == 2
@@ -373,11 +374,11 @@ def unread_stdout(monkeypatch):
 
 @pytest.mark.case("E9")
 def test_a_run_outlives_the_reader_of_its_output(tmp_path, monkeypatch, capfd):
-    say = printer(Share(0, 2))
+    log = make_logger(Share(0, 2)).info
     with unread_stdout(monkeypatch):
-        say("reading")
+        log("reading")
         write_run(tmp_path, patience=30)
-        say("done")
+        log("done")
         print("whoever else prints", flush=True)
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
     assert warnings_of(tmp_path) == []  # the first print has found it out
@@ -404,7 +405,7 @@ def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, 
         full = stack.enter_context(Path("/dev/full").open("w")) if stream == "full" else None
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, {"closed": closed, "full": full}.get(stream))
-        printer(Share(0, 1))("reading")
+        make_logger(Share(0, 1)).info("reading")
         write_run(tmp_path, patience=30)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
@@ -413,7 +414,7 @@ def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, 
 
 
 def test_other_ranks_print_and_write_nothing(tmp_path, capfd):
-    printer(Share(1, 2))("reading")
+    make_logger(Share(1, 2)).info("reading")
     with open_run_sinks(tmp_path, Share(1, 2), step=0, last=1) as (log, event):
         log(1, {})
         event("save", step=1)

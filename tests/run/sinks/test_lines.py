@@ -20,11 +20,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainkit import sinks
-from trainkit.run.sinks import open_jsonl as lines_file
-from trainkit.run.sinks import open_run_sinks as run_file
 from trainkit.run.sinks.jsonl import Rewound, fsync_jsonl, open_jsonl, repair_jsonl, rewind_jsonl
 from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.types import DiskError, Share
+
+lines_file = sys.modules[open_jsonl.__module__]  # not the function of the same name
+run_file = sys.modules[open_run_sinks.__module__]
 
 
 def written(steps):
@@ -76,7 +77,7 @@ def test_a_file_that_is_whole_is_not_rewritten_to_begin_a_run(tmp_path, monkeypa
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(written(range(1, 20_001)) + b'{"step":20001,"l')
     monkeypatch.setattr(
-        lines_file, "replacing", lambda *_, **__: pytest.fail("all of it is rewritten")
+        lines_file, "atomic_write", lambda *_, **__: pytest.fail("all of it is rewritten")
     )
     assert rewind_jsonl(path, 19_990) == Rewound(19_990, 10, 0)
     assert path.read_bytes() == written(range(1, 19_991))
@@ -161,15 +162,15 @@ def test_without_the_repair_a_rollback_tells_steps_twice(tmp_path, monkeypatch):
 
 
 KILLED = """
-    import sys, time
+    import importlib, sys, time
     from pathlib import Path
-    from trainkit.run.sinks import jsonl as lines_file
+    lines_file = importlib.import_module("trainkit.run.sinks.jsonl")
     folder, last, repair = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
     if not repair:
         lines_file.rewind_jsonl = lambda path, step: None
     checkpoint = folder / "checkpoint"
     begin = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    with lines_file.jsonl(folder / "metrics.jsonl", step=begin) as sink:
+    with lines_file.open_jsonl(folder / "metrics.jsonl", step=begin) as sink:
         for step in range(begin + 1, last + 1):
             sink(step, {"loss": 1 / step, "text": "x" * 300})
             if step % 40 == 0 and repair:
@@ -316,12 +317,12 @@ def test_a_real_device_that_is_always_full(tmp_path, capfd):
 
 
 def test_an_event_from_a_thread_comes_whole_or_too_late(tmp_path):
-    def tell(count):
+    def log(count):
         for _ in range(count):
             event("tick", text="x" * 2000)
 
     with open_run_sinks(tmp_path, Share(0, 1), step=0, last=1) as (_, event):
-        threads = [threading.Thread(target=tell, args=(200,)) for _ in range(4)]
+        threads = [threading.Thread(target=log, args=(200,)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -19,7 +19,13 @@ from trainkit.data.joined import concat_corpora, fingerprint
 from trainkit.data.mapped import check_unchanged
 from trainkit.text.corpora import content, token_file
 from trainkit.text.corpora.open import open_corpus
-from trainkit.text.corpora.token_file import BLOCK, encode_header, facts_of, read_header, sampled
+from trainkit.text.corpora.token_file import (
+    BLOCK,
+    encode_header,
+    get_header_fields,
+    read_header,
+    sample_chunks,
+)
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
 from trainkit.types import DataError, DiskError, Sample
 
@@ -150,7 +156,7 @@ def header_of(path):
 
 def forge(path, *, content=None, **changes):
     """Write a file whose hashes all fit, whatever it says."""
-    header = facts_of(header_of(path))
+    header = get_header_fields(header_of(path))
     content = path.read_bytes()[BLOCK : header_of(path).table_at] if content is None else content
     chunk = changes.get("chunk_bytes", header["chunk_bytes"])
     parts = [content[i : i + chunk] for i in range(0, len(content), chunk)] if chunk > 0 else []
@@ -226,13 +232,13 @@ def test_a_large_file_is_read_in_other_places_at_each_start(tmp_path, monkeypatc
 
 @given(st.integers(0, 500), st.integers(0, 40))
 def test_a_sample_of_chunks_has_the_first_the_last_and_others(count, most):
-    chosen = sampled(count, most)
+    chosen = sample_chunks(count, most)
     assert chosen == sorted(set(chosen))
     assert set(chosen) <= set(range(count))
     assert len(chosen) == min(count, most) if most != 2 else len(chosen) <= 2
     if min(count, most) >= 3:
         assert (chosen[0], chosen[-1]) == (0, count - 1)
-    assert sampled(count, None) == list(range(count))
+    assert sample_chunks(count, None) == list(range(count))
 
 
 @pytest.mark.parametrize(
@@ -471,7 +477,7 @@ def test_a_file_that_is_cut_grown_or_written_to_while_it_is_open_is_refused(tmp_
     check_unchanged(corpus)
     with path.open("r+b") as file:
         file.truncate(4000)
-    with pytest.raises(DataError, match=rf"has 4000 bytes, it had {len(data)} when") as caught:
+    with pytest.raises(DataError, match=rf"has 4000 bytes, but had {len(data)} when") as caught:
         check_unchanged(corpus)
     assert (caught.value.where, caught.value.got, caught.value.want) == (str(path), 4000, len(data))
     path.write_bytes(data + b"more")

@@ -7,8 +7,8 @@ import signal
 import numpy as np
 import pytest
 import torch
-from hub.test_export_command import saved_run
 from torch import nn
+from weights.hub.test_export_command import saved_run
 
 from trainkit.batch import batch_from_rows, count_valid_tokens
 from trainkit.data import PackedCorpus, make_microbatches

@@ -324,7 +324,7 @@ def test_a_directory_is_no_picture(tmp_path):
 
 def test_the_pictures_of_the_pages_show_what_their_script_draws(tmp_path):
     """By their words, which no version of matplotlib changes."""
-    folder = Path(__file__).parents[2] / "docs" / "pictures"
+    folder = Path(__file__).parents[3] / "docs" / "pictures"
     spec = importlib.util.spec_from_file_location("pictures_of_layouts", folder / "layouts.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -110,7 +110,7 @@ def test_a_users_model_plan_loss_and_call_are_certified():
         loss=make_loss,
         call=own_call,
         steps=2,
-        tell=told.append,
+        log=told.append,
     )
     assert found.ok, format_text(found)
     assert [(row.layout, row.world) for row in found.rows] == [

@@ -105,7 +105,7 @@ def test_a_save_beside_the_training_writes_what_one_at_once_writes(tmp_path):
 def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
     told, steps = [], []
-    with open_saver(tmp_path, *small_run(), tell=told.append) as (save, saved):
+    with open_saver(tmp_path, *small_run(), log=told.append) as (save, saved):
         save(at(1))
         assert saved() == saved() == []
         threading.Timer(0.3, gate.set).start()
@@ -123,15 +123,15 @@ def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
 @pytest.mark.case("K8")
 def test_control_without_the_wait_one_save_is_written_over_by_the_next(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
-    land, set_aside = save_module._Outcomes.land, []
+    land, set_aside = save_module._Saver.advance, []
 
     def without_waiting(outcomes, **options):
-        if outcomes.flights and not set_aside:
-            set_aside.append(outcomes.flights.pop())
+        if outcomes.pending and not set_aside:
+            set_aside.append(outcomes.pending.pop())
         else:
             land(outcomes, **options)
 
-    monkeypatch.setattr(save_module._Outcomes, "land", without_waiting)
+    monkeypatch.setattr(save_module._Saver, "advance", without_waiting)
     stages, optimizer, ps = small_run()
     with open_saver(tmp_path, stages, optimizer, ps) as (save, _):
         save(at(1))
@@ -204,7 +204,7 @@ def test_leaving_fails_when_the_last_save_did(tmp_path, monkeypatch, collected):
 def test_control_a_thread_that_nobody_asks_loses_its_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "_check_finite", lambda _: 1 / 0)
     monkeypatch.setattr(flight, "all_max", lambda told, _: torch.zeros_like(told))
-    monkeypatch.setattr(flight, "_outcome", lambda *_: ({"path": "nowhere"}, None))
+    monkeypatch.setattr(flight, "_share_result", lambda *_: ({"path": "nowhere"}, None))
     with open_saver(tmp_path, *small_run()) as (save, saved):
         save(at(1))
         assert saved(wait=True)[0].error is None
@@ -231,7 +231,7 @@ def test_a_state_that_is_not_finite_is_told_and_training_may_go_on(tmp_path):
 def test_a_save_that_takes_longer_than_a_run_has_to_stop_is_told(tmp_path):
     told = []
     for grace in (60.0, 0.0):
-        with open_saver(tmp_path, *small_run(), grace=grace, tell=told.append) as (save, _):
+        with open_saver(tmp_path, *small_run(), grace=grace, log=told.append) as (save, _):
             save(at(1))
     (line,) = told
     assert re.search(r"the save of step 1 took [\d.]+ s; .* has 0 s to save", line)
@@ -265,7 +265,7 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
     with (
         open_events(tmp_path / "events.jsonl") as event,
         suppress(DiskError),
-        open_saver(tmp_path, *small_run(), event=event, tell=lambda _: None) as (save, saved),
+        open_saver(tmp_path, *small_run(), event=event, log=lambda _: None) as (save, saved),
     ):
         began = time.time()
         save(at(1))
@@ -340,7 +340,7 @@ def save_beside(run_dir):
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
         found = []
-        with open_saver(run_dir, stages, optimizer, ps, tell=lambda _: None) as (save, saved):
+        with open_saver(run_dir, stages, optimizer, ps, log=lambda _: None) as (save, saved):
             for step in (1, 2, 3):
                 reserve = write._reserve
                 if step == 2 and ps.world.index == 1:

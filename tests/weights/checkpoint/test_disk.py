@@ -215,7 +215,7 @@ def test_a_pointer_that_cannot_be_written_does_not_undo_a_commit(tmp_path, monke
         raise OSError(errno.ENOSPC, "injected")
 
     monkeypatch.setattr(checkpoint_save, "point_to", refused)
-    with open_saver(tmp_path, *small_run(1)[1:], tell=told.append) as (save, _):
+    with open_saver(tmp_path, *small_run(1)[1:], log=told.append) as (save, _):
         save(tk.TrainState(step=1))
     assert committed(tmp_path) == ["step_00000001"]
     assert "injected" in told[0]
@@ -272,14 +272,14 @@ def test_room_for_one_is_told_and_room_for_none_is_refused(tmp_path, monkeypatch
             with pytest.raises(DiskError, match="needs about"):
                 check_disk_space(tmp_path, small_run(1)[1])
         else:
-            check_disk_space(tmp_path, small_run(1)[1], tell=told.append)
+            check_disk_space(tmp_path, small_run(1)[1], log=told.append)
             assert len(told) == 1
     assert "not for a second one" in told[0]
 
 
 def test_the_disk_is_told_to_begin_with_every_byte_before_the_last_fsync(tmp_path, monkeypatch):
     told, fsync = {}, os.fsync
-    monkeypatch.setattr(write, "_BEGUN", 1000)
+    monkeypatch.setattr(write, "_FLUSH_BYTES", 1000)
     monkeypatch.setattr(write, "_CHUNK", 300)
     monkeypatch.setattr(
         os,

@@ -6,9 +6,9 @@ import os
 import attrs
 import pytest
 import torch
-from checkpoint.small import quiet
 from every_pair import ONLY_ALL, WITH_ALL
 from torch import nn
+from weights.checkpoint.small import quiet
 from whole_step import CAPACITY, Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
@@ -127,7 +127,7 @@ def read(pair, folder, *, forget=False):
     layout = LAYOUTS[pair[1]]
     with session(layout) as ps:
         rest = *build(layout, ps), ps
-        state = tk.resume(folder / pair[0], tk.TrainState(), *rest, tell=quiet)
+        state = tk.resume(folder / pair[0], tk.TrainState(), *rest, log=quiet)
         loaded = tk.state_hash(state, *rest)
         state = attrs.evolve(state, cursor=Cursor()) if forget else state
         return loaded, go_on(layout, ps, state, *rest[:2], until=STEPS)[1]

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from checkpoint.small import small_run
+from weights.checkpoint.small import small_run
 
 import trainkit as tk
 from trainkit.tools.testing import faults

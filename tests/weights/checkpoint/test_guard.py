@@ -5,7 +5,7 @@ import math
 import attrs
 import pytest
 import torch
-from checkpoint.small import live, same, small_run
+from weights.checkpoint.small import live, same, small_run
 
 import trainkit as tk
 from trainkit.health import Policy
@@ -27,7 +27,7 @@ def run(out, records, *, save_at=(), seen=None):
     """Train steps whose records are given; return the state, and what was told and noted."""
     state, stages, optimizer, ps = small_run(steps=0)
     told, events = [], []
-    options = {"policy": Policy(max_skips=2), "replay": replay_nothing, "tell": told.append}
+    options = {"policy": Policy(max_skips=2), "replay": replay_nothing, "log": told.append}
 
     def event(name, **facts):
         events.append((name, facts.get("step"), facts.get("reason", facts.get("error"))))
@@ -85,7 +85,7 @@ def test_a_save_that_finds_its_state_damaged_leads_back(tmp_path):
     state, stages, optimizer, ps = small_run(steps=1)
     options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
     with open_guarded_saver(
-        tmp_path, stages, optimizer, ps, background=False, tell=lambda _: None, **options
+        tmp_path, stages, optimizer, ps, background=False, log=lambda _: None, **options
     ) as (save, guard):
         save(state)
         good = live(stages, optimizer)
@@ -111,7 +111,7 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     told = []
     options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
     with open_guarded_saver(
-        tmp_path, stages, optimizer, ps, background=False, tell=told.append, **options
+        tmp_path, stages, optimizer, ps, background=False, log=told.append, **options
     ) as (save, guard):
         save(state)
         guard(attrs.evolve(state, step=2), GOOD, BATCH)
@@ -124,7 +124,7 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     full[0] = True
     with (
         pytest.raises(DiskError),
-        open_guarded_saver(tmp_path, stages, optimizer, ps, tell=told.append, **options) as (
+        open_guarded_saver(tmp_path, stages, optimizer, ps, log=told.append, **options) as (
             save,
             _,
         ),

@@ -13,8 +13,8 @@ import attrs
 import orjson
 import pytest
 import torch
-from checkpoint.small import live, reseal, rewrite, same, small_run
 from safetensors.torch import load_file, save_file
+from weights.checkpoint.small import live, reseal, rewrite, same, small_run
 
 import trainkit as tk
 from trainkit.tools.testing import run_ranks
@@ -162,11 +162,11 @@ FILES = {"f": 1000, **{f"f{i}": 1000 for i in range(9)}}
         ({"tensors": {"../../etc/x": {}}}, "is named"),
         ({"tensors": {"model/": {}}}, "is named"),
         (tensors(dtype="object"), "no checkpoint holds"),
-        (tensors(shape=[2**60, 3]), "no sane shape"),
-        (tensors(shape=[2**40, 2**40]), "no sane shape"),
-        (tensors(shape=[-2, 3]), "no sane shape"),
-        (tensors(shape=[2.0, 3]), "no sane shape"),
-        (tensors(shape=[True, 3]), "no sane shape"),
+        (tensors(shape=[2**60, 3]), "no valid shape"),
+        (tensors(shape=[2**40, 2**40]), "no valid shape"),
+        (tensors(shape=[-2, 3]), "no valid shape"),
+        (tensors(shape=[2.0, 3]), "no valid shape"),
+        (tensors(shape=[True, 3]), "no valid shape"),
         (tensors(boxes=[]), "hold 0 of its 6"),
         (tensors(boxes=boxes(((0, 0), (1, 3)))), "hold 3 of its 6"),
         (tensors(boxes=boxes(((0, 0), (2, 3)), ((0, 0), (2, 3)))), "overlap"),

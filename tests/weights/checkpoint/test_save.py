@@ -68,7 +68,7 @@ def test_what_health_remembers_is_in_the_hash_and_comes_back(tmp_path):
     state, *rest = small_run()
     assert state_hash(state, *rest) != state_hash(tk.TrainState(1, 7, state.cursor), *rest)
     save_checkpoint(tmp_path, state, *rest)
-    found = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+    found = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
     assert found.health == HEALTH
     assert state_hash(found, *rest) == state_hash(state, *rest)
 
@@ -112,7 +112,7 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
         model = One(**options)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         rest = [model], optimizer, SOLO
-        state = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+        state = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
         if not ends:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -132,7 +132,7 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
 def test_what_could_not_be_read_back_is_not_saved(options, tmp_path):
     model = One(**options)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|sane shape|complex64)"):
+    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|valid shape|complex64)"):
         save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO)
     assert not list_checkpoints(tmp_path / "checkpoints")
 
@@ -148,16 +148,16 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         box = get_local_box(tensor, **options)
         return attrs.evolve(box, local=box.local[:1])
 
-    monkeypatch.setattr("trainkit.weights.checkpoint.tensors.box_of", half)
+    monkeypatch.setattr("trainkit.weights.checkpoint.tensors.get_local_box", half)
     if protected:
         with pytest.raises(CheckpointError, match="of its"):
             save_checkpoint(tmp_path, tk.TrainState(), *rest)
         assert not list_checkpoints(tmp_path / "checkpoints")
     else:  # the negative control
-        monkeypatch.setattr(write, "_refuse_gaps", lambda *_: None)
+        monkeypatch.setattr(write, "index_problems", lambda *_: [])
         save_checkpoint(tmp_path, tk.TrainState(), *rest)
         with pytest.raises(CheckpointError):
-            tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+            tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
 
 
 def test_a_configuration_that_is_not_plain_is_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_saved_and_loaded_and_saved_again_it_is_the_same(tmp_path):
     first = save_checkpoint(tmp_path, *small_run(3))
     _, stages, optimizer, ps = small_run(1)
     for _ in range(2):
-        state = tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        state = tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=lambda _: None)
         again = save_checkpoint(tmp_path, state, stages, optimizer, ps)
         assert read_manifest(again) == read_manifest(first)
 
@@ -459,7 +459,7 @@ def fails_unseen(run_dir):
         flight.all_max = lambda told, _: torch.zeros_like(told)
         if ps.world.index == 1:
             flight.write_rank = lambda *_: None
-        write._refuse_gaps = lambda *_: None
+        write.index_problems = lambda *_: []
         write._read_report = lambda path: (
             orjson.loads(path.read_bytes())
             if path.exists()

@@ -38,7 +38,7 @@ from trainkit.weights.checkpoint import save_checkpoint
 
 transformers = pytest.importorskip("transformers")
 CONFIG = make_decoder_config("tiny", layers=2)
-GOLDEN = Path(__file__).parents[1] / "chat" / "golden"
+GOLDEN = Path(__file__).parents[2] / "text" / "chat" / "golden"
 
 
 def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, **facts):
@@ -311,7 +311,7 @@ def test_a_folder_that_is_there_stays_unless_an_export_wrote_it(tmp_path, capsys
 
 def recipe(name):
     """Return a recipe as a module."""
-    path = Path(__file__).parents[2] / "recipes" / f"{name}.py"
+    path = Path(__file__).parents[3] / "recipes" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,8 +6,8 @@ import attrs
 import orjson
 import pytest
 import torch
-from hub import published, tiny
 from torch import nn
+from weights.hub import published, tiny
 
 from trainkit import hub
 from trainkit.batch import batch_from_rows

@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from hub import tiny
 from safetensors.torch import load_file, save_file
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.mesh import parallel_session, solo_parallel

@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from hub import tiny
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.batch import batch_from_rows

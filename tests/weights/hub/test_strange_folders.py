@@ -6,8 +6,8 @@ import shutil
 import attrs
 import pytest
 import torch
-from hub import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from weights.hub import tiny
 
 import trainkit as tk
 from trainkit import adapters, hub

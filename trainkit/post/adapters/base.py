@@ -120,7 +120,7 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
     facts = read_facts(said)
     if "base" in facts:
         raise CheckpointError(
-            f"open_base_weights: {said} holds adapters alone, of a base at {facts.get('base_from')}",
+            f"open_base_weights: {said} holds only adapters, of a base at {facts.get('base_from')}",
             where=said,
             hint=MERGE,
         )

@@ -60,8 +60,8 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     """Read the adapters of a run into memory.
 
     Args:
-        checkpoint: A checkpoint of a run whose base is kept elsewhere (`exclude_frozen_`); or the run,
-            of which the newest that verifies is taken.
+        checkpoint: A checkpoint of a run whose base is kept elsewhere (`exclude_frozen_`); or the
+            run, of which the newest that verifies is taken.
         name: The adapter, where several stand side by side and are saved.
 
     Raises:

@@ -86,7 +86,8 @@ def fake_quantize(
 
     It stands before adapters and `tensor`, in the place of `float8`. Names, values and dtypes of
     parameters stay what they are, so a checkpoint or an exported folder holds plain weights, which
-    have been trained for being quantised: by `quantize_model_`, or by whatever serves them. Blocks and
+    have been trained for being quantised: by `quantize_model_`, or by whatever serves them. Blocks
+        and
     scales are those of the whole matrix in every layout.
 
     | weights, activations | what serves it |

@@ -172,7 +172,7 @@ class Adapter(nn.Module):
         if self.keys is None:
             raise ValueError(
                 f"Lora: dropout is {self.spec.dropout} and the model is training, but "
-                f"{self.whole_name} gets no noise_key; put noise.make_token_keys(...) into the batch "
+                f"{self.whole_name} gets no noise_key; put noise.make_token_keys() into the batch "
                 "(call_with_noise and call_routed pass it), or call model.eval()"
             )
         if torch.compiler.is_compiling():  # hashing a name cannot be traced

@@ -82,9 +82,9 @@ def restart_adapters_(
 ) -> None:
     """Let the adapters that compute begin afresh: A drawn anew, B zeros, and nothing remembered.
 
-    After `merge_adapters_` this is ReLoRA (Lialin et al., "ReLoRA: high-rank training through low-rank
-    updates", 2023); in a recipe, `if due(state.step, 1000): merge_adapters_(stages); restart_adapters_(stages,
-    optimizer, seed=cfg.seed + state.step)`.
+    After `merge_adapters_` this is ReLoRA (Lialin et al., "ReLoRA: high-rank training through
+    low-rank updates", 2023); in a recipe, `if due(state.step, 1000): merge_adapters_(stages);
+    restart_adapters_(stages, optimizer, seed=cfg.seed + state.step)`.
 
     Args:
         stages: This rank's stages.

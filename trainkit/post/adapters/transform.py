@@ -54,8 +54,8 @@ def lora(
     computes at first what its base does.
 
     Given several times, with other names, adapters stand side by side: those of the last name
-    compute and are trained, and `select_adapter_` chooses another. Given again with the same name, for
-    other matrices, it adds to them.
+    compute and are trained, and `select_adapter_` chooses another. Given again with the same name,
+    for other matrices, it adds to them.
 
     Args:
         loras: Which matrices, and what kind of adapter; see `Lora`. A decoder's head is none.
@@ -131,8 +131,8 @@ def problems(
         plan: What a plan begins with: `quantized`, `float8` or `fake_quantize`, `lora`, or none.
         model: The decoder.
         layout: The layout that it is to be trained in.
-        base: The facts of the checkpoint that is to be the base, which `open_base_weights` refuses if it
-            holds adapters alone; of a folder none.
+        base: The facts of the checkpoint that is to be the base, which `open_base_weights` refuses
+            if it holds adapters alone; of a folder none.
 
     Examples:
         >>> from trainkit.models import make_decoder_config

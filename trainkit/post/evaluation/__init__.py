@@ -1,9 +1,9 @@
 """Evaluation: log-probabilities of texts and of choices, line by line, and `lm-eval` over them.
 
 `make_scorer` makes a function of a model in any layout: from examples to what each token of them
-scores. `read_texts` and `read_choices` make examples of files, `write_results` results that a killed
-run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what a
-frozen model finds as columns of a token file. `bind_loss` is for a run's own held-out rows.
+scores. `read_texts` and `read_choices` make examples of files, `write_results` results that a
+killed run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what
+a frozen model finds as columns of a token file. `bind_loss` is for a run's own held-out rows.
 """
 
 from trainkit.post.evaluation.choices import (

@@ -22,12 +22,23 @@ import orjson
 from trainkit.collectives import run_on_all_ranks
 from trainkit.data.corpus import iterate_documents
 from trainkit.data.joined import concat_corpora
-from trainkit.files import atomic_write, convert_disk_errors, say_on_stderr
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.post.evaluation.examples import Example, make_rolling_windows
 from trainkit.post.evaluation.score import Scorer, TopWords
 from trainkit.text.corpora.tokens import SUFFIX, open_tokens, write_corpus
-from trainkit.text.prepare.prepare import alone, check_out
-from trainkit.types import SOLO, Axis, Column, ConfigError, DataError, IntArray, Sample, check_range
+from trainkit.text.prepare.prepare import check_output, lock_output
+from trainkit.types import (
+    SOLO,
+    Axis,
+    Column,
+    ConfigError,
+    DataError,
+    IntArray,
+    Log,
+    Sample,
+    check_range,
+    log_warning,
+)
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -76,13 +87,13 @@ def score_corpus(
     facts: Mapping[str, Any],
     axis: Axis = SOLO,
     part_tokens: int = 1 << 17,
-    tell: Callable[[str], object] = say_on_stderr,
+    log: Log = log_warning,
 ) -> int:
     """Write a corpus as a token file with columns more; return how many parts were there already.
 
     Each token is given those before it in its document, `context` of them at most: of a longer
-    document the windows are those of `make_rolling_windows`. The first token of a document is predicted
-    by nothing, and its values are 0; no batch has them, since it is nobody's label.
+    document the windows are those of `make_rolling_windows`. The first token of a document is
+    predicted by nothing, and its values are 0; no batch has them, since it is nobody's label.
 
     Args:
         measured: The columns and what finds them: `make_logprob_columns`, or `make_top_k_columns`.
@@ -93,7 +104,7 @@ def score_corpus(
             JSON has it. Parts of other facts are made anew.
         axis: The ranks that measure together, all of which must call this: `ps.world`.
         part_tokens: About how many tokens a part has, which decides how much work is lost.
-        tell: Called with a sentence about parts that are used again, or not, on the first rank.
+        log: Called with a sentence about parts that are used again, or not, on the first rank.
 
     Raises:
         ConfigError: The corpus has such a column already, or another process makes the file.
@@ -119,7 +130,7 @@ def score_corpus(
     """
     check_range("score_corpus", at_least=1, context=context, part_tokens=part_tokens)
     (columns, measure), out = measured, Path(out)
-    check_out(out)
+    check_output(out)
     if twice := sorted({*columns} & {*corpus.columns}):
         what = f"the corpus has the column {', '.join(twice)} already"
         raise ConfigError(f"score_corpus: {what}", hint="score the corpus that it was made from")
@@ -130,18 +141,16 @@ def score_corpus(
     parts = list(zip(paths, pairwise(cuts), strict=True))
     first_rank, documents = partial(_on_first_rank, axis), iterate_documents(corpus)
     with ExitStack() as lock:
-        first_rank(lambda: lock.enter_context(alone(out, by="score_corpus")))
-        first_rank(lambda: _begin(folder, facts, tell))
-        had = first_rank(
-            lambda: [_is_finished(p, corpus.lengths[a:b], tell) for p, (a, b) in parts]
-        )
+        first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
+        first_rank(lambda: _begin(folder, facts, log))
+        had = first_rank(lambda: [_is_finished(p, corpus.lengths[a:b], log) for p, (a, b) in parts])
         for (path, (first, last)), is_there in zip(parts, had, strict=True):
             own = [*islice(documents, last - first)]
             if not is_there:
                 scored = [*_scored(own, columns, measure, context)]
                 first_rank(partial(write_corpus, path, scored, **how))
         if any(had):
-            first_rank(lambda: tell(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
+            first_rank(lambda: log(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
         first_rank(lambda: _join(paths, out, corpus, how))
     return sum(had)
 
@@ -180,11 +189,11 @@ def _cuts(offsets: IntArray, part_tokens: int) -> list[int]:
     return np.unique([0, *firsts, len(offsets) - 1]).tolist()
 
 
-def _begin(folder: Path, facts: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+def _begin(folder: Path, facts: Mapping[str, Any], log: Log) -> None:
     """Make the folder of parts; those of other facts go."""
     path, want = folder / "facts.json", orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
     if folder.is_dir() and (not path.is_file() or path.read_bytes() != want):
-        tell(f"{folder}: its parts are of another model, corpus or setting, and are made anew")
+        log(f"{folder}: its parts are of another model, corpus or setting, and are made anew")
         shutil.rmtree(folder)
     with convert_disk_errors(folder, by="score_corpus"):
         folder.mkdir(exist_ok=True)
@@ -193,13 +202,13 @@ def _begin(folder: Path, facts: Mapping[str, Any], tell: Callable[[str], object]
             file.write(want)
 
 
-def _is_finished(path: Path, lengths: IntArray, tell: Callable[[str], object]) -> bool:
+def _is_finished(path: Path, lengths: IntArray, log: Log) -> bool:
     if not path.is_file():
         return False
     try:
         return np.array_equal(open_tokens(path, check="full").lengths, lengths)
     except DataError as error:
-        tell(f"made anew: {error}")
+        log(f"made anew: {error}")
         return False
 
 

@@ -1,8 +1,8 @@
 """EleutherAI's `lm-eval` on a model of ours, in any layout; nothing of it is imported before.
 
 The harness asks three things of a model, and each is a function of this room: log-likelihoods are
-`make_scorer`, those of long texts its sums over `make_rolling_windows`, and texts come from whatever
-writes them.
+`make_scorer`, those of long texts its sums over `make_rolling_windows`, and texts come from
+whatever writes them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _written(
         room = context - wish["max_new_tokens"]
         if room < 1:
             raise ConfigError(
-                f"make_harness_model: a task asks for {wish['max_new_tokens']} tokens, and the model "
+                f"make_harness_model: a task wants {wish['max_new_tokens']} tokens, and the model "
                 f"sees {context} at once",
                 got=wish["max_new_tokens"],
                 want=f"at most {context - 1}",
@@ -207,7 +207,7 @@ def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
     temperature, samples = left.pop("temperature", None), left.pop("do_sample", None)
     if left:
         raise ConfigError(
-            f"make_harness_model: a task asks for {', '.join(sorted(left))}, which this model does not "
+            f"make_harness_model: a task wants {', '.join(sorted(left))}, which the model does not "
             "know",
             where="generation_kwargs",
             got=sorted(left),

@@ -45,7 +45,8 @@ def bind_loss(
 
     Returns:
         `evaluate() -> {name: number}`: the divided terms of the loss and "tokens", equal on all
-        ranks, all of which must call it. It raises what `step.evaluate` and `data.make_eval_batches` do.
+        ranks, all of which must call it. It raises what `step.evaluate` and
+        `data.make_eval_batches` do.
 
     Effects:
         None here; those of the returned function are those of `step.evaluate`, and it waits for the

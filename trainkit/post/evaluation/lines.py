@@ -37,7 +37,8 @@ def score_in_groups(
     Args:
         score: What scores examples, from `make_scorer`; on all ranks.
         items: What is asked, from `read_texts` or `read_choices`.
-        line: Makes a line of an item and what its examples score: `make_text_record` or `make_choice_record`.
+        line: Makes a line of an item and what its examples score: `make_text_record` or
+            `make_choice_record`.
         group: How many items are scored together.
         start: How many items have a line already.
 

@@ -95,8 +95,8 @@ def make_scorer(
         pad_id: The token id of padding.
 
     Returns:
-        `score(examples) -> [ExampleScores]`; equal on all ranks, all of which must call it with the same
-        examples. It raises NumericsError where a log-probability is not finite, and ValueError
+        `score(examples) -> [ExampleScores]`; equal on all ranks, all of which must call it with the
+        same examples. It raises NumericsError where a log-probability is not finite, and ValueError
         where an example has less than one token to be scored, or no token before them.
 
     Effects:

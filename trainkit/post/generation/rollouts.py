@@ -1,9 +1,11 @@
 """Rollouts: answers that were sampled, here or elsewhere, as what a policy gradient trains on.
 
 A rollout is a list of answers, several to each prompt. `sample_answers` draws it of a model,
-`make_answer_reader` reads it of what another sampler writes; `make_answer_corpus` puts advantages beside the
-tokens, and `split_minibatches` cuts it for several updates. From there on it is dealt to ranks like any
-corpus, groups whole or not: advantages are there already. `compute_old_logprobs` is what the trainer says
+`make_answer_reader` reads it of what another sampler writes; `make_answer_corpus` puts advantages
+beside the tokens, and `split_minibatches` cuts it for several updates. From there on it is dealt to
+ranks like any
+corpus, groups whole or not: advantages are there already. `compute_old_logprobs` is what the
+    trainer says
 of a microbatch before the first update, for `parallel.add_columns`.
 """
 
@@ -365,7 +367,8 @@ def make_answer_reader(
         >>> read(3)
         Traceback (most recent call last):
         ...
-        trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, and there are 3; ...
+        trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, and there are
+        3; ...
     """
     waiting, taken = iter(records), 0
 
@@ -490,7 +493,7 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(
-                f"make_answer_corpus: answer {number} has the log-probability {largest}; it must be at "
+                f"make_answer_corpus: answer {number} has log-probability {largest}; it must be at "
                 "most 0",
                 where=f"answer {number}",
             )

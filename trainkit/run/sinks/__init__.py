@@ -16,7 +16,7 @@ from trainkit.run.sinks.jsonl import (
     repair_jsonl,
 )
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
-from trainkit.run.sinks.open_run_sinks import open_run_sinks, printer, summarize_run
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.timing import Goodput, measure_goodput, suggest_save_interval
@@ -37,7 +37,6 @@ __all__ = [
     "open_run_sinks",
     "open_tensorboard",
     "open_wandb",
-    "printer",
     "read_jsonl",
     "read_metrics",
     "repair_jsonl",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
-from trainkit.files import redirect_to_devnull, say
+from trainkit.files import redirect_to_devnull
 from trainkit.types import DelayedMetrics, Sink, needs_extra
 
 _BAR_SECONDS = 0.1
@@ -26,20 +26,6 @@ def escape_control_characters(text: str) -> str:
         'red: \ufffd[31m'
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def printed(text: str) -> None:
-    """Print a text on stdout at once; where nobody reads stdout any more, let it go nowhere.
-
-    Effects:
-        Writes to stdout. When its reader has left, its file becomes the null device, for the rest
-        of the process: whatever else is printed, now or at exit, cannot fail either.
-
-    Examples:
-        >>> printed("step 1")
-        step 1
-    """
-    say(text, sys.stdout)
 
 
 @contextlib.contextmanager

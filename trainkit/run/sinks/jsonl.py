@@ -1,8 +1,8 @@
 """Metrics and events as lines of strict JSON, one object each, that survive kills and full disks.
 
 What strict JSON lacks is written so that every reader takes it and nothing is lost: NaN and
-infinities are null (the `_hex` twins of `metrics.make_step_record` tell which), whole numbers beyond 64
-bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
+infinities are null (the `_hex` twins of `metrics.make_step_record` tell which), whole numbers
+beyond 64 bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 import orjson
 
 from trainkit.files import atomic_write, convert_disk_errors, fsync_folder
-from trainkit.types import DiskError, Sink
+from trainkit.types import DiskError, Log, Sink
 
 _ROOM = 64 << 20  # bytes of lines that wait in memory for a disk that takes them
 
-Tell = Callable[[str], None]
 Problem = Callable[[str, Exception], None]
 
 
@@ -38,7 +37,7 @@ class Rewound:
 
 
 @contextlib.contextmanager
-def open_jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Iterator[Sink]:
+def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> Iterator[Sink]:
     """Yield a sink that appends one line per step, `{"step": 1, ...}`, and hands it to the system.
 
     A line that the system has is safe from a kill; `fsync_jsonl` makes it safe from a power cut. A
@@ -52,12 +51,12 @@ def open_jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> 
         path: The file, made if need be.
         step: The step that the run goes on from: lines beyond it, and a torn last line, are
             dropped (see `rewind_jsonl`), so that after any restart each step has exactly one line.
-        tell: Gets the first problem in words, and lets the run go on: a full disk, a value that is
+        log: Gets the first problem in words, and lets the run go on: a full disk, a value that is
             not plain (its type's name stands for it). None raises.
 
     Raises:
         ValueError: A value is not a plain number, string, bool, None, or list or dict of these.
-        DiskError: The file cannot be opened; without `tell`, it cannot be written.
+        DiskError: The file cannot be opened; without `log`, it cannot be written.
 
     Effects:
         Repairs the file; then only appends to it.
@@ -77,16 +76,16 @@ def open_jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> 
     path, last, told = Path(path), step, dict[str, Any]()
     rewind_jsonl(path, step)
     with contextlib.ExitStack() as stack:
-        append = stack.enter_context(_appending(path, tell))
+        append = stack.enter_context(_appending(path, log))
 
         def go_back(step: int) -> None:
             nonlocal append
             stack.close()
             try:
                 rewind_jsonl(path, step)
-                append = stack.enter_context(_appending(path, tell))
+                append = stack.enter_context(_appending(path, log))
             except DiskError as error:
-                _reporting(tell)("rewind", error)
+                _reporting(log)("rewind", error)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal last, told
@@ -100,7 +99,7 @@ def open_jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> 
 
 
 @contextlib.contextmanager
-def open_events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[..., None]]:
+def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callable[..., None]]:
     """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}`.
 
     For what is no step: evaluations, saves, restarts. `time` is in seconds since 1970. Nothing is
@@ -108,7 +107,7 @@ def open_events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Calla
 
     Args:
         path: The file, made if need be.
-        tell: What to do with problems, as in `open_jsonl`.
+        log: What to do with problems, as in `open_jsonl`.
 
     Effects:
         Appends to the file.
@@ -124,7 +123,7 @@ def open_events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Calla
     path = Path(path)
     with convert_disk_errors(path, by="events"):
         _drop_torn_line(path)
-    with _appending(path, tell) as append:
+    with _appending(path, log) as append:
 
         def event(name: str, **facts: Any) -> None:
             append({"time": time.time(), "event": name, **facts})
@@ -321,9 +320,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _appending(path: Path, tell: Tell | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _appending(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield a function that appends a line, or keeps it until the disk has room."""
-    problem = _reporting(tell)
+    problem = _reporting(log)
     with convert_disk_errors(path, by="sinks"):
         is_new = not path.exists()
         file = _open(path)
@@ -343,16 +342,16 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _reporting(tell: Tell | None) -> Problem:
+def _reporting(log: Log | None) -> Problem:
     """Return a function that raises an error, or tells it if it is the first of its kind."""
     told: set[str] = set()
 
     def problem(kind: str, error: Exception) -> None:
-        if tell is None:
+        if log is None:
             raise error
         if kind not in told:
             told.add(kind)
-            tell(str(error))
+            log(str(error))
 
     return problem
 

@@ -30,7 +30,7 @@ class LoggingOptions:
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> dict[str, Callable[..., AbstractContextManager[Sink]]]:
-    """Return the sinks that `open_run_sinks` shall open besides its own, with their first arguments.
+    """Return the sinks that `open_run_sinks` opens besides its own, and their first arguments.
 
     Args:
         names: "tensorboard" (into `run_dir`/tensorboard) and "wandb".

@@ -23,16 +23,14 @@ def open_tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
         step: The step that the run goes on from.
 
     Raises:
-        ConfigError: The library `open_tensorboard` is missing.
+        ConfigError: The library tensorboard is missing.
 
     Effects:
         Writes event files into `path`, through a thread of the library's own.
 
     Examples:
         >>> from functools import partial
-        >>> make = partial(
-        ...     tensorboard, "runs/first/tensorboard"
-        ... )  # open_run_sinks(extra={...: make})
+        >>> make = partial(open_tensorboard, "runs/first/tensorboard")
     """
     with needs_extra("sinks"):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an extra, and slow

@@ -37,16 +37,14 @@ def open_wandb(
         **options: Further arguments of `wandb.init`.
 
     Raises:
-        ConfigError: The library `open_wandb` is missing.
+        ConfigError: The library wandb is missing.
 
     Effects:
         Talks to a server, through a process of the library's own; writes into `run_dir`/wandb.
 
     Examples:
         >>> from functools import partial
-        >>> make = partial(
-        ...     wandb, "runs/first", project="mine"
-        ... )  # open_run_sinks(extra={"wandb": make})
+        >>> make = partial(open_wandb, "runs/first", project="mine")
     """
     with needs_extra("sinks"):
         library = importlib.import_module("wandb")

@@ -72,7 +72,8 @@ def encode_chat(
             which gives no tokens.
         counts: Where to add up what happened: `conversations`, `truncated`, `turns_lost` (trained
             turns beyond `max_length`), `dropped`, `answers` (turns to train on) and
-            `hidden_answers` (those of which the template shows nothing; see `format_answers_warning`).
+            `hidden_answers` (those of which the template shows nothing; see
+            `format_answers_warning`).
 
     Returns:
         The sample: tokens int64 `[N]`, trained bool `[N]`.
@@ -140,7 +141,8 @@ def make_chat_encoder(
         tokenizer: As in `encode_chat`.
         template: As in `encode_chat`.
         field: The record's field that holds the messages, or a function that finds them, such as
-            `messages_from_sharegpt`. Its field `tools`, if any, is a list of JSON schemas, or JSON of one.
+            `messages_from_sharegpt`. Its field `tools`, if any, is a list of JSON schemas, or JSON
+            of one.
         train: As in `encode_chat`.
         max_length: As in `encode_chat`.
         overlong: As in `encode_chat`.

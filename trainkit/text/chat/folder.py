@@ -74,7 +74,8 @@ def choose_template_name(
         >>> choose_template_name(None, make_byte_tokenizer(), where="base/")
         Traceback (most recent call last):
         ...
-        trainkit.types.ConfigError: choose_template_name: base/ brings no chat template, so ChatML was...
+        trainkit.types.ConfigError: choose_template_name: base/ brings no chat template, so ChatML
+        was...
     """
     chosen = name or own or "chatml"
     template = load_template(chosen)
@@ -89,7 +90,8 @@ def choose_template_name(
                 f"choose_template_name: {chosen}: {found}", where="template"
             ) from error
         raise ConfigError(
-            f"choose_template_name: {where} brings no chat template, so ChatML was assumed, and {found}",
+            f"choose_template_name: {where} brings no chat template, so ChatML was assumed, and "
+            f"{found}",
             where="template",
             hint=f"name another by --template: {', '.join(TEMPLATES)}, or a folder that has one",
         ) from error

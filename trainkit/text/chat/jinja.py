@@ -174,7 +174,7 @@ def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) ->
         (owner,) = owners
         if spans and owner < spans[-1][0]:
             raise DataError(
-                f"make_jinja_template: the template shows message {owner} after message {spans[-1][0]}"
+                f"make_jinja_template: it shows message {owner} after message {spans[-1][0]}"
             )
         spans.append((owner, (piece.first, piece.last)))
     return spans

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trainkit.data.documents import Document, checked_columns
+from trainkit.data.documents import Document, check_columns
 from trainkit.data.packed import PackedCorpus
 from trainkit.packing import best_fit, pack_bins, select_rows
 from trainkit.text.streams.windows import (
@@ -151,7 +151,7 @@ def pack_stream(
         max_documents=max_documents,
     )
     pack([], overlong=overlong)  # checks the arguments before a document is read
-    declared = checked_columns("pack_stream", columns)
+    declared = check_columns("pack_stream", columns)
     window = buffer_rows * capacity
     packing = Packing(pack, capacity, window, overlong, vocab_size, seed, declared)
     return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)

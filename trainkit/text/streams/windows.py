@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.documents import Document, checked_document, smallest_dtype
+from trainkit.data.documents import Document, check_document, smallest_dtype
 from trainkit.noise.hashing import hash_box, hash_counters, make_key
 from trainkit.sampling import permute
 from trainkit.types import DataError
@@ -129,7 +129,7 @@ def _documents(
     limit, columns = packing.vocab_size or 1 << 32, packing.columns
     for number, document in enumerate(noting_errors(source, first), first):
         where = f"pack_stream: document {number}"
-        found = checked_document(document, limit, where, columns=columns, with_choice=with_choice)
+        found = check_document(document, limit, where, columns=columns, has_mask=with_choice)
         with_choice = found.trained is not None
         yield found
 

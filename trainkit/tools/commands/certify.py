@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         options.tier,
         chosen=chosen,
         optimizers=options.all,
-        tell=None if options.quiet else say_on_stderr,
+        log=None if options.quiet else say_on_stderr,
         device=options.device,
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights import hub  # noqa: PLC0415 - torch
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
 
-    path = find_checkpoint(options.source, tell=say_on_stderr)
+    path = find_checkpoint(options.source, log=say_on_stderr)
     facts = read_facts(path, needs=["model"])
     adapted = "base" in facts
     if options.merge and not adapted:

@@ -155,9 +155,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 def _prepared(options: argparse.Namespace) -> dict[str, Any]:
     from trainkit.text.chat import template_hash  # noqa: PLC0415
     from trainkit.text.corpora.text import TEXT_SUFFIXES  # noqa: PLC0415
-    from trainkit.text.prepare.prepare import check_out, prepare_corpus  # noqa: PLC0415
+    from trainkit.text.prepare.prepare import check_output, prepare_corpus  # noqa: PLC0415
 
-    check_out(options.out)
+    check_output(options.out)
     _check_options(options)
     keep = partial(_is_kept, options.exclude) if options.exclude else None
     files = {"suffixes": options.suffix or list(TEXT_SUFFIXES), "keep": keep}
@@ -175,7 +175,7 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
         made_with=made_with,
         field=options.field or "text",
         workers=options.workers,
-        tell=say_on_stderr,
+        log=say_on_stderr,
         progress=_progress_printer(),
         **files,
     )
@@ -245,7 +245,7 @@ def _template(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
 
 
 def encode_conversations(tokenizer: Tokenizer, *, template: str, **options: Any) -> Any:
-    """Return a `make_chat_encoder` for the template of a name, which each process finds for itself."""
+    """Return a chat encoder for a template by its name, which each process loads for itself."""
     from trainkit.text.chat import load_template, make_chat_encoder  # noqa: PLC0415
 
     return make_chat_encoder(tokenizer, template=load_template(template), **options)
@@ -309,11 +309,11 @@ def _trained(
 def _texts(options: argparse.Namespace, files: dict[str, Any], seen: list[int]) -> Iterator[str]:
     """Yield the first texts of the corpus, and count them."""
     from trainkit.text.prepare.chunks import document_name, read_chunk  # noqa: PLC0415
-    from trainkit.text.prepare.prepare import cut_sources  # noqa: PLC0415
+    from trainkit.text.prepare.prepare import split_sources  # noqa: PLC0415
     from trainkit.text.tokenizers.documents import get_text  # noqa: PLC0415
 
     field = options.field or "text"
-    for chunk in cut_sources(options.source, **files):
+    for chunk in split_sources(options.source, **files):
         for index, record in enumerate(read_chunk(chunk, columns=[field])):
             try:
                 text = get_text(record, field)

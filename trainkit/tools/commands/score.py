@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         raise ConfigError("score: --temperature is for --top-k: a reference is scored as it is")
     if get_world_size() > 1:
         raise ConfigError(f"score: one process does it, and there are {get_world_size()}")
-    trained = hub.open_model(options.model, context=options.context, tell=say_on_stderr)
+    trained = hub.open_model(options.model, context=options.context, log=say_on_stderr)
     corpus = corpora.open_corpus(
         options.corpus, tokenizer=trained.tokenizer, template=trained.template
     )

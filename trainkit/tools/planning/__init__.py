@@ -1,6 +1,7 @@
 """What a layout costs before it is run: bytes of each rank, communication, an estimate of time.
 
-`rank_layouts` lists the layouts of a world; the formulas are functions of their own, of shapes alone.
+`rank_layouts` lists the layouts of a world; the formulas are functions of their own, of shapes
+alone.
 """
 
 from trainkit.tools.planning.jobs import Job, explain_refusal, list_layouts

@@ -22,7 +22,8 @@ class Block:
     Args:
         kept: What waits for backward.
         backward: What exists at the worst moment of its backward, with what is computed again.
-        movable: What of `kept` may lie in host memory meanwhile; see `parallel.offload_activations`.
+        movable: What of `kept` may lie in host memory meanwhile; see
+            `parallel.offload_activations`.
         used: What of it backward needs at once, whatever may stay: three for two gradients.
         again: Which part of its products, and of attention, backward computes again.
         split: The gradients that those of its weights are made of, which a schedule that splits

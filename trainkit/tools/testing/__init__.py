@@ -2,7 +2,7 @@
 
 `run_ranks` runs a function on several ranks; `certify` shows that a layout changes no number of a
 model; `count_collectives` lists what a step sends. Faults to put into a run on purpose are wrappers
-of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.testing.faults`.
+of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.tools.testing.faults`.
 """
 
 from trainkit.tools.testing.cases import LayoutCase, covering, make_default_cases

@@ -47,7 +47,7 @@ from trainkit.tools.testing.certificate import Certificate, tier_called
 from trainkit.tools.testing.certify import certify_together
 from trainkit.tools.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.tools.testing.train import Training, certificate_weights
-from trainkit.types import Axis, Batch, Hidden, Layout, Weights
+from trainkit.types import Axis, Batch, Hidden, Layout, Log, Weights
 
 CONFIG = models.DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -212,7 +212,7 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
         >>> from trainkit.mesh import solo_parallel
         >>> optimizer = several_optimizers([with_experts(SHALLOW)], solo_parallel().pp)
         >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
-        ['Lion', 'Momentum', 'LowPrecisionAdamW', 'ScheduleFree', 'SignSGD']
+        ['Lion', 'LowPrecisionAdamW', 'Momentum', 'ScheduleFree', 'SignSGD']
     """
     steppers = {
         "embedding.*": "signsgd",
@@ -685,7 +685,7 @@ def certify_builtin(
     chosen: Callable[[LayoutCase], bool] = lambda _: True,
     optimizers: bool = False,
     steps: int = 3,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
     device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
@@ -698,7 +698,7 @@ def certify_builtin(
         chosen: Which of the cases to run.
         optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
         steps: How many optimizer steps to take.
-        tell: Called with a line after every layout.
+        log: Called with a line after every layout.
         device: "cpu" or "cuda"; see `certify`.
 
     Raises:
@@ -709,7 +709,7 @@ def certify_builtin(
         Starts processes; see `certify`.
     """
     subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers, steps=steps)
-    return certify_together(subjects, timeout=TIMEOUT, tell=tell, device=device)
+    return certify_together(subjects, timeout=TIMEOUT, log=log, device=device)
 
 
 def builtin_subjects(

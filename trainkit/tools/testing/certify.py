@@ -46,7 +46,7 @@ from trainkit.tools.testing.train import (
     plain_model,
     train_plain,
 )
-from trainkit.types import Batch, Call, Loss, Weights
+from trainkit.types import Batch, Call, Log, Loss, Weights
 
 
 def certify(
@@ -66,7 +66,7 @@ def certify(
     max_norm: float | None = 0.5,
     title: str | None = None,
     timeout: float = 60.0,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
     alone: tuple[Callable[[], nn.Module], Weights] | None = None,
     device: str = "cpu",
 ) -> Certificate:
@@ -106,7 +106,7 @@ def certify(
         max_norm: What gradients are clipped to; never in the tier "exact".
         title: What the certificate calls the model; the name of `make_model` by default.
         timeout: Seconds a layout may take before it counts as hung.
-        tell: Called with a line after every layout: how it went, and the time left.
+        log: Called with a line after every layout: how it went, and the time left.
         alone: What makes the model of the one process, and its weights, where matrices in few bits
             are compared with plain ones of the same values; see `adapters.round_weights`.
         device: "cpu", or "cuda" for one rank on each GPU, with NCCL between them. The bounds of the
@@ -160,14 +160,14 @@ def certify(
         max_norm=None if is_exact else max_norm,
         alone=alone,
     )
-    return certify_together([(training, cases)], timeout=timeout, tell=tell, device=device)[0]
+    return certify_together([(training, cases)], timeout=timeout, log=log, device=device)[0]
 
 
 def certify_together(
     subjects: Sequence[tuple[Training, Sequence[LayoutCase]]],
     *,
     timeout: float,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
     device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of several models, whose layouts share the starts of processes.
@@ -178,7 +178,7 @@ def certify_together(
     Args:
         subjects: What is trained, and the cases to compare.
         timeout: As for `certify`; the models on one process have as much each, together.
-        tell: As for `certify`; those of fewer ranks come first.
+        log: As for `certify`; those of fewer ranks come first.
         device: As for `certify`.
 
     Raises:
@@ -202,7 +202,7 @@ def certify_together(
             _check_finite(wanted, training.title)
             every += [_Job(training, case, wanted) for case in cases]
     found: dict[int, CertificateRow] = {}
-    report = partial(_tell_progress, tell, every, found, begin=time.monotonic())
+    report = partial(_tell_progress, log, every, found, begin=time.monotonic())
     for world in sorted({job.case.world for job in every}):
         jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
@@ -430,7 +430,7 @@ def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
 
 
 def _tell_progress(
-    tell: Callable[[str], None] | None,
+    log: Log | None,
     jobs: Sequence[_Job],
     found: Mapping[int, CertificateRow],
     fresh: Mapping[int, CertificateRow],
@@ -438,7 +438,7 @@ def _tell_progress(
     begin: float,
 ) -> None:
     """Say how the newest layout went, and how long the rest should take, in proportion to ranks."""
-    if tell is None:
+    if log is None:
         return
     done = {**found, **fresh}
     newest = list(fresh)[-1]
@@ -446,4 +446,4 @@ def _tell_progress(
     left = (time.monotonic() - begin) * (sum(job.case.world for job in jobs) / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
     how_far = f"{len(done)} of {len(jobs)}, about {left:.0f} s left"
-    tell(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")
+    log(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")

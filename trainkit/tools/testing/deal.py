@@ -17,7 +17,7 @@ from trainkit.types import BATCH_TENSORS, Batch, DataShard
 def deal_batch(
     batch: Batch, place: DataShard, *, rows_per_microbatch: int | None = None
 ) -> list[Batch]:
-    """Return one rank's microbatches of a global batch, as `make_microbatches` deals those of a corpus.
+    """Return one rank's microbatches of a global batch, as `make_microbatches` shards rows.
 
     Args:
         batch: The global batch, `[R, S]`.

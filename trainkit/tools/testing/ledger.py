@@ -88,7 +88,7 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> CollectiveLedger
         >>> import torch
         >>> ps = solo_parallel()
         >>> count_collectives(lambda: all_sum(torch.ones(2), ps.loss), ps)
-        Ledger(rows=())
+        CollectiveLedger(rows=())
     """
     named = [(axis.group, axis.name) for axis in reversed(_axes_of(axes))]
     names = {str(group.group_name): name for group, name in named if group is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from threading import enumerate as all_threads
@@ -128,52 +129,29 @@ def start_save(
         commit in progress, and abandons any other save.
     """
     began = time.perf_counter()
-    stopped = Event()
     snapshot = run_now(take)
     blocked = time.perf_counter() - began
-
-    write_ends: list[float] = []
-
-    def write() -> float:
-        write_began = time.perf_counter()
-        try:
-            write_rank(snapshot.result(), target, axis.index, stopped)
-        finally:
-            write_ends.append(time.time())
-        return time.perf_counter() - write_began
-
-    def finish() -> dict[str, Any]:
-        write_seconds = written.result()
-        commit_began = time.perf_counter()
-        path = commit(snapshot.result(), target)
-        committed_at = time.time()
-        seconds = blocked + write_seconds + time.perf_counter() - commit_began
-        return {
-            "path": str(path),
-            "time": committed_at,
-            "messages": after(path),
-            "seconds": seconds,
-        }
-
-    written = start(write)
+    work = _Work(snapshot, target, axis.index, after, blocked)
+    written = start(work.write)
     # A single rank has nobody to wait for, so it commits without waiting for the next step.
-    committed = start(finish) if axis.count == 1 else None
+    committed = start(partial(work.commit, written)) if axis.count == 1 else None
     try:
         failed = yield from _wait_on_all(written, axis)
         if not failed:
-            if committed is None:
-                committed = start(finish) if axis.index == 0 else run_now(dict)
+            if committed is None and axis.index == 0:
+                committed = start(partial(work.commit, written))
+            committed = committed or run_now(dict)
             failed = yield from _wait_on_all(committed, axis)
         if failed:
-            stopped.set()
+            work.stopped.set()
             wait([future for future in (written, committed) if future is not None])
-        result, error = _share_result(
-            written if written.exception() else committed or written, axis
-        )
+        last = written if written.exception() else committed or written
+        result, error = _share_result(last, axis)
     except BaseException:
         if committed is None:  # other ranks may not have written, and may have exited
-            stopped.set()
+            work.stopped.set()
         wait([x for x in (written, committed) if x is not None], timeout=_PATIENCE)
+        # Only a committed checkpoint has left the staging directory.
         if axis.index == 0 and not (committed and committed.done() and not committed.exception()):
             remove_staging(target.staging)
         raise
@@ -186,8 +164,40 @@ def start_save(
         blocked=blocked,
         error=error,
         messages=() if axis.index else tuple(result.get("messages", ())),
-        time=result.get("time") or max(write_ends, default=time.time()),
+        time=result.get("time") or work.write_ended or time.time(),
     )
+
+
+@attrs.define(eq=False)
+class _Work:
+    """The parts of a save that may run in a thread."""
+
+    snapshot: Future[Snapshot]
+    target: Destination
+    rank: int
+    after: Callable[[Path], list[str]]
+    blocked: float
+    stopped: Event = attrs.field(factory=Event)
+    write_ended: float | None = None
+
+    def write(self) -> float:
+        """Write this rank's files, and return the seconds that it took."""
+        began = time.perf_counter()
+        try:
+            write_rank(self.snapshot.result(), self.target, self.rank, self.stopped)
+        finally:
+            self.write_ended = time.time()
+        return time.perf_counter() - began
+
+    def commit(self, written: Future[float]) -> dict[str, Any]:
+        """Commit the checkpoint once this rank's files are written."""
+        write_seconds = written.result()
+        began = time.perf_counter()
+        path = commit(self.snapshot.result(), self.target)
+        result: dict[str, Any] = {"path": str(path), "time": time.time()}
+        result["seconds"] = self.blocked + write_seconds + time.perf_counter() - began
+        result["messages"] = self.after(path)
+        return result
 
 
 def _wait_on_all(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:

@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,13 @@ def plan_shards(
     }
 
 
+def _cast(stored: Stored, dtype: str | None) -> Stored:
+    """Return the tensor as it will be written: floating-point tensors in another dtype."""
+    if dtype is None or stored.dtype not in _FLOATS:
+        dtype = stored.dtype
+    return Stored(dtype, stored.shape, ())
+
+
 # --------------------------------------------------------------------------------------- writing
 
 
@@ -263,14 +271,7 @@ def write_weights(
         )
     if not tensors:
         raise refusal(target, "would hold no tensor: the source has none of those asked for")
-    written = {
-        name: Stored(
-            stored.dtype if dtype is None or stored.dtype not in _FLOATS else dtype,
-            stored.shape,
-            (),
-        )
-        for name, stored in sorted(tensors.items())
-    }
+    written = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     sizes = {name: stored.nbytes for name, stored in written.items()}
     plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
     total = sum(sizes.values())
@@ -294,12 +295,8 @@ def write_weights(
                 }
 
         files = {f: hashes for part in _run_on_all(write, axis) for f, hashes in part.items()}
-
-        def seal() -> None:
-            if axis.index == 0:
-                _seal_folder(staging, files, extra_files, origin)
-
-        _run_on_all(seal, axis)
+        seal = partial(_seal_folder, staging, files, extra_files, origin)
+        _run_on_all(seal if axis.index == 0 else lambda: None, axis)
     return {
         "folder": str(target),
         "files": [*plan, *extra_files],

@@ -17,12 +17,15 @@ from trainkit.collectives import all_gather_objects
 from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
 from trainkit.types import (
+    Axis,
     CheckpointError,
     ForwardBackward,
+    Log,
     NumericsError,
     ParallelState,
     StepBatch,
     TrainState,
+    log_warning,
 )
 from trainkit.weights.checkpoint.background_save import SaveResult
 from trainkit.weights.checkpoint.facts import Facts
@@ -65,7 +68,7 @@ def open_guarded_saver(
     policy: Policy,
     replay: ForwardBackward,
     event: Callable[..., None],
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
     retention: Retention | None = None,
@@ -167,7 +170,7 @@ def make_guard(
     saved: Collect,
     replay: ForwardBackward,
     event: Callable[..., None],
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Guard:
@@ -220,19 +223,14 @@ def make_guard(
         action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
             culprits = list[str]()
-            if batch and action.kind != "apply":
-                # A loss spike is finite everywhere: then there is nothing to search for.
-                is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
-                if not all(map(all, all_gather_objects(is_finite, ps.world))):
-                    run_again = partial(
-                        replay, batch.microbatches, denominator=torch.as_tensor(record["tokens"])
-                    )
-                    culprits = find_nonfinite(run_again, stages, ps.world)
+            if batch and action.kind != "apply" and _is_nonfinite_somewhere(record, ps.world):
+                run_again = partial(
+                    replay, batch.microbatches, denominator=torch.as_tensor(record["tokens"])
+                )
+                culprits = find_nonfinite(run_again, stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
             if ps.world.index == 0:
-                outcome = {"apply": "it was taken", "skip": "it was skipped"}
-                done = outcome.get(action.kind, action.kind)
-                log(f"step {state.step}: {'; '.join([action.reason, *culprits, done])}")
+                log(_describe_bad_step(state.step, action, culprits))
         action = _check_saves(saved(), action)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
@@ -263,6 +261,18 @@ def make_guard(
         return state
 
     return guard
+
+
+def _is_nonfinite_somewhere(record: Mapping[str, Any], axis: Axis) -> bool:
+    """Return whether the loss or the norm is not finite on any rank; a loss spike is finite."""
+    is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
+    return not all(map(all, all_gather_objects(is_finite, axis)))
+
+
+def _describe_bad_step(step: int, action: Action, culprits: Sequence[str]) -> str:
+    outcomes = {"apply": "it was taken", "skip": "it was skipped"}
+    outcome = outcomes.get(action.kind, action.kind)
+    return f"step {step}: {'; '.join([action.reason, *culprits, outcome])}"
 
 
 def _check_saves(saves: Sequence[SaveResult], action: Action) -> Action:

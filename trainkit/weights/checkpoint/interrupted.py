@@ -13,7 +13,12 @@ from threading import Event
 
 import attrs
 
-from trainkit.types import Axis, CheckpointError, TrainState
+from trainkit.types import (
+    Axis,
+    CheckpointError,
+    Log,
+    TrainState,
+)
 from trainkit.weights.checkpoint.background_save import save_threads
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
@@ -25,12 +30,12 @@ class UnsavedState:
     """A complete state that is not saved yet when an error ends the run.
 
     `follows` means that the error was caused by the exit of another rank. This rank then writes its
-    files only if another one has: a rank that was killed leaves nothing to complete. `log` logs a
+    files only if another one has: a rank that was killed leaves nothing to complete. `log` takes a
     message on any rank.
     """
 
     state: TrainState
-    log: Callable[[str], object]
+    log: Log
     score: float | None = None
     follows: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
+from trainkit.types import (
+    SOLO,
+    Axis,
+    CheckpointError,
+    Log,
+    ParallelState,
+    TrainState,
+    log_warning,
+)
 from trainkit.weights.checkpoint.compare import Tolerance
 from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
 from trainkit.weights.checkpoint.facts import (
@@ -51,7 +59,7 @@ def resume(
     facts: Facts | None = None,
     changes: ResumeRules = _NO_CHANGES,
     strict_owner: bool = False,
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Resume a run from one of its checkpoints, written in any layout.
 
@@ -93,10 +101,11 @@ def resume(
         verified, compared and read; moves directories; communicates on `ps.world`.
     """
     check_allowed(changes)
+    tolerance = Tolerance(optimizer=may_change_optimizer(changes), options=allowed_names(changes))
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
     directory = run_dir / "checkpoints"
-    log = log if is_first else (lambda _: None)
+    log = log if is_first else _ignore
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
     request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
     skipped: list[str] = []
@@ -115,9 +124,7 @@ def resume(
             optimizer,
             axis=ps.world,
             check=_make_fact_check(facts, changes, messages),
-            tolerance=Tolerance(
-                optimizer=may_change_optimizer(changes), options=allowed_names(changes)
-            ),
+            tolerance=tolerance,
         )
         if not staged.problems:
             break
@@ -136,9 +143,7 @@ def resume(
             log(message)
         clear_directory(directory, path, request, log=log)
         if _is_fork(run_dir, path, manifest, request):
-            parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
-            run = fork_run(run_dir, parent)["run"]
-            log(f"this is run {run}, forked from {parent['run']}")
+            log(_make_fork(run_dir, path, manifest))
 
     run_on_all_ranks(accept, ps.world)
     return install_(staged, stages, optimizer)
@@ -155,7 +160,7 @@ def load_checkpoint(
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Verify one checkpoint and load it into stages and their optimizer.
 
@@ -277,6 +282,10 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
     return facts
 
 
+def _ignore(_: str) -> None:
+    """Drop a message: on ranks other than the first."""
+
+
 def _read_outline(path: Path) -> dict[str, Any]:
     """Return the manifest of a requested checkpoint whose files have the right sizes."""
     problems, manifest = outline(path)
@@ -301,7 +310,7 @@ def _make_fact_check(facts: Facts | None, changes: ResumeRules, messages: list[s
 
 
 def _find_candidates(
-    run_dir: Path, request: str | Path, skipped: list[str], log: Callable[[str], None]
+    run_dir: Path, request: str | Path, skipped: list[str], log: Log
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the checkpoints that the run may resume from, the best first, with their manifests.
 
@@ -348,7 +357,7 @@ def _skip(
     problems: Sequence[str],
     request: str | Path,
     skipped: list[str],
-    log: Callable[[str], None],
+    log: Log,
 ) -> None:
     """Log and record a damaged checkpoint, or raise if it was requested."""
     if request != "auto":
@@ -365,7 +374,7 @@ def _read_run_id(run_dir: Path) -> tuple[str | None, str | None]:
     return identity["run"], (identity["parent"] or {}).get("path")
 
 
-def _check_request(run_dir: Path, request: str | Path, log: Callable[[str], None]) -> str:
+def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
     """Return what to resume from: "auto" if the run was forked from `request` earlier."""
     directory = run_dir / "checkpoints"
     if os.path.lexists(directory) and not directory.is_dir():
@@ -401,11 +410,18 @@ def _check_never_saved(run_dir: Path) -> None:
         )
 
 
-def _start(run_dir: Path, request: str | Path, log: Callable[[str], None]) -> None:
+def _start(run_dir: Path, request: str | Path, log: Log) -> None:
     """Prepare the directory of a run that starts from scratch."""
     clear_directory(run_dir / "checkpoints", None, request, log=log)
     if request == "never" and (run_dir / "run.json").exists():
         fork_run(run_dir, None)  # a new run without a parent
+
+
+def _make_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
+    """Give the run a new id with a checkpoint of another run as its parent; return a message."""
+    parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
+    run = fork_run(run_dir, parent)["run"]
+    return f"this is run {run}, forked from {parent['run']}"
 
 
 def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: str | Path) -> bool:

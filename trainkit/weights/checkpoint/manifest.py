@@ -6,14 +6,18 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainkit.types import CheckpointError
+from trainkit.types import (
+    CheckpointError,
+    Log,
+    log_warning,
+)
 from trainkit.weights.checkpoint.boxes import shortened
 from trainkit.weights.checkpoint.safe_files import file_problem, parse_json, read_bounded, read_json
 
@@ -278,9 +282,7 @@ def _parse_name(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def first_verified(
-    paths: Iterable[Path], skipped: list[str], log: Callable[[str], None]
-) -> Path | None:
+def first_verified(paths: Iterable[Path], skipped: list[str], log: Log) -> Path | None:
     """Return the first checkpoint that verifies; log those before it, and add them to `skipped`."""
     for path in paths:
         problems = verify_checkpoint(path)
@@ -315,9 +317,7 @@ def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
     )
 
 
-def find_checkpoint(
-    path: Path | str, *, best: bool = False, log: Callable[[str], None] = print
-) -> Path:
+def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warning) -> Path:
     """Return the checkpoint to read weights from: `path` itself, or one of a run directory.
 
     Args:
@@ -425,9 +425,7 @@ def score_of(manifest: Mapping[str, Any]) -> float | None:
     return float(score) if is_number else None
 
 
-def clear_directory(
-    directory: Path, chosen: Path | None, request: str | Path, *, log: Callable[[str], None]
-) -> None:
+def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *, log: Log) -> None:
     """Prepare a `checkpoints/` directory for a run that resumes from `chosen`.
 
     Args:

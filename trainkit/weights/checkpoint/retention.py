@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import attrs
 
 from trainkit.files import fsync_folder
 from trainkit.schedules import is_due
-from trainkit.types import non_negative, positive, satisfies
+from trainkit.types import (
+    Log,
+    log_warning,
+    non_negative,
+    positive,
+    satisfies,
+)
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -141,7 +147,7 @@ def apply_retention(
     policy: Retention,
     *,
     known_good: Iterable[str] = (),
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
     dry_run: bool = False,
 ) -> dict[str, list[str]]:
     """Delete the checkpoints of a directory that a policy does not retain.
@@ -217,7 +223,7 @@ def _read_listed(path: Path) -> Listed:
     return Listed(path.name, step_of(path), verified=None if is_foreign else False)
 
 
-def _find_damaged(directory: Path, names: Sequence[str], log: Callable[[str], None]) -> set[str]:
+def _find_damaged(directory: Path, names: Sequence[str], log: Log) -> set[str]:
     problems = {name: verify_checkpoint(directory / name) for name in names}
     damaged = {name for name in names if problems[name]}
     for name in names:
@@ -226,7 +232,7 @@ def _find_damaged(directory: Path, names: Sequence[str], log: Callable[[str], No
     return damaged
 
 
-def _try_to_remove(path: Path, log: Callable[[str], None]) -> bool:
+def _try_to_remove(path: Path, log: Log) -> bool:
     """Delete a checkpoint, log a failure, and return whether the name is gone."""
     try:
         remove_checkpoint(path)

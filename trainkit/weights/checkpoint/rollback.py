@@ -7,7 +7,7 @@ section 5.1). It takes that data and that state together to cause a spike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
 from trainkit.health import Action, make_stop_error, restore_health
-from trainkit.types import CheckpointError, ParallelState, TrainState
+from trainkit.types import (
+    CheckpointError,
+    Log,
+    ParallelState,
+    TrainState,
+    log_warning,
+)
 from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
@@ -40,7 +46,7 @@ def roll_back(
     max_rollbacks: int = 3,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Load the newest checkpoint before the numbers went bad, and continue with the data after.
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +22,17 @@ from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
 from trainkit.parallel.names import get_local_box
 from trainkit.parallel.offload_state import check_awake
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, format_error
+from trainkit.types import (
+    SOLO,
+    Axis,
+    ConfigError,
+    Log,
+    ParallelState,
+    TrainState,
+    format_error,
+    log_info,
+    log_warning,
+)
 from trainkit.weights.checkpoint.background_save import (
     PendingSave,
     SaveResult,
@@ -37,7 +46,7 @@ from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_comm
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
 from trainkit.weights.checkpoint.safe_files import refuse_no_room
-from trainkit.weights.checkpoint.snapshot import Snapshot, bind_snapshots
+from trainkit.weights.checkpoint.snapshot import Snapshot, TakeSnapshot, bind_snapshots
 from trainkit.weights.checkpoint.tensors import counters_of, model_tensors, state_hash
 from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
@@ -72,7 +81,7 @@ def open_saver(
     retention: Retention | None = None,
     background: bool = True,
     grace: float = 25.0,
-    log: Callable[[str], None] = print,
+    log: Log = log_warning,
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] | None = None,
     unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
@@ -126,7 +135,6 @@ def open_saver(
         Opens a process group; uses host memory of the size of what this rank writes; writes and
         deletes under `run_dir/checkpoints`; `save` and `saved` communicate.
     """
-    run_dir = Path(run_dir)
     try:
         config = orjson.loads(orjson.dumps(None if config is None else dict(config)))
     except TypeError as error:
@@ -134,87 +142,97 @@ def open_saver(
             f"saves: config holds what JSON does not ({error}); give plain values", where="config"
         ) from error
     take = bind_snapshots(stages, optimizer, ps)
-    after = _make_after_commit(retention)
     separate_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with separate_group as axis:
-        queue = _SaveQueue((lambda _: None) if axis.index else log, grace, event)
-        # One token of all ranks: a name on the shared disk that no earlier process has used.
-        token = all_gather_objects(secrets.token_hex(8), axis)[0]
-        index = count()
-        progress = progress or SaveProgress()
-
-        def make_target(name: str, score: float | None) -> Destination:
-            return Destination(
-                run_dir=run_dir,
-                staging=run_dir / "checkpoints" / f".staging-{token}-{name}",
-                ranks=axis.count,
-                config=config,
-                score=score,
-                before_commit=before_commit,
-                progress=progress,
-            )
-
-        def save(state: TrainState, score: float | None = None) -> None:
-            check_awake(stages, by="save")
-            queue.wait_for_previous(state)
-
-            def take_snapshot() -> Snapshot:
-                return take(state, {} if axis.index else facts_at(facts, state.cursor.batch))
-
-            pending = start_save(
-                take_snapshot,
-                make_target(f"{next(index)}", score),
-                axis,
-                step=state.step,
-                start=run_in_thread if background else run_now,
-                after=after,
-            )
-            queue.start(pending)
-            if not background:
-                queue.advance()
-
+        saver = _Saver(
+            run_dir=Path(run_dir),
+            stages=stages,
+            take=take,
+            facts=facts,
+            config=config,
+            axis=axis,
+            background=background,
+            after=_make_after_commit(retention),
+            before_commit=before_commit,
+            progress=progress or SaveProgress(),
+            # Equal on all ranks, and a name that no earlier process has used on the shared disk.
+            token=all_gather_objects(secrets.token_hex(8), axis)[0],
+            log=_ignore if axis.index else log,
+            grace=grace,
+            event=event,
+        )
         try:
-            yield save, queue.collect
+            yield saver.save, saver.collect
         except BaseException as error:
-            queue.abandon()
+            saver.abandon()
             last = None if unsaved is None else unsaved(error)
             if last is not None:
-                # Named by a hash of the counters: ranks in different steps must not mix files.
-                name = f"{hash_counters(counters_of(last.state)):016x}"
-
-                def take_last_snapshot() -> Snapshot:
-                    check_awake(stages, by="save")
-                    return take(last.state, facts_at(facts, last.state.cursor.batch))
-
-                queue.save_last(last, take_last_snapshot, make_target(name, last.score), axis)
+                saver.save_last(last)
             raise
-        queue.advance()
-        queue.raise_last()
+        saver.advance()
+        saver.raise_last()
+
+
+def _ignore(_: str) -> None:
+    """Drop a message: on ranks other than the first."""
 
 
 @attrs.define(eq=False)
-class _SaveQueue:
+class _Saver:
     """The pending save, if there is one, and the results of those before."""
 
-    log: Callable[[str], None]
+    run_dir: Path
+    stages: Sequence[nn.Module]
+    take: TakeSnapshot
+    facts: Facts | None
+    config: Mapping[str, Any] | None
+    axis: Axis
+    background: bool
+    after: Callable[[Path], list[str]]
+    before_commit: Callable[[], None] | None
+    progress: SaveProgress
+    token: str
+    log: Log
     grace: float
     event: Callable[..., None] | None
+    num_saves: int = 0
     pending: list[PendingSave] = attrs.field(factory=list)  # at most one
     finished: list[SaveResult] = attrs.field(factory=list)  # not collected yet
     latest: list[SaveResult] = attrs.field(factory=list)  # the last one that was collected
 
-    def wait_for_previous(self, state: TrainState) -> None:
-        """Wait for the previous save, and log a long wait."""
+    def save(self, state: TrainState, score: float | None = None) -> None:
+        """Start to save a state, after waiting for the previous save."""
+        check_awake(self.stages, by="save")
         began = time.perf_counter()
         self.advance()
         waited = time.perf_counter() - began
         if waited > _LONG_WAIT:
             self.log(f"step {state.step} waited {waited:.1f} s for the save before to be written")
-
-    def start(self, pending: PendingSave) -> None:
-        """Start a save."""
+        facts = None if self.axis.index else self.facts  # the first rank's are saved
+        pending = start_save(
+            lambda: self.take(state, facts_at(facts, state.cursor.batch)),
+            self._make_target(str(self.num_saves), score),
+            self.axis,
+            step=state.step,
+            start=run_in_thread if self.background else run_now,
+            after=self.after,
+        )
+        self.num_saves += 1
         self.pending.append(pending)
         next(pending)
+        if not self.background:
+            self.advance()
+
+    def _make_target(self, name: str, score: float | None) -> Destination:
+        return Destination(
+            run_dir=self.run_dir,
+            staging=self.run_dir / "checkpoints" / f".staging-{self.token}-{name}",
+            ranks=self.axis.count,
+            config=self.config,
+            score=score,
+            before_commit=self.before_commit,
+            progress=self.progress,
+        )
 
     def advance(self, *, polls: int | None = None) -> None:
         """Poll the pending save a number of times, or wait until it finishes."""
@@ -263,21 +281,30 @@ class _SaveQueue:
         for pending in self.pending:
             pending.close()
 
-    def save_last(
-        self, last: UnsavedState, take: Callable[[], Snapshot], target: Destination, axis: Axis
-    ) -> None:
+    def save_last(self, last: UnsavedState) -> None:
         """Save a state after an error, or log why that failed; raises nothing."""
         began = time.perf_counter()
-        step = last.state.step
+        state = last.state
+        # Named by a hash of the counters: ranks in different steps must not mix files.
+        name = f"{hash_counters(counters_of(state)):016x}"
+
+        def take() -> Snapshot:
+            check_awake(self.stages, by="save")
+            return self.take(state, facts_at(self.facts, state.cursor.batch))
+
         try:
-            path = write_and_commit(take, target, axis, follows=last.follows)
+            path = write_and_commit(
+                take, self._make_target(name, last.score), self.axis, follows=last.follows
+            )
         except Exception as error:  # noqa: BLE001 (the error that ended the run is raised instead)
-            last.log(f"warning: step {step} was not saved after the error: {format_error(error)}")
+            last.log(
+                f"warning: step {state.step} was not saved after the error: {format_error(error)}"
+            )
             return
         if path is not None:
             seconds = time.perf_counter() - began
-            self._record(SaveResult(step, path, seconds, seconds))
-            last.log(f"step {step}, the last one before the error, is saved in {path}")
+            self._record(SaveResult(state.step, path, seconds, seconds))
+            last.log(f"step {state.step}, the last one before the error, is saved in {path}")
 
     def raise_last(self) -> None:
         """Raise the error of the last save, if it failed."""
@@ -374,7 +401,7 @@ def check_disk_space(
     *,
     copies: int = 3,
     axis: Axis = SOLO,
-    log: Callable[[str], None] | None = None,
+    log: Log = log_info,
 ) -> None:
     """Raise DiskError if the disk has no room for one checkpoint; warn if it has none for two.
 
@@ -404,7 +431,7 @@ def check_disk_space(
     refuse_no_room(
         f"check_disk_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed
     )
-    if free < 2 * needed and log is not None and axis.index == 0:
+    if free < 2 * needed and axis.index == 0:
         log(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"
             " for one, but not for a second one"

@@ -90,29 +90,20 @@ def stage_checkpoint(
     local: list[Staged] = []
 
     def read_headers() -> dict[str, Sequence[str]]:
-        staged = _read_headers(path, manifest, stages, optimizer, tolerance)
-        local.append(staged)
-        # What other ranks must know about this one: a pipeline rank has only some of the tensors.
-        return {
-            "problems": staged.problems,
-            "changes": staged.changes,
-            "wanted": [target.saved for target in staged.targets.values()],
-            "parameters": [saved_name(name) for name in get_named_parameters(stages)],
-            "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
-        }
+        local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
+        return _list_names(local[0], stages, optimizer)
 
     by_rank = run_on_all_ranks(read_headers, axis)
     names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
     if names["problems"]:
         return Staged(sorted(names["problems"]))
     (staged,) = local
-    differences = run_on_all_ranks(
-        lambda: [
-            check(staged.saved),
-            _compare_tensors(staged, names, stages, optimizer, tolerance),
-        ],
-        axis,
-    )
+
+    def find_differences() -> list[list[str]]:
+        facts = check(staged.saved)
+        return [facts, _compare_tensors(staged, names, stages, optimizer, tolerance)]
+
+    differences = run_on_all_ranks(find_differences, axis)
     facts, tensors = (_merge([lists[i] for lists in differences]) for i in (0, 1))
     if facts and tensors:  # the facts explain it: another model, for instance
         tensors = [f"tensors and options of its optimizer that differ too: {len(tensors)}"]
@@ -199,6 +190,19 @@ def _merge(lists: Sequence[Sequence[str]]) -> list[str]:
 
 def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in manifest["files"].items() if name not in _JSON_FILES}
+
+
+def _list_names(
+    staged: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Sequence[str]]:
+    """Return what other ranks must know: a pipeline rank has only some of the tensors."""
+    return {
+        "problems": staged.problems,
+        "changes": staged.changes,
+        "wanted": [target.saved for target in staged.targets.values()],
+        "parameters": [saved_name(name) for name in get_named_parameters(stages)],
+        "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
+    }
 
 
 def _compare_tensors(

@@ -236,7 +236,7 @@ def _check_shapes(folder: HFFolder) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"read_init_config: {folder.path} has tensors of other sizes than its config.json says: "
+            f"read_init_config: {folder.path} has tensors whose sizes differ from config.json: "
             f"{shortened(problems)}",
             where=folder.path,
             got=problems,
@@ -300,10 +300,10 @@ def open_folder_weights(
 ) -> Weights:
     """Return the weights of a Hugging Face folder as a function of our names and boxes.
 
-    `build_stages(..., weights=open_folder_weights(open_folder(path), axis=ps.world))` fills every rank's
-    part of a decoder from it, in any layout; a rank reads what it holds and no more. The folder
-    must be whole, of the shapes that its `config.json` says, in floating point; of matrices in fp8
-    with a scale for each block, values are those that they stand for, in fp32.
+    `build_stages(..., weights=open_folder_weights(open_folder(path), axis=ps.world))` fills every
+    rank's part of a decoder from it, in any layout; a rank reads what it holds and no more. The
+    folder must be whole, of the shapes that its `config.json` says, in floating point; of matrices
+    in fp8 with a scale for each block, values are those that they stand for, in fp32.
 
     Args:
         folder: The folder.
@@ -344,7 +344,7 @@ def open_folder_weights(
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
     if lacking and missing is None:
         raise ConfigError(
-            f"open_folder_weights: {folder.path} lacks what {shortened(sorted(lacking))} are made of; "
+            f"open_folder_weights: {folder.path} lacks tensors for {shortened(sorted(lacking))}; "
             "give missing=, init_weights for instance",
             where="missing",
         )
@@ -382,7 +382,7 @@ def load_folder_weights(
 
     Raises:
         ConfigError: As `open_folder`.
-        CheckpointError: As `open_folder_weights`; or the stages are of another decoder, or of a larger
+        CheckpointError: As `open_folder_weights`; or the stages have another decoder, or a larger
             vocabulary than `vocab_size` says.
 
     Effects:

@@ -1,7 +1,7 @@
 """Which elements of our tensors are which of theirs: a map of names and boxes that goes both ways.
 
-A family declares a table, from our names to a `HFTensor` each; its links follow from the shapes of a
-decoder. What reads one side box by box then reads the other, whatever box is asked for.
+A family declares a table, from our names to a `HFTensor` each; its links follow from the shapes of
+a decoder. What reads one side box by box then reads the other, whatever box is asked for.
 """
 
 from __future__ import annotations

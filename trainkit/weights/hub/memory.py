@@ -32,8 +32,8 @@ def import_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face model in memory by the names of our decoder.
 
-    The decoder is `read_decoder_config(values)`, and takes them by `load_state_dict`. `open_folder_weights` does
-    the same for a folder, in any layout.
+    The decoder is `read_decoder_config(values)`, and takes them by `load_state_dict`.
+    `open_folder_weights` does the same for a folder, in any layout.
 
     Args:
         tensors: The model's `state_dict()`, of a class with a head or without one, whole on this

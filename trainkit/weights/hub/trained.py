@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from trainkit.models.sizes import config_from_facts
 from trainkit.text.chat import locate_template
 from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
 from trainkit.text.tokenizers.special import BOS
-from trainkit.types import CheckpointError, ConfigError
+from trainkit.types import CheckpointError, ConfigError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.hub.folder import check_is_there, is_hf_folder, open_folder
@@ -62,7 +62,7 @@ def open_model(
     *,
     tokenizer: str | None = None,
     context: int | None = None,
-    tell: Callable[[str], None] = say_on_stderr,
+    log: Log = log_warning,
 ) -> ModelInfo:
     """Look over a model that is to be used; its weights are not read.
 
@@ -72,7 +72,7 @@ def open_model(
         tokenizer: What `open_tokenizer` takes; by default the run's, or the folder's own.
         context: The most tokens that it will be given; by default a run's `full_context`, and what
             `open_folder` says of a folder, whose `context` this is.
-        tell: Called with one sentence about each checkpoint passed over.
+        log: Called with one sentence about each checkpoint passed over.
 
     Raises:
         CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
@@ -97,7 +97,7 @@ def open_model(
             hint="name the run that trained them, or export that with --merge",
         )
     check_is_there(path, function="open_model")
-    found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, tell)
+    found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, log)
     found = found if context is None else attrs.evolve(found, context=context)
     reach = found.config.reach
     if reach is not None and found.context > reach:
@@ -135,7 +135,8 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
         >>> read_model_info("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a model...
+        trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a
+        model...
     """
     path = Path(path)
     check_is_there(path, function="read_model_info")
@@ -152,8 +153,8 @@ def _folder(path: Path, name: str | None, context: int | None) -> ModelInfo:
     return ModelInfo(path, folder.config, name or str(path), tokenizer, *known)
 
 
-def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> ModelInfo:
-    path = find_checkpoint(path, tell=tell)
+def _run(path: Path, name: str | None, log: Log) -> ModelInfo:
+    path = find_checkpoint(path, log=log)
     needs = ("model", "config.tokenizer", "config.row_length")
     facts = checkpoints.read_facts(path, needs=needs)
     name = name or facts["config.tokenizer"]
