@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 
 Kind = Literal["trained", "frozen", "packed"]
 """What a parameter is: trained; frozen; or the bytes of a frozen matrix in few bits."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_COPY = "_trainkit_tied_copy"
-_BASE = "_trainkit_base"
+_IS_TIED_COPY = Note("is_tied_copy", default=False)
+_IS_BASE = Note("is_base", default=False)
 _TOLD = 12  # names that a refusal lists
 _IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
@@ -58,8 +59,23 @@ def unhide_(module: nn.Module, name: str) -> None:
         object.__delattr__(module, name)  # of the other, compiled, 2.12 deletes the parameter
 
 
-def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Return all parameters of a list of stages by their whole-model name, frozen ones too.
+def modules_of(stages_or_model: Iterable[nn.Module] | nn.Module) -> list[nn.Module]:
+    """Return the stages of a model in a list, or a plain module as the only one.
+
+    Examples:
+        >>> modules_of(nn.Sequential(nn.Identity(), nn.Identity()))
+        [Sequential(
+          (0): Identity()
+          (1): Identity()
+        )]
+    """
+    return [stages_or_model] if isinstance(stages_or_model, nn.Module) else list(stages_or_model)
+
+
+def get_named_parameters(stages: Iterable[nn.Module] | nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters of a model, or of its stages, by their whole-model name.
+
+    Frozen ones too.
 
     Where a rank holds the first and the last stage of a pipeline, a tied embedding is there twice;
     the copy's name then ends with `COPY_SUFFIX`.
@@ -68,11 +84,11 @@ def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]
         ValueError: Two stages hold a parameter of the same name.
 
     Examples:
-        >>> list(get_named_parameters([nn.Linear(2, 3)]))
+        >>> list(get_named_parameters(nn.Linear(2, 3)))
         ['weight', 'bias']
     """
     found: dict[str, nn.Parameter] = {}
-    for stage in stages:
+    for stage in modules_of(stages):
         for raw, parameter in stage.named_parameters():
             name = canonical_name(raw)
             if name in found and is_tied_copy(parameter):
@@ -145,7 +161,7 @@ def mark_tied_copy_(parameter: nn.Parameter) -> None:
         >>> is_tied_copy(weight)
         True
     """
-    setattr(parameter, _COPY, True)
+    _IS_TIED_COPY.write_(parameter, True)
 
 
 def is_tied_copy(parameter: Tensor) -> bool:
@@ -155,7 +171,7 @@ def is_tied_copy(parameter: Tensor) -> bool:
         >>> is_tied_copy(nn.Parameter(torch.ones(1)))
         False
     """
-    return getattr(parameter, _COPY, False)
+    return _IS_TIED_COPY.read(parameter)
 
 
 def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
@@ -170,7 +186,7 @@ def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
         >>> is_base(weight)
         True
     """
-    setattr(parameter, _BASE, is_base)
+    _IS_BASE.write_(parameter, is_base)
 
 
 def is_base(parameter: Tensor) -> bool:
@@ -180,7 +196,7 @@ def is_base(parameter: Tensor) -> bool:
         >>> is_base(nn.Parameter(torch.ones(1)))
         False
     """
-    return getattr(parameter, _BASE, False)
+    return _IS_BASE.read(parameter)
 
 
 def kind_of(parameter: Tensor) -> Kind:

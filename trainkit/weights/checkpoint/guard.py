@@ -16,6 +16,7 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
+from trainkit.parallel.names import modules_of
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -61,7 +62,7 @@ class Guard(Protocol):
 @contextmanager
 def open_guarded_saver(
     run_dir: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -162,7 +163,7 @@ def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
 
 def make_guard(
     run_dir: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -190,7 +191,7 @@ def make_guard(
         ps: The layout.
         policy: See `health.Policy`.
         saved: Returns the saves that have finished, from `saves`.
-        replay: Computes the gradients of a step, from `bind_forward_backward`. It runs again after
+        replay: Computes the gradients of a step, from `make_forward_backward`. It runs again after
             a bad step; the optimizer does not.
         event: Where a record of each bad step goes, from `open_run_sinks`.
         log: Called on rank 0 with what was bad in a step, and what a roll-back did.
@@ -210,6 +211,7 @@ def make_guard(
         `guard` may write parameters, optimizer state and checkpoints. It communicates on `ps.world`
         after bad steps and when replicas are checked.
     """
+    stages = modules_of(stages)
     damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
     replica_checks = [make_replica_check(stages, optimizer, ps)]
 
@@ -251,7 +253,7 @@ def make_guard(
                 )
             except CheckpointError as error:
                 # The numbers ended the run, not the checkpoints: the exit code is theirs.
-                reason = f"{action.reason}; {error}"
+                reason = f"{action.reason}; {error.what}"
                 raise make_stop_error(attrs.evolve(action, reason=reason), state.health) from error
             saved(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
+from trainkit.parallel.names import modules_of
 from trainkit.types import (
     SOLO,
     Axis,
@@ -51,7 +52,7 @@ _NO_CHANGES = ResumeRules()
 def resume(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -100,6 +101,7 @@ def resume(
         Writes parameters and optimizer state, on all ranks or on none, after everything has been
         verified, compared and read; moves directories; communicates on `ps.world`.
     """
+    stages = modules_of(stages)
     check_allowed(changes)
     tolerance = Tolerance(optimizer=may_change_optimizer(changes), options=allowed_names(changes))
     run_dir = Path(run_dir)
@@ -151,7 +153,7 @@ def resume(
 
 def load_checkpoint(
     path: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
@@ -191,6 +193,7 @@ def load_checkpoint(
         Writes parameters and optimizer state, after everything has been verified, compared and
         read; communicates on `axis`.
     """
+    stages = modules_of(stages)
     check_allowed(changes)
     path = Path(path)
     manifest = run_on_all_ranks(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
@@ -220,7 +223,7 @@ def load_checkpoint(
 
 def load_weights(
     path: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     *,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),

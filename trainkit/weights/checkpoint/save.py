@@ -20,7 +20,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.files import atomic_write
 from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.names import get_local_box, modules_of
 from trainkit.parallel.offload_state import check_awake
 from trainkit.types import (
     SOLO,
@@ -72,7 +72,7 @@ class Collect(Protocol):
 @contextmanager
 def open_saver(
     run_dir: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -135,6 +135,7 @@ def open_saver(
         Opens a process group; uses host memory of the size of what this rank writes; writes and
         deletes under `run_dir/checkpoints`; `save` and `saved` communicate.
     """
+    stages = modules_of(stages)
     try:
         config = orjson.loads(orjson.dumps(None if config is None else dict(config)))
     except TypeError as error:
@@ -316,7 +317,7 @@ class _Saver:
 def save_checkpoint(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -397,7 +398,7 @@ def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str
 
 def check_disk_space(
     run_dir: Path | str,
-    stages: Iterable[nn.Module],
+    stages: Iterable[nn.Module] | nn.Module,
     *,
     copies: int = 3,
     axis: Axis = SOLO,
@@ -423,6 +424,7 @@ def check_disk_space(
     Examples:
         >>> check_disk_space("/", [nn.Linear(1, 1)])
     """
+    stages = modules_of(stages)
     local_bytes = copies * sum(
         get_local_box(x).local.nbytes for x in model_tensors(stages).values()
     )
@@ -441,7 +443,7 @@ def check_disk_space(
 def write_final(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> None:
@@ -453,6 +455,7 @@ def write_final(
     Effects:
         Writes a file on the first rank, by a rename; communicates on `ps.world`.
     """
+    stages = modules_of(stages)
     final = {
         "step": state.step,
         "tokens_total": int(state.tokens),
