@@ -825,7 +825,7 @@ MISTAKES = [
         (
             "jit.py",
             "a compiled loop is kept when what it calls has changed",
-            "{hashlib.blake2b(told, digest_size=8).hexdigest()}",
+            "{hashlib.blake2b(sources, digest_size=8).hexdigest()}",
             "{len(files)}",
             "tests/optim/test_storage.py",
         ),

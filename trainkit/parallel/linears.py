@@ -10,9 +10,10 @@ from torch import nn
 
 from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 
-_TOLD = "_trainkit_computes"
+_COMPUTES: Note[tuple[str, ...]] = Note("computes_in", default=())
 _HEADS = ("head", "lm_head")
 
 
@@ -113,7 +114,7 @@ def change_(
     told += f", not in {', '.join(others)}" if others else ""
     for name, layer in layers.items():
         change(name, layer)
-        setattr(layer, _TOLD, (*getattr(layer, _TOLD, ()), told))
+        _COMPUTES.write_(layer, (*_COMPUTES.read(layer), told))
 
 
 def told_of(stages: Iterable[nn.Module]) -> str:
@@ -123,5 +124,5 @@ def told_of(stages: Iterable[nn.Module]) -> str:
         >>> told_of([nn.Linear(1, 1)])
         ''
     """
-    found = [x for stage in stages for part in stage.modules() for x in getattr(part, _TOLD, ())]
+    found = [text for stage in stages for texts in _COMPUTES.read_all(stage) for text in texts]
     return "; ".join(dict.fromkeys(found))

@@ -23,8 +23,8 @@ from trainkit.parallel.styles import (
     STYLES,
     ParallelStyle,
     local_padding,
+    shard_,
     style_problem,
-    styled_class,
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
@@ -352,7 +352,6 @@ def _head_size(parent: nn.Module | None) -> int | None:
 
 def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) -> None:
     """Make every parameter a DTensor, and every module with parameters or a style a styled one."""
-    classes: dict[Any, type] = {}
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
@@ -379,10 +378,7 @@ def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) 
         if isinstance(child, nn.Embedding) and style.cuts:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
-        kind = type(child), tuple(own), style
-        if kind not in classes:
-            classes[kind] = styled_class(*kind, axis)
-        child.__class__ = classes[kind]
+        shard_(child, tuple(own), style, axis)
 
 
 def _naming_who_mixes(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -259,51 +259,42 @@ class ExpertLowRank(Adapter):
 # --------------------------------------------------------------------------------------- modules
 
 
-@cache
-def adapted(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of linear layers of a class that have adapters.
+class Adapted(nn.Module):
+    """Mixin: a linear layer with adapters, in its attribute `BESIDE`."""
 
-    Examples:
-        >>> adapted(nn.Linear) is adapted(nn.Linear), issubclass(adapted(nn.Linear), nn.Linear)
-        (True, True)
-    """
-    inner: Any = base.forward
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y, adapter = inner(self, x), getattr(self, BESIDE).chosen()
-        if adapter is None:
-            return y
-        return adapter(x, y, self)
-
-    return type(f"Adapted{base.__name__}", (base,), {"forward": forward})
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in]` to `[..., out]`, with the active adapter if there is one."""
+        y = super().forward(x)
+        adapter = getattr(self, BESIDE).chosen()
+        return y if adapter is None else adapter(x, y, self)
 
 
-@cache
-def adapted_experts(base: type[ExpertWeights]) -> type[ExpertWeights]:
-    """Return the class of experts of a class that have adapters.
+class AdaptedExperts(ExpertWeights):
+    """Mixin: experts with adapters, in the attribute `BESIDE` by the names of their weights."""
 
-    Examples:
-        >>> issubclass(adapted_experts(ExpertWeights), ExpertWeights)
-        True
-    """
-
-    def chosen(self: Any, name: str) -> ExpertLowRank | None:
-        beside = getattr(self, BESIDE)
-        return beside[name].chosen() if name in beside else None
-
-    def needs_keys(self: Any) -> bool:
-        adapters = [chosen(self, name) for name in EXPERT_WEIGHTS]
+    def needs_keys(self) -> bool:
+        """Return whether the forward pass takes a noise key for each row."""
+        adapters = [self._active_adapter(name) for name in EXPERT_WEIGHTS]
         return any(adapter is not None and adapter.drops() for adapter in adapters)
 
-    def forward(self: Any, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
-        return _told(base.forward, self, ExpertLowRank, keys, rows, counts)
+    def forward(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Map rows `[N, D]` in the order of their experts to `[N, D]`."""
+        adapters = set_keys_(self, ExpertLowRank, keys)
+        try:
+            return super().forward(rows, counts)
+        finally:
+            for adapter in adapters:
+                adapter.keys = None
 
-    def product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-        y, adapter = base.product(self, name, rows, counts), chosen(self, name)
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows with the weights of their experts, and add what the adapter gives."""
+        y = super().product(name, rows, counts)
+        adapter = self._active_adapter(name)
         return y if adapter is None else adapter(rows, y, counts, self, name)
 
-    own = {"forward": forward, "needs_keys": needs_keys, "product": product}
-    return type(f"Adapted{base.__name__}", (base,), own)
+    def _active_adapter(self, name: str) -> ExpertLowRank | None:
+        beside = getattr(self, BESIDE)
+        return beside[name].chosen() if name in beside else None
 
 
 def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Adapters]]:
@@ -377,45 +368,37 @@ class Keys:
         return self.gathered[axis.count]
 
 
-@cache
-def keyed(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of blocks of a class that tell their adapters the noise keys they are given.
+class Keyed(nn.Module):
+    """Mixin: a block that passes the noise keys it is given on to the adapters inside."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block while its adapters have `noise_key`."""
+        adapters = set_keys_(self, LowRank, kwargs.get("noise_key"))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for adapter in adapters:
+                adapter.keys = None
+
+
+def set_keys_(module: nn.Module, kind: type[Adapter], key: Tensor | None) -> list[Adapter]:
+    """Give a module's adapters of a kind the noise keys of one forward pass, and return them.
+
+    The caller takes the keys away when the pass is over: it runs again when activations are
+    recomputed, and several microbatches of a pipeline are under way at a time.
+
+    Effects:
+        Sets `keys` of the adapters.
 
     Examples:
-        >>> issubclass(keyed(nn.Linear), nn.Linear)
-        True
+        >>> set_keys_(nn.Linear(1, 1), LowRank, None)
+        []
     """
-    inner: Any = base.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _told(inner, self, LowRank, kwargs.get("noise_key"), *args, **kwargs)
-
-    return type(f"Keyed{base.__name__}", (base,), {"forward": forward, "tells_keys": True})
-
-
-def _told(
-    inner: Any,
-    module: nn.Module,
-    kind: type[Adapter],
-    key: Tensor | None,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Return what a module's forward pass does, while its adapters of a kind know noise keys.
-
-    For so long alone: it runs again when activations are recomputed, and of a pipeline's
-    microbatches several are under way.
-    """
-    told = [part for part in module.modules() if isinstance(part, kind)]
+    adapters = [part for part in module.modules() if isinstance(part, kind)]
     keys = None if key is None else Keys(key)
-    for part in told:
-        part.keys = keys
-    try:
-        return inner(module, *args, **kwargs)
-    finally:
-        for part in told:
-            part.keys = None
+    for adapter in adapters:
+        adapter.keys = keys
+    return adapters
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder import Decoder, Head
+from trainkit.models.mixins import mix_in_
 from trainkit.noise import make_key, uniform_symmetric
 from trainkit.parallel.materialize import Fill, weights_from_module
 from trainkit.parallel.names import canonical_name, fitting_names
@@ -22,16 +23,16 @@ from trainkit.post.adapters.frozen import dequantized, held_as, packing_of, roun
 from trainkit.post.adapters.lowrank import (
     BESIDE,
     MERGE,
+    Adapted,
+    AdaptedExperts,
     Adapter,
     Adapters,
     ExpertLowRank,
+    Keyed,
     Lora,
     LowRank,
-    adapted,
-    adapted_experts,
     adapters_of,
     expert_sizes,
-    keyed,
     sizes_of,
     split_name,
 )
@@ -230,7 +231,7 @@ def _adapt_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | Non
     with like.device:
         made = (ExpertLowRank if of_experts else LowRank)(one, path, give, sizes=place.sizes, **how)
     if not hasattr(module, BESIDE):
-        module.__class__ = (adapted_experts if of_experts else adapted)(type(module))
+        mix_in_(module, AdaptedExperts if of_experts else Adapted)
         setattr(module, BESIDE, nn.ModuleDict() if of_experts else Adapters())
     beside = getattr(module, BESIDE)
     if of_experts:
@@ -272,12 +273,12 @@ def _tell_keys_(module: nn.Module) -> None:
         if isinstance(part, Adapter) and part.spec.dropout
     ]
     for name, block in module.named_modules():
-        tells = getattr(block, "tells_keys", False)  # of adapters that stand there already
+        tells = isinstance(block, Keyed)  # of adapters that stand there already
         asks = "noise_key" in inspect.signature(type(block).forward).parameters
         takes = name and (tells or asks)
         inside = [part for part in deaf if part[0].startswith(f"{name}.")]
         if takes and inside and not tells:
-            block.__class__ = keyed(type(block))
+            mix_in_(block, Keyed)
         if takes:
             deaf = [part for part in deaf if part not in inside]
     if deaf:
