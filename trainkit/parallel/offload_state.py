@@ -1,4 +1,4 @@
-"""Sleep: a state lets go of its device's memory between two steps, for whoever else needs it."""
+"""Offload a training state between two steps, so that a sampler can use the device's memory."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {
     getattr(Tensor, name).__get__
     for name in ("shape", "ndim", "dtype", "device", "nbytes", "requires_grad")
 }
-"""What a tensor says without its memory."""
+"""The functions of a tensor that need none of its values."""
 
 
 class Offloaded:
@@ -150,11 +150,11 @@ def _flat(memory: torch.UntypedStorage) -> Tensor:
 
 
 def _to_host(found: Sequence[torch.UntypedStorage]) -> Callable[[int], Tensor]:
-    kept = []
+    copies = []
     for x in found:
         pinned = x.device.type == "cuda"
-        kept.append(torch.empty(x.nbytes(), dtype=torch.uint8, pin_memory=pinned).copy_(_flat(x)))
-    return kept.__getitem__
+        copies.append(torch.empty(x.nbytes(), dtype=torch.uint8, pin_memory=pinned).copy_(_flat(x)))
+    return copies.__getitem__
 
 
 def _to_disk(
