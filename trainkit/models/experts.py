@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.batch.denominators import can_read_values
+from trainkit.models.call import RoutingTape
 from trainkit.models.config import Experts
 from trainkit.models.dispatch import (
     Combine,
@@ -28,7 +29,6 @@ from trainkit.models.routers import (
     add_jitter,
     apply_capacity,
     expert_capacity,
-    on_host,
     sigmoid_topk,
     softmax_topk,
 )
@@ -39,23 +39,6 @@ Balance = Literal["batch", "microbatch", "document"]
 """Over what `balance` compares how often experts are chosen with how much they are wanted: the last
 step's global batch, which is the same in every layout; the microbatch of a rank, which by its
 nature is not; or each document."""
-
-
-@attrs.frozen(eq=False)
-class RoutingTape:
-    """The choices of a model's expert layers in one forward pass, by the layer's name.
-
-    A layer that finds a choice takes it, and one that finds none writes its own down: so a
-    recomputed forward pass repeats the first one's choices, whatever noise or rounding a router
-    sees by then, and choices that came with the data (of an inference engine, say) replace the
-    router's. One tape belongs to one microbatch: make it anew for each.
-
-    Examples:
-        >>> RoutingTape().choices
-        {}
-    """
-
-    choices: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
@@ -143,7 +126,7 @@ def check_tape(
         got = f"{x.dtype} {list(x.shape)}"
         if fits := x.dtype == torch.int64 and x.shape == shape:
             right = _are_distinct(x, is_token.flatten(), experts.count)
-            if not on_host(x):
+            if not can_read_values(x):
                 unread.append(right)
             elif not right:
                 fits, seen = False, x[is_token.flatten()]
@@ -272,7 +255,7 @@ class ExpertWeights(nn.Module):
             ValueError: Counts are not those of the experts held here; or, which is looked at on a
                 CPU alone, do not sum to the rows.
         """
-        of_all = not on_host(counts) or int(counts.sum()) == len(rows)
+        of_all = not can_read_values(counts) or int(counts.sum()) == len(rows)
         if len(counts) != len(self.gate) or not of_all:
             got = f"{len(rows)} rows, and counts for {len(counts)} experts, {counts.tolist()}"
             want = f"of the {len(self.gate)} that are here, which sum to the rows"
@@ -363,7 +346,7 @@ class ExpertMlp(nn.Module):
             seen = add_jitter(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
         places = is_token.flatten()
         # Most batches have no padding, and a pass over all scores is saved where that can be seen.
-        padded = not on_host(places) or not bool(places.all())
+        padded = not can_read_values(places) or not bool(places.all())
         routing, logits = self.router(seen, places if padded else None, known)
         tape.choices[self.name] = routing.indices
         kept = (

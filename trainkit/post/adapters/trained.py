@@ -17,7 +17,7 @@ from trainkit.post.adapters.base import exclude_frozen_, open_base_weights
 from trainkit.post.adapters.frozen import quantized
 from trainkit.post.adapters.lowrank import Lora
 from trainkit.post.adapters.transform import lora
-from trainkit.types import CheckpointError, ModelTransform, ParallelState
+from trainkit.types import CheckpointError, ModelTransform, ParallelState, Stages
 from trainkit.weights.checkpoint.load import load_weights, read_facts
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.sources import model_of
@@ -32,7 +32,7 @@ def build_trained_stages(
     *,
     base: Path | str | None = None,
     **how: Any,
-) -> list[nn.Module]:
+) -> Stages:
     """Return this rank's stages of a trained model, with its weights in them.
 
     Of a run of adapters these are the base, in as few bits as it was held in, and the adapters
@@ -56,7 +56,7 @@ def build_trained_stages(
         >>> from trainkit.mesh import solo_parallel
         >>> build_trained_stages("/does/not/exist", lambda: nn.Linear(1, 1), solo_parallel(), [])
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     facts: Mapping[str, Any] = {} if is_hf_folder(path) else _facts(path)
     source = base or facts["base_from"] if "base" in facts else path

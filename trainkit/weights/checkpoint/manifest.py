@@ -326,7 +326,7 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
         >>> find_checkpoint("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     path = Path(path)
     _refuse_weights(path)

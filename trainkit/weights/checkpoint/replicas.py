@@ -180,7 +180,7 @@ def refuse_drift(problems: Sequence[str]) -> None:
         >>> refuse_drift([])
         >>> refuse_drift(["rank 0 and rank 1 hold different values of model/weight"])
         Traceback (most recent call last):
-        trainkit.types.NumericsError: rank 0 and rank 1 hold different values of model/weight
+        trainkit.types.NumericsError: rank 0 and rank 1 hold different values of model/weight: ...
     """
     if problems:
         raise NumericsError(
