@@ -77,21 +77,21 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 DIALECT = {
-        "told",
-        "tell",
-        "tells",
-        "telling",
-        "said",
-        "heard",
-        "asked",
-        "beside",
-        "dealt",
-        "deal",
-        "begun",
-        "kept",
-        "mend",
-        "whoever",
-    }
+    "told",
+    "tell",
+    "tells",
+    "telling",
+    "said",
+    "heard",
+    "asked",
+    "beside",
+    "dealt",
+    "deal",
+    "begun",
+    "kept",
+    "mend",
+    "whoever",
+}
 """Words for which the field has a term, or a sentence that reads better."""
 
 
