@@ -40,7 +40,6 @@ def collate_bins(
     *,
     pad_id: int = 0,
     row_positions: ArrayLike | None = None,
-    out: np.ndarray[Any, Any] | None = None,
 ) -> Batch:
     """Make one batch of rows of `bins`, on the host, labels already shifted inside each piece.
 
@@ -65,16 +64,13 @@ def collate_bins(
         row_positions: The position of each row in the global step, `[B]`, from which `token_index`
             follows; by default the rows are the whole step. A row of index -1 and position -1 is
             blank: row padding throughout, with -1 for `token_index`.
-        out: int64 `[5, B, capacity]`, C-contiguous, that the batch's tensors shall lie in; new
-            memory by default. New memory comes in pages that the system has to clear first, which
-            can take longer than all the rest. Columns always lie in new memory.
 
     Returns:
         A `Batch` of `[B, capacity]`.
 
     Raises:
-        ValueError: An index is no row of `bins`, `bins` does not fit the corpus, the batch is
-            too large for int32 `cu_seqlens`, or `out` is not as above.
+        ValueError: An index is no row of `bins`, `bins` does not fit the corpus, or the batch is
+            too large for int32 `cu_seqlens`.
         DataError: A token is negative or outside the corpus' vocabulary, or the corpus' arrays are
             not what they must be. The message names the file, the document and the offset.
 
@@ -94,7 +90,7 @@ def collate_bins(
     # such memory for 64 rows of 8,192, again and again: 660 million tokens a second, 410 in five
     # torch.empty.
     shape = (5, rows.size, bins.capacity)
-    fields = np.empty(shape, np.int64) if out is None else _checked_out(out, shape)
+    fields = np.empty(shape, np.int64)
     table, spans_ = _write_rows(fields, corpus, bins, rows, positions, pad_id=pad_id)
     columns = _clear_columns(corpus, table, shape[1:])
     for part, own in _by_part(corpus, table):
@@ -132,14 +128,6 @@ def _checked_positions(row_positions: ArrayLike | None, rows: IntArray, num_rows
         mend = "a blank row has -1 both as its index and in row_positions"
         raise ValueError(f"collate_bins: {what}; {mend}, got {positions[wrong].tolist()} there")
     return positions
-
-
-def _checked_out(out: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    fits = out.shape == shape and out.dtype == np.int64
-    if not fits or not out.flags.c_contiguous or not out.flags.writeable:
-        must = f"out must be int64 {shape}, C-contiguous and writeable"
-        raise ValueError(f"collate_bins: {must}, got {out.dtype} {out.shape}")
-    return out
 
 
 def _write_rows(

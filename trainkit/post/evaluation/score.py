@@ -75,7 +75,6 @@ def bind_score(
     tp: Axis = SOLO,
     call: Call = call_model,
     tokens_per_batch: int = 8192,
-    pad_id: int = 0,
 ) -> Score:
     """Return the function that scores examples with a model in its layout.
 
@@ -92,7 +91,6 @@ def bind_score(
         tp: The tensor-parallel axis, `ps.tp`.
         call: How a batch enters the model.
         tokens_per_batch: How many tokens a rank computes at a time, or one row if that is longer.
-        pad_id: The token id of padding.
 
     Returns:
         `score(examples) -> [Scored]`; equal on all ranks, all of which must call it with the same
@@ -111,7 +109,7 @@ def bind_score(
         >>> bool(abs(one.logprob - two.logprobs[1]) < 1e-5), len(two.logprobs)
         (True, 2)
     """
-    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
+    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call}
     values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch, **how)
 
     def score(examples: Sequence[Example]) -> list[Scored]:
@@ -131,7 +129,6 @@ def bind_top_words(
     tp: Axis = SOLO,
     call: Call = call_model,
     tokens_per_batch: int = 8192,
-    pad_id: int = 0,
 ) -> TopWords:
     """Return the function that finds a model's likeliest words, as `bind_score` does a score.
 
@@ -145,7 +142,6 @@ def bind_top_words(
         tp: The tensor-parallel axis.
         call: How a batch enters the model.
         tokens_per_batch: How many tokens a rank computes at a time.
-        pad_id: The token id of padding.
 
     Returns:
         `top_words(examples) -> [(ids, logprobs)]`, of the words that might have stood where each
@@ -169,7 +165,7 @@ def bind_top_words(
     check_range("bind_top_words", at_least=1, top_k=top_k)
     if temperature <= 0:
         raise ValueError(f"bind_top_words: temperature must be above 0, got {temperature}")
-    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
+    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call}
     measure = partial(_top_words, top_k=top_k, temperature=temperature)
     values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch, **how)
 
@@ -195,13 +191,12 @@ def _bind(
     tp: Axis,
     call: Call,
     tokens_per_batch: int,
-    pad_id: int,
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
     """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
     check_range("bind_score", at_least=1, tokens_per_batch=tokens_per_batch)
     multiple = 2 * place.ring.count if place.ring.count > 1 else 1
     length_multiple = multiple * place.ulysses.count * tp.count
-    how: dict[str, Any] = {"pp": pp, "call": call, "place": place, "pad_id": pad_id}
+    how: dict[str, Any] = {"pp": pp, "call": call, "place": place}
     run = partial(_run, stages, measure=measure, width=width, **how)
 
     def values_of(examples: Sequence[Example]) -> list[np.ndarray[Any, Any]]:
@@ -237,7 +232,6 @@ def _run(
     pp: Axis,
     call: Call,
     place: Place,
-    pad_id: int,
 ) -> Tensor:
     """Return what is measured of the tokens of this rank `[width, rows x S]`, else 0."""
     device, last = compute_device(stages[0]), places_of(stages, pp)[-1].last
@@ -245,7 +239,7 @@ def _run(
     inputs = memory_corpus(example.ids[:-1] for example in examples)
     with evaluating(stages):
         for chosen in rows:
-            batch = collate_bins(inputs, bins, chosen, pad_id=pad_id, row_positions=chosen)
+            batch = collate_bins(inputs, bins, chosen, row_positions=chosen)
             batch = attrs.evolve(batch, labels=labels[batch.token_index])
             part = shard_sequence(batch, ring=place.ring, ulysses=place.ulysses)
             part = to_device(part, device)
