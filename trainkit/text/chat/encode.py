@@ -131,7 +131,6 @@ def chat_encoder(
     train: Train = "assistant",
     max_length: int | None = None,
     overlong: Literal["error", "drop"] = "error",
-    check: bool = True,
     counts: Counter[str] | None = None,
 ) -> Callable[[Mapping[str, Any]], Sample]:
     """Return the function from a record to its sample, for `open_corpus(encode=)` and the like.
@@ -144,12 +143,12 @@ def chat_encoder(
         train: As in `encode_chat`.
         max_length: As in `encode_chat`.
         overlong: As in `encode_chat`.
-        check: Whether each sample has to pass `check_mask`.
         counts: As in `encode_chat`; one of the encoder's own by default.
 
     Returns:
         `encode(record) -> Sample`, with the tokenizer's `vocab_size` and the `counts` as its
-        attributes. It raises `DataError` for a record that is wrong.
+        attributes. It raises `DataError` for a record that is wrong, or whose sample `check_mask`
+        refuses.
 
     Raises:
         ValueError: An argument is out of its range, or the tokenizer has no token for the stop
@@ -170,7 +169,7 @@ def chat_encoder(
         _encode_record,
         tokenizer=tokenizer,
         field=field,
-        stop=stop_ids(tokenizer, template) if check else None,
+        stop=stop_ids(tokenizer, template),
         template=template,
         train=train,
         max_length=max_length,
@@ -414,7 +413,7 @@ def _encode_record(
     *,
     tokenizer: Tokenizer,
     field: str | Callable[[Mapping[str, Any]], Sequence[Message]],
-    stop: Sequence[int] | None,
+    stop: Sequence[int],
     **options: Any,
 ) -> Sample:
     if isinstance(field, str):
@@ -426,7 +425,7 @@ def _encode_record(
     else:
         messages = field(record)
     sample = encode_chat(messages, tokenizer, tools=tools_of(record), **options)
-    if stop is not None and len(sample.tokens):
+    if len(sample.tokens):
         check_mask(sample, stop_ids=stop)
     return sample
 

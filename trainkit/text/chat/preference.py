@@ -156,7 +156,6 @@ def pack_pairs(
     capacity: int,
     *,
     fit: Fit = best_fit,
-    group_size: int = 100_000,
     overlong: Literal["error", "drop"] = "error",
     multiple_of: int = 1,
 ) -> Bins:
@@ -170,7 +169,6 @@ def pack_pairs(
             both are 0.
         capacity: Tokens per row, which both halves together must not exceed.
         fit: As in `pack_bins`; it sees the two halves as one piece.
-        group_size: As in `pack_bins`, in pairs.
         overlong: What becomes of a pair longer than the capacity: "error" or "drop". A pair is
             never split or cut. Those dropped are N minus half the pieces of the result, and minus
             those left out.
@@ -200,8 +198,7 @@ def pack_pairs(
         mend = 'raise the capacity, or ask for overlong="drop"'
         facts = {"where": longest, "got": int(pairs[longest]), "want": capacity}
         raise DataError(f"pack_pairs: {what}: {mend}", **facts)
-    how: dict[str, Any] = {"fit": fit, "group_size": group_size, "multiple_of": multiple_of}
-    bins = pack_bins(pairs, capacity, overlong="drop", **how)
+    bins = pack_bins(pairs, capacity, fit=fit, multiple_of=multiple_of, overlong="drop")
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
         bins,
