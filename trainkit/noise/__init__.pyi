@@ -8,7 +8,6 @@ from .counters import seeded_generators as seeded_generators
 from .counters import signed as signed
 from .counters import symmetric as symmetric
 from .counters import token_keys as token_keys
-from .counters import uniform as uniform
 from .hashing import hash_box as hash_box
 from .hashing import hash_counters as hash_counters
 from .hashing import key_of as key_of
