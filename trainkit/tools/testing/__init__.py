@@ -5,7 +5,7 @@ model; `count_collectives` lists what a step sends. Faults to put into a run on 
 of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.testing.faults`.
 """
 
-from trainkit.tools.testing.cases import Case, covering, default_cases
+from trainkit.tools.testing.cases import Case, default_cases
 from trainkit.tools.testing.certificate import Certificate, Row, Tier, as_markdown, as_text
 from trainkit.tools.testing.certify import certify
 from trainkit.tools.testing.ledger import Collective, Ledger, count_collectives
@@ -33,7 +33,6 @@ __all__ = [
     "certify",
     "check_packing",
     "count_collectives",
-    "covering",
     "default_cases",
     "run_ranks",
 ]

@@ -716,7 +716,7 @@ def builtin_subjects(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
-        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
+        pick: Takes some of the chosen (name of a model, case); all by default.
         optimizers: See `models_of_tier`.
         steps: How many optimizer steps to take.
 
