@@ -367,9 +367,7 @@ def changes_of(config: Any, *, free: Sequence[str] = ()) -> Changes:
 # ------------------------------------------------------------------------------------ reading
 
 
-def load_config(
-    config_type: type[T], argv: Sequence[str] | None = None, *, description: str | None = None
-) -> T:
+def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
     """Return the configuration that defaults, a TOML file and the command line give, in this order.
 
     Flags have dashes (`--save-every 10`), keys of a file underscores; either is understood in
@@ -380,7 +378,6 @@ def load_config(
         config_type: An `attrs.frozen` class of plain values: str, int, float, bool, Path, None,
             Literal, and tuples of these.
         argv: The command line without the program; by default the process's own.
-        description: What stands above the flags in the help; by default the class's docstring.
 
     Raises:
         ConfigError: A key or flag is unknown (the nearest is named), a value has the wrong type or
@@ -409,7 +406,6 @@ def load_config(
                 config_type,
                 args=argv,
                 default=default,
-                description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
         except SystemExit as end:

@@ -313,9 +313,7 @@ def _is_pipe(stream: Any) -> bool:
 
 
 @contextlib.contextmanager
-def stop_votes(
-    asked: Asked, axis: Axis, *, timeout: timedelta = timedelta(hours=1)
-) -> Iterator[Asked]:
+def stop_votes(asked: Asked, axis: Axis) -> Iterator[Asked]:
     """Yield `stopping()`, which tells all ranks alike whether any of them was asked to stop.
 
     A vote of one byte is posted at the end of a step and read at the end of the next one, when it
@@ -326,8 +324,6 @@ def stop_votes(
         asked: Why this process shall stop, or None: that of `trap_signals`, or one that also knows
             of a time limit.
         axis: The ranks that stop together, `ps.world`.
-        timeout: How long a vote may wait for a rank that is late. It is no watchdog: rank 0 may
-            have an hour's work of its own.
 
     Yields:
         `stopping() -> str | None`, "SIGTERM on rank 3" for example; every rank must call it once
@@ -348,7 +344,9 @@ def stop_votes(
         'SIGTERM on rank 0'
     """
     told: list[str] = []
-    with _unsaved_is_told(told), twin_axis(axis, name="stop", timeout=timeout) as votes:
+    # A vote is no watchdog: rank 0 may have an hour's work of its own.
+    patience = timedelta(hours=1)
+    with _unsaved_is_told(told), twin_axis(axis, name="stop", timeout=patience) as votes:
         if votes.count == 1:
             yield lambda: _told_once(told, _who([asked()]))
             return
