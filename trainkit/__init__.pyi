@@ -71,7 +71,6 @@ from .run import sinks as sinks
 from .step import bind_forward_backward as bind_forward_backward
 from .step import evaluate as evaluate
 from .step import forward_backward as forward_backward
-from .step import forward_only as forward_only
 from .text import chat as chat
 from .text import corpora as corpora
 from .text import prepare as prepare
