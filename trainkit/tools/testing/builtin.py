@@ -309,7 +309,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 """What makes the models of the built-in certificate, by name; the last is for its own tier."""
 
 
-def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
+def decoder_batch(step: int) -> Batch:
     """Return the global batch of a step: packed documents, and labels masked unequally by row.
 
     Documents have 1 to 60 tokens, aligned to 16. Of every 4 rows one has no label, two have few.
@@ -324,9 +324,9 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
-    rows_at = rows_of_epochs(len(bins), rows_per_step=rows, seed=0)
+    rows_at = rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
+    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(ROWS // 4).unsqueeze(1)
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
@@ -335,7 +335,7 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
 _KNOWN, _TEACHER_WIDTH = 3, 8
 
 
-def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
+def answers_batch(step: int) -> Batch:
     """Return the global batch of a step: pairs of answers, and a column for every loss of them.
 
     Examples:
@@ -348,7 +348,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(corpus, bins, rows_of_epochs(len(bins), rows_per_step=rows, seed=0)(step))
+    batch = collate_bins(corpus, bins, rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)(step))
     at = batch.token_index.double() + 1000 * step
 
     def waves(phase: int, *sizes: int) -> torch.Tensor:
@@ -675,7 +675,6 @@ def certify_builtin(
     *,
     chosen: Callable[[Case], bool] = lambda _: True,
     optimizers: bool = False,
-    steps: int = 3,
     tell: Callable[[str], None] | None = None,
     device: str = "cpu",
 ) -> list[Certificate]:
@@ -688,7 +687,6 @@ def certify_builtin(
         tier: See `certify`.
         chosen: Which of the cases to run.
         optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
-        steps: How many optimizer steps to take.
         tell: Called with a line after every layout.
         device: "cpu" or "cuda"; see `certify`.
 
@@ -699,7 +697,7 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers, steps=steps)
+    subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers)
     return certify_together(subjects, timeout=TIMEOUT, tell=tell, device=device)
 
 

@@ -54,9 +54,9 @@ def _hash_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(orjson.dumps(dict(facts), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _short(value: Any, most: int = 200) -> str:
+def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @attrs.frozen
