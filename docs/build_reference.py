@@ -58,8 +58,16 @@ def value_of(tree: ast.Module, name: str) -> Any:
 def contents() -> dict[str, list[str]]:
     """Return {room: the names that `tk.` has of it}, as the table of contents lists them."""
     table = imports_of(PACKAGE / "__init__.py")
-    rooms = [name for name, home in table.items() if home == "trainkit"]
-    return {r: [n for n, home in table.items() if home == f"trainkit.{r}"] for r in rooms}
+    modules = [f"{home}.{name}" for name, home in table.items()]
+    rooms = [m.removeprefix("trainkit.") for m in modules if file_of(m).exists() and has_names(m)]
+    names = {n: home for n, home in table.items() if not file_of(f"{home}.{n}").exists()}
+    return {r: [n for n, home in names.items() if home == f"trainkit.{r}"] for r in rooms}
+
+
+def has_names(module: str) -> bool:
+    """Return whether a module has names of its own: the table of a wing lists rooms alone."""
+    table = imports_of(file_of(module)) if file_of(module).name == "__init__.py" else {}
+    return not table or any(not file_of(f"{home}.{name}").exists() for name, home in table.items())
 
 
 @cache
@@ -77,16 +85,18 @@ def imports_of(path: Path) -> dict[str, str]:
 
 def families(room: str) -> dict[str, str]:
     """Return {name: module to import it from} of a room: what its table, or its one file, has."""
-    file = PACKAGE / f"{room}.py"
-    if file.exists():
+    file = file_of(f"trainkit.{room}")
+    if file.name != "__init__.py":
         homes = {name: module_of(file) for name in members(file)}
     else:
-        tables = sorted((PACKAGE / room).rglob("__init__.py"), key=lambda path: -len(path.parts))
+        tables = [path for path in files_of(room) if path.name == "__init__.py"]
+        tables.sort(key=lambda path: -len(path.parts))
         listed = [
             (module_of(path), value_of(parse(path), "__all__") or imports_of(path))
             for path in tables
         ]
         homes = {name: module for module, names in listed for name in names}
+        homes = {n: m for n, m in homes.items() if not file_of(f"{m}.{n}").exists()}  # no room
     return homes | dict.fromkeys(contents()[room], "trainkit")
 
 
@@ -214,9 +224,20 @@ def first_sentence(docstring: str) -> str:
 
 
 def files_of(room: str) -> list[Path]:
-    """Return the files of a room."""
-    folder = PACKAGE / room
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{room}.py"]
+    """Return the files of a room, without those of the rooms inside it."""
+    first = file_of(f"trainkit.{room}")
+    if first.name != "__init__.py":
+        return [first]
+    inner = {file_of(f"trainkit.{other}") for other in room_paths() if other.startswith(f"{room}.")}
+    files = sorted(first.parent.rglob("*.py"))
+    folders = {path.parent for path in inner if path.name == "__init__.py"}
+    return [path for path in files if path not in inner and not folders & {*path.parents}]
+
+
+@cache
+def room_paths() -> frozenset[str]:
+    """Return the dotted paths of all rooms, without the package's name."""
+    return frozenset(contents())
 
 
 def room_page(room: str) -> str:

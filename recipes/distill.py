@@ -59,32 +59,32 @@ class Config(tk.config.RunConfig):
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=120)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=120)
 
 
 def open_rows(cfg, run, tokenizer, template=None):
     """Return the rows to train on, and those held out: pretrain.py holds out the same."""
-    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    run.log(f"reading {cfg.data or 'the source of the standard library'}")
     length = cfg.batch.row_length
     if cfg.data:
         whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
     else:
-        whole = tk.corpora.open_library(tokenizer)
+        whole = tk.corpora.open_library_corpus(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of}
-    return tk.data.pack_apart(corpus, is_held, length, **how)
+    return tk.data.split_held_out(corpus, is_held, length, **how)
 
 
 def choose_student(cfg, words):
     """Return the configuration of the model that is trained."""
     size = attrs.asdict(cfg.student) | {"kv_heads": cfg.student.heads, "vocab_size": words}
-    return tk.models.decoder_config("tiny", **size)
+    return tk.models.make_decoder_config("tiny", **size)
 
 
 def build(cfg, ps, model, weights):
     """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
-    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
+    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
 
@@ -93,11 +93,11 @@ def soft_labels(cfg, ps, base, batch):
     """Return the loss, teach(microbatches), which puts beside them what it needs, and facts."""
     if cfg.hard == 1:
         return tk.losses.next_token_linear, list, {}
-    teacher = build(cfg, ps, base.config, tk.adapters.base_weights(base.path, axis=ps.world))
+    teacher = build(cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world))
     for stage in teacher:
         stage.requires_grad_(False)
     how = {"axis": ps.pp, "call": tk.models.call_routed}
-    head = tk.parallel.output_head(teacher, batch, **how)
+    head = tk.parallel.make_output_head(teacher, batch, **how)
     soft = {"beta": BETAS[cfg.loss], "temperature": cfg.temperature}
     loss = tk.losses.add_terms(
         (tk.losses.next_token_linear, cfg.hard),
@@ -105,30 +105,32 @@ def soft_labels(cfg, ps, base, batch):
     )
 
     def columns_of(output, _):
-        return {"teacher_hidden": tk.types.unrouted(output).hidden}
+        return {"teacher_hidden": tk.types.drop_routing(output).hidden}
 
     def teach(microbatches):
-        return tk.parallel.with_columns(teacher, microbatches, columns_of, **how)
+        return tk.parallel.add_columns(teacher, microbatches, columns_of, **how)
 
-    known = tk.adapters.keep_base_(teacher, ps, source=base.path)
+    known = tk.adapters.exclude_frozen_(teacher, ps, source=base.path)
     return loss, teach, {"weights of the teacher": known["base"]}
 
 
 def make_train_step(cfg, ps, model, teach, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     (stages, optimizer), total = model, cfg.optim.schedule_steps
-    params, rise = tk.parameters_of(stages), {"warmup": cfg.optim.warmup, "total": total}
+    params, rise = tk.get_parameters(stages), {"warmup": cfg.optim.warmup, "total": total}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        per = tk.batch.scaled(tokens, scale)
+        per = tk.batch.scale_denominator(tokens, scale)
         sums = forward_backward(teach(batch.microbatches), denominator=per)
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
         lr = lr_at(state.step)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         metrics = {**terms, **update.metrics, "lr": lr}
@@ -139,25 +141,25 @@ def make_train_step(cfg, ps, model, teach, forward_backward):
 
 def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun, but for its teacher."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
+    facts = tk.config.make_config_facts(cfg) | tk.data.make_data_facts(rows)
     named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     return facts | named
 
 
 def result(run_dir):
     """Return the held-out loss of the twin on hard labels, and of the run itself."""
-    twin = tk.sinks.before_and_after(run_dir / "hard", "eval/loss")
-    return tk.sinks.before_and_after(run_dir, "eval/loss") | {"before": twin["after"]}
+    twin = tk.sinks.compare_evaluations(run_dir / "hard", "eval/loss")
+    return tk.sinks.compare_evaluations(run_dir, "eval/loss") | {"before": twin["after"]}
 
 
 def train(cfg, run, base):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps = run.ps
     rows, held = open_rows(cfg, run, base.tokenizer, base.template)
-    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     how |= {"pad_id": base.tokenizer.pad_id or 0}
-    make_batch = functools.partial(tk.step_batch, rows, rows_at, **how)
+    make_batch = functools.partial(tk.make_step_batch, rows, rows_at, **how)
     first = make_batch(tk.Cursor(), device=ps.device).microbatches[0]
     loss, teach, known = soft_labels(cfg, ps, base, first)
     student = choose_student(cfg, base.config.vocab_size)
@@ -165,7 +167,7 @@ def train(cfg, run, base):
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, loss, **order)
@@ -174,28 +176,29 @@ def train(cfg, run, base):
     axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
     facts = make_facts(cfg, student, base.tokenizer, rows) | known
-    changes = tk.config.changes_of(cfg, free=["files"])
+    changes = tk.config.make_resume_rules(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
 
     def replay(microbatches, *, denominator):
         return forward_backward(teach(microbatches), denominator=denominator)
 
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
-        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=replay, **around) as loop,
     ):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluate(state, evaluate)
+            stop = loop.checkpoint(state)
         if not stop and cfg.compare and cfg.hard < 1:
             loop.event("result", **result(run.dir))
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -212,13 +215,13 @@ def runs_of(cfg):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, train the twin and the student."""
     cfg = tk.config.load_config(Config, argv)
-    path = cfg.teacher or tk.hub.base_run(Path(__file__).parent)
-    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
-    precision = tk.parallel.choose_precision(cfg.precision)
+    path = cfg.teacher or tk.hub.ensure_base_run(Path(__file__).parent)
+    base = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    precision = tk.parallel.resolve_precision(cfg.precision)
     cfg = attrs.evolve(cfg, teacher=base.path, tokenizer=base.name, precision=precision)
     for model in (choose_student(cfg, base.config.vocab_size), base.config):
         shapes = cfg.layout, model, cfg.batch
-        tk.parallel.refuse(tk.parallel.problems(*shapes, world=tk.mesh.world_size()))
+        tk.parallel.refuse(tk.parallel.problems(*shapes, world=tk.mesh.get_world_size()))
     for each in runs_of(cfg):
         with tk.open_run(each.out, **each.opened) as run:
             if code := train(each, run, base):
@@ -227,4 +230,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

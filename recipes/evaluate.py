@@ -60,7 +60,7 @@ def library(trained, how):
 
     Which of four endings is that of the text? Who guesses is right in 25 % of the cases.
     """
-    whole = tk.corpora.open_library(trained.tokenizer)
+    whole = tk.corpora.open_library_corpus(trained.tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
     lengths, size = corpus.lengths * is_held, min(128, trained.context)
     places = [
@@ -78,8 +78,8 @@ def library(trained, how):
     ]
     sources = {"library": tk.data.fingerprint(corpus)}
     return {
-        "perplexity": ([evaluation.text_item({"text": x}, **how) for x in texts], sources),
-        "choices": ([evaluation.choice_item(x, **how) for x in questions], sources),
+        "perplexity": ([evaluation.make_text_item({"text": x}, **how) for x in texts], sources),
+        "choices": ([evaluation.make_choice_item(x, **how) for x in questions], sources),
     }
 
 
@@ -102,10 +102,10 @@ def read(cfg, trained, how):
 
 def build(cfg, ps, trained):
     """Return this rank's stages of the model, with its weights."""
-    plan = tk.parallel.decoder_plan(cfg.layout, precision=tk.Precision(compute=cfg.compute))
+    plan = tk.parallel.make_decoder_plan(cfg.layout, precision=tk.Precision(compute=cfg.compute))
     make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
     how = {"schedule": cfg.layout.schedule}
-    return tk.adapters.build_trained(trained.path, make_model, ps, plan, **how)
+    return tk.adapters.build_trained_stages(trained.path, make_model, ps, plan, **how)
 
 
 def bind_write(stages, ps, trained, context):
@@ -124,48 +124,49 @@ def bind_write(stages, ps, trained, context):
 
 def evaluate(cfg, ps, trained, asked, manager):
     """Score all that is asked, and return what it comes to; lines go to files."""
-    stages, config, say = build(cfg, ps, trained), trained.config, tk.sinks.printer(ps.world)
+    stages, config = build(cfg, ps, trained), trained.config
+    log = tk.run.make_logger(ps.world.share).info
     call = tk.models.call_routed if config.experts else tk.models.call_model
     how, axes = how_of(cfg, trained), {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    score = evaluation.bind_score(stages, **axes, call=call, tokens_per_batch=cfg.batch)
-    nothing = torch.optim.SGD(tk.parameters_of(stages))
+    score = evaluation.make_scorer(stages, **axes, call=call, tokens_per_batch=cfg.batch)
+    nothing = torch.optim.SGD(tk.get_parameters(stages))
     facts = {"model": tk.state_hash(tk.TrainState(), stages, nothing, ps), "compute": cfg.compute}
     facts |= {name: how[name] for name in ("context", "add_bos")}
     facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(trained.tokenizer)}
     found = {}
     for kind, (items, sources) in asked.items():
-        line = evaluation.choice_line if kind == "choices" else evaluation.text_line
+        line = evaluation.make_choice_record if kind == "choices" else evaluation.make_text_record
         lines_from = functools.partial(restart, score, items, line)
         path = cfg.out / f"{kind}.jsonl"
-        had = evaluation.write_lines(
+        had = evaluation.write_results(
             path, lines_from, facts={**facts, "data": sources}, axis=ps.world
         )
-        say(f"{kind}: {len(items)} lines are in {path}" + (f", {had} were there" if had else ""))
+        log(f"{kind}: {len(items)} lines are in {path}" + (f", {had} were there" if had else ""))
         if kind != "score":
             results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
-            found[kind] = results(evaluation.read_lines(path))
+            found[kind] = results(evaluation.read_results(path))
     if cfg.tasks:
         write = bind_write(stages, ps, trained, how["context"])
-        model = evaluation.harness_model(score, **how, generate=write)
+        model = evaluation.make_harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)
-        say(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
+        log(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
     return found
 
 
 def restart(score, items, line, start):
     """Yield the lines of items from a number on."""
-    return evaluation.in_groups(score, items, line, start=start)
+    return evaluation.score_in_groups(score, items, line, start=start)
 
 
 def main(argv=None):
     """Read what is asked, refuse what does not fit, load the model, evaluate it."""
     cfg = tk.config.load_config(Config, argv)
-    precision = tk.parallel.choose_precision(tk.Precision(compute=cfg.compute))
+    precision = tk.parallel.resolve_precision(tk.Precision(compute=cfg.compute))
     cfg = attrs.evolve(cfg, compute=precision.compute)
-    path = cfg.run or tk.hub.base_run(Path(__file__).parent)
-    trained = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.context)
-    world = tk.mesh.world_size()
+    path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
+    trained = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.context)
+    world = tk.mesh.get_world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, trained.config, world=world))
     name = f"{path.absolute().name}-{trained.path.name}"
     cfg = attrs.evolve(cfg, out=cfg.out or Path("runs/evaluate") / name)
@@ -176,10 +177,10 @@ def main(argv=None):
         found = evaluate(cfg, ps, trained, asked, manager)
         if ps.world.index == 0:
             text = json.dumps(found, indent=2)
-            with tk.files.replacing(cfg.out / "results.json", by="evaluate") as file:
+            with tk.files.atomic_write(cfg.out / "results.json", by="evaluate") as file:
                 file.write(f"{text}\n".encode())
             print(text)
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

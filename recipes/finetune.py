@@ -65,16 +65,16 @@ class Config(tk.config.RunConfig):
     """What the model is asked when it is evaluated, for you to read its answers."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     linear: tk.config.LinearOptions = tk.config.LinearOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=3e-3, schedule_steps=275)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=3e-3, schedule_steps=275)
     adapters: AdapterOptions = AdapterOptions()
 
 
 def open_conversations(cfg, tokenizer):
     """Return the conversations, the assistant's tokens marked, and a count of what was cut."""
     counts = Counter()
-    how = {"template": tk.chat.find_template(cfg.template), "train": cfg.train_on, "counts": counts}
+    how = {"template": tk.chat.load_template(cfg.template), "train": cfg.train_on, "counts": counts}
     size = {"max_length": cfg.batch.row_length, "overlong": "drop"}
-    encode = tk.chat.chat_encoder(tokenizer, **how, **size)
+    encode = tk.chat.make_chat_encoder(tokenizer, **how, **size)
     corpus = tk.corpora.open_conversations(
         cfg.data, encode, tokenizer=tokenizer, template=cfg.template
     )
@@ -85,19 +85,19 @@ def pack(cfg, run, corpus, counts):
     """Return the rows to train on, and those held out: no conversation is in both."""
     length, asked = cfg.batch.row_length, counts["conversations"]
     cut = {"truncated": counts["truncated"], "dropped": counts["dropped"], "what": "conversations"}
-    if warning := tk.packing.overlong_warning(asked, capacity=length, **cut):
-        run.say(warning)
-    if warning := tk.chat.answers_warning(counts):
-        run.say(warning)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    if warning := tk.packing.format_overlong_warning(asked, capacity=length, **cut):
+        run.log(warning)
+    if warning := tk.chat.format_answers_warning(counts):
+        run.log(warning)
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of, "overlong": "error"}
-    return tk.data.pack_apart(corpus, tk.corpora.held_out_documents(corpus), length, **how)
+    return tk.data.split_held_out(corpus, tk.corpora.held_out_documents(corpus), length, **how)
 
 
 def add_adapters(cfg):
     """Return the transforms with which a plan begins: few bits, roundings, adapters."""
     own, held = cfg.adapters, [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
-    held += tk.adapters.linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
+    held += tk.adapters.make_linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
     how = {"rank": own.rank, "alpha": own.alpha, "dora": own.dora}
     one = tk.adapters.Lora(own.adapted, dropout=own.adapter_dropout, **how)
     return held if cfg.method == "full" else [*held, tk.adapters.lora(one, seed=cfg.seed)]
@@ -105,9 +105,9 @@ def add_adapters(cfg):
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    plan = [*add_adapters(cfg), *tk.parallel.decoder_plan(cfg.layout, **cfg.planned)]
+    plan = [*add_adapters(cfg), *tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
-    weights = tk.adapters.base_weights(base.path, axis=ps.world)
+    weights = tk.adapters.open_base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -115,17 +115,21 @@ def build(cfg, ps, base):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
+        )
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
         lr = lr_at(state.step)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         metrics = {**terms, **update.metrics, "lr": lr}
@@ -136,22 +140,28 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 def answer(cfg, ps, stages, tokenizer):
     """Return what the model says to each question."""
-    template = tk.chat.find_template(cfg.template)
+    template = tk.chat.load_template(cfg.template)
     asked = [[{"role": "user", "content": question}] for question in cfg.ask]
-    prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
-    how = {"stop_ids": tk.chat.stop_ids(tokenizer, template), "vocab_size": tokenizer.vocab_size}
+    prompts = [tk.chat.encode_prompt(each, tokenizer, template=template) for each in asked]
+    how = {
+        "stop_ids": tk.chat.find_stop_ids(tokenizer, template),
+        "vocab_size": tokenizer.vocab_size,
+    }
     call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
     how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True, "call": call}
     said = tk.generation.generate(stages[0], prompts, sampling=greedy, tokenizer=tokenizer, **how)
-    told = [f"{q}\n    {tk.sinks.printable(x.text)}" for q, x in zip(cfg.ask, said, strict=True)]
+    told = [
+        f"{q}\n    {tk.sinks.escape_control_characters(x.text)}"
+        for q, x in zip(cfg.ask, said, strict=True)
+    ]
     return "\n".join(told)
 
 
 def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
     return {
-        **tk.config.config_facts(cfg),
-        **tk.data.packed_facts(rows),
+        **tk.config.make_config_facts(cfg),
+        **tk.data.make_data_facts(rows),
         "model": attrs.asdict(base.config),
         "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
         "template": tk.chat.template_hash(cfg.template),
@@ -162,14 +172,14 @@ def make_facts(cfg, base, rows):
 def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, drops = run.ps, cfg.adapters.adapter_dropout > 0
-    run.say(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
+    run.log(f"reading {cfg.data or 'signatures and docstrings of the standard library'}")
     corpus, counts = open_conversations(cfg, tokenizer)
     rows, held = pack(cfg, run, corpus, counts)
     if base.config.width >= 512 and cfg.optim.lr == 3e-3:
-        run.say("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
+        run.log("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
@@ -177,48 +187,49 @@ def train(cfg, run, tokenizer, base, first):
     axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
-    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     share |= {"noise_seed": cfg.seed} if drops else {}
     pad_id = tokenizer.pad_id or 0
-    make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
+    make_batch = functools.partial(tk.make_step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts = make_facts(cfg, base, rows)
-    changes = tk.config.changes_of(cfg, free=["files", "context", "base_from"])
+    changes = tk.config.make_resume_rules(cfg, free=["files", "context", "base_from"])
     if cfg.method == "full":
-        facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
+        facts |= tk.checkpoint.hash_initial_weights(first, stages, ps)
     else:
-        facts |= tk.adapters.keep_base_(stages, ps, source=base.path)
+        facts |= tk.adapters.exclude_frozen_(stages, ps, source=base.path)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
-        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
-        loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins), **counts)
+        loop.event("packing", step=state.step, **tk.packing.report_packing(rows.bins), **counts)
         if len(held) and cfg.eval_every and state.step == 0:
-            run.say(f"the weights of {base.path}, before:")
-            state = loop.evaluated(state, evaluate)
+            run.log(f"the weights of {base.path}, before:")
+            state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-                run.say(answer(cfg, ps, stages, tokenizer))
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluate(state, evaluate)
+                run.log(answer(cfg, ps, stages, tokenizer))
+            stop = loop.checkpoint(state)
         if not stop:
-            loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/loss"))
+            loop.event("result", **tk.sinks.compare_evaluations(run.dir, "eval/loss"))
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
 def open_base(cfg):
     """Return the model to build, and where the weights are that the run begins or began with."""
-    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
-    path = first.path or tk.hub.base_run(Path(__file__).parent)
-    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    path = first.path or tk.hub.ensure_base_run(Path(__file__).parent)
+    base = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
     return base, first.resolved(base.path)
 
 
@@ -227,13 +238,15 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     base, first = open_base(cfg)
     tokenizer = base.tokenizer
-    template = tk.chat.choose_template(
+    template = tk.chat.choose_template_name(
         cfg.template, tokenizer, own=base.template, where=str(base.path)
     )
-    precision = tk.parallel.choose_precision(cfg.precision)
+    precision = tk.parallel.resolve_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
     cfg = attrs.evolve(cfg, precision=precision)
-    problems = tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=tk.mesh.world_size())
+    problems = tk.parallel.problems(
+        cfg.layout, base.config, cfg.batch, world=tk.mesh.get_world_size()
+    )
     add, beside = add_adapters(cfg), {"layout": cfg.layout, "base": base.facts}
     problems += tk.adapters.problems(add, base.config, **beside)
     if cfg.method == "full" and cfg.adapters != AdapterOptions():
@@ -246,4 +259,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

@@ -53,10 +53,10 @@ def prompts_of(cfg, trained):
     """Return the tokens of each prompt, what is shown before its text, and what ends one."""
     tokenizer = trained.tokenizer
     if trained.template is not None and not cfg.plain:
-        template = tk.chat.find_template(trained.template)
+        template = tk.chat.load_template(trained.template)
         asked = [[{"role": "user", "content": text}] for text in cfg.prompt]
-        prompts = [tk.chat.prompt_ids(each, tokenizer, template=template) for each in asked]
-        return prompts, [""] * len(asked), tk.chat.stop_ids(tokenizer, template)
+        prompts = [tk.chat.encode_prompt(each, tokenizer, template=template) for each in asked]
+        return prompts, [""] * len(asked), tk.chat.find_stop_ids(tokenizer, template)
     begin = [tokenizer.bos_id] if trained.adds_bos else []
     prompts = [[*begin, *tokenizer.encode(text)] or [tokenizer.eos_id] for text in cfg.prompt]
     return prompts, cfg.prompt, [tokenizer.eos_id]
@@ -65,13 +65,13 @@ def prompts_of(cfg, trained):
 def write(cfg, trained, sampling):
     """Print each prompt and what the model makes of it."""
     make_model = functools.partial(tk.models.Decoder, trained.config)
-    (model,) = tk.adapters.build_trained(trained.path, make_model, tk.solo_parallel(), [])
+    (model,) = tk.adapters.build_trained_stages(trained.path, make_model, tk.solo_parallel(), [])
     prompts, shown, stop_ids = prompts_of(cfg, trained)
-    stop_ids = {*stop_ids, *tk.chat.folder_stop_ids(trained.path)}
+    stop_ids = {*stop_ids, *tk.chat.read_stop_ids(trained.path)}
     streams = cfg.stream and len(prompts) == 1
 
     def show(_, piece):
-        print(tk.sinks.printable(piece), end="", flush=True)
+        print(tk.sinks.escape_control_characters(piece), end="", flush=True)
 
     if streams:
         show(0, shown[0])
@@ -89,7 +89,7 @@ def write(cfg, trained, sampling):
         stream=show if streams else None,
     )
     texts = [before + each.text for before, each in zip(shown, found, strict=True)]
-    print("" if streams else "\n\n".join(map(tk.sinks.printable, texts)))
+    print("" if streams else "\n\n".join(map(tk.sinks.escape_control_characters, texts)))
 
 
 def main(argv=None):
@@ -98,8 +98,8 @@ def main(argv=None):
         cfg = tk.config.load_config(Config, argv)
         names = [field.name for field in attrs.fields(Sampling)]
         sampling = Sampling(**{name: getattr(cfg, name) for name in names})
-        path = cfg.run or tk.hub.base_run(Path(__file__).parent)
-        write(cfg, tk.hub.open_trained(path), sampling)
+        path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
+        write(cfg, tk.hub.open_model(path), sampling)
 
 
 if __name__ == "__main__":

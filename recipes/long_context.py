@@ -33,11 +33,13 @@ class Config(tk.config.RunConfig):
     tokenizer: str = tk.config.option("bytes", change="free")
     """bytes, or a tokenizer.json."""
     size: str = "tiny"
-    """A named model size; see trainkit.models.decoder_sizes."""
+    """A named model size; see trainkit.models.list_decoder_sizes."""
     rope_theta: float = tk.config.option(500_000.0, tk.config.positive)
     """The base of the rotary wavelengths: long contexts need long waves."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=4096, rows=2, microbatch=1)
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=2e-3, warmup=5, schedule_steps=30)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
+        lr=2e-3, warmup=5, schedule_steps=30
+    )
 
 
 def open_documents(cfg, tokenizer):
@@ -47,16 +49,16 @@ def open_documents(cfg, tokenizer):
     texts = tk.corpora.read_records(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
     entries = itertools.groupby(texts, key=lambda named: named[0].partition("/")[0])
     documents = {
-        name: "\n".join(tk.tokenizers.text_of(record, "text") for _, record in parts)
+        name: "\n".join(tk.tokenizers.get_text(record, "text") for _, record in parts)
         for name, parts in entries
     }
     samples = (tk.tokenizers.encode_document(tokenizer, text) for text in documents.values())
-    return tk.data.memory_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
+    return tk.data.make_corpus(samples, vocab_size=tokenizer.vocab_size, names=list(documents))
 
 
 def build(cfg, ps, model):
     """Return this rank's stages of the model and their optimizer."""
-    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
+    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
@@ -66,17 +68,21 @@ def build(cfg, ps, model):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
+        )
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
         lr = lr_at(state.step)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         metrics = {**terms, **update.metrics, "lr": lr}
@@ -88,43 +94,44 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 def train(cfg, run, tokenizer, model):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, batch = run.ps, cfg.batch
-    run.say(f"reading {cfg.data or 'the source of the standard library'}")
+    run.log(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
-    run.say(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
+    run.log(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     rows = tk.pack_bins(
         corpus.lengths, batch.row_length, multiple_of=batch.multiple_of, seed=cfg.seed
     )
     stages, optimizer = build(cfg, ps, model)
     size = {"rows_per_step": batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, rows, **size))
-    facts = tk.config.config_facts(cfg)
+    run.log(tk.parallel.describe_run(stages, ps, rows, **size))
+    facts = tk.config.make_config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"fingerprint": tk.data.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
-    changes = tk.config.changes_of(cfg)
+    changes = tk.config.make_resume_rules(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     loss = tk.losses.next_token_linear
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": batch.microbatch}
     pad_id = tokenizer.pad_id or 0
     make_batch = functools.partial(
-        tk.step_batch, tk.Packed(corpus, rows), rows_at, pad_id=pad_id, **share
+        tk.make_step_batch, tk.PackedCorpus(corpus, rows), rows_at, pad_id=pad_id, **share
     )
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
-        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            stop = loop.checkpoint(state)
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -132,16 +139,16 @@ def train(cfg, run, tokenizer, model):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    cfg = attrs.evolve(cfg, precision=tk.parallel.choose_precision(cfg.precision))
+    cfg = attrs.evolve(cfg, precision=tk.parallel.resolve_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
-    vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
+    vocab_size = tk.models.pad_vocab_size(tokenizer.vocab_size)
     rope = {"rope_theta": cfg.rope_theta}
-    model = tk.models.decoder_config(cfg.size, vocab_size=vocab_size, **rope)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    model = tk.models.make_decoder_config(cfg.size, vocab_size=vocab_size, **rope)
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.get_world_size())
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, tokenizer, model)
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

@@ -37,7 +37,7 @@ class Config(tk.config.RunConfig):
     init: Path | None = tk.config.option(None, change="free")
     """A Hugging Face folder of a mixture to begin with; it says what size to balance would."""
     size: str = "tiny"
-    """The dense size that layers get experts in; see trainkit.models.decoder_sizes."""
+    """The dense size that layers get experts in; see trainkit.models.list_decoder_sizes."""
     experts: int = tk.config.option(8, tk.config.positive)
     """How many experts a layer has."""
     chosen: int = tk.config.option(2, tk.config.positive)
@@ -55,29 +55,29 @@ class Config(tk.config.RunConfig):
     sample: int = tk.config.option(120, tk.config.positive, change="free")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=400)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=400)
 
 
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, and those held out: no document is in both."""
-    run.say(f"reading {cfg.data or 'the source of the standard library'}")
-    length, template = cfg.batch.row_length, tk.chat.template_beside(cfg.init)
+    run.log(f"reading {cfg.data or 'the source of the standard library'}")
+    length, template = cfg.batch.row_length, tk.chat.locate_template(cfg.init)
     if cfg.data:
         whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
     else:
-        whole = tk.corpora.open_library(tokenizer)
+        whole = tk.corpora.open_library_corpus(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of}
-    return tk.data.pack_apart(corpus, is_held, length, **how)
+    return tk.data.split_held_out(corpus, is_held, length, **how)
 
 
 def choose_model(cfg, tokenizer):
     """Return the configuration of init, or of a size with experts in all layers but the first."""
     if cfg.init:
         known = {"vocab_size": tokenizer.vocab_size, "context": cfg.batch.row_length}
-        return tk.hub.init_config(cfg.init, experts=True, **known)
-    dense = tk.models.decoder_config(cfg.size)
+        return tk.hub.read_init_config(cfg.init, experts=True, **known)
+    dense = tk.models.make_decoder_config(cfg.size)
     width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8  # for one grouped multiplication
     experts = tk.models.Experts(
         count=cfg.experts,
@@ -88,17 +88,17 @@ def choose_model(cfg, tokenizer):
         scores="sigmoid",
         biased=cfg.balance == "bias",
     )
-    vocab_size = tk.models.round_up_vocabulary(tokenizer.vocab_size)
+    vocab_size = tk.models.pad_vocab_size(tokenizer.vocab_size)
     return attrs.evolve(dense, experts=experts, vocab_size=vocab_size)
 
 
 def build(cfg, ps, model, first):
     """Return this rank's stages of the model and their optimizer."""
-    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
+    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if first.source and not first.own:
-        weights = tk.hub.folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
+        weights = tk.hub.open_folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -106,26 +106,30 @@ def build(cfg, ps, model, first):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params = tk.parameters_of(stages)
+    params = tk.get_parameters(stages)
     shape = {"warmup": cfg.optim.warmup, "total": cfg.optim.schedule_steps, "decay": 0.4}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **shape)
     rate_at = tk.schedules.warmup_stable_decay(cfg.bias_rate, **shape | {"warmup": 0})
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         seen = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
         per = {"loss": tokens, "balance": seen}
-        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(per, scale))
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(per, scale)
+        )
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
         lr, rate = lr_at(state.step), rate_at(state.step)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         load, taken = terms["load"], update.applied
-        biases = tk.models.advance_routers_(stages, load, rate=rate, applied=taken)
-        shown = tk.metrics.load_metrics(load, biases=tk.all_sum(biases, ps.pp))
+        biases = tk.models.update_routers_(stages, load, rate=rate, applied=taken)
+        shown = tk.metrics.make_expert_load_metrics(load, biases=tk.all_sum(biases, ps.pp))
         metrics = {**terms, **shown, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
@@ -141,12 +145,12 @@ def sample(cfg, ps, stages, tokenizer):
     how["sampling"] = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
     ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
     (drawn,) = tk.generation.generate(stages[0], [begin], **how, **ids, call=call)
-    return tk.sinks.printable(tokenizer.decode([*begin, *drawn.ids]))
+    return tk.sinks.escape_control_characters(tokenizer.decode([*begin, *drawn.ids]))
 
 
 def make_facts(cfg, model, tokenizer, rows):
     """Return what a run must be continued with as it was begun."""
-    facts = tk.config.config_facts(cfg) | tk.data.packed_facts(rows)
+    facts = tk.config.make_config_facts(cfg) | tk.data.make_data_facts(rows)
     named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
     return facts | named | {"context": max(cfg.batch.row_length, own)}
@@ -158,8 +162,8 @@ def train(cfg, run, tokenizer, model, first):
     rows, held = open_rows(cfg, run, tokenizer)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
-    loss = tk.losses.routed(tk.losses.next_token_linear, balance=weight)
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
+    loss = tk.losses.add_router_losses(tk.losses.next_token_linear, balance=weight)
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, loss, **order)
@@ -167,30 +171,31 @@ def train(cfg, run, tokenizer, model, first):
     axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
-    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0
-    make_batch = functools.partial(tk.step_batch, rows, rows_at, pad_id=pad_id, **share)
+    make_batch = functools.partial(tk.make_step_batch, rows, rows_at, pad_id=pad_id, **share)
     facts = make_facts(cfg, model, tokenizer, rows)
-    changes = tk.config.changes_of(cfg, free=["files", "context"])
-    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
+    changes = tk.config.make_resume_rules(cfg, free=["files", "context"])
+    facts |= tk.checkpoint.hash_initial_weights(first, stages, ps)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
-        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
-        loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins))
+        loop.event("packing", step=state.step, **tk.packing.report_packing(rows.bins))
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-                run.say(sample(cfg, ps, stages, tokenizer))
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluate(state, evaluate)
+                run.log(sample(cfg, ps, stages, tokenizer))
+            stop = loop.checkpoint(state)
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -199,17 +204,17 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     beside = (cfg.data,) if cfg.data else ()
-    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=first.source)
-    precision = tk.parallel.choose_precision(cfg.precision)
+    precision = tk.parallel.resolve_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.get_world_size())
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, tokenizer, model, first)
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

@@ -41,18 +41,20 @@ class Config(tk.config.RunConfig):
     eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
     """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=1e-4, warmup=10, schedule_steps=60)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
+        lr=1e-4, warmup=10, schedule_steps=60
+    )
 
 
 def open_pairs(cfg, run, tokenizer):
     """Return the pairs: document 2i is a chosen answer to its prompt, 2i + 1 the rejected one."""
-    template, counts = tk.chat.find_template(cfg.template), Counter()
+    template, counts = tk.chat.load_template(cfg.template), Counter()
     encode = functools.partial(
-        tk.chat.encode_pair, tokenizer=tokenizer, template=template, counts=counts
+        tk.chat.encode_preference_pair, tokenizer=tokenizer, template=template, counts=counts
     )
     pairs = tk.corpora.open_pairs(cfg.data, encode, vocab_size=tokenizer.vocab_size)
-    if warning := tk.chat.answers_warning(counts):
-        run.say(warning)
+    if warning := tk.chat.format_answers_warning(counts):
+        run.log(warning)
     return pairs
 
 
@@ -61,19 +63,21 @@ def pack(cfg, run, corpus):
     held_out, length = tk.corpora.held_out_documents(corpus), cfg.batch.row_length
     how = {"multiple_of": cfg.batch.multiple_of, "overlong": "drop"}
     parts = [np.where(out, 0, corpus.lengths) for out in (held_out, ~held_out)]
-    rows, held = (tk.Packed(corpus, tk.chat.pack_pairs(x, length, **how)) for x in parts)
+    rows, held = (tk.PackedCorpus(corpus, tk.chat.pack_pairs(x, length, **how)) for x in parts)
     pairs = len(corpus.lengths) // 2
     lost = pairs - (len(rows.bins.documents) + len(held.bins.documents)) // 2
-    if warning := tk.packing.overlong_warning(pairs, capacity=length, dropped=lost, what="pairs"):
-        run.say(warning)
+    if warning := tk.packing.format_overlong_warning(
+        pairs, capacity=length, dropped=lost, what="pairs"
+    ):
+        run.log(warning)
     return rows, held
 
 
 def build(cfg, ps, base):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
+    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
-    weights = tk.adapters.base_weights(base.path, axis=ps.world)
+    weights = tk.adapters.open_base_weights(base.path, axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -82,11 +86,11 @@ def build(cfg, ps, base):
 def exchange_answers(cfg, rows):
     """Return rows of the chosen answers, each to the prompt of another pair."""
     chosen = set(rows.bins.documents[::2].tolist())
-    halves = enumerate(tk.data.documents_of(rows.corpus))
-    others = tk.chat.exchange_answers(half for number, half in halves if number in chosen)
-    corpus = tk.data.memory_corpus(others, vocab_size=rows.corpus.vocab_size)
+    halves = enumerate(tk.data.iterate_documents(rows.corpus))
+    others = tk.chat.mismatch_answers(half for number, half in halves if number in chosen)
+    corpus = tk.data.make_corpus(others, vocab_size=rows.corpus.vocab_size)
     how = {"multiple_of": cfg.batch.multiple_of, "overlong": "drop"}
-    return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **how))
+    return tk.PackedCorpus(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **how))
 
 
 def bind_reference(cfg, run, stages, optimizer):
@@ -95,7 +99,7 @@ def bind_reference(cfg, run, stages, optimizer):
     The file is made before the first step; who goes on reads it, since the weights have moved.
     """
     axes = {"place": run.ps.place, "axis": run.ps.loss, "pp": run.ps.pp, "tp": run.ps.tp}
-    score = tk.evaluation.bind_score(stages, call=tk.models.call_routed, **axes)
+    score = tk.evaluation.make_scorer(stages, call=tk.models.call_routed, **axes)
     begins = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
 
     def heard(examples):
@@ -105,13 +109,13 @@ def bind_reference(cfg, run, stages, optimizer):
     def with_reference(rows, file):
         path, corpus, ps = run.dir / file, rows.corpus, run.ps
         if begins:
-            run.say(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
+            run.log(f"what the first weights say of {len(corpus.lengths)} answers, into {path}")
             facts = {"weights": tk.checkpoint.state_hash(TrainState(), stages, optimizer, ps)}
             facts |= {"compute": cfg.precision.compute, "corpus": tk.data.fingerprint(corpus)}
-            how = {"context": cfg.batch.row_length, "axis": ps.world, "tell": run.say}
-            measured = tk.evaluation.logprob_columns(heard)
+            how = {"context": cfg.batch.row_length, "axis": ps.world, "log": run.log}
+            measured = tk.evaluation.make_logprob_columns(heard)
             tk.evaluation.score_corpus(measured, corpus, path, facts=facts, **how)
-        return tk.Packed(tk.corpora.open_tokens(path), rows.bins)
+        return tk.PackedCorpus(tk.corpora.open_tokens(path), rows.bins)
 
     return with_reference
 
@@ -134,15 +138,15 @@ def add_kl(batches, kl):
     for batch in batches:
         desirable = (batch.document_ids % 2 == 0).float()
         flagged = attrs.evolve(batch, extra={**batch.extra, "desirable": desirable})
-        yield from tk.objectives.with_reference_point([flagged], kl)
+        yield from tk.objectives.add_reference_point([flagged], kl)
 
 
 def bind_kl(cfg, ps, stages, others):
     """Return prepare(batch): a step's batch with what KTO reads, measured on as many others."""
-    rows_at = tk.sampling.rows_of_epochs(len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed)
 
     def prepare(batch):
-        parts = tk.step_batch(
+        parts = tk.make_step_batch(
             others,
             rows_at,
             Cursor(batch.cursor.batch - 1),
@@ -169,7 +173,7 @@ def compare_with_start(cfg, run, stages, optimizer, rows, held):
         facts |= {"others": tk.data.fingerprint(others[0].corpus)}
     if cfg.loss in ("dpo", "ipo", "kto"):
         rows = with_reference(rows, "reference.tokens")
-        held = tk.Packed(rows.corpus, held.bins)
+        held = tk.PackedCorpus(rows.corpus, held.bins)
         facts |= {"reference": tk.data.fingerprint(rows.corpus)}
     return rows, held, others, facts
 
@@ -182,21 +186,23 @@ def make_loss(cfg, ps):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
     halves = cfg.loss != "kto"  # which counts answers, and the others pairs
     unit = "pairs" if halves else "answers"
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         count = tk.all_sum(tk.batch.count_documents(batch.microbatches, halves=halves), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(count, scale))
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(count, scale)
+        )
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), count)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), count)
         loss, lr = terms.pop("preference"), lr_at(state.step)
-        applies = tk.health.step_test(loss, state.health, cfg.policy, tokens=count)
+        applies = tk.health.make_finite_check(loss, state.health, cfg.policy, tokens=count)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         metrics = {"loss": loss, **terms, unit: count, "tokens": tokens, "lr": lr}
         return tk.advance(state, batch, {**metrics, **update.metrics}, axis=ps.loss)
@@ -211,7 +217,7 @@ def bind_evaluation(cfg, ps, stages, held, others):
     count = {"answers": answers} if cfg.loss == "kto" else {"pairs": answers // 2}
 
     def read(rows):
-        return tk.eval_batches(
+        return tk.make_eval_batches(
             rows, rows_per_batch=cfg.batch.microbatch, place=ps.place, device=ps.device
         )
 
@@ -236,8 +242,8 @@ def bind_evaluation(cfg, ps, stages, held, others):
 def make_facts(cfg, base, rows):
     """Return what a run must be continued with as it was begun."""
     return {
-        **tk.config.config_facts(cfg),
-        **tk.data.packed_facts(rows),
+        **tk.config.make_config_facts(cfg),
+        **tk.data.make_data_facts(rows),
         "model": attrs.asdict(base.config),
         "tokenizer": tk.tokenizers.tokenizer_hash(base.tokenizer),
         "template": tk.chat.template_hash(cfg.template),
@@ -247,56 +253,57 @@ def make_facts(cfg, base, rows):
 
 def train(cfg, run, tokenizer, base, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes = run.ps, tk.config.changes_of(cfg, free=["files", "context"])
-    run.say(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
+    ps, changes = run.ps, tk.config.make_resume_rules(cfg, free=["files", "context"])
+    run.log(f"reading {cfg.data or 'pairs of docstrings from the standard library'}")
     rows, held = pack(cfg, run, open_pairs(cfg, run, tokenizer))
     stages, optimizer = build(cfg, ps, base)
     facts = make_facts(cfg, base, rows)
-    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
+    facts |= tk.checkpoint.hash_initial_weights(first, stages, ps)
     rows, held, others, references = compare_with_start(cfg, run, stages, optimizer, rows, held)
     prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
     forward_backward = tk.bind_forward_backward(stages, make_loss(cfg, ps), **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = bind_evaluation(cfg, ps, stages, held, others[-1])
-    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     share |= {"pad_id": tokenizer.pad_id or 0}
-    make_batch = functools.partial(tk.step_batch, rows, rows_at, **share)
+    make_batch = functools.partial(tk.make_step_batch, rows, rows_at, **share)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
-        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
-        loop.event("packing", step=state.step, **tk.packing.packing_report(rows.bins))
+        loop.event("packing", step=state.step, **tk.packing.report_packing(rows.bins))
         if len(held) and cfg.eval_every and state.step == 0:
-            state = loop.evaluated(state, evaluate)
+            state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
             batch = prepare(next_batch(state.cursor))
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluate(state, evaluate)
+            stop = loop.checkpoint(state)
         rewards = ("desirable_reward", "undesirable_reward") if cfg.loss == "kto" else ("margin",)
         for metric in [f"eval/{name}" for name in ("loss", *rewards)] if not stop else ():
-            loop.event("result", **tk.sinks.before_and_after(run.dir, metric))
+            loop.event("result", **tk.sinks.compare_evaluations(run.dir, metric))
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
 def open_base(cfg):
     """Return the model to build, and where the weights are that the run begins or began with."""
-    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
-    path = first.path or tk.hub.base_run(Path(__file__).parent, recipe="finetune")
-    base = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+    first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    path = first.path or tk.hub.ensure_base_run(Path(__file__).parent, recipe="finetune")
+    base = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
     return base, first.resolved(base.path)
 
 
@@ -304,17 +311,17 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     base, first = open_base(cfg)
-    template = tk.chat.choose_template(
+    template = tk.chat.choose_template_name(
         cfg.template, base.tokenizer, own=base.template, where=str(base.path)
     )
-    precision = tk.parallel.choose_precision(cfg.precision)
+    precision = tk.parallel.resolve_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=base.name, template=template)
     cfg = attrs.evolve(cfg, precision=precision)
-    world = tk.mesh.world_size()
+    world = tk.mesh.get_world_size()
     tk.parallel.refuse(tk.parallel.problems(cfg.layout, base.config, cfg.batch, world=world))
     with tk.open_run(cfg.out, **cfg.opened) as run:
         return train(cfg, run, base.tokenizer, base, first)
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

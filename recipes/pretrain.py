@@ -44,7 +44,7 @@ class Config(tk.config.RunConfig):
     init: Path | None = tk.config.option(None, change="free")
     """A Hugging Face folder whose architecture, weights and tokenizer to begin with."""
     size: str = "tiny"
-    """A named model size, where there is no init; see trainkit.models.decoder_sizes."""
+    """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(325, tk.config.non_negative, change="free")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     prompt: str | None = tk.config.option(None, change="free")
@@ -53,35 +53,37 @@ class Config(tk.config.RunConfig):
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     linear: tk.config.LinearOptions = tk.config.LinearOptions()
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=4e-3, schedule_steps=650)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=650)
 
 
 def open_corpora(cfg, tokenizer):
     """Return the corpora by name."""
     if not cfg.data:
-        return {"library": tk.corpora.open_library(tokenizer)}
+        return {"library": tk.corpora.open_library_corpus(tokenizer)}
     if len(set(cfg.data)) < len(cfg.data):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, cfg.data))}")
     alike = len({path.stem for path in cfg.data}) < len(cfg.data)
     how = {"tokenizer": tokenizer, "field": cfg.field}
-    how |= {"template": tk.chat.template_beside(cfg.init)}
+    how |= {"template": tk.chat.locate_template(cfg.init)}
     return {str(x) if alike else x.stem: tk.open_corpus(x, **how) for x in cfg.data}
 
 
 def pack(cfg, run, opened):
     """Return the rows to train on and those held out (no token is in both), and reports."""
     train, held, reports = {}, {}, {}
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "tell": run.say}
+    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
     how |= {"multiple_of": cfg.batch.multiple_of}
     for name, whole in opened.items():
         corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=cfg.batch.row_length)
-        train[name], held[name] = tk.data.pack_apart(corpus, is_held, cfg.batch.row_length, **how)
+        train[name], held[name] = tk.data.split_held_out(
+            corpus, is_held, cfg.batch.row_length, **how
+        )
         reports[name] = {
-            **tk.packing.packing_report(train[name].bins, corpus.lengths * ~is_held),
+            **tk.packing.report_packing(train[name].bins, corpus.lengths * ~is_held),
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(is_held.sum()),
         }
-    return tk.data.join_packed(train), tk.data.join_packed(held), reports
+    return tk.data.concat_packed(train), tk.data.concat_packed(held), reports
 
 
 def make_phases(cfg, num_rows):
@@ -94,31 +96,33 @@ def make_phases(cfg, num_rows):
 
     if not cfg.anneal_step and (cfg.anneal_weights or cfg.anneal_lr != 1):
         raise ConfigError("--anneal-weights and --anneal-lr do nothing without --anneal-step")
-    first = tk.sampling.Phase(0, by_name(cfg.weights, "--weights") or num_rows)
+    first = tk.sampling.MixturePhase(0, by_name(cfg.weights, "--weights") or num_rows)
     weights = by_name(cfg.anneal_weights, "--anneal-weights")
-    anneal = tk.sampling.Phase(cfg.anneal_step, weights, cfg.anneal_lr)
-    return tk.sampling.make_phases(first, *([anneal] if cfg.anneal_step else []))
+    anneal = tk.sampling.MixturePhase(cfg.anneal_step, weights, cfg.anneal_lr)
+    return tk.sampling.make_mixture_phases(first, *([anneal] if cfg.anneal_step else []))
 
 
 def choose_model(cfg, vocab_size):
     """Return the model's configuration: that of init, or of a size."""
     if cfg.init:
-        return tk.hub.init_config(cfg.init, vocab_size=vocab_size, context=cfg.batch.row_length)
-    return tk.models.decoder_config(cfg.size, vocab_size=tk.models.round_up_vocabulary(vocab_size))
+        return tk.hub.read_init_config(
+            cfg.init, vocab_size=vocab_size, context=cfg.batch.row_length
+        )
+    return tk.models.make_decoder_config(cfg.size, vocab_size=tk.models.pad_vocab_size(vocab_size))
 
 
 def round_linears(cfg):
     """Return the transforms, one or none, of what linear layers compute in."""
-    return tk.adapters.linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
+    return tk.adapters.make_linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
 
 
 def build(cfg, ps, model, first):
     """Return this rank's stages of the model and their optimizer."""
-    plan = [*round_linears(cfg), *tk.parallel.decoder_plan(cfg.layout, **cfg.planned)]
+    plan = [*round_linears(cfg), *tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if first.source and not first.own:
-        weights = tk.hub.folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
+        weights = tk.hub.open_folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -126,18 +130,22 @@ def build(cfg, ps, model, first):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
     rise = {"warmup": cfg.optim.warmup, "total": total}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
+        )
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
@@ -158,12 +166,12 @@ def sample(cfg, ps, stages, tokenizer, rows):
     how = {"context": cfg.batch.row_length, "slide": True, "vocab_size": tokenizer.vocab_size}
     how |= {"stop_ids": [tokenizer.eos_id], "max_new_tokens": cfg.sample, "sampling": sampling}
     said = tk.generation.generate(stages[0], [begin], **how, call=tk.parallel.bind_call(stages, ps))
-    return tk.sinks.printable(tokenizer.decode([*begin, *said[0].ids]))
+    return tk.sinks.escape_control_characters(tokenizer.decode([*begin, *said[0].ids]))
 
 
 def make_facts(cfg, model, tokenizer, opened, rows):
     """Return what a run must be continued with, but for the phases of its mixture."""
-    facts = tk.config.config_facts(cfg)
+    facts = tk.config.make_config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"rows": tk.packing.bins_hash(rows.bins)}
     own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
@@ -175,17 +183,19 @@ def make_facts(cfg, model, tokenizer, opened, rows):
 def train(cfg, run, tokenizer, model, first):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps, loss = run.ps, tk.losses.next_token_linear
-    run.say(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
-    for told in filter(None, map(tk.corpora.left_out, cfg.data)):
-        run.say(told)
+    run.log(f"reading {', '.join(map(str, cfg.data)) or 'the source of the standard library'}")
+    for told in filter(None, map(tk.corpora.describe_unread_files, cfg.data)):
+        run.log(told)
     opened = open_corpora(cfg, tokenizer)
-    opened = tk.corpora.recorded_names(opened, tk.checkpoint.facts_to_resume(cfg.out, cfg.resume))
+    opened = tk.corpora.match_recorded_names(
+        opened, tk.checkpoint.read_resume_facts(cfg.out, cfg.resume)
+    )
     mix, held, reports = pack(cfg, run, opened)
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, mix.bins, **size))
-    loss = tk.losses.by_source(tuple(opened), loss) if len(opened) > 1 else loss
+    run.log(tk.parallel.describe_run(stages, ps, mix.bins, **size))
+    loss = tk.losses.report_by_source(tuple(opened), loss) if len(opened) > 1 else loss
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
@@ -193,19 +203,22 @@ def train(cfg, run, tokenizer, model, first):
     size = {"rows_per_batch": cfg.batch.microbatch}
     evaluate = tk.evaluation.bind_loss(stages, held, loss, **size, **axes)
     order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
-    rows_at = tk.sampling.rows_of_mixture(mix.num_rows, phases, **order)
+    rows_at = tk.sampling.sample_mixture(mix.num_rows, phases, **order)
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
-    make_batch = functools.partial(tk.step_batch, mix, rows_at, pad_id=tokenizer.pad_id or 0, **how)
+    make_batch = functools.partial(
+        tk.make_step_batch, mix, rows_at, pad_id=tokenizer.pad_id or 0, **how
+    )
     facts = make_facts(cfg, model, tokenizer, opened, mix)
-    facts |= tk.checkpoint.first_weights_facts(first, stages, ps)
-    facts_at = tk.sampling.facts_with_phases(facts, phases)
-    changes = tk.config.changes_of(cfg, free=["files", "context"])
+    facts |= tk.checkpoint.hash_initial_weights(first, stages, ps)
+    facts_at = tk.sampling.add_phase_facts(facts, phases)
+    changes = tk.config.make_resume_rules(cfg, free=["files", "context"])
     state = run.resume(stages, optimizer, facts=facts_at, changes=changes, request=cfg.resume)
     if cfg.init and state.step == 0:
-        run.say(f"beginning with the weights of {cfg.init}")
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+        run.log(f"beginning with the weights of {cfg.init}")
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with (
-        tk.data.prefetch(make_batch, state.cursor, device=ps.device) as next_batch,
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
         run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
     ):
         for name, report in reports.items():
@@ -213,13 +226,13 @@ def train(cfg, run, tokenizer, model, first):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.after(state, metrics, batch)
-            if len(held) and tk.schedules.due(state.step, cfg.eval_every, last=cfg.steps):
-                state = loop.evaluated(state, evaluate)
-                run.say(sample(cfg, ps, stages, tokenizer, held))
-            stop = loop.keep(state)
+            state = loop.record(state, metrics, batch)
+            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+                state = loop.evaluate(state, evaluate)
+                run.log(sample(cfg, ps, stages, tokenizer, held))
+            stop = loop.checkpoint(state)
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
@@ -227,13 +240,13 @@ def train(cfg, run, tokenizer, model, first):
 def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
-    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     name = tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=first.source)
-    precision = tk.parallel.choose_precision(cfg.precision)
+    precision = tk.parallel.resolve_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
     tokenizer = tk.tokenizers.open_tokenizer(name)
     model = choose_model(cfg, tokenizer.vocab_size)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.world_size())
+    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.get_world_size())
     problems += tk.adapters.problems(round_linears(cfg), model)
     tk.parallel.refuse(problems)
     with tk.open_run(cfg.out, **cfg.opened) as run:
@@ -241,4 +254,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

@@ -53,13 +53,13 @@ class Config(tk.config.RunConfig):
     tokenizer: str | None = tk.config.option(None, change="free")
     """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
     size: str = "tiny"
-    """A named model size, of new weights; see trainkit.models.decoder_sizes."""
+    """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(40, tk.config.positive, change="free")
     """Ask what is held out after the supervised steps, every so many steps, and at the end."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
         row_length=64, rows=8, microbatch=32, multiple_of=4
     )
-    optim: tk.config.OptimOptions = tk.config.OptimOptions(lr=2e-3, schedule_steps=200)
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=2e-3, schedule_steps=200)
     rollout: RolloutOptions = RolloutOptions()
 
 
@@ -79,7 +79,7 @@ def make_problems(cfg):
         return f"{a:02}+{b}=", str(a + b)[::-1], str(forgetful)[::-1]
 
     every = [problem(a, b) for a in range(100) for b in range(5, 10)]
-    order = tk.sampling.rows_of_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
+    order = tk.sampling.shuffle_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
     every = [every[row] for row in order(0)]
     shown = [(x, y) for x, right, forgetful in every[100:400] for y in (right, *[forgetful] * 3)]
     return shown, *([(x, right) for x, right, _ in part] for part in (every[100:], every[:100]))
@@ -93,17 +93,17 @@ def pack(cfg, tokenizer, answered):
         asked, said = [*begin, *tokenizer.encode(problem)], [*tokenizer.encode(answer), *end]
         return Sample([*asked, *said], np.arange(len(asked) + len(said)) >= len(asked))
 
-    corpus = tk.data.memory_corpus(sample(*pair) for pair in answered)
+    corpus = tk.data.make_corpus(sample(*pair) for pair in answered)
     size = {"multiple_of": cfg.batch.multiple_of, "overlong": "error", "seed": cfg.seed}
-    return tk.Packed(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **size))
+    return tk.PackedCorpus(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **size))
 
 
 def build(cfg, ps, model, path):
     """Return this rank's stages of the model, with its weights, and their optimizer."""
-    plan = tk.parallel.decoder_plan(cfg.layout, **cfg.planned)
+    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
-    weights = tk.adapters.base_weights(path, axis=ps.world) if path else new()
+    weights = tk.adapters.open_base_weights(path, axis=ps.world) if path else new()
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
     how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
@@ -113,9 +113,9 @@ def bind_losses(cfg, ps, stages):
     """Return forward_backward: the policy gradient of what was sampled, else the cross entropy."""
     order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    added = tk.objectives.Added(most_importance=2.0 if cfg.rollout.sampled else None)
+    added = tk.objectives.PolicyOptions(most_importance=2.0 if cfg.rollout.sampled else None)
     policy = tk.objectives.policy_gradient(
-        tk.objectives.clipped(*[cfg.rollout.clip] * 2), added=added
+        tk.objectives.ppo_clip(*[cfg.rollout.clip] * 2), added=added
     )
     reinforce = tk.bind_forward_backward(stages, policy, **order)
     imitate = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
@@ -129,18 +129,22 @@ def bind_losses(cfg, ps, stages):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.parameters_of(stages), cfg.optim.schedule_steps
+    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total, final=0.1)
     clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
 
     def train_step(state, batch):
-        scale = tk.health.loss_scale(state.health, cfg.precision)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        sums = forward_backward(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
+        )
         tk.sync_sp_grads(params, ps.sp_unfolded)
-        terms = tk.losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         lr, terms["loss"] = lr_at(state.step), terms.pop("policy", terms.get("loss"))
-        applies = tk.health.step_test(terms["loss"], state.health, cfg.policy, tokens=tokens)
+        applies = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
         update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
@@ -154,11 +158,11 @@ def bind_sampler(cfg, ps, model, ask, tokenizer, problems):
     size = options.prompts * options.answers
     if options.sampled:
         records = [record for _, record in tk.corpora.read_records(options.sampled)]
-        return tk.generation.bind_reader(
+        return tk.generation.make_answer_reader(
             records, tokenizer=tokenizer, size=size, vocab_size=model.vocab_size, axis=ps.world
         )
     how = {"rows_per_step": options.prompts, "seed": cfg.seed}
-    rows_at = tk.sampling.rows_of_epochs(len(problems), **how)
+    rows_at = tk.sampling.shuffle_epochs(len(problems), **how)
 
     def sample(number):
         prompts = [problems[row][0] for row in rows_at(number)]
@@ -170,18 +174,18 @@ def bind_sampler(cfg, ps, model, ask, tokenizer, problems):
 def bind_rollout(cfg, ps, stages, sample, deal):
     """Return roll_out(number): microbatches of each update, and what the answers came to."""
     cut = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
-    how, old = {"axis": ps.pp, "call": tk.models.call_routed}, tk.generation.old_logprobs
+    how, old = {"axis": ps.pp, "call": tk.models.call_routed}, tk.generation.compute_old_logprobs
 
     def roll_out(number):
         answers = sample(number)
-        checked = tk.generation.check_answers(check, answers, axis=ps.world)
-        advantages = tk.generation.answer_advantages(answers, checked)
-        corpus = tk.generation.answer_corpus(answers, advantages=advantages)
-        parts = tk.generation.minibatches(corpus, cfg.rollout.updates, **cut)
+        checked = tk.generation.compute_rewards(check, answers, axis=ps.world)
+        advantages = tk.generation.compute_advantages(answers, checked)
+        corpus = tk.generation.make_answer_corpus(answers, advantages=advantages)
+        parts = tk.generation.split_minibatches(corpus, cfg.rollout.updates, **cut)
         rows = [deal(part, np.arange(len(part))) for part in parts]
         # By the weights that sampled: before the first update.
-        dealt = [tk.parallel.with_columns(stages, x, old, **how) for x in rows]
-        told = tk.generation.report_answers(answers, checked)
+        dealt = [tk.parallel.add_columns(stages, x, old, **how) for x in rows]
+        told = tk.generation.summarize_rollout(answers, checked)
         if cfg.rollout.sampled:
             every = [microbatch for part in dealt for microbatch in part]
             told["apart"] = tk.generation.check_logprobs(every, axis=ps.world)
@@ -198,7 +202,9 @@ def bind_evaluation(cfg, ps, stages, ask, held):
     loss = tk.evaluation.bind_loss(stages, rows, tk.losses.next_token_linear, **how)
 
     def evaluate():
-        checked = tk.generation.check_answers(check, ask(problems, sampling=greedy), axis=ps.world)
+        checked = tk.generation.compute_rewards(
+            check, ask(problems, sampling=greedy), axis=ps.world
+        )
         success = sum(checked.rewards) / len(problems)
         return {**loss(), "success": success, "score": -success}
 
@@ -207,7 +213,7 @@ def bind_evaluation(cfg, ps, stages, ask, held):
 
 def bind_batches(cfg, shown, deal, roll_out):
     """Return batches(state, event): what is trained on until weights may be saved again."""
-    rows_at = tk.sampling.rows_of_epochs(len(shown), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    rows_at = tk.sampling.shuffle_epochs(len(shown), rows_per_step=cfg.batch.rows, seed=cfg.seed)
 
     def batches(state, event):
         batch = state.cursor.batch
@@ -224,63 +230,68 @@ def bind_batches(cfg, shown, deal, roll_out):
 
 def train(cfg, run, tokenizer, model, first, context):
     """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes = run.ps, tk.config.changes_of(cfg, free=["context"])
+    ps, changes = run.ps, tk.config.make_resume_rules(cfg, free=["context"])
     shown, asked, held = make_problems(cfg)
     shown = pack(cfg, tokenizer, shown)
     stages, optimizer = build(cfg, ps, model, first.path)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.say(tk.parallel.start_lines(stages, ps, shown.bins, **size))
+    run.log(tk.parallel.describe_run(stages, ps, shown.bins, **size))
     forward_backward = bind_losses(cfg, ps, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     how = {"max_new_tokens": cfg.rollout.max_new_tokens, "context": cfg.batch.row_length}
     how |= {"call": tk.parallel.bind_call(stages, ps, dealt=True), "axis": ps.dp}
     ask = functools.partial(tk.generation.sample_answers, stages[0], tokenizer=tokenizer, **how)
     how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
-    deal = functools.partial(tk.data.deal_rows, rows_per_microbatch=cfg.batch.microbatch, **how)
+    deal = functools.partial(
+        tk.data.make_microbatches, rows_per_microbatch=cfg.batch.microbatch, **how
+    )
     sample = bind_sampler(cfg, ps, model, ask, tokenizer, asked)
     roll_out = bind_rollout(cfg, ps, stages, sample, deal)
     batches = bind_batches(cfg, shown, deal, roll_out)
     held = [problem for problem, _ in held], pack(cfg, tokenizer, held)
     evaluate = bind_evaluation(cfg, ps, stages, ask, held)
     facts = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= tk.config.config_facts(cfg) | tk.checkpoint.first_weights_facts(first, stages, ps)
+    facts |= tk.config.make_config_facts(cfg) | tk.checkpoint.hash_initial_weights(
+        first, stages, ps
+    )
     facts |= {"context": max(cfg.batch.row_length, context)}
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "keeping": cfg.keeping, "policy": cfg.policy}
+    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
+    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
     with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
         if state.step == cfg.supervised == 0:
-            state = loop.evaluated(state, evaluate)
+            state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
             for batch in batches(state, loop.event):
                 begun = state.step
                 state, metrics = train_step(state, batch)
-                state = loop.after(state, metrics, batch)
+                state = loop.record(state, metrics, batch)
                 if state.step <= begun:
                     break  # the run went back: the rest was sampled by weights that are gone
             done = state.step - cfg.supervised
-            if done >= 0 and tk.schedules.due(
+            if done >= 0 and tk.schedules.is_due(
                 done, cfg.eval_every, last=cfg.steps - cfg.supervised
             ):
-                state = loop.evaluated(state, evaluate)
-            stop = loop.keep(state)
+                state = loop.evaluate(state, evaluate)
+            stop = loop.checkpoint(state)
         if not stop:
-            loop.event("result", **tk.sinks.before_and_after(run.dir, "eval/success"))
+            loop.event("result", **tk.sinks.compare_evaluations(run.dir, "eval/success"))
     if stop:
-        return tk.run.SAVED
+        return tk.run.EXIT_SAVED
     run.finish(state, stages, optimizer)
     return 0
 
 
 def open_base(cfg):
     """Return weights to begin or go on with, the tokenizer, its name, the model, its context."""
-    first = tk.checkpoint.find_first_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     if path := first.path:
-        found = tk.hub.open_trained(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+        found = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
         first = first.resolved(found.path)
         return first, found.tokenizer, found.name, found.config, found.full_context
     tokenizer = tk.tokenizers.open_tokenizer(name := cfg.tokenizer or "bytes")
-    words = tk.models.round_up_vocabulary(tokenizer.vocab_size)
-    model = tk.models.decoder_config(cfg.size, vocab_size=words)
+    words = tk.models.pad_vocab_size(tokenizer.vocab_size)
+    model = tk.models.make_decoder_config(cfg.size, vocab_size=words)
     return first, tokenizer, name, model, cfg.batch.row_length
 
 
@@ -288,11 +299,11 @@ def main(argv=None):
     """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
     cfg = tk.config.load_config(Config, argv)
     first, tokenizer, name, model, context = open_base(cfg)
-    precision = tk.parallel.choose_precision(cfg.precision)
+    precision = tk.parallel.resolve_precision(cfg.precision)
     cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
-    world, updates = tk.mesh.world_size(), cfg.rollout.updates
+    world, updates = tk.mesh.get_world_size(), cfg.rollout.updates
     problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=world)
-    counts = [cfg.steps, cfg.supervised, cfg.keeping.save_every]
+    counts = [cfg.steps, cfg.supervised, cfg.checkpoints.save_every]
     if any(count % updates for count in counts):
         what = f"--steps, --supervised and --save-every are {counts}, not multiples of --updates"
         problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))
@@ -302,4 +313,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tk.run.leave(main)
+    tk.run.run_main(main)

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import attrs
 
-from trainkit.tools.testing import Case
+from trainkit.tools.testing import LayoutCase
 from trainkit.types import Layout
 
 
@@ -12,7 +12,7 @@ def choices_of(case):
     """Return the choices of a case: each degree above 1, and each field that is not the default."""
     usual, degrees = Layout(), case.layout.degrees
     chosen = {name for name, degree in degrees.items() if degree > 1}
-    for record, plain in ((case.layout, usual), (case, Case())):
+    for record, plain in ((case.layout, usual), (case, LayoutCase())):
         fields = [name for name in attrs.fields_dict(type(record)) if name not in {*degrees}]
         values = {name: getattr(record, name) for name in fields if name != "layout"}
         chosen |= {f"{k} = {v}" for k, v in values.items() if v != getattr(plain, k)}

@@ -14,14 +14,22 @@ from torch.utils._pytree import tree_iter
 
 import trainkit as tk
 from trainkit.batch.shards import shard_sequence
-from trainkit.grads import bind_step_in_backward
-from trainkit.losses import next_token, next_token_linear, routed
+from trainkit.grads import make_step_in_backward
+from trainkit.losses import add_router_losses, next_token, next_token_linear
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
-from trainkit.parallel import DTYPES, cost, expert, fsdp, offload, precision, recompute
-from trainkit.parallel.sequence_parallel import sequence
-from trainkit.parallel.tensor_parallel import tensor
+from trainkit.parallel import (
+    DTYPES,
+    cost,
+    expert_parallel,
+    fsdp,
+    mixed_precision,
+    offload_activations,
+    recompute,
+)
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.post.adapters import apply_freeze_
 from trainkit.tools.testing.ledger import count_collectives
 from trainkit.types import Batch, Layout, Precision, Spans
@@ -89,7 +97,7 @@ class Measured:
 
 
 class Host:
-    """Copies memory to where no tensor is, as `offload` asks for; notes how much."""
+    """Copies memory to where no tensor is, as `offload_activations` asks for; notes how much."""
 
     def __init__(self):
         self.size = 0
@@ -110,12 +118,19 @@ def step_of(job, layout, ps, *, in_backward=False):
     """
     kept = {"storage": DTYPES[job.precision.storage]}
     plain = job.precision == Precision(compute="fp32")
-    low = precision(None if plain else DTYPES[job.precision.compute], **kept)
+    low = mixed_precision(None if plain else DTYPES[job.precision.compute], **kept)
     head = "hidden" if job.loss == "linear" else "logits"
     budget = job.offload_activations
-    away = [] if budget is None else [offload(budget=budget, store=HOST)]
-    rest = sequence(), expert(), low, recompute(job.recompute), *away, fsdp(layout)
-    plan = [*job.begins, tensor(), *rest]
+    away = [] if budget is None else [offload_activations(budget=budget, store=HOST)]
+    rest = (
+        sequence_parallel(),
+        expert_parallel(),
+        low,
+        recompute(job.recompute),
+        *away,
+        fsdp(layout),
+    )
+    plan = [*job.begins, tensor_parallel(), *rest]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
         ps,
@@ -125,7 +140,7 @@ def step_of(job, layout, ps, *, in_backward=False):
     )
     if job.frozen:
         apply_freeze_(stages, job.frozen)
-    params = tk.parameters_of(stages)
+    params = tk.get_parameters(stages)
     how = {"options": dict(job.optimizer_options), "offload": job.offload_optimizer}
     how["mean"] = 0.9 if job.mean else None
     optimizer = make_optimizer(stages, lr=1e-3, optimizer=job.optimizer, axis=ps.pp, **how)
@@ -136,12 +151,12 @@ def step_of(job, layout, ps, *, in_backward=False):
     loss, enter = next_token_linear if head == "hidden" else next_token, call_model
     denominator = torch.tensor(1)
     if job.config.experts is not None:
-        loss, enter = routed(loss, balance=0.01), call_routed
+        loss, enter = add_router_losses(loss, balance=0.01), call_routed
         denominator = dict.fromkeys(("loss", "balance"), denominator)
 
     if in_backward:
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": str, "reduce": layout.reduce}
-        stepping = bind_step_in_backward(stages, optimizer, **how)
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": str, "reduce": layout.reduce}
+        stepping = make_step_in_backward(stages, optimizer, **how)
 
     def backward(before_forward=lambda: None):
         def call(model, batch):
@@ -191,8 +206,8 @@ def measure(job, layout=Layout(), ps=None):  # noqa: B008 (frozen)
     """Return what a step holds at most, by torch's MemTracker or, if need be, by StorageCount."""
     ps = solo_parallel() if ps is None else ps
     stages, optimizer, backward, finish = step_of(job, layout, ps)
-    params, state = tk.parameters_of(stages), first_state(optimizer, finish)
-    every = [*tk.named_parameters_of(stages).values()]
+    params, state = tk.get_parameters(stages), first_state(optimizer, finish)
+    every = [*tk.get_named_parameters(stages).values()]
     own = local_bytes(every), local_bytes(state)
     if ps.pp.count > 1 or len(params) < len(every):
         counter = StorageCount()  # MemTracker takes one microbatch at a time, and nothing frozen
@@ -298,7 +313,7 @@ def measure_choices(job, layout, ps, **how):
     On a CPU "host" and "device" are one memory, so what the host would hold is told by name.
     """
     stages, optimizer, backward, finish = step_of(job, layout, ps, **how)
-    params, state = tk.parameters_of(stages), first_state(optimizer, finish)
+    params, state = tk.get_parameters(stages), first_state(optimizer, finish)
     HOST.size = 0
 
     def reduced():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-SCRIPT = Path(__file__).parent / "runtime" / "watched.py"
+SCRIPT = Path(__file__).parent / "run" / "watched.py"
 
 
 @attrs.frozen

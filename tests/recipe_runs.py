@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from trainkit import generation
-from trainkit.models import decoder_config
+from trainkit.models import make_decoder_config
 from trainkit.run import report_errors
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -44,7 +44,7 @@ def run(recipe, *flags, code=0, **options):
 def nano_config(_, **overrides):
     """Return, for any size, the figures of a model that trains a step in milliseconds."""
     nano = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
-    return decoder_config("tiny", **nano | overrides)
+    return make_decoder_config("tiny", **nano | overrides)
 
 
 def load(recipe):
@@ -62,7 +62,9 @@ loaded = functools.cache(load)  # tyro reads the docstrings of fields once for e
 
 def with_layers(count):
     """Patch the sizes of decoders: all have so many layers, which is what a step's time goes by."""
-    return mock.patch("trainkit.models.decoder_config", partial(decoder_config, layers=count))
+    return mock.patch(
+        "trainkit.models.make_decoder_config", partial(make_decoder_config, layers=count)
+    )
 
 
 def with_short_texts():
@@ -77,7 +79,7 @@ def with_short_texts():
 
 def without_pictures():
     """Patch what draws a run's loss and load, which takes longer than its steps."""
-    pictures = {"plot_loss": mock.DEFAULT, "plot_load": mock.DEFAULT}
+    pictures = {"plot_loss": mock.DEFAULT, "plot_expert_load": mock.DEFAULT}
     return mock.patch.multiple("trainkit.run.open_run", **pictures)
 
 

@@ -10,8 +10,15 @@ from whole_step import CAPACITY, CONFIG, Layout, corpus, input_of
 import trainkit as tk
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel import compiled, fsdp, precision, recompute, sequence, tensor
-from trainkit.post.adapters import linear_transforms
+from trainkit.parallel import (
+    compile_blocks,
+    fsdp,
+    mixed_precision,
+    recompute,
+    sequence_parallel,
+    tensor_parallel,
+)
+from trainkit.post.adapters import make_linear_transforms
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
@@ -23,9 +30,9 @@ def gradients(degrees, linears, *, rows=1, plan="", schedule="1f1b"):
     """Return the loss and every gradient of a step of four rows."""
     more = {
         "": [],
-        "bf16": [precision(torch.bfloat16)],
+        "bf16": [mixed_precision(torch.bfloat16)],
         "selective": [recompute("selective")],
-        "compiled": [recompute("full"), compiled(backend="aot_eager")],
+        "compiled": [recompute("full"), compile_blocks(backend="aot_eager")],
     }[plan]
     splits = schedule != "1f1b"
     model = attrs.evolve(MODEL, layers=4 if splits else 2)
@@ -37,7 +44,13 @@ def gradients(degrees, linears, *, rows=1, plan="", schedule="1f1b"):
         stages = tk.build_stages(
             lambda: Decoder(model, head="hidden").to(dtype),
             ps,
-            [*linear_transforms(linears), tensor(), sequence(), *more, fsdp(reshard)],
+            [
+                *make_linear_transforms(linears),
+                tensor_parallel(),
+                sequence_parallel(),
+                *more,
+                fsdp(reshard),
+            ],
             weights=init_weights(model, seed=0),
             schedule=schedule,
         )
@@ -45,9 +58,9 @@ def gradients(degrees, linears, *, rows=1, plan="", schedule="1f1b"):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, schedule=schedule)
         sums = run(batch.microbatches, denominator=tokens)
-        tk.sync_sp_grads(tk.parameters_of(stages), ps.sp_unfolded)
+        tk.sync_sp_grads(tk.get_parameters(stages), ps.sp_unfolded)
         loss = float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens)
-        grads = {name: p.grad for name, p in tk.named_parameters_of(stages).items()}
+        grads = {name: p.grad for name, p in tk.get_named_parameters(stages).items()}
         return loss, {
             name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
             for name, grad in grads.items()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
 from trainkit.data import TokenCorpus
-from trainkit.packing import best_fit, first_fit, pack_bins, sequential
+from trainkit.packing import best_fit, first_fit, next_fit, pack_bins
 from trainkit.types import Share
 
 
@@ -25,7 +25,7 @@ def packings(draw, *, multiple_of=None, min_pieces=0):
     chosen += draw(st.lists(st.integers(1, capacity), min_size=min_pieces, max_size=min_pieces))
     arguments = {
         "capacity": capacity,
-        "fit": draw(st.sampled_from([best_fit, first_fit, sequential])),
+        "fit": draw(st.sampled_from([best_fit, first_fit, next_fit])),
         "group_size": draw(st.sampled_from([0, 1, 3, 7, 100])),
         "overlong": draw(st.sampled_from(["split", "truncate", "drop"])),
         "multiple_of": multiple_of,

@@ -226,7 +226,7 @@ BAD = [
     (rooms_above_only, "batch.py", "from trainkit.mesh import solo_parallel"),
     (rooms_above_only, "batch.py", "import trainkit.mesh"),
     (rooms_above_only, "batch.py", "from trainkit import mesh"),
-    (rooms_above_only, "batch/z.py", "def f():\n    from trainkit.schedules import due"),
+    (rooms_above_only, "batch/z.py", "def f():\n    from trainkit.schedules import is_due"),
     (rooms_above_only, "losses/z.py", "from trainkit.text import corpora"),
     (rooms_above_only, "text/chat/z.py", "from trainkit.weights.hub.links import Key"),
     (rooms_above_only, "noise.py", "if TYPE_CHECKING:\n    from trainkit.batch import a"),

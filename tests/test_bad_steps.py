@@ -14,13 +14,13 @@ from whole_step import Layout, build, corpus, input_of
 
 import trainkit as tk
 from trainkit import grads, health, losses, schedules
-from trainkit.grads import blame
+from trainkit.grads import find_nonfinite
 from trainkit.losses import next_token_linear
-from trainkit.metrics import step_record
-from trainkit.parallel.names import box_of
+from trainkit.metrics import make_step_record
+from trainkit.parallel.names import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Cursor, TrainState
-from trainkit.weights.checkpoint.replicas import nonfinite_names
+from trainkit.weights.checkpoint.replicas import find_nonfinite_state
 from trainkit.weights.checkpoint.tensors import counters_of, run_tensors
 
 NAN, INF = math.nan, math.inf
@@ -39,7 +39,7 @@ class Site:
 def spoiled(loss, site):
     """Return a loss with a fault in it; `site()` tells which."""
 
-    @losses.with_terms(*loss.terms)
+    @losses.declare_terms(*loss.terms)
     def wrapped(output, batch):
         total, terms = loss(output, batch)
         factor = site().value if site().kind in ("loss", "report") else 1.0
@@ -53,7 +53,7 @@ def spoiled(loss, site):
 
 
 def spoil_gradient(stages, site):
-    p = tk.named_parameters_of(stages).get(site.name)
+    p = tk.get_named_parameters(stages).get(site.name)
     local = None if p is None else getattr(p.grad, "_local_tensor", p.grad)
     if local is not None and local.numel():
         local.view(-1)[0] = site.value
@@ -64,7 +64,7 @@ def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=
 
     It returns beside state and metrics what takes the step's gradients again, fault and all.
     """
-    params, now = tk.parameters_of(stages), {}
+    params, now = tk.get_parameters(stages), {}
     loss = spoiled(next_token_linear, lambda: now["site"])
     run = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=layout.schedule)
     world = ps.world if world is None else world
@@ -80,8 +80,8 @@ def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=
             return sums
 
         sums = replay()
-        terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = health.step_test(terms["loss"], state.health, policy, tokens=tokens)
+        terms = losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        applies = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
         how = {"lr": 1e-2, "max_norm": 0.5, "axis": ps.pp, "applies": applies, "world": world}
         with contextlib.nullcontext() if protected else nothing_refused(how):
             update = tk.clip_and_step(params, optimizer, **how)
@@ -102,7 +102,7 @@ def nothing_refused(how):
 
 def bits_of(stages, optimizer):
     tensors = run_tensors(stages, optimizer)
-    return {name: box_of(x).local.clone() for name, x in tensors.items()}
+    return {name: get_local_box(x).local.clone() for name, x in tensors.items()}
 
 
 def changed(before, after):
@@ -126,11 +126,11 @@ def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
         found, before = [], bits_of(stages, optimizer)
         for site in sites:
             after, metrics, replay = step(state, batch(state.cursor), site)
-            record = step_record(metrics, begin=0.0)
-            damage = functools.partial(nonfinite_names, stages, optimizer, ps.world)
-            action, _ = health.judge(after, record, policy, damage=None if alone else damage)
-            told = blame(replay, stages, ps.world)
-            assert all(p.grad is None for p in tk.parameters_of(stages))
+            record = make_step_record(metrics, begin=0.0)
+            damage = functools.partial(find_nonfinite_state, stages, optimizer, ps.world)
+            action, _ = health.judge_step(after, record, policy, damage=None if alone else damage)
+            told = find_nonfinite(replay, stages, ps.world)
+            assert all(p.grad is None for p in tk.get_parameters(stages))
             now = bits_of(stages, optimizer)  # nor has blame moved anything
             found.append((action.kind, changed(before, now), told, action.reason))
             before = now
@@ -283,9 +283,9 @@ def test_damage_in_the_state_is_found_at_the_next_bad_step(where):
     run_tensors(stages, optimizer)[f"{where}/{DOWN}"].view(-1)[3] = NAN
     for _ in range(2):  # a moment reaches the loss one step later
         state, metrics, _ = step(state, make_batch(state.cursor))
-        record = step_record(metrics, begin=0.0)
-        damage = functools.partial(nonfinite_names, stages, optimizer, SOLO)
-        action, state = health.judge(state, record, health.Policy(), damage=damage)
+        record = make_step_record(metrics, begin=0.0)
+        damage = functools.partial(find_nonfinite_state, stages, optimizer, SOLO)
+        action, state = health.judge_step(state, record, health.Policy(), damage=damage)
         if action.kind != "apply":
             break
     assert action.kind == "rollback"
@@ -316,17 +316,17 @@ def test_a_half_precision_gradient_that_always_overflows_ends_the_run():
         output = model(torch.full((1, 4), 6e4).half()).float().sum()
         (16 * output).backward()
         loss = output.detach().clamp(-1e4, 1e4)
-        applies = health.step_test(loss, state.health, policy)
+        applies = health.make_finite_check(loss, state.health, policy)
         found = tk.clip_and_step([model.weight], optimizer, lr=0.1, max_norm=1.0, applies=applies)
         record = {"loss": float(loss), "grad_norm": float(found.norm), "skipped": not found.applied}
         state = attrs.evolve(state, step=state.step + 1)
-        action, state = health.judge(state, record, policy)
+        action, state = health.judge_step(state, record, policy)
         kinds.append(action.kind)
         if action.kind == "rollback":
-            state = attrs.evolve(state, step=0, health=health.after_rollback({}, state.health))
+            state = attrs.evolve(state, step=0, health=health.restore_health({}, state.health))
     assert kinds == ["skip", "skip", "rollback"] * 2 + ["skip", "skip", "stop"]
     assert torch.equal(model.weight, before)
-    assert health.stop_error(action, state.health).code == 67
+    assert health.make_stop_error(action, state.health).code == 67
 
 
 # ------------------------------------------------------------------------------- stopping anywhere
@@ -371,7 +371,7 @@ def killed_at(place, tmp_path):
     with pytest.raises(KilledError):
         step(state, make_batch(state.cursor))
     state, step, make_batch, stages, optimizer = solo()
-    state = tk.resume(tmp_path, state, stages, optimizer, ps, tell=lambda _: None)
+    state = tk.resume(tmp_path, state, stages, optimizer, ps, log=lambda _: None)
     while state.step < 4:
         state, metrics, _ = step(state, make_batch(state.cursor))
         told.append(float(metrics["loss"]).hex())
@@ -434,11 +434,11 @@ def test_counters_are_exact_far_out(start, tmp_path):
     tokens = int(metrics["tokens"])
     assert state.cursor.batch == start + 1
     assert counters_of(state)["tokens"] == start + tokens
-    record = step_record({**metrics, "tokens_total": state.tokens}, begin=0.0)
+    record = make_step_record({**metrics, "tokens_total": state.tokens}, begin=0.0)
     assert orjson.loads(orjson.dumps(record))["tokens_total"] == start + tokens
     ps = tk.solo_parallel()
     path = tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
-    resumed = tk.resume(tmp_path, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+    resumed = tk.resume(tmp_path, TrainState(), stages, optimizer, ps, log=lambda _: None)
     assert path.name == "step_1000000001"
     assert (resumed.step, resumed.tokens) == (10**9 + 1, start + tokens)
     assert resumed.cursor == state.cursor
@@ -464,5 +464,5 @@ def test_the_modules_of_a_step_may_be_plain():
         model(torch.full((1, 2), NAN)).sum().backward()
         return {"loss": torch.tensor(1.0)}
 
-    assert blame(replay, [model], SOLO) == ["the gradient of weight on rank 0"]
+    assert find_nonfinite(replay, [model], SOLO) == ["the gradient of weight on rank 0"]
     assert all(p.grad is None for p in model.parameters())

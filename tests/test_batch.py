@@ -14,32 +14,32 @@ from torch._dynamo import lookup_backend
 from trainkit.attention import sdpa
 from trainkit.batch import (
     Along,
+    batch_from_rows,
     batch_hash,
-    batch_of_rows,
-    blank_batch,
-    blank_rows,
     collate_bins,
     contiguous_shard,
     count_tokens,
     count_valid_tokens,
+    find_padding_rows,
+    make_padding_batch,
+    make_spans,
     pad_stack,
     pooling_mask,
     shard_batch,
     shard_tree,
     shift_labels,
     shift_tokens,
-    spans,
-    spans_of_rows,
+    spans_from_rows,
     split_batch,
     to_device,
     unshard_tree,
 )
 from trainkit.batch.shards import shard_sequence
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.joined import join_corpora
+from trainkit.data.joined import concat_corpora
 from trainkit.packing import pack_bins
 from trainkit.tools.testing.deal import deal_batch
-from trainkit.types import IGNORED_LABEL, Bins, DataError, Place, Share, Spans
+from trainkit.types import IGNORED_LABEL, Bins, DataError, DataShard, Share, Spans
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 
@@ -126,7 +126,7 @@ def test_documents_in_parts_collate_as_documents_in_one(case, data):
         )
     rows = [*range(len(bins)), -1]
     whole = collate_bins(corpus, bins, rows, pad_id=999, row_positions=rows)
-    joined = collate_bins(join_corpora(parts), bins, rows, pad_id=999, row_positions=rows)
+    joined = collate_bins(concat_corpora(parts), bins, rows, pad_id=999, row_positions=rows)
     for name in TENSORS:
         assert torch.equal(joined[name], whole[name]), name
 
@@ -191,7 +191,7 @@ def piece_of(number):
 def test_spans_are_the_documents_of_the_flattened_rows(batch):
     rows = batch.document_ids.tolist()
     runs = [len(list(run)) for row in rows for _, run in groupby(map(piece_of, row))]
-    assert batch.spans.lengths.tolist() == spans(batch.document_ids).lengths.tolist() == runs
+    assert batch.spans.lengths.tolist() == make_spans(batch.document_ids).lengths.tolist() == runs
     assert batch.spans.cu_seqlens.tolist() == [0, *np.cumsum(runs)]
     assert (batch.spans.cu_seqlens.dtype, batch.spans.lengths.dtype) == (torch.int32, np.int64)
     assert batch.spans.max_length == max(runs)
@@ -229,8 +229,8 @@ def test_rows_packed_elsewhere_become_the_batch_that_collation_makes(batch):
     padding = batch.document_ids < 0
     kept = {"padding": padding, "labels": batch.labels}
     for way in ({"starts": batch.position_ids == 0}, {"position_ids": batch.position_ids}):
-        assert torch.equal(batch_of_rows(batch.input_ids, **way, **kept).labels, batch.labels)
-        found = batch_of_rows(batch.input_ids, padding=padding, **way)
+        assert torch.equal(batch_from_rows(batch.input_ids, **way, **kept).labels, batch.labels)
+        found = batch_from_rows(batch.input_ids, padding=padding, **way)
         for name in TENSORS:
             assert torch.equal(found[name], batch[name]), name
         assert torch.equal(found.spans.cu_seqlens, batch.spans.cu_seqlens)
@@ -239,15 +239,15 @@ def test_rows_packed_elsewhere_become_the_batch_that_collation_makes(batch):
 
 def test_rows_packed_elsewhere_say_what_is_wrong_with_them():
     ids = torch.arange(6).view(2, 3)
-    assert batch_of_rows(ids, first_row=4).token_index.tolist() == [[12, 13, 14], [15, 16, 17]]
-    assert batch_of_rows(ids, extra={"weights": ids})["weights"] is ids
+    assert batch_from_rows(ids, first_row=4).token_index.tolist() == [[12, 13, 14], [15, 16, 17]]
+    assert batch_from_rows(ids, extra={"weights": ids})["weights"] is ids
     for name, x in (("starts", ids), ("padding", ids[:1] > 0), ("labels", ids.int())):
-        with pytest.raises(ValueError, match=f"batch_of_rows: {name} must be"):
-            batch_of_rows(ids, **{name: x})
+        with pytest.raises(ValueError, match=f"batch_from_rows: {name} must be"):
+            batch_from_rows(ids, **{name: x})
     with pytest.raises(ValueError, match="not both"):
-        batch_of_rows(ids, starts=ids > 0, position_ids=ids)
+        batch_from_rows(ids, starts=ids > 0, position_ids=ids)
     with pytest.raises(ValueError, match="input_ids must be"):
-        batch_of_rows(ids[0])
+        batch_from_rows(ids[0])
 
 
 def test_row_positions_say_where_a_row_is_in_the_global_step():
@@ -261,7 +261,7 @@ def test_a_blank_row_is_a_blank_batch():
     corpus = corpus_of([4])
     bins, none = pack_bins(corpus.lengths, 4), [-1, -1]
     collated = collate_bins(corpus, bins, none, pad_id=7, row_positions=none)
-    blank = blank_batch(2, 4, pad_id=7)
+    blank = make_padding_batch(2, 4, pad_id=7)
     for name in TENSORS:
         assert torch.equal(collated[name], blank[name]), name
     assert collated.spans.cu_seqlens.tolist() == blank.spans.cu_seqlens.tolist() == [0, 4, 8]
@@ -270,11 +270,11 @@ def test_a_blank_row_is_a_blank_batch():
 def test_plain_rows_are_seen_whole_and_blank_ones_can_be_told_from_them():
     """From token 96 on a blank batch's spans hide what stands before: they are those of padding."""
     rows, length = 2, 200
-    plain, blank = spans_of_rows(rows, length), blank_batch(rows, length)
+    plain, blank = spans_from_rows(rows, length), make_padding_batch(rows, length)
     assert plain.lengths.tolist() == [length] * rows
     assert plain.cu_seqlens.dtype == torch.int32
     assert plain.max_length == length
-    ours = batch_of_rows(torch.zeros(rows, length, dtype=torch.int64))
+    ours = batch_from_rows(torch.zeros(rows, length, dtype=torch.int64))
     assert torch.equal(plain.cu_seqlens, ours.spans.cu_seqlens)
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, rows, length, 2, 8, generator=draw, dtype=torch.float64)
@@ -285,18 +285,20 @@ def test_plain_rows_are_seen_whole_and_blank_ones_can_be_told_from_them():
     ]
     assert far[0] < 1e-12
     assert far[1] > 0.1
-    assert blank_rows(blank).all()
-    assert not blank_rows(ours).any()
+    assert find_padding_rows(blank).all()
+    assert not find_padding_rows(ours).any()
     mixed = corpus_of([150])
     bins = pack_bins(mixed.lengths, length)
-    assert blank_rows(collate_bins(mixed, bins, [0, -1], row_positions=[0, -1])).tolist() == [
+    assert find_padding_rows(
+        collate_bins(mixed, bins, [0, -1], row_positions=[0, -1])
+    ).tolist() == [
         False,
         True,
     ]
-    assert blank_rows(shard_batch(blank, Share(1, 2), split=contiguous_shard)).all()
+    assert find_padding_rows(shard_batch(blank, Share(1, 2), split=contiguous_shard)).all()
     for bad in ((0, 4), (4, 0), (1 << 16, 1 << 16)):
-        with pytest.raises(ValueError, match=r"spans_of_rows: .* got"):
-            spans_of_rows(*bad)
+        with pytest.raises(ValueError, match=r"spans_from_rows: .* got"):
+            spans_from_rows(*bad)
 
 
 def halves_and_longest(batch):
@@ -364,8 +366,8 @@ def test_padding_is_short_spans_wherever_it_comes_from(ring):
     corpus, solo, multiple_of = corpus_of([3]), Share(0, 1), 2 * ring
     bins = pack_bins(corpus.lengths, 3072, multiple_of=multiple_of)
     row, filled = (collate_bins(corpus, bins, x, row_positions=x) for x in ([0], [0, -1]))
-    [dealt] = deal_batch(row, Place(), rows_per_microbatch=2)
-    whole = [row, filled, dealt, blank_batch(2, 3072, multiple_of=multiple_of)]
+    [dealt] = deal_batch(row, DataShard(), rows_per_microbatch=2)
+    whole = [row, filled, dealt, make_padding_batch(2, 3072, multiple_of=multiple_of)]
     for batch in [*whole, *(shard_sequence(x, ring=Share(0, ring), ulysses=solo) for x in whole)]:
         lengths = batch.spans.lengths
         assert lengths.sum() == batch.input_ids.numel()
@@ -373,7 +375,7 @@ def test_padding_is_short_spans_wherever_it_comes_from(ring):
         assert not (lengths % 2).any()
         assert batch.spans.max_length == lengths.max()
         assert batch.spans.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
-    again = spans(filled.document_ids, multiple_of=multiple_of)
+    again = make_spans(filled.document_ids, multiple_of=multiple_of)
     assert again.lengths.tolist() == filled.spans.lengths.tolist()
 
 
@@ -400,7 +402,7 @@ def test_the_hash_leaves_out_padding_but_not_swapped_tokens():
 
 def test_what_runs_in_a_step_reads_nothing_back_from_the_device():
     # On the meta device there are no values: whoever reads one raises.
-    batch = to_device(blank_batch(2, 4), "meta")
+    batch = to_device(make_padding_batch(2, 4), "meta")
     assert batch.spans.cu_seqlens.device.type == "meta"
     assert count_valid_tokens([batch]).device.type == "meta"
     assert count_tokens([batch]).device.type == "meta"
@@ -409,7 +411,7 @@ def test_what_runs_in_a_step_reads_nothing_back_from_the_device():
 
 
 def test_to_device_moves_everything_or_nothing():
-    batch = attrs.evolve(blank_batch(1, 4), extra={"weights": torch.ones(1, 4)})
+    batch = attrs.evolve(make_padding_batch(1, 4), extra={"weights": torch.ones(1, 4)})
     assert to_device(batch, "cpu") is batch
     moved = to_device(batch, "meta")
     devices = {moved[name].device.type for name in (*TENSORS, "weights")}
@@ -441,7 +443,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_file_document_and_offset()
     with pytest.raises(DataError, match=message) as caught:
         collate_bins(NAMED, bins, [0])
     assert (caught.value.code, caught.value.got, caught.value.want) == (65, 70_000, 50_000)
-    joined = join_corpora([corpus_of([6]), NAMED])
+    joined = concat_corpora([corpus_of([6]), NAMED])
     with pytest.raises(DataError, match=message):
         collate_bins(joined, pack_bins(joined.lengths, 16), [0])
     other = attrs.evolve(bins, starts=bins.starts, lengths=np.array([4, 2]))
@@ -495,7 +497,7 @@ def test_offsets_beyond_the_tokens_are_refused():
     with pytest.raises(ValueError, match="fewer tokens than its offsets say"):
         collate_bins(short, BINS, [0, 1])
     with pytest.raises(DataError, match="its 5 tokens are fewer than its offsets say"):
-        collate_bins(join_corpora([CORPUS, short]), pack_bins([3] * 4, 4), [0, 1, 2, 3])
+        collate_bins(concat_corpora([CORPUS, short]), pack_bins([3] * 4, 4), [0, 1, 2, 3])
 
 
 def test_blank_rows_need_no_tokens():
@@ -524,19 +526,19 @@ def test_blank_rows_need_no_tokens():
         (lambda: of_tokens(np.ones(3, ">u2")), "machine's byte order"),
         (lambda: of_tokens(np.ones(3, int), trained=np.ones(2, bool)), r"trained .* bool \(2,\)"),
         (lambda: of_tokens(np.ones(3, int), trained=np.ones(3)), "trained .* got float64"),
-        (lambda: split_batch(blank_batch(3, 2), 2), "3 rows do not divide into parts of 2"),
-        (lambda: split_batch(blank_batch(3, 2), 0), "parts of 0"),
+        (lambda: split_batch(make_padding_batch(3, 2), 2), "3 rows do not divide into parts of 2"),
+        (lambda: split_batch(make_padding_batch(3, 2), 0), "parts of 0"),
         (lambda: collate_bins(corpus_of([3]), BINS, [0, 1]), "do not fit the corpus"),
         (lambda: collate_bins(corpus_of([3, 2]), BINS, [0, 1]), "3 tokens of document 1 from 0"),
         (
             lambda: collate_bins(CORPUS, attrs.evolve(BINS, capacity=1 << 30), [0, 1]),
             "too many for int32",
         ),
-        (lambda: blank_batch(0, 4), "at least 1, got 0 and 4"),
+        (lambda: make_padding_batch(0, 4), "at least 1, got 0 and 4"),
         (lambda: shift_labels(torch.ones(1, 2), torch.ones(1, 3)), r"one shape \[B, S\]"),
-        (lambda: spans(torch.ones(1, 2, device="meta")), "on the host, got .* on meta"),
+        (lambda: make_spans(torch.ones(1, 2, device="meta")), "on the host, got .* on meta"),
         (lambda: count_valid_tokens([]), "at least one batch, got none"),
-        (lambda: count_valid_tokens(blank_batch(1, 2)), "got one batch"),
+        (lambda: count_valid_tokens(make_padding_batch(1, 2)), "got one batch"),
         (lambda: batch_hash([]), "at least one batch, got none"),
     ],
 )
@@ -755,7 +757,7 @@ def of_parts(*parts, **more):
         (lambda: shard_tree(torch.ones(3), 2, spec=Along(1)), r"no dimension 1, it is \(3,\)"),
         (lambda: shard_tree(torch.ones(3), 2, spec=Along(stack=True)), "one slice for each of"),
         (lambda: shard_tree([1, 2], 2, spec=Along(stack=True)), "nothing can be stacked"),
-        (lambda: shard_tree(blank_batch(2, 2), 2), "is a Batch, which cannot be cut"),
+        (lambda: shard_tree(make_padding_batch(2, 2), 2), "is a Batch, which cannot be cut"),
         (lambda: shard_tree({"a": np.ones(2)}, 2), r"the tree\['a'\] is a ndarray"),
         (lambda: shard_tree({"a": 1}, 2, spec={"b": None}), "dict of 'a', and its spec is a dict"),
         (lambda: shard_tree(torch.ones(2), 2, spec=0), "its spec is no dict"),

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from trainkit.collectives import (
+    all_gather,
+    all_gather_replicated,
     all_max,
     all_min,
-    exchange,
-    gather_dim,
-    gather_replicated,
+    all_to_all,
+    reduce_scatter,
     reduce_scatter_bf16,
-    scatter_sum,
     sum_forward,
     sum_grad,
 )
@@ -67,15 +67,15 @@ def each_against_one_process():
         assert out.is_contiguous()
 
     for dim in (0, 1, 2, -1):
-        compare(f"gather {dim}", gather_dim(x, axis, dim=dim), [torch.cat(xs, dim)] * n)
+        compare(f"gather {dim}", all_gather(x, axis, dim=dim), [torch.cat(xs, dim)] * n)
     for dim in (0, 2, -1):
-        compare(f"scatter {dim}", scatter_sum(x, axis, dim=dim), sum(xs).chunk(n, dim))
+        compare(f"scatter {dim}", reduce_scatter(x, axis, dim=dim), sum(xs).chunk(n, dim))
     for split, gather in ((0, 1), (2, 0), (0, 2), (-1, -2), (0, 0)):
-        out = exchange(x, axis, split_dim=split, gather_dim=gather)
+        out = all_to_all(x, axis, split_dim=split, gather_dim=gather)
         wanted = [torch.cat([y.chunk(n, split)[k] for y in xs], gather) for k in range(n)]
         compare(f"exchange {split} {gather}", out, wanted)
     for dim in (0, 1, -1):
-        out = gather_replicated(x, axis, dim=dim)
+        out = all_gather_replicated(x, axis, dim=dim)
         compare(f"replicated {dim}", out, [torch.cat(xs, dim)] * n, summed=False)
     compare("sum_forward", sum_forward(x, axis), [sum(xs)] * n, summed=False)
 
@@ -97,14 +97,14 @@ def refusals():
     axis = world_axis()
     texts = []
     for call in (
-        lambda: scatter_sum(torch.ones(2, 7), axis, dim=1),
-        lambda: exchange(torch.ones(2, 7), axis, split_dim=1, gather_dim=0),
+        lambda: reduce_scatter(torch.ones(2, 7), axis, dim=1),
+        lambda: all_to_all(torch.ones(2, 7), axis, split_dim=1, gather_dim=0),
     ):
         with pytest.raises(ValueError, match="does not divide") as caught:
             call()
         texts.append(str(caught.value))
     # Nothing was sent: ranks that were refused can go on.
-    assert gather_dim(torch.ones(1), axis, dim=0).sum() == axis.count
+    assert all_gather(torch.ones(1), axis, dim=0).sum() == axis.count
     return texts
 
 
@@ -117,12 +117,12 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_sent_naming_bot
 
 def other_dtypes_and_second_order():
     axis = world_axis()
-    assert scatter_sum(torch.ones(4, dtype=torch.bfloat16), axis, dim=0).dtype == torch.bfloat16
+    assert reduce_scatter(torch.ones(4, dtype=torch.bfloat16), axis, dim=0).dtype == torch.bfloat16
     x = drawn(4, seed=axis.index).requires_grad_()
-    (d_x,) = torch.autograd.grad(gather_dim(x, axis, dim=0).pow(3).sum(), x, create_graph=True)
+    (d_x,) = torch.autograd.grad(all_gather(x, axis, dim=0).pow(3).sum(), x, create_graph=True)
     (d_d,) = torch.autograd.grad(d_x.sum(), x)
     with torch.no_grad():
-        assert not gather_dim(x, axis, dim=0).requires_grad
+        assert not all_gather(x, axis, dim=0).requires_grad
     return difference(d_d, 6 * axis.count * axis.count * x.detach() / axis.count)
 
 
@@ -133,10 +133,10 @@ def test_other_dtypes_and_second_derivatives_work():
 def test_on_one_rank_each_is_the_identity():
     axis, x = solo_parallel().tp, torch.ones(3, 5)
     for out in (
-        gather_dim(x, axis, dim=1),
-        gather_replicated(x, axis, dim=1),
-        scatter_sum(x, axis, dim=1),
-        exchange(x, axis, split_dim=0, gather_dim=1),
+        all_gather(x, axis, dim=1),
+        all_gather_replicated(x, axis, dim=1),
+        reduce_scatter(x, axis, dim=1),
+        all_to_all(x, axis, split_dim=0, gather_dim=1),
         sum_grad(x, axis),
         sum_forward(x, axis),
     ):

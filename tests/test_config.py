@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.files import toml_text
+from trainkit.files import format_toml
 from trainkit.run.config import (
-    OptimOptions,
+    OptimizerOptions,
     RowOptions,
     RunConfig,
-    changes_of,
-    config_facts,
+    config_to_dict,
     fraction,
     load_config,
+    make_config_facts,
+    make_resume_rules,
     non_negative,
     one_of,
-    plain_values,
     positive,
     read_config,
 )
@@ -99,7 +99,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     config = load_config(
         Config, ["--config", file, "--steps", "9", "--dp-replicate=2", "--compile"]
     )
-    assert (config.steps, config.lr, config.keeping.save_every, config.seed) == (9, 1.0, 3, 0)
+    assert (config.steps, config.lr, config.checkpoints.save_every, config.seed) == (9, 1.0, 3, 0)
     assert (config.betas, config.corpus, config.compile) == ((0.8, 0.9), (Path("a"),), True)
     assert config.layout == Layout(dp_replicate=2)
     assert config.config == Path(file)
@@ -282,12 +282,12 @@ def test_help_explains_every_field_with_its_default_and_exits_0(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert caught.value.code == 0
     assert "Train a thing." in text
-    for name in plain_values(Config()):
+    for name in config_to_dict(Config()):
         assert f"--{name.replace('_', '-')}" in text
-    assert "When a run saves, which checkpoints stay, and where else its metrics go." in text
+    assert "When a run saves, and which checkpoints it retains." in text
     assert "Stop after so many. (default: 50)" in text
     assert "The peak learning rate. (default: 0.001)" in text
-    assert text.count("(default:") == len(["--config", *plain_values(Config())])
+    assert text.count("(default:") == len(["--config", *config_to_dict(Config())])
 
 
 strings = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -313,7 +313,7 @@ configs = st.builds(
 @given(config=configs)
 def test_what_is_written_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
-    path.write_text(toml_text(plain_values(config)), encoding="utf-8")
+    path.write_text(format_toml(config_to_dict(config)), encoding="utf-8")
     assert read_config(Config, path) == config
     again = load_config(Config, ["--config", str(path)])
     assert attrs.evolve(again, config=None) == config
@@ -350,7 +350,7 @@ def test_reading_a_configuration_loads_no_torch():
 
 
 def test_config_facts_are_plain_and_leave_out_where_a_run_is_and_how_it_is_watched():
-    found = config_facts(WithRows(out=Path("x"), seed=3))
+    found = make_config_facts(WithRows(out=Path("x"), seed=3))
     assert found["config.seed"] == 3
     assert found["config.multiple_of"] == 8
     assert found["config.microbatch"] == 4  # which is free to change
@@ -419,9 +419,11 @@ def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
         ep_neighbours=False,
     )
     before, after = WithRows(), WithRows(layout=moved, batch=RowOptions(microbatch=1))
-    changed = {name for name, x in plain_values(before).items() if plain_values(after)[name] != x}
+    changed = {
+        name for name, x in config_to_dict(before).items() if config_to_dict(after)[name] != x
+    }
     assert changed == {field.name for field in attrs.fields(Layout)} | {"microbatch"}
-    changes = changes_of(WithRows(allow_change=("compute",)))
+    changes = make_resume_rules(WithRows(allow_change=("compute",)))
     assert {f"config.{name}" for name in changed} <= set(changes.free)
     kept = ("compute", "reduction", "moments", "matmul", "deterministic")
     assert (changes.flagged, changes.allow) == (kept, ("compute",))
@@ -447,7 +449,7 @@ def test_a_field_of_a_record_inside_is_a_flag_and_a_key_like_any_other(tmp_path)
 class WithOptimizer(RunConfig):
     """Has an optimizer."""
 
-    optim: OptimOptions = OptimOptions()
+    optim: OptimizerOptions = OptimizerOptions()
 
 
 @pytest.mark.parametrize(
@@ -485,4 +487,4 @@ class Twice(RunConfig):
 
 def test_two_fields_of_one_name_are_a_mistake_of_the_recipe():
     with pytest.raises(AssertionError, match="Twice has rows twice"):
-        plain_values(Twice())
+        config_to_dict(Twice())

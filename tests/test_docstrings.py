@@ -19,18 +19,18 @@ DISK = "works on the disk: docs/ show it, tests/checkpoint runs it"
 ADAPTERS = "wants a model with adapters: docs/howto/adapters.md shows it"
 WITHOUT_EXAMPLE = {
     "adapters.export_peft": ADAPTERS,
-    "adapters.merged": ADAPTERS,
-    "adapters.merged_run": ADAPTERS,
+    "adapters.use_merged_adapters": ADAPTERS,
+    "adapters.merge_run": ADAPTERS,
     "adapters.to_peft": ADAPTERS,
-    "checkpoint.guard_numbers": DISK,
-    "checkpoint.guarded_saves": DISK,
+    "checkpoint.make_guard": DISK,
+    "checkpoint.open_guarded_saver": DISK,
     "checkpoint.load_checkpoint": DISK,
     "checkpoint.load_weights": DISK,
     "checkpoint.read_facts": DISK,
     "checkpoint.read_manifest": DISK,
     "checkpoint.resume": DISK,
     "checkpoint.save_checkpoint": DISK,
-    "checkpoint.saves": DISK,
+    "checkpoint.open_saver": DISK,
     "checkpoint.write_final": DISK,
     "config.fraction": "a validator, as `one_of` explains",
     "config.non_negative": "a validator, as `one_of` explains",
@@ -39,19 +39,20 @@ WITHOUT_EXAMPLE = {
     "types.fraction": "a validator, as `one_of` explains",
     "types.non_negative": "a validator, as `one_of` explains",
     "types.positive": "a validator, as `one_of` explains",
-    "corpora.open_library": "takes seconds: recipes/pretrain.py shows it",
+    "corpora.open_library_corpus": "takes seconds: recipes/pretrain.py shows it",
     "corpora.open_tokens": "works on the disk: the example of write_corpus calls it",
-    "files.commit_folder": "works on the disk: new_folder calls it",
-    "files.recover_folder": "works on the disk: new_folder calls it",
-    "files.remove_abandoned": "works on the disk: new_folder calls it",
-    "files.disk_errors": "works on the disk: write_corpus is built on it",
-    "files.replacing": "works on the disk: write_corpus is built on it",
-    "collectives.backends_of": "asks a process group: communication_device calls it",
+    "files.commit_folder": "works on the disk: atomic_folder calls it",
+    "files.recover_folder": "works on the disk: atomic_folder calls it",
+    "files.remove_stale_files": "works on the disk: atomic_folder calls it",
+    "files.bad_file": "a line",
+    "files.convert_disk_errors": "works on the disk: write_corpus is built on it",
+    "files.atomic_write": "works on the disk: write_corpus is built on it",
+    "collectives.get_backends": "asks a process group: get_comm_device calls it",
     "mesh.axis_from_group": "wants a process group: docs/howto shows it",
-    "plots.plot_load": "draws a picture: docs/howto/train-experts.md shows it",
+    "plots.plot_expert_load": "draws a picture: docs/howto/train-experts.md shows it",
     "plots.plot_loss": "draws a picture",
     "pictures.plot_packing": "draws a picture: docs/howto/pack.md shows it",
-    "sinks.run_sinks": "works on the disk: recipes/pretrain.py shows it",
+    "sinks.open_run_sinks": "works on the disk: recipes/pretrain.py shows it",
     "tokenizers.save_tokenizer": "works on the disk: docs/howto/my-own-corpus.md shows it",
     "step.evaluate": "wants a model and data: docs/tutorial shows it",
 }
@@ -90,7 +91,7 @@ def test_every_function_of_a_room_has_an_example_or_a_reason():
         f"{room}.{name}"
         for room in trainkit.__all__
         if isinstance(getattr(trainkit, room), ModuleType)
-        for name in functions_without_example(importlib.import_module(f"trainkit.{room}"))
+        for name in functions_without_example(getattr(trainkit, room))
     }
     assert found == set(WITHOUT_EXAMPLE)
 

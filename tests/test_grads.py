@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import trainkit as tk
 from trainkit import health, optim
-from trainkit.grads import blame
+from trainkit.grads import find_nonfinite
 from trainkit.parallel.names import mark_tied_copy_
 from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, Axis, Share
@@ -371,8 +371,8 @@ def test_summing_gradients_copies_nothing_from_the_host(monkeypatch):
 def test_frozen_parameters_are_left_out():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    assert tk.parameters_of([model]) == [model.weight]
-    assert list(tk.named_parameters_of([model])) == ["weight", "bias"]
+    assert tk.get_parameters([model]) == [model.weight]
+    assert list(tk.get_named_parameters([model])) == ["weight", "bias"]
 
 
 def norm_with_missing_gradients():
@@ -547,7 +547,7 @@ def test_the_first_gradient_on_the_way_back_is_blamed_first():
         return {"loss": torch.ones(())}
 
     model[3].register_full_backward_hook(lambda _, grads, __: (spoil(grads[0]),))
-    told = blame(replay, [model], SOLO, most=2)
+    told = find_nonfinite(replay, [model], SOLO, most=2)
     words = "the gradient of {}.weight on rank 0"
     assert told == [words.format(2), words.format(1), "and 1 more"]
     assert all(p.grad is None for p in model.parameters())
@@ -562,8 +562,8 @@ def test_what_does_not_come_again_is_said_to_be_finite_now():
         return {"loss": torch.ones(())}
 
     told = "computed again, each rank's own numbers are finite"
-    assert blame(replay, [model], SOLO) == [told]
-    assert blame(replay, [model], SOLO) == ["the gradient of weight on rank 0"]
+    assert find_nonfinite(replay, [model], SOLO) == [told]
+    assert find_nonfinite(replay, [model], SOLO) == ["the gradient of weight on rank 0"]
 
 
 @pytest.mark.case("N1")
@@ -574,7 +574,7 @@ def test_a_term_that_is_not_finite_is_named_before_the_gradients_that_follow_fro
         (model(torch.ones(1, 2)).sum() * math.nan).backward()
         return {"loss": torch.tensor(math.nan), "z": torch.ones(()), "load": torch.ones(3)}
 
-    assert blame(replay, [model], SOLO) == ["the loss on rank 0"]
+    assert find_nonfinite(replay, [model], SOLO) == ["the loss on rank 0"]
 
 
 @pytest.mark.case("N2")
@@ -586,7 +586,7 @@ def test_a_replay_says_no_more_than_it_has_seen():
         return {"loss": torch.ones(())}
 
     told = "the summed gradient of weight, held by rank 0"
-    assert blame(replay, [parameter], SOLO) == [told]
+    assert find_nonfinite(replay, [parameter], SOLO) == [told]
 
 
 def refused_by_one():
@@ -630,7 +630,7 @@ def steps_without_values(*, fused):
         optimizer = torch.optim.AdamW(params, fused=fused)
         for _ in range(2):
             params[0].grad = torch.ones(3)
-            applies = health.step_test(
+            applies = health.make_finite_check(
                 torch.ones(()), memory, health.Policy(on_spike="skip"), tokens=torch.ones(())
             )
             how = {"lr": 0.1, "max_norm": 1.0, "applies": applies}

@@ -12,16 +12,16 @@ import torch
 
 from trainkit.health import (
     Action,
-    Health,
     Policy,
-    after_rollback,
-    decide,
-    divergence,
-    judge,
+    StepStatus,
+    check_divergence,
+    choose_action,
+    classify_step,
+    judge_step,
+    make_finite_check,
+    make_stop_error,
+    restore_health,
     spike_limits,
-    step_health,
-    step_test,
-    stop_error,
 )
 from trainkit.types import Cursor, NumericsError, TrainState
 
@@ -38,7 +38,7 @@ def run(records, policy, health=None, damage=None):
     state, actions = TrainState(health=health or {}), []
     for values in records:
         state = attrs.evolve(state, step=state.step + 1)
-        action, state = judge(state, values, policy, damage=damage)
+        action, state = judge_step(state, values, policy, damage=damage)
         actions.append(action)
     return actions, state
 
@@ -61,17 +61,17 @@ def kinds(actions):
     ],
 )
 def test_a_number_that_is_not_finite_makes_a_bad_step(loss, norm, reason):
-    assert step_health(loss, norm, GOOD, Policy()) == Health("bad", reason)
-    assert step_health(loss, norm, {}, Policy(), tokens=0).kind == "bad"
-    assert not step_test(torch.tensor(loss), GOOD, Policy())(torch.tensor(norm))
+    assert classify_step(loss, norm, GOOD, Policy()) == StepStatus("bad", reason)
+    assert classify_step(loss, norm, {}, Policy(), tokens=0).kind == "bad"
+    assert not make_finite_check(torch.tensor(loss), GOOD, Policy())(torch.tensor(norm))
 
 
 @pytest.mark.case("N8")
 @pytest.mark.parametrize(("loss", "norm"), [(20.0, 1.0), (2.0, 10.0), (20.0, 10.0)])
 def test_ten_times_the_usual_is_a_spike(loss, norm):
-    assert step_health(loss, norm, GOOD, Policy()).kind == "spike"
-    assert step_health(2.1, 1.1, GOOD, Policy()).kind == "ok"
-    assert step_health(0.1, 0.0, GOOD, Policy()).kind == "ok"  # lower is no spike
+    assert classify_step(loss, norm, GOOD, Policy()).kind == "spike"
+    assert classify_step(2.1, 1.1, GOOD, Policy()).kind == "ok"
+    assert classify_step(0.1, 0.0, GOOD, Policy()).kind == "ok"  # lower is no spike
 
 
 @pytest.mark.case("N8")
@@ -99,7 +99,7 @@ def test_nothing_is_a_spike_of_a_window_that_is_short_or_all_zero():
     assert spike_limits(short, Policy()) == (INF, INF)
     zero = {"losses": [0.0] * 20, "norms": [0.0] * 20}
     assert spike_limits(zero, Policy()) == (INF, INF)
-    assert step_health(1e30, 1e30, zero, Policy()).kind == "ok"
+    assert classify_step(1e30, 1e30, zero, Policy()).kind == "ok"
     huge = {"losses": [1e300] * 20, "norms": [3e38] * 20}
     assert spike_limits(huge, Policy()) == (INF, INF)
 
@@ -114,11 +114,11 @@ def test_device_and_host_draw_the_line_at_the_same_number(dtype):
         assert all(struct.unpack("f", struct.pack("f", x))[0] == x for x in limits)
         near = torch.tensor(limits[0], dtype=torch.float64).to(dtype)
         for loss in (near, near.nextafter(near * 2), near.nextafter(near * 0)):
-            found = step_health(float(loss), 0.1, memory, policy)
-            applies = step_test(loss, memory, policy)
+            found = classify_step(float(loss), 0.1, memory, policy)
+            applies = make_finite_check(loss, memory, policy)
             assert bool(applies(torch.tensor(0.1))) == (found.kind == "ok"), (loss, limits)
         norm = torch.tensor(limits[1], dtype=torch.float32)
-        applies = step_test(torch.tensor(0.5), memory, policy)
+        applies = make_finite_check(torch.tensor(0.5), memory, policy)
         assert applies(norm)
         assert not applies(norm.nextafter(norm * 2))
 
@@ -126,7 +126,7 @@ def test_device_and_host_draw_the_line_at_the_same_number(dtype):
 def test_the_test_on_the_device_needs_no_number_on_the_host():
     meta = torch.device("meta")  # whoever reads a number of such a tensor raises
     loss, norm = torch.zeros((), device=meta), torch.zeros((), device=meta)
-    applies = step_test(
+    applies = make_finite_check(
         loss, GOOD, Policy(on_spike="skip"), tokens=torch.zeros((), dtype=torch.int64, device=meta)
     )
     assert applies(norm).dtype == torch.bool
@@ -134,10 +134,10 @@ def test_the_test_on_the_device_needs_no_number_on_the_host():
 
 @pytest.mark.case("S1")
 def test_a_step_without_tokens_is_skipped_and_held_against_nobody():
-    found = step_health(0.0, 0.0, GOOD, Policy(), tokens=0)
-    assert found == Health("empty", "no token of the batch is trained on")
+    found = classify_step(0.0, 0.0, GOOD, Policy(), tokens=0)
+    assert found == StepStatus("empty", "no token of the batch is trained on")
     for tokens in (0, 1):
-        applies = step_test(torch.tensor(0.0), {}, Policy(), tokens=torch.tensor(tokens))
+        applies = make_finite_check(torch.tensor(0.0), {}, Policy(), tokens=torch.tensor(tokens))
         assert bool(applies(torch.tensor(0.0))) == bool(tokens)
     empty = record(0.0, 0.0, tokens=0, skipped=1)
     actions, state = run([record(NAN), *[empty] * 50, record(), empty], Policy(), GOOD)
@@ -155,16 +155,16 @@ def test_bad_steps_in_a_row_lead_to_roll_backs_and_then_to_a_stop_with_the_list(
     state, told = TrainState(step=9, health=GOOD), []
     while True:
         state = attrs.evolve(state, step=state.step + 1)
-        action, state = judge(state, record(NAN), policy)
+        action, state = judge_step(state, record(NAN), policy)
         told.append((state.step, action.kind))
         if action.kind == "stop":
             break
         if action.kind == "rollback":
             assert action.before == 9
-            state = TrainState(step=9, health=after_rollback(GOOD, state.health))
+            state = TrainState(step=9, health=restore_health(GOOD, state.health))
     row = [(10, "skip"), (11, "skip")]
     assert told == [*row, (12, "rollback"), *row, (12, "rollback"), *row, (12, "stop")]
-    error = stop_error(action, state.health)
+    error = make_stop_error(action, state.health)
     assert isinstance(error, NumericsError)
     assert error.code == 67
     assert "no good step after step 9: the loss is nan; 3 bad steps in a row" in str(error)
@@ -175,7 +175,7 @@ def test_bad_steps_in_a_row_lead_to_roll_backs_and_then_to_a_stop_with_the_list(
 def test_without_the_count_bad_steps_are_skipped_for_ever():
     # The control: a run that forgets its health between steps never rolls back.
     policy = Policy(max_skips=3)
-    forgotten = [judge(TrainState(step=s), record(NAN), policy)[0].kind for s in range(1, 50)]
+    forgotten = [judge_step(TrainState(step=s), record(NAN), policy)[0].kind for s in range(1, 50)]
     assert set(forgotten) == {"skip"}
     assert kinds(run([record(NAN)] * 3, policy)[0])[-1] == "rollback"
 
@@ -231,7 +231,7 @@ def test_spikes_are_told_or_skipped_by_policy():
     actions, state = run([*rest, record(20.0, skipped=1), *rest], skip, GOOD)
     assert kinds(actions) == ["apply"] * 3 + ["skip"] + ["apply"] * 3
     assert 20.0 not in state.health["losses"]
-    actions, state = run([*rest, spike], skip, GOOD)  # the step does not ask `step_test`
+    actions, state = run([*rest, spike], skip, GOOD)  # the step does not ask `make_finite_check`
     assert kinds(actions)[-1] == "apply"
     many = [record(20.0, skipped=1)] * 3
     assert kinds(run(many, skip, GOOD)[0]) == ["skip", "skip", "rollback"]
@@ -257,14 +257,16 @@ def test_memory_survives_json_exactly_and_each_part_of_it_matters():
         kept = orjson.loads(orjson.dumps(dict(state.health)))
         assert kept == state.health
         state = attrs.evolve(state, step=state.step + 1, health=kept)
-        action, state = judge(state, values, policy)
+        action, state = judge_step(state, values, policy)
         actions.append(action)
     assert actions == whole
     assert state == end or state.health == end.health
 
     def next_kinds(health):
         state = attrs.evolve(TrainState(step=99), health=health)
-        found = [judge(state, record(*v), policy)[0] for v in ((9.0, 1.0), (2.0, 9.0), (NAN, 1.0))]
+        found = [
+            judge_step(state, record(*v), policy)[0] for v in ((9.0, 1.0), (2.0, 9.0), (NAN, 1.0))
+        ]
         return [(action.kind, action.before) for action in found]
 
     full = {**GOOD, "skips": 2.0, "first_bad": 97.0, "rollbacks": 1.0}
@@ -276,7 +278,7 @@ def test_memory_survives_json_exactly_and_each_part_of_it_matters():
 @pytest.mark.case("O2")
 def test_a_skipped_step_spends_its_number_its_data_and_its_rate():
     state = TrainState(step=7, tokens=70, cursor=Cursor(7, (3,)))
-    _, after = judge(state, record(NAN, skipped=1), Policy())
+    _, after = judge_step(state, record(NAN, skipped=1), Policy())
     assert (after.step, after.tokens, after.cursor) == (7, 70, Cursor(7, (3,)))
 
 
@@ -301,7 +303,7 @@ def test_after_a_roll_back_the_window_is_the_old_one_and_counts_go_on():
     saved = {"losses": [1.0], "norms": [2.0], "skips": 1.0, "first_bad": 3.0, "rollbacks": 0.0}
     live = {"losses": [5.0], "norms": [6.0], "skips": 3.0, "skipped": 4.0, "first_bad": 10.0}
     live |= {"rollbacks": 1.0, "rolled_back": [4.0], "bad_steps": [3.0, 10.0, 11.0, 12.0]}
-    assert after_rollback(saved, live) == {
+    assert restore_health(saved, live) == {
         "losses": [1.0],
         "norms": [2.0],
         "skipped": 4.0,
@@ -312,7 +314,7 @@ def test_after_a_roll_back_the_window_is_the_old_one_and_counts_go_on():
 
 
 def test_memory_of_the_first_format_is_understood():
-    action, state = judge(TrainState(step=4, health={"skips": 1.0}), record(NAN), Policy())
+    action, state = judge_step(TrainState(step=4, health={"skips": 1.0}), record(NAN), Policy())
     assert action.kind == "skip"
     assert state.health["skips"] == 2
 
@@ -336,13 +338,13 @@ def test_a_policy_out_of_range_is_refused(wrong):
 @pytest.mark.parametrize("wrong", [{"norms": 1.0}, {"losses": 1.0}])
 def test_memory_of_the_wrong_kind_is_named(wrong):
     with pytest.raises(TypeError, match=next(iter(wrong))):
-        judge(TrainState(step=1, health=wrong), record(), Policy(max_skips=1))
+        judge_step(TrainState(step=1, health=wrong), record(), Policy(max_skips=1))
 
 
 def test_no_rollback_is_allowed_by_a_policy_of_none():
     none = Policy(max_skips=1, max_rollbacks=0)
-    assert decide(Health("bad", "x"), {}, none).kind == "stop"
-    assert decide(Health("damaged", "x"), {}, none).kind == "stop"
+    assert choose_action(StepStatus("bad", "x"), {}, none).kind == "stop"
+    assert choose_action(StepStatus("damaged", "x"), {}, none).kind == "stop"
 
 
 # --------------------------------------------------------------------------------------- divergence
@@ -351,7 +353,7 @@ def test_no_rollback_is_allowed_by_a_policy_of_none():
 def fires(losses, **options):
     memory, told = {}, []
     for loss in losses:
-        reason, memory = divergence(loss, orjson.loads(orjson.dumps(memory)), **options)
+        reason, memory = check_divergence(loss, orjson.loads(orjson.dumps(memory)), **options)
         told.append(bool(reason))
     return told, memory
 
@@ -380,8 +382,8 @@ def test_a_factor_finds_what_a_rise_does_not():
 
 
 def test_two_losses_are_remembered_apart():
-    _, memory = divergence(1.0, {"skips": 1.0}, name="held")
-    _, memory = divergence(2.0, memory, name="other")
+    _, memory = check_divergence(1.0, {"skips": 1.0}, name="held")
+    _, memory = check_divergence(2.0, memory, name="other")
     assert (memory["held_best"], memory["other_best"], memory["skips"]) == (1.0, 2.0, 1.0)
 
 
@@ -391,7 +393,7 @@ def test_two_losses_are_remembered_apart():
 )
 def test_a_rule_out_of_range_is_refused(wrong):
     with pytest.raises(ValueError, match=f"divergence: .*{next(iter(wrong))}"):
-        divergence(1.0, {}, **wrong)
+        check_divergence(1.0, {}, **wrong)
 
 
 # ----------------------------------------------------------------------------------------- counters
@@ -401,11 +403,11 @@ def test_a_rule_out_of_range_is_refused(wrong):
 def test_steps_far_out_are_remembered_exactly():
     for step in (2**31 + 1, 10**9, 2**53 - 1):
         state = TrainState(step=step, tokens=2**60, health={})
-        action, state = judge(state, record(NAN), Policy(max_skips=1))
+        action, state = judge_step(state, record(NAN), Policy(max_skips=1))
         kept = orjson.loads(orjson.dumps(dict(state.health)))
         assert action.before == step - 1
         assert int(kept["first_bad"]) == int(kept["bad_steps"][0]) == step
-        assert f"bad steps: {step}" in str(stop_error(action, kept))
+        assert f"bad steps: {step}" in str(make_stop_error(action, kept))
 
 
 def test_the_cases_of_a_table_are_all_decided():
@@ -413,7 +415,9 @@ def test_the_cases_of_a_table_are_all_decided():
         ["ok", "spike", "empty", "bad", "damaged"], ["apply", "skip"], [0.0, 2.0], [0.0, 3.0]
     )
     found = {
-        decide(Health(kind), {"skips": row, "rollbacks": back}, Policy(on_spike=spike)).kind
+        choose_action(
+            StepStatus(kind), {"skips": row, "rollbacks": back}, Policy(on_spike=spike)
+        ).kind
         for kind, spike, row, back in every
     }
     assert found == {"apply", "skip", "rollback", "stop"}

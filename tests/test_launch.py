@@ -15,10 +15,10 @@ from test_docs import blocks_of, problems_of_command
 import trainkit as tk
 from trainkit.mesh import (
     Launch,
+    describe_launch,
     launch,
     launch_from_slurm,
     launch_from_torchrun,
-    launch_notes,
     read_launch,
     require_torch,
 )
@@ -165,28 +165,28 @@ def test_torchrun_wins_over_slurm_and_says_so():
     assert read_launch(both) == Launch(3, 16, 1, "node0", 29502)
     without = {name: text for name, text in both.items() if name != "LOCAL_RANK"}
     assert read_launch(without).local_rank == 3  # not SLURM_LOCALID
-    (note,) = launch_notes(both)
+    (note,) = describe_launch(both)
     assert note.startswith("RANK=3 of WORLD_SIZE=16 counts; SLURM_PROCID=9 of SLURM_NTASKS=16")
-    assert launch_notes({**SLURM, **TORCHRUN}) == []
+    assert describe_launch({**SLURM, **TORCHRUN}) == []
     with pytest.raises(ConfigError, match="RANK"):  # a mix would be SLURM's rank
         read_launch({name: text for name, text in both.items() if name != "RANK"})
 
 
 @pytest.mark.case("L9", "E8")
 def test_a_job_that_slurm_has_started_again_is_told_of():
-    assert "SLURM_RESTART_COUNT=1" in launch_notes({**SLURM, "SLURM_RESTART_COUNT": "1"})[0]
+    assert "SLURM_RESTART_COUNT=1" in describe_launch({**SLURM, "SLURM_RESTART_COUNT": "1"})[0]
     for env in (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "0"}, {}):
-        assert launch_notes(env) == []
+        assert describe_launch(env) == []
 
 
 @pytest.mark.case("L10")
 def test_a_torchrun_in_a_job_that_would_die_of_sigusr1_is_told_of():
     env = {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}
     usual = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    (note,) = launch_notes(env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": usual})
+    (note,) = describe_launch(env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": usual})
     assert f"--signals-to-handle={usual},SIGUSR1" in note
-    assert launch_notes(env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": f"{usual},SIGUSR1"}) == []
-    assert launch_notes({"TORCHELASTIC_RUN_ID": "none"}) == []
+    assert describe_launch(env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": f"{usual},SIGUSR1"}) == []
+    assert describe_launch({"TORCHELASTIC_RUN_ID": "none"}) == []
 
 
 @pytest.mark.case("L15")

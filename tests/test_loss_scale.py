@@ -14,8 +14,8 @@ from trainkit import health, losses
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.optim import make_optimizer
-from trainkit.parallel import decoder_plan
-from trainkit.parallel.names import box_of
+from trainkit.parallel import make_decoder_plan
+from trainkit.parallel.names import get_local_box
 from trainkit.tools.testing import run_ranks
 
 FP16 = tk.Precision(compute="fp16")
@@ -30,10 +30,10 @@ def test_the_scale_moves_as_that_of_torch():
     p = torch.nn.Parameter(torch.zeros(1))
     sgd, memory = torch.optim.SGD([p]), {}
     for overflows in map(int, "1000010000000110"):
-        told = {"loss_scale": health.loss_scale(memory, FP16)}
+        told = {"loss_scale": health.get_loss_scale(memory, FP16)}
         assert float(told["loss_scale"]) == scaler.get_scale()
         told["overflowed"] = torch.tensor(bool(overflows))
-        memory = health.rescaled(memory, told, interval=3)
+        memory = health.update_loss_scale(memory, told, interval=3)
         scaler.scale(p.sum() * (math.inf if overflows else 1.0)).backward()
         scaler.step(sgd)
         scaler.update()
@@ -60,7 +60,7 @@ def test_a_scaled_step_is_the_step_bit_for_bit(max_norm):
 
 
 def test_every_denominator_is_scaled():
-    found = tk.batch.scaled({"loss": torch.tensor(8), "balance": torch.tensor(2.0)}, 4.0)
+    found = tk.batch.scale_denominator({"loss": torch.tensor(8), "balance": torch.tensor(2.0)}, 4.0)
     assert found == {"loss": torch.tensor(2.0), "balance": torch.tensor(0.5)}
 
 
@@ -72,13 +72,13 @@ def record(loss=2.0, norm=math.inf, scale=8.0, **more):
 def test_an_overflow_is_no_bad_step_and_what_no_scale_mends_is_one():
     state = tk.TrainState(step=5, health={"skips": 2.0, "first_bad": 3.0, "losses": [2.0]})
     for told in (record(), record(norm=math.nan), record(norm=1.0)):  # of another rank's norm
-        action, after = health.judge(state, told, POLICY)
+        action, after = health.judge_step(state, told, POLICY)
         assert (action.kind, action.reason) == ("skip", "")
         assert after.health == state.health
     for told in (record(loss=math.nan), record(scale=1.0), record(overflowed=0, norm=math.nan)):
-        action, after = health.judge(state, told, POLICY)
+        action, after = health.judge_step(state, told, POLICY)
         assert (action.kind, after.health["skips"]) == ("rollback", 3.0)
-    taken, _ = health.judge(state, record(skipped=0), POLICY, damage=lambda: ["weight"])
+    taken, _ = health.judge_step(state, record(skipped=0), POLICY, damage=lambda: ["weight"])
     assert taken.kind == "rollback"
 
 
@@ -87,24 +87,26 @@ def steps_of(layout, spoiled=(1,), steps=4):
     text = corpus()
     bins, told = tk.pack_bins(text.lengths, CAPACITY), []
     with tk.parallel_session(**layout) as ps:
-        plan, weights = decoder_plan(tk.Layout(), precision=FP16), init_weights(MODEL, seed=0)
+        plan, weights = make_decoder_plan(tk.Layout(), precision=FP16), init_weights(MODEL, seed=0)
         stages = tk.build_stages(lambda: Decoder(MODEL, head="hidden"), ps, plan, weights=weights)
         optimizer = make_optimizer(stages, lr=1e-2, precision=FP16, axis=ps.pp)
-        params = tk.parameters_of(stages)
+        params = tk.get_parameters(stages)
         run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
         state = tk.TrainState(health={"scale_held": 1999.0})
         while state.step < steps:
             batch = input_of(state.cursor, ps, Layout(), text=text, bins=bins)
             tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-            scale = health.loss_scale(state.health, FP16)
-            sums = run(batch.microbatches, denominator=tk.batch.scaled(tokens, scale))
-            terms = losses.mean_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+            scale = health.get_loss_scale(state.health, FP16)
+            sums = run(batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale))
+            terms = losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
             if state.step in spoiled and ps.world.index == ps.world.count - 1:
-                box_of(params[0].grad).local.view(-1)[:1] = math.inf
-            before = [box_of(p).local.clone() for p in params]
+                get_local_box(params[0].grad).local.view(-1)[:1] = math.inf
+            before = [get_local_box(p).local.clone() for p in params]
             how = {"max_norm": 0.5, "axis": ps.pp, "world": ps.world, "scale": scale}
             update = tk.clip_and_step(params, optimizer, lr=1e-2, **how)
-            same = all(torch.equal(x, box_of(p).local) for x, p in zip(before, params, strict=True))
+            same = all(
+                torch.equal(x, get_local_box(p).local) for x, p in zip(before, params, strict=True)
+            )
             metrics = {**terms, **update.metrics, "tokens": tokens}
             state, metrics = tk.advance(state, batch, metrics, axis=ps.loss)
             names = ("loss", "grad_norm", "loss_scale", "overflowed", "skipped")
@@ -136,13 +138,13 @@ def test_an_overflow_on_one_rank_skips_on_all_and_all_have_one_scale(layouts):
 
 
 def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    own = health.loss_scale
+    own = health.get_loss_scale
     begin = lambda memory, told: own({"loss_scale": 2.0**26} | memory, told)  # noqa: E731
     monkeypatch.setattr(health, "loss_scale", begin)
     (tmp_path / "a.txt").write_text("".join(f"word{i % 17} = {i}\n" for i in range(600)))
     flags = ["--data", tmp_path / "a.txt", *SMALL.split(), "--compute", "fp16"]
     flags += ["--prompt", "a", "--sample", 1, "--save-every", 4]
-    monkeypatch.setattr("trainkit.models.decoder_config", nano_config)
+    monkeypatch.setattr("trainkit.models.make_decoder_config", nano_config)
     for name, *steps in (("whole", 12), ("cut", 8, 12)):
         for last in steps:
             code, said = here(["--out", tmp_path / name, "--steps", last, *flags])

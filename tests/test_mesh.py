@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit as tk
-from trainkit.mesh import launch_from_slurm, read_launch, world_size
+from trainkit.mesh import get_world_size, launch_from_slurm, read_launch
 from trainkit.mesh.axes import partitions_of
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout
@@ -201,14 +201,14 @@ def test_the_environment_is_checked_before_a_socket_is_opened(monkeypatch):
 def test_the_world_is_known_before_anything_is_opened(monkeypatch):
     for name in (*TORCHRUN, "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    assert world_size() == 1
+    assert get_world_size() == 1
     for name, value in {**TORCHRUN, "WORLD_SIZE": "7"}.items():
         monkeypatch.setenv(name, value)
-    assert world_size() == 7
+    assert get_world_size() == 7
     assert not torch.distributed.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE must be"):
-        world_size()
+        get_world_size()
 
 
 def test_the_folded_axes_are_the_design_s():
@@ -230,7 +230,7 @@ def test_a_layout_and_single_fields_of_it_open_the_same_session():
 
 
 def left_open():
-    assert world_size() == 2
+    assert get_world_size() == 2
     with tk.parallel_session() as ps:
         assert ps.world.count == 2
     return torch.distributed.is_initialized()
@@ -251,7 +251,7 @@ def test_somebody_else_s_group_becomes_an_axis():
 
 
 def collectives():
-    from trainkit.collectives import all_gather_json
+    from trainkit.collectives import all_gather_objects
 
     with tk.parallel_session() as ps:
         axis, rank = ps.world, ps.world.index
@@ -260,8 +260,8 @@ def collectives():
             tk.all_sum(mine, axis).tolist(),
             tk.all_max(mine, axis).tolist(),
             tk.broadcast(mine, axis, source=2).tolist(),
-            [tk.agree(rank == 1, axis), tk.agree(False, axis)],
-            all_gather_json({"rank": rank, "text": "x" * rank}, axis),
+            [tk.any_rank(rank == 1, axis), tk.any_rank(False, axis)],
+            all_gather_objects({"rank": rank, "text": "x" * rank}, axis),
             mine.tolist(),
         )
 
@@ -328,7 +328,7 @@ def test_every_group_has_communicated_before_the_first_step(sessions):
 
 
 def fails_on_rank_one(kind):
-    from trainkit.collectives import together
+    from trainkit.collectives import run_on_all_ranks
 
     def work():
         if torch.distributed.get_rank() == 1:
@@ -341,7 +341,7 @@ def fails_on_rank_one(kind):
 
     with tk.parallel_session() as ps:
         try:
-            return together(work, ps.world)
+            return run_on_all_ranks(work, ps.world)
         except Exception as error:  # noqa: BLE001 (any kind is told)
             return type(error).__name__, str(error), getattr(error, "hint", None)
 

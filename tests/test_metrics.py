@@ -13,15 +13,15 @@ import trainkit as tk
 from trainkit import metrics
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import (
-    flops_utilization,
-    load_entropy,
-    load_metrics,
-    load_over_mean,
-    memory_stats,
+    expert_load_entropy,
+    expert_load_ratio,
+    make_expert_load_metrics,
+    make_step_record,
     model_flops,
+    model_flops_utilization,
     peak_flops,
+    read_memory_stats,
     reduce_metrics,
-    step_record,
     to_host,
     tokens_per_second,
 )
@@ -184,20 +184,20 @@ def test_to_host_makes_nested_lists_of_tables_with_the_same_transfer():
 
 def test_load_over_mean_and_entropy_by_hand():
     load = torch.tensor([[6, 0, 1, 1], [2, 2, 2, 2], [0, 0, 5, 0], [0, 0, 0, 0]])
-    assert load_over_mean(load)[:3].tolist() == [3.0, 1.0, 4.0]
+    assert expert_load_ratio(load)[:3].tolist() == [3.0, 1.0, 4.0]
     shares = np.array([6, 1, 1]) / 8
     entropy = -(shares * np.log(shares)).sum() / np.log(4)
-    assert load_entropy(load)[:3].tolist() == pytest.approx([entropy, 1, 0])
-    assert load_over_mean(load)[3].isnan()
-    assert load_entropy(load)[3].isnan()
+    assert expert_load_entropy(load)[:3].tolist() == pytest.approx([entropy, 1, 0])
+    assert expert_load_ratio(load)[3].isnan()
+    assert expert_load_entropy(load)[3].isnan()
     large = torch.tensor([2**40, 2**40 + 1])
-    assert load_over_mean(large) > 1  # in fp32 it would be 1
+    assert expert_load_ratio(large) > 1  # in fp32 it would be 1
 
 
 def test_load_metrics_tell_each_layer_and_the_worst_without_waiting():
     load, biases = torch.tensor([[6, 0, 1, 1], [2, 2, 2, 2]]), torch.tensor([[0.1, -0.3], [0, 0.2]])
     with Transfers() as transfers:
-        shown = load_metrics(load, biases=biases, dropped=torch.tensor([1, 2]))
+        shown = make_expert_load_metrics(load, biases=biases, dropped=torch.tensor([1, 2]))
     assert transfers.count == 0
     assert all(x.ndim == 0 for x in shown.values())
     host = to_host(shown)
@@ -207,12 +207,12 @@ def test_load_metrics_tell_each_layer_and_the_worst_without_waiting():
     assert host["load_entropy"] == host["load_entropy/0"] < host["load_entropy/1"] == 1
     assert host["expert_bias"] == host["expert_bias/0"] == pytest.approx(0.3)
     assert [host["dropped_share" + end] for end in ("", "/0", "/1")] == [0.25, 0.125, 0.25]
-    assert load_metrics(load).keys() == {x for x in host if x.startswith("load")}
+    assert make_expert_load_metrics(load).keys() == {x for x in host if x.startswith("load")}
 
 
 def test_a_table_reaches_the_lines_and_no_curve(tmp_path):
-    record = step_record({"loss": 1.0, "tokens": 4, "load": torch.tensor([[3, 1]])}, begin=0.0)
-    with tk.sinks.jsonl(tmp_path / "metrics.jsonl") as sink:
+    record = make_step_record({"loss": 1.0, "tokens": 4, "load": torch.tensor([[3, 1]])}, begin=0.0)
+    with tk.sinks.open_jsonl(tmp_path / "metrics.jsonl") as sink:
         sink(1, record)
     assert tk.sinks.read_jsonl(tmp_path / "metrics.jsonl")[0]["load"] == [[3, 1]]
     assert "load" not in scalars(record)
@@ -265,10 +265,10 @@ def test_model_flops_refuses_an_unknown_convention():
 
 
 def test_flops_utilization():
-    assert flops_utilization(6e12, 3.0, peak=1e12, devices=4) == 0.5
+    assert model_flops_utilization(6e12, 3.0, peak=1e12, devices=4) == 0.5
     for bad in ({"seconds": 0.0}, {"peak": -1.0}, {"devices": 0}, {"peak": float("nan")}):
-        with pytest.raises(ValueError, match="flops_utilization: seconds, peak and devices"):
-            flops_utilization(1.0, **{"seconds": 1.0, "peak": 1.0, "devices": 1} | bad)
+        with pytest.raises(ValueError, match="model_flops_utilization: seconds, peak and devices"):
+            model_flops_utilization(1.0, **{"seconds": 1.0, "peak": 1.0, "devices": 1} | bad)
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_to_host_keeps_all_64_bits_of_an_integer():
 
 
 def test_the_memory_of_a_process_is_what_it_holds():
-    before = memory_stats(torch.device("cpu"))
+    before = read_memory_stats(torch.device("cpu"))
     held = torch.ones(2**24)  # 64 MiB, written to
-    now = memory_stats(torch.device("cpu"))
+    now = read_memory_stats(torch.device("cpu"))
     assert now["memory"] - before["memory"] > 0.8 * held.nbytes
     assert now["memory_peak"] >= now["memory"]
     del held
-    after = memory_stats(torch.device("cpu"))["memory_peak"]
+    after = read_memory_stats(torch.device("cpu"))["memory_peak"]
     assert after >= now["memory_peak"] - 2**22  # which the kernel counts in batches
 
 
@@ -323,14 +323,14 @@ def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch
         monkeypatch.setattr(
             torch.accelerator, name, lambda _, x=answer, n=name: asked.append(n) or x
         )
-    found = memory_stats(torch.device("cuda", 0))
+    found = read_memory_stats(torch.device("cuda", 0))
     assert found == {"memory": 16, "memory_peak": 20}
     assert asked[-1] == "reset_peak_memory_stats"
 
 
 def test_a_step_record_holds_every_bit():
     metrics = {"loss": torch.tensor(0.1), "lr": 0.25, "tokens": torch.tensor(50)}
-    record = step_record(metrics | {"batch_hash": torch.tensor(-1)}, begin=0.0)
+    record = make_step_record(metrics | {"batch_hash": torch.tensor(-1)}, begin=0.0)
     assert float.fromhex(record["loss_hex"]) == record["loss"] == torch.tensor(0.1).item()
     assert record["lr_hex"] == "0x1.0000000000000p-2"
     assert record["batch_hash"] == "f" * 16
@@ -349,7 +349,7 @@ def test_a_step_lasts_until_the_device_has_done_it(counted, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "cpu", when_done)
     metrics = {"loss": torch.tensor(0.1), "tokens": torch.tensor(50)}
-    record = step_record(metrics | {counted: torch.tensor(100)}, begin=time.perf_counter())
+    record = make_step_record(metrics | {counted: torch.tensor(100)}, begin=time.perf_counter())
     assert 0.2 <= record["seconds"] < 5
     assert record["tokens_per_second"] == 100 / record["seconds"]
     assert transfers == [1]
@@ -364,12 +364,12 @@ def test_noise_and_signal_are_right_on_average_whatever_is_the_part():
     whole = drawn.mean(1).square().sum(1)
     for size in (1, 2, 3):
         part = (drawn[:, :size].sum(1) / 4).square().sum(1)  # over the whole's denominator
-        found = metrics.gradient_noise(part, torch.tensor(size), whole, torch.tensor(4))
+        found = metrics.estimate_gradient_noise(part, torch.tensor(size), whole, torch.tensor(4))
         assert tuple(float(x.mean()) for x in found) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_tokens_that_are_trained_are_counted_apart_from_those_that_are_processed():
-    batch = tk.batch.batch_of_rows(torch.arange(12).view(2, 6))  # of 12 tokens 10 have a label
+    batch = tk.batch.batch_from_rows(torch.arange(12).view(2, 6))  # of 12 tokens 10 have a label
     step = tk.StepBatch([batch], tk.Cursor(batch=5))
     trained = tk.count_valid_tokens([batch])
     state = tk.TrainState(step=3, tokens=100)

@@ -14,7 +14,7 @@ from trainkit.noise.hashing import hash_box
 from trainkit.noise.jit import Kept
 
 X = torch.ones(2, 3, 12)
-KEYS = noise.token_keys(torch.arange(6).view(2, 3), seed=1, step=4)
+KEYS = noise.make_token_keys(torch.arange(6).view(2, 3), seed=1, step=4)
 
 
 def dropped(x=X, keys=KEYS, *, name="layers.0.mlp", **options):
@@ -22,7 +22,7 @@ def dropped(x=X, keys=KEYS, *, name="layers.0.mlp", **options):
 
 
 def test_every_place_and_every_step_has_a_mask_of_its_own():
-    later = noise.token_keys(torch.arange(6).view(2, 3), seed=1, step=5)
+    later = noise.make_token_keys(torch.arange(6).view(2, 3), seed=1, step=5)
     masks = [dropped(), dropped(name="layers.1.mlp"), dropped(keys=later)]
     for i, mask in enumerate(masks):
         others = masks[:i] + masks[i + 1 :]
@@ -55,8 +55,8 @@ PLACES = st.lists(st.tuples(*NUMBERS), min_size=1, max_size=16, unique=True)
 def test_a_token_at_a_numbered_place_drops_the_same_whatever_stands_beside_it(pairs, random, step):
     def masks(some):
         tokens, numbers = torch.tensor(some).unbind(-1)
-        keys = noise.token_keys(tokens, seed=0, step=step)
-        own = noise.numbered_keys(keys, numbers.unsqueeze(-1))
+        keys = noise.make_token_keys(tokens, seed=0, step=step)
+        own = noise.split_keys(keys, numbers.unsqueeze(-1))
         x = torch.ones(len(some), 1, 64)
         rows = dropped(x, own, width=64).squeeze(1)
         return dict(zip(some, map(tuple, rows.tolist()), strict=True))
@@ -70,8 +70,8 @@ def test_a_token_at_a_numbered_place_drops_the_same_whatever_stands_beside_it(pa
 
 
 def test_at_numbered_places_a_part_is_dropped_and_the_rest_scaled_each_by_itself():
-    keys = noise.token_keys(torch.arange(100), seed=0, step=0)
-    own = noise.numbered_keys(keys, torch.arange(8).expand(100, 8))
+    keys = noise.make_token_keys(torch.arange(100), seed=0, step=0)
+    own = noise.split_keys(keys, torch.arange(8).expand(100, 8))
     x = noise.dropout(torch.ones(100, 8, 64).double(), own, name="up", p=0.25, width=64)
     assert torch.allclose(x[x != 0], torch.full((), 4 / 3).double())
     gone, deviation = (x == 0).double(), (0.25 * 0.75) ** 0.5
@@ -86,7 +86,7 @@ def test_at_numbered_places_a_part_is_dropped_and_the_rest_scaled_each_by_itself
 # ---------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("numbers", [noise.normal, noise.symmetric])
+@pytest.mark.parametrize("numbers", [noise.normal, noise.uniform_symmetric])
 def test_any_box_of_a_tensor_has_the_numbers_of_the_whole(numbers):
     whole = numbers(7, (5, 6, 7))
     assert len(whole.unique()) == whole.numel()
@@ -98,7 +98,7 @@ def test_any_box_of_a_tensor_has_the_numbers_of_the_whole(numbers):
 
 @pytest.mark.parametrize(
     ("numbers", "moments"),
-    [(noise.normal, (1.0, 3.0)), (noise.symmetric, (1 / 3, 1 / 5))],
+    [(noise.normal, (1.0, 3.0)), (noise.uniform_symmetric, (1 / 3, 1 / 5))],
 )
 def test_numbers_have_the_moments_of_their_distribution(numbers, moments):
     x = numbers(7, (100_000,)).double()
@@ -126,7 +126,9 @@ def neighbours(x):
 
 
 def rounded_by(keys, x=ODD):
-    return torch.stack([noise.rounded_bf16(x, torch.tensor(key)).double() for key in range(keys)])
+    return torch.stack(
+        [noise.round_bf16_stochastic(x, torch.tensor(key)).double() for key in range(keys)]
+    )
 
 
 def is_unbiased(found, x):
@@ -153,9 +155,9 @@ def test_rounding_at_random_takes_one_of_the_two_neighbours():
 
 def test_what_bf16_can_hold_and_what_is_not_finite_stay():
     x = torch.cat([ODD.bfloat16().float(), torch.tensor([0.0, -0.0, torch.inf, -torch.inf])])
-    assert torch.equal(noise.rounded_bf16(x, torch.tensor(3)), x.bfloat16())
+    assert torch.equal(noise.round_bf16_stochastic(x, torch.tensor(3)), x.bfloat16())
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
-    assert noise.rounded_bf16(nan, torch.tensor(3)).isnan().all()
+    assert noise.round_bf16_stochastic(nan, torch.tensor(3)).isnan().all()
     odd = torch.cat([nan, torch.tensor([torch.inf, -torch.inf])])
     place = {"columns": len(odd), "begin": 0, "first": 0}
     for key in range(8):
@@ -166,20 +168,24 @@ def test_what_bf16_can_hold_and_what_is_not_finite_stay():
 
 def test_every_element_and_every_key_rounds_by_itself(monkeypatch):
     x = torch.full((4096,), 1 + 2.0**-8)
-    up = noise.rounded_bf16(x, torch.tensor(0)) > 1
+    up = noise.round_bf16_stochastic(x, torch.tensor(0)) > 1
     monkeypatch.setattr("trainkit.noise.rounding._CHUNK", 1024)
-    chunks = (noise.rounded_bf16(x, torch.tensor(0)) > 1).view(4, 1024)
-    others = noise.rounded_bf16(x, torch.tensor(1)) > 1
+    chunks = (noise.round_bf16_stochastic(x, torch.tensor(0)) > 1).view(4, 1024)
+    others = noise.round_bf16_stochastic(x, torch.tensor(1)) > 1
     pairs = [(up[:-1], up[1:]), (up, others), *itertools.pairwise(chunks)]
     assert all(0.45 < (a == b).float().mean() < 0.55 for a, b in pairs)
     shape = (8, 16, 32)
-    assert noise.rounded_bf16(x.view(shape).transpose(0, 1), torch.tensor(0)).shape == (16, 8, 32)
+    assert noise.round_bf16_stochastic(x.view(shape).transpose(0, 1), torch.tensor(0)).shape == (
+        16,
+        8,
+        32,
+    )
 
 
 @pytest.mark.parametrize("x", [torch.ones(2).double(), torch.ones(2).bfloat16()])
 def test_only_fp32_is_rounded(x):
-    with pytest.raises(ValueError, match="rounded_bf16: it rounds fp32 by a key"):
-        noise.rounded_bf16(x, torch.tensor(0))
+    with pytest.raises(ValueError, match="round_bf16_stochastic: it rounds fp32 by a key"):
+        noise.round_bf16_stochastic(x, torch.tensor(0))
 
 
 def test_processes_that_compile_at_once_keep_what_is_theirs(tmp_path, monkeypatch):

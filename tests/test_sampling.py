@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.batch import buffer_sorted_order
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.sampling import (
-    Phase,
-    epoch_of,
-    make_phases,
+    MixturePhase,
+    assign_rows,
+    count_epochs,
+    count_steps,
+    find_mixture_phase,
+    make_mixture_phases,
     mixture_weights,
     permute,
-    phase_at,
-    plan_steps,
-    rows_of_blocks,
-    rows_of_epochs,
-    rows_of_mixture,
-    share_of_rows,
+    sample_mixture,
+    shuffle_blocks,
+    shuffle_epochs,
 )
 from trainkit.types import Share
 
@@ -38,14 +38,14 @@ def test_permute_asks_for_one_index_at_a_time_as_for_all():
 
 def test_every_permutation_of_a_few_is_as_likely_as_every_other():
     for count in (2, 3, 4):
-        seen = Counter(tuple(permute(np.arange(count), count, key_of(s))) for s in range(2400))
+        seen = Counter(tuple(permute(np.arange(count), count, make_key(s))) for s in range(2400))
         expected = 2400 / factorial(count)
         assert len(seen) == factorial(count)
         assert all(abs(n - expected) < 5 * expected**0.5 for n in seen.values())
 
 
 def test_neighbours_are_scattered():
-    order = permute(np.arange(20_000), 20_000, key_of(0, "epoch", 0)).astype(float)
+    order = permute(np.arange(20_000), 20_000, make_key(0, "epoch", 0)).astype(float)
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.03
     assert abs(np.corrcoef(order, np.arange(20_000))[0, 1]) < 0.03
 
@@ -56,15 +56,17 @@ def test_indices_beyond_two_to_the_31_stay_right():
     assert len(set(image.tolist())) == 1000
     assert image.min() >= 0
     assert 2**38 < image.max() < 2**40
-    rows = rows_of_epochs(2**35, rows_per_step=3, seed=0)(2**40)
+    rows = shuffle_epochs(2**35, rows_per_step=3, seed=0)(2**40)
     epoch, first = divmod(3 * 2**40, 2**35)
-    assert rows.tolist() == permute(first + np.arange(3), 2**35, key_of(0, "epoch", epoch)).tolist()
+    assert (
+        rows.tolist() == permute(first + np.arange(3), 2**35, make_key(0, "epoch", epoch)).tolist()
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 5))
 def test_every_row_comes_once_per_epoch(num_rows, rows_per_step, seed):
     steps = -(-3 * num_rows // rows_per_step)
-    rows_at = rows_of_epochs(num_rows, rows_per_step=rows_per_step, seed=seed)
+    rows_at = shuffle_epochs(num_rows, rows_per_step=rows_per_step, seed=seed)
     stream = np.concatenate([rows_at(step) for step in range(steps)])
     for epoch in range(3):
         part = stream[epoch * num_rows : (epoch + 1) * num_rows]
@@ -73,7 +75,7 @@ def test_every_row_comes_once_per_epoch(num_rows, rows_per_step, seed):
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     def epoch(number, seed):
-        return rows_of_epochs(100, rows_per_step=100, seed=seed)(number).tolist()
+        return shuffle_epochs(100, rows_per_step=100, seed=seed)(number).tolist()
 
     orders = [epoch(0, 0), epoch(1, 0), epoch(0, 1)]
     assert orders[0] != orders[1] != orders[2] != orders[0]
@@ -84,7 +86,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_every_row_comes_once_per_epoch_in_blocks_too(num_rows, rows_per_step, block, seed):
     steps = -(-3 * num_rows // rows_per_step)
     order = np.arange(num_rows)[::-1] + 100
-    rows_at = rows_of_blocks(order, block=block, rows_per_step=rows_per_step, seed=seed)
+    rows_at = shuffle_blocks(order, block=block, rows_per_step=rows_per_step, seed=seed)
     stream = np.concatenate([rows_at(step) for step in range(steps)])
     for epoch in range(3):
         part = stream[epoch * num_rows : (epoch + 1) * num_rows]
@@ -102,21 +104,21 @@ def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows)
 
     def dearest(chosen):
         deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
-        mine = [share_of_rows(len(chosen), Share(r, ranks), **deal) for r in range(ranks)]
+        mine = [assign_rows(len(chosen), Share(r, ranks), **deal) for r in range(ranks)]
         work = np.array([costs[chosen[table.ravel()]].sum() for table in mine])
         return work.max() / work.mean() - 1
 
     steps, bound = range(4001 // (ranks * rows)), 0.02
-    in_blocks = rows_of_blocks(np.argsort(costs), block=ranks, **asked)
-    in_epochs = rows_of_epochs(4001, **asked)
+    in_blocks = shuffle_blocks(np.argsort(costs), block=ranks, **asked)
+    in_epochs = shuffle_epochs(4001, **asked)
     mean = np.mean([dearest(in_blocks(step)) for step in steps])
     plain = np.mean([dearest(in_epochs(step)) for step in steps])
     assert mean < bound < 2 * bound < plain
 
 
 def test_a_microbatch_has_no_more_rows_than_the_step():
-    assert share_of_rows(4, Share(0, 1), rows_per_microbatch=10**9).tolist() == [[0, 1, 2, 3]]
-    shares = [share_of_rows(3, Share(r, 2), rows_per_microbatch=10**9) for r in (0, 1)]
+    assert assign_rows(4, Share(0, 1), rows_per_microbatch=10**9).tolist() == [[0, 1, 2, 3]]
+    shares = [assign_rows(3, Share(r, 2), rows_per_microbatch=10**9) for r in (0, 1)]
     assert [share.tolist() for share in shares] == [[[0, 1, -1]], [[2, -1, -1]]]
 
 
@@ -124,10 +126,10 @@ def test_a_microbatch_has_no_more_rows_than_the_step():
 def test_ranks_share_every_row_once_in_equally_many_microbatches(num_rows, size, count):
     if count > num_rows:
         with pytest.raises(ValueError, match=f"more ranks than rows: {count} ranks.* {num_rows} r"):
-            share_of_rows(num_rows, Share(0, count), rows_per_microbatch=size)
+            assign_rows(num_rows, Share(0, count), rows_per_microbatch=size)
         return
     shares = [
-        share_of_rows(num_rows, Share(r, count), rows_per_microbatch=size) for r in range(count)
+        assign_rows(num_rows, Share(r, count), rows_per_microbatch=size) for r in range(count)
     ]
     width = min(size, num_rows)
     assert {share.shape for share in shares} == {(-(-num_rows // (count * width)), width)}
@@ -153,7 +155,7 @@ def deal(costs, size, count):
     arguments = {"rows_per_microbatch": size}
     return tuple(
         np.stack(
-            [share_of_rows(num_rows, Share(r, count), **arguments, **more) for r in range(count)]
+            [assign_rows(num_rows, Share(r, count), **arguments, **more) for r in range(count)]
         )
         for more in ({"costs": costs}, {})
     )
@@ -201,7 +203,7 @@ def test_equal_costs_are_dealt_in_contiguous_runs():
 
 
 def test_three_rows_on_two_ranks():
-    parts = [share_of_rows(3, Share(rank, 2), rows_per_microbatch=1).tolist() for rank in (0, 1)]
+    parts = [assign_rows(3, Share(rank, 2), rows_per_microbatch=1).tolist() for rank in (0, 1)]
     assert parts == [[[0], [1]], [[2], [-1]]]
 
 
@@ -211,18 +213,18 @@ def test_three_rows_on_two_ranks():
         (lambda: permute([0], 0, 1), "permute: count must be at least 1, got 0"),
         (lambda: permute([3], 3, 1), r"permute: indices must lie in \[0, 3\)"),
         (lambda: permute([-1], 3, 1), r"permute: indices must lie in \[0, 3\)"),
-        (lambda: rows_of_epochs(0, rows_per_step=1, seed=0), "there is no row to train on"),
-        (lambda: rows_of_epochs(1, rows_per_step=0, seed=0), "rows_per_step .* got 1 and 0"),
-        (lambda: rows_of_epochs(1, rows_per_step=1, seed=0)(-1), "from 0, got -1"),
-        (lambda: rows_of_blocks([0], block=0, rows_per_step=1, seed=0), "block .* got 1 and 0"),
-        (lambda: rows_of_blocks([], block=1, rows_per_step=1, seed=0), "at least one"),
-        (lambda: rows_of_blocks([0.5], block=1, rows_per_step=1, seed=0), "float64"),
-        (lambda: share_of_rows(4, Share(0, 2), rows_per_microbatch=0), "rows_per_microbatch"),
-        (lambda: share_of_rows(4, Share(2, 2), rows_per_microbatch=1), "no part 2 of 2"),
+        (lambda: shuffle_epochs(0, rows_per_step=1, seed=0), "there is no row to train on"),
+        (lambda: shuffle_epochs(1, rows_per_step=0, seed=0), "rows_per_step .* got 1 and 0"),
+        (lambda: shuffle_epochs(1, rows_per_step=1, seed=0)(-1), "from 0, got -1"),
+        (lambda: shuffle_blocks([0], block=0, rows_per_step=1, seed=0), "block .* got 1 and 0"),
+        (lambda: shuffle_blocks([], block=1, rows_per_step=1, seed=0), "at least one"),
+        (lambda: shuffle_blocks([0.5], block=1, rows_per_step=1, seed=0), "float64"),
+        (lambda: assign_rows(4, Share(0, 2), rows_per_microbatch=0), "rows_per_microbatch"),
+        (lambda: assign_rows(4, Share(2, 2), rows_per_microbatch=1), "no part 2 of 2"),
         (lambda: deal([1, -2], 1, 1), r"costs must be \[2\] integers .* \(2,\) from -2 on"),
         (lambda: deal([1.5, 2], 1, 1), "costs must be .* float64"),
         (
-            lambda: share_of_rows(3, Share(0, 1), rows_per_microbatch=1, costs=[1]),
+            lambda: assign_rows(3, Share(0, 1), rows_per_microbatch=1, costs=[1]),
             r"costs must be \[3\] integers .* got int64 \(1,\)",
         ),
     ],
@@ -233,9 +235,9 @@ def test_bad_arguments_are_refused(call, message):
 
 
 def test_numpy_numbers_are_the_same_numbers():
-    rows = rows_of_epochs(50, rows_per_step=3, seed=0)(3)
+    rows = shuffle_epochs(50, rows_per_step=3, seed=0)(3)
     for step, seed in ((np.int64(3), 0), (3, np.int64(0))):
-        again = rows_of_epochs(50, rows_per_step=3, seed=seed)(step)
+        again = shuffle_epochs(50, rows_per_step=3, seed=seed)(step)
         assert again.tolist() == rows.tolist()
 
 
@@ -248,10 +250,10 @@ def mixed(steps, rows_per_step, weights, *, num_rows=7, later=(), seed=0, temper
     """Sources and rows inside them, `[steps * rows_per_step]`, of sources named 0, 1, ..."""
     names = [str(i) for i in range(len(weights))]
     sizes = {name: num_rows + i for i, name in enumerate(names)}
-    first = Phase(0, dict(zip(names, weights, strict=True)))
-    phases = make_phases(first, *later)
+    first = MixturePhase(0, dict(zip(names, weights, strict=True)))
+    phases = make_mixture_phases(first, *later)
     more = {"seed": seed, "temperature": temperature}
-    rows_at = rows_of_mixture(sizes, phases, rows_per_step=rows_per_step, **more)
+    rows_at = sample_mixture(sizes, phases, rows_per_step=rows_per_step, **more)
     rows = np.concatenate([rows_at(step) for step in steps])
     begins = np.cumsum([0, *sizes.values()])
     sources = np.searchsorted(begins, rows, side="right") - 1
@@ -292,14 +294,17 @@ def test_what_is_owed_does_not_add_up_over_many_phases(num_corpora, most):
     draw = np.random.default_rng(num_corpora)
     names = [f"corpus {i}" for i in range(num_corpora)]
     starts = np.cumsum([0, *draw.integers(1, 4, 60)])
-    phases = make_phases(
-        *(Phase(int(start), {n: int(draw.integers(1, 50)) for n in names}) for start in starts)
+    phases = make_mixture_phases(
+        *(
+            MixturePhase(int(start), {n: int(draw.integers(1, 50)) for n in names})
+            for start in starts
+        )
     )
     asked, drawn = np.zeros(num_corpora), np.zeros(num_corpora)
-    rows_at = rows_of_mixture(dict.fromkeys(names, 20), phases, rows_per_step=3, seed=0)
+    rows_at = sample_mixture(dict.fromkeys(names, 20), phases, rows_per_step=3, seed=0)
     for step in range(int(starts[-1]) + 3):
         rows = rows_at(step)
-        parts = np.array(list(mixture_weights(phase_at(step, phases).weights).values()))
+        parts = np.array(list(mixture_weights(find_mixture_phase(step, phases).weights).values()))
         for source in rows // 20:
             asked += parts
             drawn[source] += 1
@@ -307,7 +312,7 @@ def test_what_is_owed_does_not_add_up_over_many_phases(num_corpora, most):
 
 
 def test_the_draws_of_a_corpus_go_on_over_phases():
-    later = [Phase(300, {"0": 1, "1": 7}), Phase(470, {"1": 0})]
+    later = [MixturePhase(300, {"0": 1, "1": 7}), MixturePhase(470, {"1": 0})]
     sources, inside = mixed(range(700), 5, [3, 1, 2], later=later)
     assert deviations(sources[:1500], np.array([3, 1, 2]) / 6).max() <= 1
     for source, size in enumerate([7, 8, 9]):
@@ -319,7 +324,7 @@ def test_the_draws_of_a_corpus_go_on_over_phases():
 
 @given(WEIGHTS, st.integers(1, 9), st.integers(0, 15), st.integers(1, 15))
 def test_any_step_of_a_mixture_is_found_without_those_before_it(weights, size, first, start):
-    later = [Phase(start, {"0": 5}), Phase(start + 9, {})]
+    later = [MixturePhase(start, {"0": 5}), MixturePhase(start + 9, {})]
     whole = mixed(range(25), size, weights, later=later)
     for mine, all_ in zip(
         mixed([first, first + 9], size, weights, later=later), whole, strict=True
@@ -335,7 +340,7 @@ def test_a_step_beyond_many_periods_and_epochs_is_where_it_should_be():
     assert sources.tolist() == near.tolist()  # the period is 6
     drawn = far * 600 // 6 * 3
     epoch, place = divmod(drawn, 600)
-    want = permute(np.arange(place, place + 300), 600, key_of(0, "mixture", "0", epoch))
+    want = permute(np.arange(place, place + 300), 600, make_key(0, "mixture", "0", epoch))
     assert inside[sources == 0].tolist() == want.tolist()
 
 
@@ -352,7 +357,7 @@ def test_a_corpus_without_weight_is_never_drawn_and_changes_nothing(weights, tem
 @given(WEIGHTS, st.integers(1, 20))
 def test_a_phase_to_come_changes_nothing_before_it(weights, start):
     before = mixed(range(start), 6, weights)
-    after = mixed(range(start), 6, weights, later=[Phase(start, {"0": 3}, lr_scale=0.1)])
+    after = mixed(range(start), 6, weights, later=[MixturePhase(start, {"0": 3}, lr_scale=0.1)])
     assert [x.tolist() for x in before] == [x.tolist() for x in after]
 
 
@@ -364,9 +369,20 @@ def test_a_seed_changes_the_rows_and_not_the_sources():
 
 def test_later_phases_are_merged_onto_the_first():
     base = {"web": 3, "code": 1, "new": 0}
-    phases = make_phases(Phase(0, base), Phase(5, {"new": 2}), Phase(9, {"web": 0}, lr_scale=0.5))
+    phases = make_mixture_phases(
+        MixturePhase(0, base),
+        MixturePhase(5, {"new": 2}),
+        MixturePhase(9, {"web": 0}, lr_scale=0.5),
+    )
     assert [phase.weights for phase in phases] == [base, base | {"new": 2}, base | {"web": 0}]
-    assert [phase_at(step, phases).start for step in (0, 4, 5, 8, 9, 10**6)] == [0, 0, 5, 5, 9, 9]
+    assert [find_mixture_phase(step, phases).start for step in (0, 4, 5, 8, 9, 10**6)] == [
+        0,
+        0,
+        5,
+        5,
+        9,
+        9,
+    ]
     assert [phase.lr_scale for phase in phases] == [1.0, 1.0, 0.5]
 
 
@@ -383,11 +399,11 @@ def one_step(**changes):
         "step": 0,
         "rows_per_step": 4,
         "num_rows": {"a": 3, "b": 3},
-        "phases": [Phase(0, {"a": 1, "b": 1})],
+        "phases": [MixturePhase(0, {"a": 1, "b": 1})],
         "seed": 0,
     } | changes
     step = arguments.pop("step")
-    return rows_of_mixture(**arguments)(step)
+    return sample_mixture(**arguments)(step)
 
 
 @pytest.mark.parametrize(
@@ -399,19 +415,34 @@ def one_step(**changes):
         (lambda: mixture_weights({"a": float("nan")}), "weight of 'a' must be finite"),
         (lambda: mixture_weights({"a": float("inf")}), "weight of 'a' must be finite"),
         (lambda: mixture_weights({"a": 1}, temperature=0), "temperature must be above 0, got 0"),
-        (make_phases, r"start at 0 and .* got \[\]"),
-        (lambda: make_phases(Phase(1, {"a": 1})), r"start at 0 and .* got \[1\]"),
-        (lambda: make_phases(Phase(0, {"a": 1}), Phase(0, {})), r"later than .* got \[0, 0\]"),
-        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"b": 1})), r"batch 4 names \['b'\]"),
-        (lambda: make_phases(Phase(0, {"a": 1}), Phase(4, {"a": 0})), "batch 4: at least one"),
-        (lambda: make_phases(Phase(0, {"a": 1}, lr_scale=-1)), "lr_scale -1"),
-        (lambda: phase_at(-1, make_phases(Phase(0, {"a": 1}))), "numbered from 0, got -1"),
+        (make_mixture_phases, r"start at 0 and .* got \[\]"),
+        (lambda: make_mixture_phases(MixturePhase(1, {"a": 1})), r"start at 0 and .* got \[1\]"),
+        (
+            lambda: make_mixture_phases(MixturePhase(0, {"a": 1}), MixturePhase(0, {})),
+            r"later than .* got \[0, 0\]",
+        ),
+        (
+            lambda: make_mixture_phases(MixturePhase(0, {"a": 1}), MixturePhase(4, {"b": 1})),
+            r"batch 4 names \['b'\]",
+        ),
+        (
+            lambda: make_mixture_phases(MixturePhase(0, {"a": 1}), MixturePhase(4, {"a": 0})),
+            "batch 4: at least one",
+        ),
+        (lambda: make_mixture_phases(MixturePhase(0, {"a": 1}, lr_scale=-1)), "lr_scale -1"),
+        (
+            lambda: find_mixture_phase(-1, make_mixture_phases(MixturePhase(0, {"a": 1}))),
+            "numbered from 0, got -1",
+        ),
         (lambda: one_step(step=-1), "numbered from 0, got -1"),
         (lambda: one_step(rows_per_step=0), "rows_per_step must be .* got 0"),
         (lambda: one_step(num_rows={"a": 3, "b": 0}), r"batch 0 gives weight to \['b'\], which"),
         (lambda: one_step(num_rows={"a": 3}), r"weigh \['a', 'b'\], the corpora are \['a'\]"),
-        (lambda: one_step(phases=[Phase(0, {"a": 1})]), "name them all in the first"),
-        (lambda: one_step(phases=[Phase(0, {"a": 1, "b": 1e-9})]), r"\['b'\] come to less than"),
+        (lambda: one_step(phases=[MixturePhase(0, {"a": 1})]), "name them all in the first"),
+        (
+            lambda: one_step(phases=[MixturePhase(0, {"a": 1, "b": 1e-9})]),
+            r"\['b'\] come to less than",
+        ),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(call, message):
@@ -490,24 +521,24 @@ def test_only_the_buffers_that_are_asked_for_are_read():
 
 @given(st.integers(1, 60), st.integers(1, 17), st.integers(0, 200))
 def test_the_epoch_of_a_step_is_where_the_stream_of_rows_stands(num_rows, rows_per_step, step):
-    epoch = epoch_of(step, num_rows=num_rows, rows_per_step=rows_per_step)
+    epoch = count_epochs(step, num_rows=num_rows, rows_per_step=rows_per_step)
     number, first = divmod(step * rows_per_step, num_rows)
     assert int(epoch) == number
     assert epoch == pytest.approx(number + first / num_rows)
-    row = rows_of_epochs(num_rows, rows_per_step=rows_per_step, seed=1)(step)[0]
-    assert row == permute(first, num_rows, key_of(1, "epoch", number))[0]
+    row = shuffle_epochs(num_rows, rows_per_step=rows_per_step, seed=1)(step)[0]
+    assert row == permute(first, num_rows, make_key(1, "epoch", number))[0]
 
 
 @given(st.integers(1, 60), st.integers(1, 17), st.integers(1, 4))
 def test_a_plan_takes_every_step_that_fits_and_no_row_too_often(num_rows, rows_per_step, epochs):
     if epochs * num_rows < rows_per_step:
         with pytest.raises(ValueError, match="hold no step of"):
-            plan_steps(num_rows=num_rows, rows_per_step=rows_per_step, epochs=epochs)
+            count_steps(num_rows=num_rows, rows_per_step=rows_per_step, epochs=epochs)
         return
     sizes = {"num_rows": num_rows, "rows_per_step": rows_per_step}
-    steps = plan_steps(**sizes, epochs=epochs)
-    assert epoch_of(steps, **sizes) <= epochs < epoch_of(steps + 1, **sizes)
-    rows_at = rows_of_epochs(**sizes, seed=0)
+    steps = count_steps(**sizes, epochs=epochs)
+    assert count_epochs(steps, **sizes) <= epochs < count_epochs(steps + 1, **sizes)
+    rows_at = shuffle_epochs(**sizes, seed=0)
     rows = np.concatenate([rows_at(step) for step in range(steps)])
     counts = np.bincount(rows, minlength=num_rows)
     assert counts.max() <= epochs
@@ -516,27 +547,27 @@ def test_a_plan_takes_every_step_that_fits_and_no_row_too_often(num_rows, rows_p
 
 def test_steps_are_the_fewest_of_what_limits_them():
     sizes = {"num_rows": 100, "rows_per_step": 10}
-    assert plan_steps(**sizes, epochs=3, max_steps=7) == 7
-    assert plan_steps(**sizes, epochs=3, max_steps=70) == 30
-    assert plan_steps(**sizes, max_steps=70) == 70
-    assert plan_steps(num_rows=None, rows_per_step=10, max_steps=70) == 70
-    assert plan_steps(num_rows=100, rows_per_step=1, epochs=0.29) == 29  # 0.29 * 100 < 29
+    assert count_steps(**sizes, epochs=3, max_steps=7) == 7
+    assert count_steps(**sizes, epochs=3, max_steps=70) == 30
+    assert count_steps(**sizes, max_steps=70) == 70
+    assert count_steps(num_rows=None, rows_per_step=10, max_steps=70) == 70
+    assert count_steps(num_rows=100, rows_per_step=1, epochs=0.29) == 29  # 0.29 * 100 < 29
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan_steps(num_rows=9, rows_per_step=1), "plan_steps: nothing ends the run"),
-        (lambda: plan_steps(num_rows=9, rows_per_step=1, max_steps=0), "max_steps .* got 0"),
-        (lambda: plan_steps(num_rows=9, rows_per_step=1, epochs=-1), "epochs must be .* got -1"),
-        (lambda: plan_steps(num_rows=9, rows_per_step=1, epochs=float("inf")), "got inf"),
-        (lambda: plan_steps(num_rows=None, rows_per_step=1, epochs=1), "of unknown length"),
+        (lambda: count_steps(num_rows=9, rows_per_step=1), "count_steps: nothing ends the run"),
+        (lambda: count_steps(num_rows=9, rows_per_step=1, max_steps=0), "max_steps .* got 0"),
+        (lambda: count_steps(num_rows=9, rows_per_step=1, epochs=-1), "epochs must be .* got -1"),
+        (lambda: count_steps(num_rows=9, rows_per_step=1, epochs=float("inf")), "got inf"),
+        (lambda: count_steps(num_rows=None, rows_per_step=1, epochs=1), "of unknown length"),
         (
-            lambda: plan_steps(num_rows=0, rows_per_step=1, epochs=1),
-            "plan_steps: num_rows .* got 0 and 1",
+            lambda: count_steps(num_rows=0, rows_per_step=1, epochs=1),
+            "count_steps: num_rows .* got 0 and 1",
         ),
-        (lambda: epoch_of(0, num_rows=1, rows_per_step=0), "epoch_of: .* got 1 and 0"),
-        (lambda: epoch_of(-1, num_rows=1, rows_per_step=1), "step must be at least 0, got -1"),
+        (lambda: count_epochs(0, num_rows=1, rows_per_step=0), "count_epochs: .* got 1 and 0"),
+        (lambda: count_epochs(-1, num_rows=1, rows_per_step=1), "step must be at least 0, got -1"),
         (lambda: sort_one(buffer_size=0), "at least 1, got 0 and 1"),
         (lambda: sort_one(pack_size=0), "at least 1, got 1 and 0"),
         (lambda: sort_one(index=[3]), r"\[0, 3\), got 3 to 3"),

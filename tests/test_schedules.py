@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from trainkit.schedules import (
     constant,
     cosine,
-    due,
     infinite,
     inverse_sqrt,
+    is_due,
     linear,
     piecewise,
     power,
@@ -226,12 +226,12 @@ def test_constant_and_inverse_sqrt_refuse_bad_values():
     ],
 )
 def test_due_fires_at_multiples_and_at_the_last_step(every, last, fires):
-    assert [step for step in range(7) if due(step, every, last=last)] == fires
+    assert [step for step in range(7) if is_due(step, every, last=last)] == fires
 
 
 def test_due_refuses_a_negative_period():
     with pytest.raises(ValueError, match=r"^due: every must be .* got -1"):
-        due(1, -1)
+        is_due(1, -1)
 
 
 def kempner_s(decays_by, *, warmup, begin, decay, floor):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.noise import seeded_generators
+from trainkit.noise import seed_generators
 from trainkit.parallel import recompute
 from trainkit.types import Share
 
@@ -29,7 +29,7 @@ def step_of(model, *, step, share, stage=0, microbatches=2):
         return y.sum(), {}
 
     model.zero_grad()
-    with seeded_generators(5, step=step, share=share, stage=stage):
+    with seed_generators(5, step=step, share=share, stage=stage):
         batches = [{"x": torch.ones(64)}] * microbatches
         call = {"call": lambda model, batch: model(batch["x"])}
         tk.forward_backward(model, batches, loss, denominator=torch.tensor(1), **call)
@@ -59,6 +59,6 @@ def fails_after_drawing():
 
 def test_generators_are_set_back_after_a_failure():
     before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), seeded_generators(0, step=0, share=Share(0, 1)):
+    with pytest.raises(ZeroDivisionError), seed_generators(0, step=0, share=Share(0, 1)):
         fails_after_drawing()
     assert torch.equal(torch.get_rng_state(), before)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import batches
 
-from trainkit.batch import blank_batch, collate_bins, spans
+from trainkit.batch import collate_bins, make_padding_batch, make_spans
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
@@ -110,7 +110,7 @@ def test_splits_pass_gradients():
 
 
 def test_one_part_is_the_whole_itself():
-    x, batch = torch.arange(7).unsqueeze(0), blank_batch(1, 7)
+    x, batch = torch.arange(7).unsqueeze(0), make_padding_batch(1, 7)
     assert zigzag_shard(x, Share(0, 1)) is x
     assert zigzag_unshard(x, 1) is x
     assert contiguous_shard(x, Share(0, 1)) is x
@@ -166,7 +166,7 @@ def test_spans_of_a_shard_are_the_runs_of_the_spans_of_the_whole(batch, count, z
 
 
 def test_zigzag_over_a_ring_then_slices_over_ulysses_hold_every_token_once():
-    batch = blank_batch(2, 24)
+    batch = make_padding_batch(2, 24)
     batch = attrs.evolve(batch, token_index=torch.arange(48).reshape(2, 24))
     tokens = [
         shard_batch(
@@ -198,9 +198,9 @@ def test_sequence_shards_are_slices_of_zigzag_shards_with_the_spans_of_these(bat
 
 def test_two_documents_on_ring_2_x_ulysses_2():
     """The example of DESIGN's table D5: two documents of 8."""
-    batch = blank_batch(1, 16)
+    batch = make_padding_batch(1, 16)
     batch = attrs.evolve(batch, token_index=torch.arange(16)[None])
-    batch = attrs.evolve(batch, spans=spans(torch.tensor([[0] * 8 + [1] * 8])))
+    batch = attrs.evolve(batch, spans=make_spans(torch.tensor([[0] * 8 + [1] * 8])))
     found = [
         shard_sequence(batch, ring=Share(r, 2), ulysses=Share(u, 2)).token_index[0].tolist()
         for r in range(2)
@@ -210,7 +210,7 @@ def test_two_documents_on_ring_2_x_ulysses_2():
 
 
 def test_one_rank_holds_the_batch_itself():
-    batch = blank_batch(1, 7)
+    batch = make_padding_batch(1, 7)
     assert shard_sequence(batch, ring=Share(0, 1), ulysses=Share(0, 1)) is batch
 
 
@@ -220,13 +220,15 @@ def test_rows_that_do_not_divide_are_refused(length, ring, ulysses):
     part = f"a length of {length // ring} does not divide into {ulysses}"
     said = part if ulysses > 1 else f"{length} tokens, no multiple of {2 * ring}"
     with pytest.raises(ValueError, match=said):
-        shard_sequence(blank_batch(1, length), ring=Share(0, ring), ulysses=Share(0, ulysses))
+        shard_sequence(
+            make_padding_batch(1, length), ring=Share(0, ring), ulysses=Share(0, ulysses)
+        )
 
 
 @pytest.mark.case("S3")
 def test_documents_that_do_not_divide_are_refused():
     ids = torch.tensor([[0] * 6 + [1] * 10])
-    batch = attrs.evolve(blank_batch(1, 16), spans=spans(ids))
+    batch = attrs.evolve(make_padding_batch(1, 16), spans=make_spans(ids))
     with pytest.raises(ValueError, match=r"document 0 has 6 tokens, .* multiple_of=4"):
         shard_sequence(batch, ring=Share(0, 2), ulysses=Share(0, 1))
     ulysses_alone = shard_sequence(batch, ring=Share(0, 1), ulysses=Share(1, 2))
@@ -299,8 +301,8 @@ def test_what_does_not_divide_is_refused(call, message):
 
 
 def test_spans_across_rows_are_refused():
-    batch = blank_batch(2, 8)
-    wrong = attrs.evolve(batch, spans=spans(torch.zeros(1, 16)))
+    batch = make_padding_batch(2, 8)
+    wrong = attrs.evolve(batch, spans=make_spans(torch.zeros(1, 16)))
     with pytest.raises(ValueError, match="do not end where the 2 rows of 8 tokens end"):
         shard_batch(wrong, Share(0, 2))
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import trainkit as tk
 from trainkit import step
-from trainkit.batch import blank_batch
-from trainkit.losses import next_token, weighted
+from trainkit.batch import make_padding_batch
+from trainkit.losses import next_token, weighted_next_token
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError
 
@@ -196,7 +196,7 @@ def text(rows, columns=5):
     torch.manual_seed(2)
     ids = torch.randint(0, 7, (rows, columns))
     labels = torch.randint(0, 7, (rows, columns)).masked_fill(torch.rand(rows, columns) < 0.3, -100)
-    blank = blank_batch(rows, columns)
+    blank = make_padding_batch(rows, columns)
     return [
         {**blank, "input_ids": ids[r : r + 1], "labels": labels[r : r + 1]} for r in range(rows)
     ]
@@ -210,7 +210,7 @@ def evaluated(counts=(6,)):
         own = text(6)[start : start + counts[rank]]
         found = tk.evaluate(Bigram(), iter(own), next_token, axis=ps.loss)
         weighed = [batch | {"weights": torch.full(batch["labels"].shape, 0.5)} for batch in own]
-        of_column = tk.evaluate(Bigram(), iter(weighed), weighted, axis=ps.loss)
+        of_column = tk.evaluate(Bigram(), iter(weighed), weighted_next_token, axis=ps.loss)
     assert float(of_column["loss"]) == pytest.approx(float(found["loss"]), rel=1e-6)
     return float(found["loss"]), int(found["tokens"])
 
@@ -272,7 +272,7 @@ def sharded_evaluation(counts):
 
     with tk.parallel_session() as ps:
         stages, _ = build(Layout(), ps)
-        rows = list(tk.eval_batches(tk.Packed(text_, bins), rows_per_batch=1))
+        rows = list(tk.make_eval_batches(tk.PackedCorpus(text_, bins), rows_per_batch=1))
         start = sum(counts[: ps.loss.index])
         own = rows[start : start + counts[ps.loss.index]]
         found = tk.evaluate(stages[0], own, next_token_linear, axis=ps.loss)
@@ -324,11 +324,11 @@ def parameters_of_what_averages():
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         model = wrap(linear())
         try:
-            tk.parameters_of([model])
+            tk.get_parameters([model])
         except ValueError as error:
             said.append(str(error))
         tk.sum_gradients_(model)
-        assert len(tk.parameters_of([model])) == 1
+        assert len(tk.get_parameters([model])) == 1
     return said
 
 
@@ -349,7 +349,7 @@ def step_after_a_failure():
 
     with tk.parallel_session() as ps:
         stages, _ = build(Layout(), ps)
-        batch = tk.batch.blank_batch(1, 4)
+        batch = tk.batch.make_padding_batch(1, 4)
         calls = []
 
         def fails_once(output, _):
@@ -431,7 +431,7 @@ def own_backward_after_a_step():
 
     with tk.parallel_session() as ps:
         stages, _ = build(Layout(), ps)
-        batch = tk.batch.blank_batch(1, 4)
+        batch = tk.batch.make_padding_batch(1, 4)
 
         def fails(*_):
             raise RuntimeError("a bad sample")

@@ -10,11 +10,11 @@ from torch import nn
 from whole_step import CAPACITY, Layout, build, corpus, difference, full, input_of
 
 import trainkit as tk
-from trainkit.grads import bind_step_in_backward
+from trainkit.grads import make_step_in_backward
 from trainkit.losses import next_token_linear
 from trainkit.models import call_routed, call_with_noise
-from trainkit.parallel.names import box_of
-from trainkit.tools.testing import Case, run_ranks
+from trainkit.parallel.names import get_local_box
+from trainkit.tools.testing import LayoutCase, run_ranks
 from trainkit.tools.testing.builtin import (
     SHALLOW,
     decoder_batch,
@@ -34,7 +34,7 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
     layout = attrs.evolve(layout, rows_per_microbatch=rows_per_microbatch)
     with tk.parallel_session(dp_replicate=layout.dp_replicate, tp=layout.tp) as ps:
         stages, optimizer = build(layout, ps)
-        params = tk.parameters_of(stages)
+        params = tk.get_parameters(stages)
         optimizer.param_groups[1]["lr_scale"] = 0.5
         run = tk.bind_forward_backward(
             stages, next_token_linear, axis=ps.pp, call=call_with_noise, reduce=layout.reduce
@@ -50,8 +50,8 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
 
         for p in params:
             p.register_post_accumulate_grad_hook(weigh)
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": told.append, "reduce": layout.reduce}
-        step_in_backward = bind_step_in_backward(stages, optimizer, **how)
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": told.append, "reduce": layout.reduce}
+        step_in_backward = make_step_in_backward(stages, optimizer, **how)
         cursor, last, losses, norms = tk.Cursor(), 1.0, [], []
         for _ in range(3):
             batch = input_of(cursor, ps, layout, text=text, bins=bins)
@@ -86,7 +86,7 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
         ]
         assert len(told) == 1
         assert "cannot be skipped" in told[0]
-        named = {name: full(p) for name, p in tk.named_parameters_of(stages).items()}
+        named = {name: full(p) for name, p in tk.get_named_parameters(stages).items()}
         largest = max(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in params)
         return {"losses": losses, "norms": norms, "parameters": named}, most[0], largest
 
@@ -142,12 +142,12 @@ def train_experts(layout, *, in_backward):
     """Take three steps of a decoder with experts; return norms and this rank's parameters."""
     with tk.parallel_session(layout) as ps:
         make_model = functools.partial(with_experts, SHALLOW)
-        plan = decoder_plan(ps, Case(layout))
+        plan = decoder_plan(ps, LayoutCase(layout))
         stages = tk.build_stages(make_model, ps, plan, weights=certificate_weights)
-        optimizer, params = certificate_optimizer(stages, ps.pp), tk.parameters_of(stages)
+        optimizer, params = certificate_optimizer(stages, ps.pp), tk.get_parameters(stages)
         run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "tell": lambda _: None}
-        step_in_backward, norms = bind_step_in_backward(stages, optimizer, **how), []
+        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": lambda _: None}
+        step_in_backward, norms = make_step_in_backward(stages, optimizer, **how), []
         for step in range(3):
             batches = deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=1)
             tokens = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
@@ -158,7 +158,7 @@ def train_experts(layout, *, in_backward):
             else:
                 run(batches, denominator=tokens)
                 norms.append(tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=None).norm)
-        return [float(x) for x in norms], [box_of(p).local.clone() for p in params]
+        return [float(x) for x in norms], [get_local_box(p).local.clone() for p in params]
 
 
 @pytest.mark.only_all
@@ -180,7 +180,7 @@ def small(optimizer=torch.optim.AdamW, **options):
     for p in model.parameters():
         nn.init.ones_(p)
     made = optimizer(model.parameters(), lr=0.1, **options)
-    return model, made, bind_step_in_backward([model], made, axis=SOLO, sp=SOLO, tell=str)
+    return model, made, make_step_in_backward([model], made, axis=SOLO, sp=SOLO, log=str)
 
 
 @pytest.mark.case("N2")
@@ -199,7 +199,7 @@ def test_a_norm_that_is_not_finite_steps_nothing_and_one_that_comes_late_does(ma
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert same == [not applied] * 2
     state, record = tk.TrainState(step=5), {"loss": 1.0, "grad_norm": math.inf, "skipped": False}
-    action, _ = tk.health.judge(state, record, tk.health.Policy())
+    action, _ = tk.health.judge_step(state, record, tk.health.Policy())
     assert action.kind == "rollback"  # at once: the step has damaged the run
 
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_is_refused_by_name():
     two = Axis("pp", Share(0, 2), group=object())
     for axes in ({"axis": two, "sp": SOLO}, {"axis": SOLO, "sp": two}):
         with pytest.raises(ConfigError, match="a layout with pp = 2; call clip_and_step"):
-            bind_step_in_backward([model], optimizer, **axes, tell=str)
+            make_step_in_backward([model], optimizer, **axes, log=str)
     for wrong in (
         torch.optim.SGD(list(model.parameters())[:1]),
         torch.optim.SGD([{"params": model.parameters(), "max_norm": 1.0}]),
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused_by_name():
         with pytest.raises(
             ValueError, match=r"lacks 1 parameters, of shapes \[\(1, 2\)\]|clips by"
         ):
-            bind_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, tell=str)
+            make_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, log=str)
     for how in (
         {"lr": -1.0},
         {"lr": 0.1, "max_norm": 1.0},

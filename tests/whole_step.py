@@ -9,10 +9,10 @@ from trainkit.data import TokenCorpus
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, DecoderConfig, call_with_noise, init_weights
 from trainkit.optim import adamw, decay_groups
-from trainkit.parallel import compiled, ddp, fsdp, recompute
-from trainkit.parallel.sequence_parallel import sequence
-from trainkit.parallel.tensor_parallel import tensor
-from trainkit.sampling import rows_of_epochs
+from trainkit.parallel import compile_blocks, ddp, fsdp, recompute
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.tensor_parallel import tensor_parallel
+from trainkit.sampling import shuffle_epochs
 from trainkit.types import Cursor
 
 CAPACITY = 24
@@ -69,9 +69,9 @@ def unequal(batch):
 
 def input_of(cursor, ps, layout, *, text, bins):
     """Return the step's microbatches on this rank, some labels masked, and the next cursor."""
-    made = tk.step_batch(
-        tk.Packed(text, bins),
-        rows_of_epochs(len(bins), rows_per_step=layout.rows, seed=0),
+    made = tk.make_step_batch(
+        tk.PackedCorpus(text, bins),
+        shuffle_epochs(len(bins), rows_per_step=layout.rows, seed=0),
         cursor,
         place=ps.place,
         rows_per_microbatch=layout.rows_per_microbatch,
@@ -88,8 +88,13 @@ def model_config(layout):
 def build(layout, ps):
     """Return stages and optimizer of a layout."""
     config = model_config(layout)
-    plan = [tensor(), sequence(), *([ddp()] if layout.ddp else []), recompute(layout.recompute)]
-    plan += [compiled(backend="aot_eager")] if layout.compiled else []
+    plan = [
+        tensor_parallel(),
+        sequence_parallel(),
+        *([ddp()] if layout.ddp else []),
+        recompute(layout.recompute),
+    ]
+    plan += [compile_blocks(backend="aot_eager")] if layout.compiled else []
     plan += [fsdp(tk.Layout(reshard_after_forward=layout.reshard))]
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden").to(layout.dtype),
@@ -98,13 +103,13 @@ def build(layout, ps):
         weights=init_weights(config, seed=0),
         schedule=layout.schedule,
     )
-    groups = decay_groups(tk.named_parameters_of(stages), weight_decay=0.1)
+    groups = decay_groups(tk.get_named_parameters(stages), weight_decay=0.1)
     return stages, adamw(groups, lr=1e-2, eps=1e-4)
 
 
 def step_function(layout, ps, stages, optimizer):
     """Return train_step(state, batch), as a recipe writes it."""
-    params = tk.parameters_of(stages)
+    params = tk.get_parameters(stages)
     run = tk.bind_forward_backward(
         stages,
         next_token_linear,
@@ -144,7 +149,7 @@ def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
         state = tk.TrainState(cursor=Cursor())
         if resume_from is not None:
             told = []
-            state = tk.resume(resume_from, state, stages, optimizer, ps, tell=told.append)
+            state = tk.resume(resume_from, state, stages, optimizer, ps, log=told.append)
         train_step = step_function(layout, ps, stages, optimizer)
         losses, norms, hashes = [], [], []
         while state.step < steps:
@@ -155,7 +160,7 @@ def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
             norms.append(float(metrics["grad_norm"]))
             if save_to is not None:
                 tk.save_checkpoint(save_to, state, stages, optimizer, ps)
-        named = tk.named_parameters_of(stages)
+        named = tk.get_named_parameters(stages)
         return {
             "losses": losses,
             "norms": norms,

@@ -35,8 +35,8 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.run.config import refuse_undecoded
-from trainkit.run.errors import error_code
+from trainkit.run.config import check_argv
+from trainkit.run.errors import get_exit_code
 from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, score
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         _parser().print_help()
         return 0
     try:
-        refuse_undecoded(words)
+        check_argv(words)
         options = _parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
     except (ValueError, OSError, KeyboardInterrupt) as error:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_for_people or (sys.stderr.isatty() and not sys.stdout.isatty()):
             sys.stderr.write(f"error: {what}\n" + (f"hint: {hint}\n" if hint else ""))
         report = {"error": what} | ({"hint": hint} if hint else {})
-        code = error_code(error)
+        code = get_exit_code(error)
         if is_for_people:
             return code
     is_text = isinstance(report, str)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.noise import key_of, mix_tensor, rounded_bf16, signed
-from trainkit.types import Axis, TrainkitError, error_text
+from trainkit.noise import make_key, mix_bits_tensor, round_bf16_stochastic, to_int64
+from trainkit.types import Axis, TrainkitError, format_error
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -110,8 +110,8 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
     """Return this rank's part of the sum of `x` over the ranks, sent in bf16 and summed in fp32.
 
     Half of the bytes of a reduce-scatter in fp32. What a rank sends is rounded at random
-    (`noise.rounded_bf16`), so that the mean of the sum over keys is the sum in fp32; what a rank
-    has of its own part stays as it is. An element is off by less than 2^-7 of the sum of the
+    (`noise.round_bf16_stochastic`), so that the mean of the sum over keys is the sum in fp32; what
+    a rank has of its own part stays as it is. An element is off by less than 2^-7 of the sum of the
     others' absolute values. The bits depend on how many ranks there are and on which of them sums.
 
     Args:
@@ -141,7 +141,7 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
     if axis.count == 1:
         return x
     _check_divides("reduce_scatter_bf16", x, axis, 0)
-    sent = rounded_bf16(x, mix_tensor(key ^ signed(key_of("rank", axis.index))))
+    sent = round_bf16_stochastic(x, mix_bits_tensor(key ^ to_int64(make_key("rank", axis.index))))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
     received.chunk(axis.count)[axis.index].zero_()
@@ -149,7 +149,7 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
     return others.add_(x.chunk(axis.count)[axis.index])
 
 
-def agree(flag: bool, axis: Axis) -> bool:
+def any_rank(flag: bool, axis: Axis) -> bool:
     """Return whether any rank of the axis says yes: the same answer on all of them.
 
     Effects:
@@ -157,17 +157,17 @@ def agree(flag: bool, axis: Axis) -> bool:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> agree(True, solo_parallel().world)
+        >>> any_rank(True, solo_parallel().world)
         True
     """
     if axis.count == 1:
         return flag
     return bool(
-        all_max(torch.tensor([flag], dtype=torch.uint8, device=communication_device(axis)), axis)
+        all_max(torch.tensor([flag], dtype=torch.uint8, device=get_comm_device(axis)), axis)
     )
 
 
-def all_gather_json(value: Any, axis: Axis) -> list[Any]:
+def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return the values of all ranks, in rank order; for set-up and checkpoints, not for a step.
 
     Args:
@@ -179,13 +179,13 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> all_gather_json({"rank": 0}, solo_parallel().world)
+        >>> all_gather_objects({"rank": 0}, solo_parallel().world)
         [{'rank': 0}]
     """
     text = orjson.dumps(value)
     if axis.count == 1:
         return [orjson.loads(text)]
-    device = communication_device(axis)
+    device = get_comm_device(axis)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.count)]
     dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=axis.group)
     longest = max(int(size) for size in sizes)
@@ -195,7 +195,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     return [orjson.loads(received.cpu().numpy().tobytes()) for received in texts]
 
 
-def together(work: Callable[[], Any], axis: Axis) -> list[Any]:
+def run_on_all_ranks(work: Callable[[], Any], axis: Axis) -> list[Any]:
     """Return what `work()` gives on every rank, in rank order; if it raises on one, raise on all.
 
     A rank that raised alone would leave the others waiting in the next collective.
@@ -209,11 +209,11 @@ def together(work: Callable[[], Any], axis: Axis) -> list[Any]:
             with its rank, of the same kind where it is a bad argument or one of trainkit's errors.
 
     Effects:
-        Those of `work`; communicates as `all_gather_json`.
+        Those of `work`; communicates as `all_gather_objects`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> together(lambda: 3, solo_parallel().world)
+        >>> run_on_all_ranks(lambda: 3, solo_parallel().world)
         [3]
     """
     failure: Exception | None = None
@@ -222,7 +222,7 @@ def together(work: Callable[[], Any], axis: Axis) -> list[Any]:
         report["value"] = orjson.loads(orjson.dumps(work()))
     except Exception as error:  # noqa: BLE001 (told to the others, then raised)
         failure, report = error, {"error": _told(error)}
-    reports = all_gather_json(report, axis)
+    reports = all_gather_objects(report, axis)
     if failure is not None:
         raise failure
     for rank, other in enumerate(reports):
@@ -235,7 +235,7 @@ def _told(error: Exception) -> dict[str, str | None]:
     names = ("where", "got", "want", "hint")
     facts = {name: getattr(error, name, None) for name in names}
     plain = {name: None if value is None else str(value) for name, value in facts.items()}
-    return plain | {"kind": type(error).__name__, "what": error_text(error)}
+    return plain | {"kind": type(error).__name__, "what": format_error(error)}
 
 
 def _as_raised(told: dict[str, Any], rank: int) -> Exception:
@@ -248,7 +248,7 @@ def _as_raised(told: dict[str, Any], rank: int) -> Exception:
     return kinds[kind](f"rank {rank}: {what}", **told)
 
 
-def communication_device(axis: Axis) -> torch.device:
+def get_comm_device(axis: Axis) -> torch.device:
     """Return a device on which the ranks of an axis can communicate: the CPU when it can be.
 
     Effects:
@@ -256,22 +256,22 @@ def communication_device(axis: Axis) -> torch.device:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> communication_device(solo_parallel().world)
+        >>> get_comm_device(solo_parallel().world)
         device(type='cpu')
     """
     if axis.group is None:
         return torch.device("cpu")
-    kinds = backends_of(axis.group)
+    kinds = get_backends(axis.group)
     return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
 
 
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+def get_backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return what a group communicates through, by the type of device that the tensors are on."""
     kinds = dist.get_backend_config(group).split(",")
     return dict(kind.split(":", 1) for kind in kinds)
 
 
-def computing_device(axis: Axis) -> torch.device:
+def get_compute_device(axis: Axis) -> torch.device:
     """Return the device that the ranks of an axis compute on: the same on all of them.
 
     What every rank shall send, though some have no value that would say where, goes there. An axis
@@ -282,7 +282,7 @@ def computing_device(axis: Axis) -> torch.device:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> computing_device(solo_parallel().world)
+        >>> get_compute_device(solo_parallel().world)
         device(type='cpu')
     """
     if axis.mesh is not None:
@@ -299,7 +299,7 @@ def computing_device(axis: Axis) -> torch.device:
 # result that all ranks hold and go on with alike, whose gradient is whole on each of them already.
 
 
-def gather_dim(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenate the equal parts of all ranks along `dim`; backward sums and scatters.
 
     Every rank may do something different with the whole: the gradient of a part is the sum of what
@@ -318,13 +318,13 @@ def gather_dim(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> gather_dim(torch.ones(2), solo_parallel().tp, dim=0)
+        >>> all_gather(torch.ones(2), solo_parallel().tp, dim=0)
         tensor([1., 1.])
     """
     return x if axis.count == 1 else _applied(_GatherDim, x, axis, dim)
 
 
-def gather_replicated(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+def all_gather_replicated(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenate the equal parts of all ranks along `dim`; backward takes this rank's part.
 
     For a whole that all ranks hold and go on with alike; see `sum_forward`.
@@ -342,13 +342,13 @@ def gather_replicated(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> gather_replicated(torch.ones(2), solo_parallel().tp, dim=0)
+        >>> all_gather_replicated(torch.ones(2), solo_parallel().tp, dim=0)
         tensor([1., 1.])
     """
     return x if axis.count == 1 else _applied(_GatherReplicated, x, axis, dim)
 
 
-def scatter_sum(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Sum over all ranks and return this rank's part of `dim`; backward gathers.
 
     Args:
@@ -367,16 +367,16 @@ def scatter_sum(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> scatter_sum(torch.ones(2), solo_parallel().tp, dim=0)
+        >>> reduce_scatter(torch.ones(2), solo_parallel().tp, dim=0)
         tensor([1., 1.])
     """
     if axis.count == 1:
         return x
-    _check_divides("scatter_sum", x, axis, dim)
+    _check_divides("reduce_scatter", x, axis, dim)
     return _applied(_ScatterSum, x, axis, dim)
 
 
-def exchange(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
+def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
     """Give each rank its part of `split_dim`, and get that part of all, put along `gather_dim`.
 
     What was whole along `split_dim` and in parts along `gather_dim` becomes whole along
@@ -399,7 +399,7 @@ def exchange(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tenso
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> exchange(torch.ones(2, 3), solo_parallel().ulysses, split_dim=0, gather_dim=1).shape
+        >>> all_to_all(torch.ones(2, 3), solo_parallel().ulysses, split_dim=0, gather_dim=1).shape
         torch.Size([2, 3])
     """
     if axis.count == 1:
@@ -408,7 +408,7 @@ def exchange(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tenso
     return _applied(_Exchange, x, axis, split_dim, gather_dim)
 
 
-def exchange_rows(
+def all_to_all_rows(
     x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int], length: int
 ) -> Tensor:
     """Give each rank its own number of rows, and get what each has for this one, in rank order.
@@ -431,7 +431,7 @@ def exchange_rows(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> ep = solo_parallel().ep
-        >>> exchange_rows(torch.ones(2), ep, sent=[2], received=[2], length=3)
+        >>> all_to_all_rows(torch.ones(2), ep, sent=[2], received=[2], length=3)
         tensor([1., 1., 0.])
     """
     return _applied(_ExchangeRows, x, axis, (list(sent), list(received), length))
@@ -527,7 +527,7 @@ class _GatherDim(torch.autograd.Function):
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_whole: Tensor
     ) -> tuple[Tensor, None, None]:
-        return scatter_sum(d_whole, ctx.axis, dim=ctx.dim), None, None
+        return reduce_scatter(d_whole, ctx.axis, dim=ctx.dim), None, None
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -561,7 +561,7 @@ class _ScatterSum(torch.autograd.Function):
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_part: Tensor
     ) -> tuple[Tensor, None, None]:
-        return gather_dim(d_part, ctx.axis, dim=ctx.dim), None, None
+        return all_gather(d_part, ctx.axis, dim=ctx.dim), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -580,7 +580,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, d_out: Tensor
     ) -> tuple[Tensor, None, None, None]:
         split, gather = ctx.dims
-        d_x = exchange(d_out, ctx.axis, split_dim=gather, gather_dim=split)
+        d_x = all_to_all(d_out, ctx.axis, split_dim=gather, gather_dim=split)
         return d_x, None, None, None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainkit.types import DataError, DiskError
+from trainkit.types import DiskError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,10 +28,10 @@ _RENAME_EXCHANGE = 2
 
 
 @contextmanager
-def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, by: str) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes `path` at the end, and goes on failure.
 
-    The file is locked meanwhile: `remove_abandoned` leaves it alone until its process is gone.
+    The file is locked meanwhile: `remove_stale_files` leaves it alone until its process is gone.
 
     Args:
         path: The file to make, or to replace.
@@ -43,7 +43,7 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
     Effects:
         Writes `path`; file and folder have reached the disk when the block has ended.
     """
-    with disk_errors(path, by=by):
+    with convert_disk_errors(path, by=by):
         for again in reversed(range(_TRIES)):
             temporary = _beside(path)
             file = temporary.open("xb")
@@ -52,12 +52,12 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
             file.close()
     try:
         yield file
-        with disk_errors(path, by=by):
+        with convert_disk_errors(path, by=by):
             file.flush()
             os.fsync(file.fileno())
             temporary.replace(path)  # while it is locked
             file.close()
-            sync_folder(path.parent)
+            fsync_folder(path.parent)
     except BaseException:
         with suppress(OSError):  # closing writes what is left, and fails again where writing failed
             file.close()
@@ -66,7 +66,7 @@ def replacing(path: Path, *, by: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `path` that becomes it at the end, and goes on failure.
 
     What is written into it must have reached the disk when the block ends; then one rename makes it
@@ -77,7 +77,7 @@ def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
         path: The folder to make.
         by: Which function writes, for the message.
         replace: A folder that is there changes places with the new one, in one rename, and goes
-            then. Where the kernel or the disk cannot do that (`exchange_paths`), it steps aside
+            then. Where the kernel or the disk cannot do that (`swap_paths`), it steps aside
             first: of a process that is killed between these two renames it lies beside `path`,
             where the next one that makes `path` finds it.
 
@@ -91,18 +91,18 @@ def new_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
         >>> import tempfile
         >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as home:
-        ...     with new_folder(Path(home) / "made", by="example") as staging:
+        ...     with atomic_folder(Path(home) / "made", by="example") as staging:
         ...         _ = (staging / "file").write_text("whole")
         ...     [path.name for path in Path(home).rglob("*")]
         ['made', 'file']
     """
-    with disk_errors(path, by=by):
+    with convert_disk_errors(path, by=by):
         path.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(path)
         staging, handle = _locked_folder(path)
     try:
         yield staging
-        with disk_errors(path, by=by):
+        with convert_disk_errors(path, by=by):
             (_swap if replace and path.exists() else commit_folder)(staging, path)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -120,17 +120,17 @@ def commit_folder(staging: Path, path: Path) -> None:
     Effects:
         Renames a folder, and waits for the disk.
     """
-    sync_folder(staging)
+    fsync_folder(staging)
     staging.rename(path)
     try:
-        sync_folder(path.parent)
+        fsync_folder(path.parent)
     except OSError:  # what is told to have failed must not be there
         with suppress(OSError):
             path.rename(staging)
         raise
 
 
-def exchange_paths(one: Path, other: Path) -> bool:
+def swap_paths(one: Path, other: Path) -> bool:
     """Exchange two files or folders in one rename; return False where that cannot be done.
 
     It takes Linux's `renameat2`, and a disk that knows RENAME_EXCHANGE, as ext4, xfs, btrfs and
@@ -148,7 +148,7 @@ def exchange_paths(one: Path, other: Path) -> bool:
         >>> with tempfile.TemporaryDirectory() as home:
         ...     one, other = Path(home) / "one", Path(home) / "other"
         ...     _ = one.write_text("1"), other.write_text("2")
-        ...     exchanged = exchange_paths(one, other)
+        ...     exchanged = swap_paths(one, other)
         ...     one.read_text() == ("2" if exchanged else "1")
         True
     """
@@ -170,12 +170,12 @@ def _swap(staging: Path, path: Path) -> None:
     Killed at any point, there is the old folder or the new one at `path`, whole, if the two can be
     exchanged.
     """
-    sync_folder(staging)
-    if exchange_paths(staging, path):
+    fsync_folder(staging)
+    if swap_paths(staging, path):
         try:
-            sync_folder(path.parent)
+            fsync_folder(path.parent)
         except OSError:  # what is told to have failed must not be there
-            exchange_paths(staging, path)
+            swap_paths(staging, path)
             raise
         shutil.rmtree(staging, ignore_errors=True)
         return
@@ -190,7 +190,7 @@ def _swap(staging: Path, path: Path) -> None:
 
 
 def recover_folder(path: Path) -> None:
-    """Undo what a killed `new_folder` left: put the old one back, remove what nobody writes to.
+    """Undo what a killed `atomic_folder` left: put the old one back, remove what nobody writes to.
 
     Effects:
         Renames and removes folders beside `path`.
@@ -200,11 +200,11 @@ def recover_folder(path: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.rename(path)
-    remove_abandoned(path.parent.glob(f".{path.name}.staging-*"))
+    remove_stale_files(path.parent.glob(f".{path.name}.staging-*"))
 
 
-def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Remove what `replacing` and `new_folder` were making when their process was killed.
+def remove_stale_files(paths: Iterable[Path]) -> None:
+    """Remove what `atomic_write` and `atomic_folder` were making when their process was killed.
 
     Effects:
         Removes files and folders on which nobody has a lock.
@@ -242,7 +242,7 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
 def _locked(handle: int, path: Path) -> bool:
     """Lock what a handle is of, and say whether it is still at its path.
 
-    Another process's `remove_abandoned` may have taken it for dead before it was locked.
+    Another process's `remove_stale_files` may have taken it for dead before it was locked.
     """
     with suppress(OSError):  # not every disk has locks; then nobody takes what is made for dead
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -250,7 +250,7 @@ def _locked(handle: int, path: Path) -> bool:
 
 
 @contextmanager
-def disk_errors(
+def convert_disk_errors(
     path: Path, *, by: str, needed: int | None = None, hint: str | None = None
 ) -> Iterator[None]:
     """Turn an `OSError` of the block into a `DiskError` that names the file and what is free."""
@@ -280,7 +280,7 @@ def _without_inodes(path: Path) -> str:
     return ", but no inode is, which every file needs: delete some files" if is_full else ""
 
 
-def read_bounded(path: Path, *, most: int) -> bytes:
+def read_limited(path: Path, *, most: int) -> bytes:
     """Return the bytes of a regular file of at most `most`; what is none, or larger, is not read.
 
     Raises:
@@ -288,7 +288,7 @@ def read_bounded(path: Path, *, most: int) -> bytes:
 
     Examples:
         >>> from pathlib import Path
-        >>> read_bounded(Path("/dev/null"), most=10)
+        >>> read_limited(Path("/dev/null"), most=10)
         Traceback (most recent call last):
         ...
         OSError: [Errno 22] is no regular file: '/dev/null'
@@ -325,7 +325,7 @@ def open_regular(path: Path) -> BufferedReader:
     raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
-def who_else_can_write(path: Path) -> list[str]:
+def find_other_writers(path: Path) -> list[str]:
     """Return who else than this user may have written a file or folder, or can change it.
 
     Nothing that is read is ever executed, so this is about numbers that somebody else chose.
@@ -340,7 +340,7 @@ def who_else_can_write(path: Path) -> list[str]:
         >>> import tempfile
         >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     who_else_can_write(Path(folder))
+        ...     find_other_writers(Path(folder))
         []
     """
     found = path.stat()
@@ -356,7 +356,7 @@ def who_else_can_write(path: Path) -> list[str]:
     ]
 
 
-def sync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Return once the names in a folder have reached the disk; raises `OSError`.
 
     Effects:
@@ -366,7 +366,7 @@ def sync_folder(path: Path) -> None:
         >>> import tempfile
         >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     sync_folder(Path(folder))
+        ...     fsync_folder(Path(folder))
     """
     folder = os.open(path, os.O_RDONLY)
     try:
@@ -375,7 +375,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def toml_text(values: Mapping[str, Any]) -> str:
+def format_toml(values: Mapping[str, Any]) -> str:
     """Return plain values by name as the text of a TOML file.
 
     TOML has no null: None is written as "None", which `config.read_config` reads as one.
@@ -384,7 +384,7 @@ def toml_text(values: Mapping[str, Any]) -> str:
         TypeError: A value is none of str, number, bool, None and lists of these.
 
     Examples:
-        >>> print(toml_text({"lr": 0.1, "out": "runs/a", "data": ["a", "b"]}), end="")
+        >>> print(format_toml({"lr": 0.1, "out": "runs/a", "data": ["a", "b"]}), end="")
         lr = 0.1
         out = "runs/a"
         data = ["a", "b"]
@@ -403,10 +403,10 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Sequence):
         return f"[{', '.join(map(_toml, value))}]"
-    raise TypeError(f"toml_text: {value!r} is no str, number, bool, None or list")
+    raise TypeError(f"format_toml: {value!r} is no str, number, bool, None or list")
 
 
-def forget_piped_script() -> None:
+def hide_piped_script() -> None:
     """Let processes that Python starts look for no script "<stdin>", which came through a pipe.
 
     `python - <<EOF` leaves that name, under which multiprocessing's processes would import it.
@@ -415,14 +415,14 @@ def forget_piped_script() -> None:
         Removes `__file__` of the main module where it is "<stdin>".
 
     Examples:
-        >>> forget_piped_script()
+        >>> hide_piped_script()
     """
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) == "<stdin>":
         del main.__file__
 
 
-def point_nowhere(stream: Any) -> None:
+def redirect_to_devnull(stream: Any) -> None:
     """Let what is written to a file from now on go nowhere, as its reader has left.
 
     Effects:
@@ -432,7 +432,7 @@ def point_nowhere(stream: Any) -> None:
         >>> reader, writer = os.pipe()
         >>> with open(writer, "w") as stream:
         ...     os.close(reader)
-        ...     point_nowhere(stream)
+        ...     redirect_to_devnull(stream)
         ...     print("read by nobody", file=stream)
     """
     null = os.open(os.devnull, os.O_WRONLY)
@@ -452,7 +452,7 @@ def flush(stream: Any) -> None:
     try:
         stream.flush()
     except BrokenPipeError:
-        point_nowhere(stream)
+        redirect_to_devnull(stream)
     except (OSError, ValueError, AttributeError):
         return  # a full disk, a closed stream, none at all: there is nobody left to tell
 
@@ -479,8 +479,3 @@ def say_on_stderr(text: str) -> None:
         Writes to stderr, and never fails.
     """
     say(text, sys.stderr)
-
-
-def bad_file(path: Path | str, what: str | None, **facts: Any) -> DataError:
-    """Return the error that says what is wrong with a file; `facts` are further ones of it."""
-    return DataError(f"{path}: {what}", where=path, **facts)

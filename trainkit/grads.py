@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.batch.denominators import on_host
-from trainkit.collectives import all_gather_json, all_sum, computing_device
-from trainkit.parallel.names import canonical_name, is_tied_copy, named_parameters_of
+from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
+from trainkit.parallel.names import canonical_name, get_named_parameters, is_tied_copy
 from trainkit.parallel.reduction import (
     Reduce,
     check_dense,
@@ -30,23 +30,23 @@ from trainkit.parallel.reduction import (
     sum_grads_,
     summed_at_the_end,
 )
-from trainkit.types import SOLO, Axis, ConfigError, Update
+from trainkit.types import SOLO, Axis, ConfigError, Log, Update
 
 __all__ = [
-    "bind_step_in_backward",
-    "blame",
     "clip_and_step",
     "clip_grads_",
+    "find_nonfinite",
+    "format_ranks",
+    "get_named_parameters",
+    "get_parameters",
     "grad_norm",
-    "name_ranks",
-    "named_parameters_of",
-    "parameters_of",
+    "make_step_in_backward",
     "sum_gradients_",
     "sync_sp_grads",
 ]
 
 
-def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
+def get_parameters(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the trainable parameters of a list of stages, each once.
 
     Whoever runs a backward pass of their own gets the gradients that FSDP2 and DDP leave, and these
@@ -57,13 +57,13 @@ def parameters_of(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
         ValueError: A module averages gradients over ranks; call `sum_gradients_` first.
 
     Examples:
-        >>> [tuple(p.shape) for p in parameters_of([nn.Linear(2, 3)])]
+        >>> [tuple(p.shape) for p in get_parameters([nn.Linear(2, 3)])]
         [(3, 2), (3,)]
     """
     stages = list(stages)
     for stage in stages:
         check_not_averaging("parameters_of", reducers_of(stage))
-    return [p for p in named_parameters_of(stages).values() if p.requires_grad]
+    return [p for p in get_named_parameters(stages).values() if p.requires_grad]
 
 
 def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
@@ -212,7 +212,7 @@ def _part_norms(
     if axis.count == 1:
         return norms
     # In fp64, as stages may differ in dtype, and one may have nothing to train at all.
-    wide = norms.double().to(norms.device if groups or copies else computing_device(axis))
+    wide = norms.double().to(norms.device if groups or copies else get_compute_device(axis))
     return _over_ranks(wide, [axis.group], norm_type).to(norms.dtype)
 
 
@@ -412,7 +412,8 @@ def clip_and_step(
             `clip_grad_norm_`; None only measures.
         axis: The pipeline axis, `ps.pp`; see `grad_norm`.
         applies: From the norm to whether the step applies, both 0-d tensors, as
-            `health.step_test` makes it. A norm that is not finite is refused whatever it says.
+            `health.make_finite_check` makes it. A norm that is not finite is refused whatever it
+            says.
         world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
             that are summed over all ranks need it not; those that are computed by several ranks
             alike do, when one of them errs.
@@ -511,7 +512,7 @@ def _step_as_it_is(refused: Tensor, optimizer: Any) -> None:
 def _with_wider_gradients(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters whose gradients have another dtype than they, which torch's refuse.
 
-    `optim.Elementwise`, whose groups say how moments are kept, takes any.
+    `optim.ElementwiseOptimizer`, whose groups say how moments are kept, takes any.
     """
     groups = (group for group in optimizer.param_groups if "moments" not in group)
     return [
@@ -554,13 +555,13 @@ def _skips_on_device(optimizer: Any) -> bool:
 # ------------------------------------------------------------------------------------- in backward
 
 
-def bind_step_in_backward(
+def make_step_in_backward(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     *,
     axis: Axis,
     sp: Axis,
-    tell: Callable[[str], None],
+    log: Log,
     reduce: Reduce = "last",
 ) -> Callable[..., AbstractContextManager[Callable[[], Update]]]:
     """Return what steps each parameter as its gradient arrives, and frees the gradient at once.
@@ -575,7 +576,7 @@ def bind_step_in_backward(
     The norm of a step is known when its parameters have moved. So what is clipped by, `norm`, is
     that of the last step; or it is exact, of a first pass that only measures (`lr=None`), for twice
     the computation: then a step whose norm is not finite is not taken. Without that a bad step
-    cannot be skipped, and `health.judge` calls for a roll-back at once. So with a loss scale:
+    cannot be skipped, and `health.judge_step` calls for a roll-back at once. So with a loss scale:
     an overflow is skipped where the norm is measured first, and else is such a bad step, whose
     roll-back takes the scale back as well: lower it, or it overflows again.
 
@@ -591,7 +592,7 @@ def bind_step_in_backward(
         axis: The pipeline axis, `ps.pp`, which must have size 1: the microbatches of a pipeline go
             back out of step.
         sp: `ps.sp_unfolded`, of size 1 too: `sync_sp_grads` would come too late.
-        tell: Called once with what a run should say: that it cannot skip a bad step.
+        log: Called once with what a run should say: that it cannot skip a bad step.
         reduce: What `forward_backward` is given.
 
     Returns:
@@ -618,16 +619,16 @@ def bind_step_in_backward(
         >>> model = nn.Linear(2, 1, bias=False)
         >>> _ = nn.init.zeros_(model.weight)
         >>> sgd = torch.optim.SGD(model.parameters())
-        >>> step_in_backward = bind_step_in_backward([model], sgd, axis=SOLO, sp=SOLO, tell=print)
+        >>> step_in_backward = make_step_in_backward([model], sgd, axis=SOLO, sp=SOLO, log=print)
         parameters are stepped within the backward pass: a bad step cannot be skipped, only undone
         >>> with step_in_backward(lr=1.0) as updated:
         ...     model(torch.tensor([3.0, 4.0])).backward()
         >>> updated(), model.weight.data, model.weight.grad
         (Update(norm=tensor(5.), applied=tensor(True)), tensor([[-3., -4.]]), None)
     """
-    params = parameters_of(stages)
+    params = get_parameters(stages)
     _check_in_backward(params, optimizer, axis, sp)
-    tell(
+    log(
         "parameters are stepped within the backward pass: a bad step cannot be skipped, only undone"
     )
     return partial(_stepping_in_backward, list(stages), params, optimizer, reduce)
@@ -756,7 +757,7 @@ def _check_in_backward(
     for each in (axis, sp):
         if each.count > 1:
             raise ConfigError(
-                f"bind_step_in_backward: a gradient is not whole when it arrives in a layout with "
+                f"make_step_in_backward: a gradient is not whole when it arrives in a layout with "
                 f"{each.name} = {each.count}; call clip_and_step after the backward pass",
                 where=each.name,
                 got=each.count,
@@ -767,7 +768,7 @@ def _check_in_backward(
     if lost or any(group.get("max_norm") is not None for group in optimizer.param_groups):
         what = f"lacks {len(lost)} parameters, of shapes {lost[:3]}" if lost else "clips by group"
         raise ValueError(
-            f"bind_step_in_backward: the optimizer {what}; it must hold every trainable parameter, "
+            f"make_step_in_backward: the optimizer {what}; it must hold every trainable parameter, "
             "and have no group with a max_norm"
         )
 
@@ -775,7 +776,7 @@ def _check_in_backward(
 # ------------------------------------------------------------------------------------------- blame
 
 
-def blame(
+def find_nonfinite(
     replay: Callable[[], Mapping[str, Tensor]],
     stages: Iterable[nn.Module],
     axis: Axis,
@@ -808,10 +809,10 @@ def blame(
         >>> def replay():
         ...     (model(torch.ones(1)) * math.inf).sum().backward()
         ...     return {"loss": torch.zeros(())}
-        >>> blame(replay, [model], SOLO)
+        >>> find_nonfinite(replay, [model], SOLO)
         ['the gradient of weight on rank 0']
     """
-    told = all_gather_json(_replayed(replay, list(stages)), axis)
+    told = all_gather_objects(_replayed(replay, list(stages)), axis)
     terms, own, summed, seen = ([each[key] for each in told] for key in _LOOKED_AT)
     if any(terms):
         causes = _with_ranks(terms)
@@ -843,7 +844,7 @@ def _replayed(
 
     with _gradients_seen(stages, see):
         sums = replay()
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     grads = {name: local_of(p.grad) for name, p in named.items() if p.grad is not None}
     summed = [name for name, grad in reversed(grads.items()) if not grad.isfinite().all()]
     found = {
@@ -886,14 +887,14 @@ def _with_ranks(told: Sequence[Sequence[str]], words: str = "{} on {}") -> list[
     for rank in reversed(range(len(told))):
         for text in told[rank]:
             ranks.setdefault(text, []).insert(0, rank)
-    return [words.format(text, name_ranks(which)) for text, which in ranks.items()]
+    return [words.format(text, format_ranks(which)) for text, which in ranks.items()]
 
 
-def name_ranks(which: Sequence[int]) -> str:
+def format_ranks(which: Sequence[int]) -> str:
     """Return ranks as a message names them: up to eight one by one.
 
     Examples:
-        >>> name_ranks([1]), name_ranks([0, 2, 3]), name_ranks(range(64))
+        >>> format_ranks([1]), format_ranks([0, 2, 3]), format_ranks(range(64))
         ('rank 1', 'ranks 0, 2 and 3', '64 ranks from 0 to 63')
     """
     if len(which) == 1:

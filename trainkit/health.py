@@ -13,11 +13,11 @@ of the last good ones is a *spike*. A step without a trained token is *empty*, a
 the loss is scaled, a norm that is not finite of a finite loss says that the scale is too large: the
 step is an *overflow*, skipped, and the scale halved; at a scale of 1 or less it is bad.
 
-    applies = health.step_test(terms["loss"], state.health, policy, tokens=tokens)
+    applies = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
     update = tk.clip_and_step(params, optimizer, ..., applies=applies)
     metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "tokens": tokens, ...}
 
-and in the loop `action, state = health.judge(state, record, policy)`.
+and in the loop `action, state = health.judge_step(state, record, policy)`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from trainkit.types import NumericsError, Precision, TrainState, non_negative, o
 if TYPE_CHECKING:
     from torch import Tensor
 
-Memory: TypeAlias = "Mapping[str, float | Sequence[float] | Tensor]"
+HealthState: TypeAlias = "Mapping[str, float | Sequence[float] | Tensor]"
 """What is remembered between steps, as `TrainState.health` holds it.
 
 `skips` bad steps in a row, the first of them `first_bad`; in the whole run `skipped`, `empty`,
 `spikes`, `rollbacks`; the numbers of the last bad steps `bad_steps`, and of those before which the
 run went back, `rolled_back`; loss and norm of the last good steps, `losses` and `norms`; the next
-step's `loss_scale`, and how many steps it has held, `scale_held`.
+step's `get_loss_scale`, and how many steps it has held, `scale_held`.
 """
 
 _LISTED = 32  # bad steps that are remembered by number
@@ -69,7 +69,7 @@ class Policy:
 
 
 @attrs.frozen
-class Health:
+class StepStatus:
     """What a step was, and why."""
 
     kind: Literal["ok", "spike", "empty", "overflow", "bad", "damaged"]
@@ -92,7 +92,7 @@ class Action:
 # ------------------------------------------------------------------------------------------- a step
 
 
-def spike_limits(memory: Memory, policy: Policy) -> tuple[float, float]:
+def spike_limits(memory: HealthState, policy: Policy) -> tuple[float, float]:
     """Return above which loss and above which norm a step is a spike; inf while nothing is known.
 
     The limit is the median of the window and so many times its spread, which is the median distance
@@ -109,9 +109,9 @@ def spike_limits(memory: Memory, policy: Policy) -> tuple[float, float]:
     return _limit(_list(memory, "losses"), policy), _limit(_list(memory, "norms"), policy)
 
 
-def step_health(
-    loss: float, norm: float, memory: Memory, policy: Policy, *, tokens: float = 1
-) -> Health:
+def classify_step(
+    loss: float, norm: float, memory: HealthState, policy: Policy, *, tokens: float = 1
+) -> StepStatus:
     """Return what a step was.
 
     Args:
@@ -122,28 +122,28 @@ def step_health(
         tokens: How many tokens of the global batch are trained on.
 
     Examples:
-        >>> step_health(2.0, math.inf, {}, Policy())
-        Health(kind='bad', reason='the gradient norm is inf')
-        >>> step_health(9.0, 1.0, {"losses": [2.0] * 16, "norms": [1.0] * 16}, Policy())
-        Health(kind='spike', reason='the loss is 9, above 2.4')
+        >>> classify_step(2.0, math.inf, {}, Policy())
+        StepStatus(kind='bad', reason='the gradient norm is inf')
+        >>> classify_step(9.0, 1.0, {"losses": [2.0] * 16, "norms": [1.0] * 16}, Policy())
+        StepStatus(kind='spike', reason='the loss is 9, above 2.4')
     """
     named = (("loss", loss), ("gradient norm", norm))
     wrong = [f"the {name} is {value}" for name, value in named if not math.isfinite(value)]
     if wrong:
-        return Health("bad", " and ".join(wrong))
+        return StepStatus("bad", " and ".join(wrong))
     if not tokens:
-        return Health("empty", "no token of the batch is trained on")
+        return StepStatus("empty", "no token of the batch is trained on")
     limits = spike_limits(memory, policy)
     high = [
         f"the {name} is {value:.6g}, above {limit:.6g}"
         for (name, value), limit in zip(named, limits, strict=True)
         if value > limit
     ]
-    return Health("spike", " and ".join(high)) if high else Health("ok")
+    return StepStatus("spike", " and ".join(high)) if high else StepStatus("ok")
 
 
-def step_test(
-    loss: Tensor, memory: Memory, policy: Policy, *, tokens: Tensor | None = None
+def make_finite_check(
+    loss: Tensor, memory: HealthState, policy: Policy, *, tokens: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
     """Return `applies(norm)`: the same verdict on the device, without a host sync.
 
@@ -161,7 +161,7 @@ def step_test(
 
     Examples:
         >>> import torch
-        >>> applies = step_test(torch.tensor(2.0), {}, Policy(), tokens=torch.tensor(5))
+        >>> applies = make_finite_check(torch.tensor(2.0), {}, Policy(), tokens=torch.tensor(5))
         >>> applies(torch.tensor(1.0)), applies(torch.tensor(math.nan))
         (tensor(True), tensor(False))
     """
@@ -183,26 +183,29 @@ def step_test(
 # --------------------------------------------------------------------------------------- loss scale
 
 
-def loss_scale(memory: Memory, precision: Precision) -> Tensor | float | None:
+def get_loss_scale(memory: HealthState, precision: Precision) -> Tensor | float | None:
     """Return what the gradients of a step shall be multiples of; None but where it is of fp16.
 
     Gradients of fp16 below 6e-8 are 0, and above 65,504 inf: times a scale most are neither. It is
     2^16 at first, and a power of 2 always, so that it rounds nothing.
 
-        scale = tk.health.loss_scale(state.health, precision)
-        sums = forward_backward(microbatches, denominator=tk.batch.scaled(tokens, scale))
+        scale = tk.health.get_loss_scale(state.health, precision)
+        sums = forward_backward(microbatches, denominator=tk.batch.scale_denominator(tokens, scale))
         update = tk.clip_and_step(params, optimizer, ..., scale=scale)
         return tk.advance(state, batch, {**terms, **update.metrics, ...}, axis=ps.loss)
 
     Args:
-        memory: `state.health`, in which `advance` remembers the next one (`rescaled`).
+        memory: `state.health`, in which `advance` remembers the next one (`update_loss_scale`).
         precision: What the step computes in.
 
     References:
         Micikevicius et al., "Mixed precision training" (2018).
 
     Examples:
-        >>> loss_scale({}, Precision(compute="fp16")), loss_scale({}, Precision(compute="bf16"))
+        >>> (
+        ...     get_loss_scale({}, Precision(compute="fp16")),
+        ...     get_loss_scale({}, Precision(compute="bf16")),
+        ... )
         (65536.0, None)
     """
     if precision.compute != "fp16":
@@ -211,21 +214,23 @@ def loss_scale(memory: Memory, precision: Precision) -> Tensor | float | None:
     return scale
 
 
-def rescaled(memory: Memory, told: Mapping[str, Any], *, interval: int = 2000) -> dict[str, Any]:
+def update_loss_scale(
+    memory: HealthState, told: Mapping[str, Any], *, interval: int = 2000
+) -> dict[str, Any]:
     """Return the memory with the next step's loss scale, on the device, without a host sync.
 
     Half of it after an overflow, twice after `interval` steps without one.
 
     Args:
         memory: The health that the step began with.
-        told: What became of the step: its `loss_scale`, and whether it `overflowed`, a 0-d bool
+        told: What became of the step: its `get_loss_scale`, and whether it `overflowed`, a 0-d bool
             tensor that is equal on all ranks; see `Update.metrics`.
         interval: After how many steps without an overflow the scale grows.
 
     Examples:
         >>> import torch
         >>> told = {"loss_scale": 8.0, "overflowed": torch.tensor(True)}
-        >>> rescaled({"scale_held": 9.0}, told)
+        >>> update_loss_scale({"scale_held": 9.0}, told)
         {'scale_held': tensor(0.), 'loss_scale': tensor(4.)}
     """
     good = told["overflowed"].logical_not()
@@ -236,11 +241,11 @@ def rescaled(memory: Memory, told: Mapping[str, Any], *, interval: int = 2000) -
     return {**memory, "scale_held": held * grows.logical_not(), "loss_scale": scale}
 
 
-def with_scale_of(newest: Memory, memory: Memory) -> dict[str, Any]:
+def copy_loss_scale(newest: HealthState, memory: HealthState) -> dict[str, Any]:
     """Return a memory with the loss scale of a newer one, which nobody has judged yet.
 
     Examples:
-        >>> with_scale_of({"skips": 0.0, "loss_scale": 4.0}, {"skips": 1.0, "loss_scale": 8.0})
+        >>> copy_loss_scale({"skips": 0.0, "loss_scale": 4.0}, {"skips": 1.0, "loss_scale": 8.0})
         {'skips': 1.0, 'loss_scale': 4.0}
     """
     return {**memory, **{x: newest[x] for x in ("loss_scale", "scale_held") if x in newest}}
@@ -249,7 +254,7 @@ def with_scale_of(newest: Memory, memory: Memory) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- decision
 
 
-def decide(found: Health, memory: Memory, policy: Policy) -> Action:
+def choose_action(found: StepStatus, memory: HealthState, policy: Policy) -> Action:
     """Return what follows from a step: apply it, skip it, roll back, or stop.
 
     Args:
@@ -261,12 +266,12 @@ def decide(found: Health, memory: Memory, policy: Policy) -> Action:
         The action, without the step to go back to.
 
     Examples:
-        >>> bad = Health("bad", "the loss is nan")
-        >>> [decide(bad, {"skips": n}, Policy(max_skips=3)).kind for n in (0, 1, 2)]
+        >>> bad = StepStatus("bad", "the loss is nan")
+        >>> [choose_action(bad, {"skips": n}, Policy(max_skips=3)).kind for n in (0, 1, 2)]
         ['skip', 'skip', 'rollback']
-        >>> decide(bad, {"skips": 2, "rollbacks": 3}, Policy()).kind
+        >>> choose_action(bad, {"skips": 2, "rollbacks": 3}, Policy()).kind
         'stop'
-        >>> decide(Health("damaged", "weight is not finite"), {}, Policy()).kind
+        >>> choose_action(StepStatus("damaged", "weight is not finite"), {}, Policy()).kind
         'rollback'
     """
     if found.kind in ("empty", "overflow"):
@@ -282,12 +287,12 @@ def decide(found: Health, memory: Memory, policy: Policy) -> Action:
     return Action("stop", f"{told}; after {rollbacks} roll-backs")
 
 
-def judge(
+def judge_step(
     state: TrainState,
     record: Mapping[str, Any],
     policy: Policy,
     *,
-    seen: Memory | None = None,
+    seen: HealthState | None = None,
     damage: Callable[[], Sequence[str]] | None = None,
 ) -> tuple[Action, TrainState]:
     """Return what follows from the step that led to a state, and the state that remembers it.
@@ -298,55 +303,55 @@ def judge(
     Args:
         state: The state after the step, whose health is as the step found it.
         record: The step's metrics as plain values: `loss`, `grad_norm`, and where they are there
-            `tokens`, `skipped`, `loss_scale` and `overflowed`.
+            `tokens`, `skipped`, `get_loss_scale` and `overflowed`.
         policy: What is done.
-        seen: The health that `step_test` of this step was given, if that was an earlier one: a
-            spike that is skipped is one by the limits that the device had.
+        seen: The health that `make_finite_check` of this step was given, if that was an earlier
+            one: a spike that is skipped is one by the limits that the device had.
         damage: Called after a bad step only, on all ranks; gives the names of parameters and
-            moments that are not finite, as `checkpoint.nonfinite_names` does. No number of skips
-            mends these.
+            moments that are not finite, as `checkpoint.find_nonfinite_state` does. No number of
+            skips mends these.
 
     Returns:
         The action, and the state with what is to be remembered.
 
     Examples:
         >>> record = {"loss": math.nan, "grad_norm": 1.0, "tokens": 8, "skipped": 1}
-        >>> action, state = judge(TrainState(step=5), record, Policy())
+        >>> action, state = judge_step(TrainState(step=5), record, Policy())
         >>> action.kind, action.reason, state.health["skips"]
         ('skip', 'the loss is nan', 1.0)
-        >>> judge(TrainState(step=5), record, Policy(), damage=lambda: ["weight on rank 1"])[0]
+        >>> judge_step(TrainState(step=5), record, Policy(), damage=lambda: ["weight on rank 1"])[0]
         Action(kind='rollback', reason='the loss is nan; not finite: weight on rank 1', before=4)
     """
     memory, values = state.health, (float(record["loss"]), float(record["grad_norm"]))
     limits = memory if seen is None or not _skips(policy) else seen
-    found = step_health(*values, limits, policy, tokens=record.get("tokens", 1))
+    found = classify_step(*values, limits, policy, tokens=record.get("tokens", 1))
     default = found.kind in ("bad", "empty") or (found.kind == "spike" and _skips(policy))
     skipped = bool(record.get("skipped", default))
     found = _as_done(found, policy, skipped=skipped)
     if skipped and record.get("overflowed") and record["loss_scale"] > 1:
-        found = Health("overflow") if math.isfinite(values[0]) else found
+        found = StepStatus("overflow") if math.isfinite(values[0]) else found
     if found.kind == "bad" and damage is not None:
         names = list(damage())
         if names:
-            found = Health("damaged", f"{found.reason}; not finite: {', '.join(names)}")
+            found = StepStatus("damaged", f"{found.reason}; not finite: {', '.join(names)}")
     asked = policy if skipped else attrs.evolve(policy, on_spike="apply")
-    action = decide(found, memory, asked)
+    action = choose_action(found, memory, asked)
     kept = _remembered(state.step, values, found, memory, asked)
     if action.kind in ("rollback", "stop"):
         action = attrs.evolve(action, before=int(_number(kept, "first_bad")) - 1)
     return action, attrs.evolve(state, health=kept)
 
 
-def after_rollback(saved: Memory, live: Memory) -> dict[str, Any]:
+def restore_health(saved: HealthState, live: HealthState) -> dict[str, Any]:
     """Return the memory of a run that has gone back: the window it had then, the counts of now.
 
     Args:
         saved: The health of the checkpoint that it went back to.
-        live: The health with which it went back, from `judge`.
+        live: The health with which it went back, from `judge_step`.
 
     Examples:
         >>> live = {"skips": 3.0, "skipped": 3.0, "first_bad": 10.0, "bad_steps": [10.0, 11.0]}
-        >>> after_rollback({"losses": [2.0], "norms": [1.0]}, live)["rollbacks"]
+        >>> restore_health({"losses": [2.0], "norms": [1.0]}, live)["rollbacks"]
         1.0
     """
     counts = {name: live[name] for name in ("skipped", "empty", "spikes") if name in live}
@@ -359,11 +364,11 @@ def after_rollback(saved: Memory, live: Memory) -> dict[str, Any]:
     }
 
 
-def stop_error(action: Action, memory: Memory) -> NumericsError:
+def make_stop_error(action: Action, memory: HealthState) -> NumericsError:
     """Return the error that ends a run, with the list of what has happened.
 
     Examples:
-        >>> error = stop_error(Action("stop", "the loss is nan", 9), {"rolled_back": [4.0]})
+        >>> error = make_stop_error(Action("stop", "the loss is nan", 9), {"rolled_back": [4.0]})
         >>> error.code, str(error)
         (67, 'training has no good step after step 9: the loss is nan; rolled back before step 4')
     """
@@ -383,9 +388,9 @@ def stop_error(action: Action, memory: Memory) -> NumericsError:
 # --------------------------------------------------------------------------------------- divergence
 
 
-def divergence(
+def check_divergence(
     loss: float,
-    memory: Memory,
+    memory: HealthState,
     *,
     rise: float = 1.0,
     factor: float = math.inf,
@@ -418,11 +423,11 @@ def divergence(
     Examples:
         >>> memory, told = {}, []
         >>> for loss in [3.0] * 10 + [9.0] * 3:
-        ...     reason, memory = divergence(loss, memory)
+        ...     reason, memory = check_divergence(loss, memory)
         ...     told.append(bool(reason))
         >>> told.index(True)
         12
-        >>> bool(divergence(math.nan, {})[0])
+        >>> bool(check_divergence(math.nan, {})[0])
         True
     """
     if not (rise > 0 and factor > 1 and 0 < smoothing <= 1 and patience >= 1 and warmup >= 0):
@@ -447,22 +452,22 @@ def divergence(
     return reason, {**memory, **{f"{name}_{key}": value for key, value in kept.items()}}
 
 
-def refuse_divergence(state: TrainState, loss: float, **options: Any) -> TrainState:
+def stop_if_diverged(state: TrainState, loss: float, **options: Any) -> TrainState:
     """Return a state that remembers an evaluation's loss, or end a run that has diverged.
 
     Args:
         state: The state.
         loss: The loss over held-out data, the same on all ranks.
-        **options: Those of `divergence`.
+        **options: Those of `check_divergence`.
 
     Raises:
         NumericsError: The loss is not finite, or has been high for too long.
 
     Examples:
-        >>> refuse_divergence(TrainState(step=5), 3.0).health["evaluation_best"]
+        >>> stop_if_diverged(TrainState(step=5), 3.0).health["evaluation_best"]
         3.0
     """
-    reason, memory = divergence(loss, state.health, **options)
+    reason, memory = check_divergence(loss, state.health, **options)
     if reason:
         raise NumericsError(
             f"training has diverged by step {state.step}: {reason}",
@@ -473,7 +478,7 @@ def refuse_divergence(state: TrainState, loss: float, **options: Any) -> TrainSt
     return attrs.evolve(state, health=memory)
 
 
-def among_best(score: float, memory: Memory, *, most: int) -> tuple[bool, dict[str, Any]]:
+def is_among_best(score: float, memory: HealthState, *, most: int) -> tuple[bool, dict[str, Any]]:
     """Return whether a score is among the best so far, and the memory to go on with.
 
     Args:
@@ -485,7 +490,7 @@ def among_best(score: float, memory: Memory, *, most: int) -> tuple[bool, dict[s
     Examples:
         >>> memory, found = {}, []
         >>> for score in [3.0, 2.0, 2.5, 1.0]:
-        ...     is_best, memory = among_best(score, memory, most=1)
+        ...     is_best, memory = is_among_best(score, memory, most=1)
         ...     found.append(is_best)
         >>> found, memory
         ([True, True, False, True], {'evaluation_scores': [1.0]})
@@ -501,14 +506,14 @@ def among_best(score: float, memory: Memory, *, most: int) -> tuple[bool, dict[s
 # ------------------------------------------------------------------------------------------- memory
 
 
-def _number(memory: Memory, name: str, default: float = 0.0) -> float:
+def _number(memory: HealthState, name: str, default: float = 0.0) -> float:
     value = memory.get(name, default)
     if isinstance(value, Sequence):
         raise TypeError(f"health: {name} must be a number, got {value!r}")
     return float(value)
 
 
-def _list(memory: Memory, name: str) -> Sequence[float]:
+def _list(memory: HealthState, name: str) -> Sequence[float]:
     value = memory.get(name, ())
     if not isinstance(value, Sequence):
         raise TypeError(f"health: {name} must be a list of numbers, got {value!r}")
@@ -543,24 +548,24 @@ def _skips(policy: Policy) -> bool:
     return policy.on_spike == "skip"
 
 
-def _is_held_against(found: Health, policy: Policy) -> bool:
+def _is_held_against(found: StepStatus, policy: Policy) -> bool:
     """Say whether a step counts towards a roll-back."""
     return found.kind in ("bad", "damaged") or (found.kind == "spike" and _skips(policy))
 
 
-def _as_done(found: Health, policy: Policy, *, skipped: bool) -> Health:
+def _as_done(found: StepStatus, policy: Policy, *, skipped: bool) -> StepStatus:
     """Return what a step was, in view of whether it was taken."""
     if found.kind == "bad" and not skipped:
-        return Health("damaged", f"{found.reason}; the step was taken all the same")
+        return StepStatus("damaged", f"{found.reason}; the step was taken all the same")
     if skipped and (found.kind == "ok" or (found.kind == "spike" and not _skips(policy))):
-        return Health("bad", "the step was refused, though its loss and norm are good here")
+        return StepStatus("bad", "the step was refused, though its loss and norm are good here")
     if found.kind == "empty" and not skipped:
-        return Health("ok", found.reason)
+        return StepStatus("ok", found.reason)
     return found
 
 
 def _remembered(
-    step: int, values: tuple[float, float], found: Health, memory: Memory, policy: Policy
+    step: int, values: tuple[float, float], found: StepStatus, memory: HealthState, policy: Policy
 ) -> dict[str, Any]:
     kept: dict[str, Any] = dict(memory)
     if found.kind in ("spike", "empty"):

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from trainkit.batch import batch_hash, count_tokens
-from trainkit.collectives import all_sum, computing_device
-from trainkit.health import rescaled
-from trainkit.noise.hashing import MASK64, key_of
-from trainkit.types import Axis, Earlier, IntArray, StepBatch, TrainState
+from trainkit.collectives import all_sum, get_compute_device
+from trainkit.health import update_loss_scale
+from trainkit.noise.hashing import MASK64, make_key
+from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
 
 
 def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     if axis.count == 1:
         return given
     # A rank whose values lie elsewhere must send them from the same device as the others.
-    given = {name: value.to(computing_device(axis)) for name, value in given.items()}
+    given = {name: value.to(get_compute_device(axis)) for name, value in given.items()}
     totals = _totals(given, axis)
     return {name: totals[name].to(value.dtype) for name, value in given.items()}
 
@@ -72,10 +72,10 @@ def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     names = sorted(sums)
     shapes = [str(tuple(sums[name].shape)) for name in names]
     sizes = [sums[name].numel() for name in names]
-    device = computing_device(axis)
+    device = get_compute_device(axis)
     # Gloo aborts the process when sizes differ, so ranks that disagree must send equally much.
     packed = torch.zeros(-(-(1 + sum(sizes)) // 256) * 256, dtype=torch.float64, device=device)
-    key = key_of(*names, *shapes) >> 32  # 32 bits: the sum over 2^21 ranks is exact
+    key = make_key(*names, *shapes) >> 32  # 32 bits: the sum over 2^21 ranks is exact
     packed[0].fill_(key)  # packed[0] = key would be copied from the host, and waited for
     if names:
         flat = torch.cat([sums[name].double().flatten() for name in names])
@@ -91,64 +91,67 @@ def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     return {name: x.view(sums[name].shape) for name, x in zip(names, values, strict=True)}
 
 
-def load_over_mean(load: Tensor) -> Tensor:
+def expert_load_ratio(load: Tensor) -> Tensor:
     """Return how often the expert that was chosen most was chosen, over the mean of all.
 
     Args:
         load: `[..., E]`, how often each expert of a layer was chosen, in the whole global batch:
-            the term "load" of `losses.routed`, after `reduce_metrics`. No host sync.
+            the term "load" of `losses.add_router_losses`, after `reduce_metrics`. No host sync.
 
     Returns:
         fp64 `[...]`: 1 where all are chosen alike, E where one has all; NaN where nobody chose.
 
     Examples:
-        >>> load_over_mean(torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])).tolist()
+        >>> expert_load_ratio(torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])).tolist()
         [3.0, 1.0]
     """
     return load.amax(-1) / load.double().mean(-1)
 
 
-def load_entropy(load: Tensor) -> Tensor:
+def expert_load_entropy(load: Tensor) -> Tensor:
     """Return the entropy of the choice of experts, as a part of the largest that there can be.
 
     Not in nats: -sum of p ln p over ln E. It falls where many experts are seldom chosen, which
-    `load_over_mean` does not see.
+    `expert_load_ratio` does not see.
 
     Args:
-        load: As in `load_over_mean`, of two experts at least.
+        load: As in `expert_load_ratio`, of two experts at least.
 
     Returns:
         fp64 `[...]`: 1 where all are chosen alike, 0 where one has all; NaN where nobody chose.
 
     Examples:
-        >>> load_entropy(torch.tensor([[2, 2, 0, 0], [1, 1, 1, 1], [0, 9, 0, 0]])).tolist()
+        >>> expert_load_entropy(torch.tensor([[2, 2, 0, 0], [1, 1, 1, 1], [0, 9, 0, 0]])).tolist()
         [0.5, 1.0, 0.0]
     """
     shares = load / load.double().sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1) / math.log(load.shape[-1])
 
 
-def load_metrics(
+def make_expert_load_metrics(
     load: Tensor, *, biases: Tensor | None = None, dropped: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return how balanced the experts of a step are, as scalars for its metrics.
 
     Each has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of `load`, and
-    `NAME` alone is that of the worst layer: `load_over_mean`, `load_entropy`, `expert_bias` (the
+    `NAME` alone is that of the worst layer: `expert_load_ratio`, `expert_load_entropy`,
+        `expert_bias` (the
     largest absolute value of a layer's biases) and `dropped_share` (of all choices).
 
     Args:
-        load: As in `load_over_mean`, `[L, E]`.
-        biases: `[L, E]`, what `models.advance_routers_` returns, summed over the pipeline.
+        load: As in `expert_load_ratio`, `[L, E]`.
+        biases: `[L, E]`, what `models.update_routers_` returns, summed over the pipeline.
         dropped: `[L]`, the term of that name.
 
     Examples:
-        >>> shown = load_metrics(torch.tensor([[3, 1], [2, 2]]), biases=torch.zeros(2, 2))
+        >>> shown = make_expert_load_metrics(
+        ...     torch.tensor([[3, 1], [2, 2]]), biases=torch.zeros(2, 2)
+        ... )
         >>> {name: round(x.item(), 2) for name, x in shown.items() if name.startswith("load")}
         {'load_over_mean': 1.5, 'load_over_mean/0': 1.5, 'load_over_mean/1': 1.0,
          'load_entropy': 0.81, 'load_entropy/0': 0.81, 'load_entropy/1': 1.0}
     """
-    each = {"load_over_mean": load_over_mean(load), "load_entropy": load_entropy(load)}
+    each = {"load_over_mean": expert_load_ratio(load), "load_entropy": expert_load_entropy(load)}
     if biases is not None:
         each["expert_bias"] = biases.abs().amax(-1)
     if dropped is not None:
@@ -223,9 +226,9 @@ def advance(
 
     Examples:
         >>> import torch
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import make_padding_batch
         >>> from trainkit.types import SOLO, Cursor
-        >>> batch = StepBatch([blank_batch(1, 2)], Cursor(1))
+        >>> batch = StepBatch([make_padding_batch(1, 2)], Cursor(1))
         >>> state, metrics = advance(TrainState(), batch, {"tokens": torch.tensor(0)}, axis=SOLO)
         >>> state.step, state.cursor.batch, metrics["tokens_total"]
         (1, 1, tensor(0))
@@ -235,24 +238,24 @@ def advance(
     tokens: Any = state.tokens + metrics["tokens"]
     moved = attrs.evolve(state, step=state.step + 1, tokens=tokens, cursor=batch.cursor)
     if "overflowed" in metrics:
-        moved = attrs.evolve(moved, health=rescaled(state.health, metrics))
+        moved = attrs.evolve(moved, health=update_loss_scale(state.health, metrics))
     counts = {"tokens_processed": processed, "tokens_total": tokens, "batch_hash": total_hash}
     return moved, {**metrics, **counts}
 
 
-def step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[str, Any]:
-    """Return one line of metrics.jsonl: `step_records` of a single step.
+def make_step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[str, Any]:
+    """Return one line of metrics.jsonl: `make_step_records` of a single step.
 
     Examples:
         >>> import time
         >>> metrics = {"loss": 0.5, "tokens": 100, "batch_hash": 255}
-        >>> step_record(metrics, begin=time.perf_counter())["batch_hash"]
+        >>> make_step_record(metrics, begin=time.perf_counter())["batch_hash"]
         '00000000000000ff'
     """
-    return step_records([metrics], begin=begin)[0]
+    return make_step_records([metrics], begin=begin)[0]
 
 
-def step_records(
+def make_step_records(
     steps: Sequence[Mapping[str, Tensor | float]], *, begin: float
 ) -> list[dict[str, Any]]:
     """Return lines of metrics.jsonl: metrics of steps as plain values, and what follows from them.
@@ -269,7 +272,7 @@ def step_records(
         For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
         `grad_norm_hex` and `lr_hex`, which hold every bit; `seconds`, the mean of these steps; and
         `tokens_per_second`, of the tokens that were processed where they are known. All but the
-        last are `Earlier`.
+        last are `DelayedMetrics`.
 
     Effects:
         Waits for the device, once for all steps: see `to_host`.
@@ -277,7 +280,7 @@ def step_records(
     Examples:
         >>> import time
         >>> steps = [{"loss": 0.5, "tokens": 100}, {"loss": 0.25, "tokens": 50}]
-        >>> first, second = step_records(steps, begin=time.perf_counter())
+        >>> first, second = make_step_records(steps, begin=time.perf_counter())
         >>> second["loss_hex"], first["seconds"] == second["seconds"]
         ('0x1.0000000000000p-2', True)
     """
@@ -285,7 +288,7 @@ def step_records(
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)
     own = [{name: numbers[f"{i} {name}"] for name in x} for i, x in enumerate(steps)]
     records = [_record(values, seconds) for values in own]
-    return [*map(Earlier, records[:-1]), *records[-1:]]
+    return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
 
 
 def _record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -298,7 +301,7 @@ def _record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     return record | {"seconds": seconds, "tokens_per_second": speed}
 
 
-def memory_stats(device: torch.device) -> dict[str, int]:
+def read_memory_stats(device: torch.device) -> dict[str, int]:
     """Return the bytes of memory that are in use, and the most since it was last asked.
 
     Of an accelerator what torch has given to tensors. On a CPU what the process has of the host's
@@ -314,7 +317,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
         An accelerator's peak is counted anew. Nothing waits for it.
 
     Examples:
-        >>> found = memory_stats(torch.device("cpu"))
+        >>> found = read_memory_stats(torch.device("cpu"))
         >>> 0 < found["memory"] <= found["memory_peak"]
         True
     """
@@ -333,7 +336,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
     return found
 
 
-def gradient_noise(
+def estimate_gradient_noise(
     part_square: Tensor, part_tokens: Tensor, square: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Estimate, in one step, how noisy the gradient is: the two sides of the noise scale.
@@ -375,7 +378,7 @@ def gradient_noise(
         >>> for batch in batches:
         ...     _ = forward_backward(model, [batch], loss, **how)
         ...     squares.append(grad_norm(model.parameters()) ** 2)
-        >>> gradient_noise(squares[0], torch.tensor(1), squares[1], tokens)
+        >>> estimate_gradient_noise(squares[0], torch.tensor(1), squares[1], tokens)
         (tensor(-10.6667), tensor(11.6667))
     """
     small = part_square * tokens / part_tokens * tokens / part_tokens
@@ -453,7 +456,9 @@ def model_flops(
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
 
 
-def flops_utilization(flops: float, seconds: float, *, peak: float, devices: int = 1) -> float:
+def model_flops_utilization(
+    flops: float, seconds: float, *, peak: float, devices: int = 1
+) -> float:
     """Return which fraction of the devices' peak a computation reached.
 
     Args:
@@ -466,13 +471,13 @@ def flops_utilization(flops: float, seconds: float, *, peak: float, devices: int
         ValueError: if seconds, peak or devices are not positive.
 
     Examples:
-        >>> flops_utilization(4e14, 2.0, peak=1e15, devices=1)
+        >>> model_flops_utilization(4e14, 2.0, peak=1e15, devices=1)
         0.2
     """
     capacity = seconds * peak * devices
     if not (math.isfinite(capacity) and seconds > 0 and peak > 0 and devices > 0):
         raise ValueError(
-            "flops_utilization: seconds, peak and devices must be positive and finite, got "
+            "model_flops_utilization: seconds, peak and devices must be positive and finite, got "
             f"{seconds}, {peak} and {devices}"
         )
     return flops / capacity

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step; `due` says when to log, save or evaluate.
+"""Learning rates as pure functions of the step; `is_due` says when to log, save or evaluate.
 
 All schedules but `piecewise` have one anatomy. Step s, counted from 0, is the step about to be
 taken. Warm-up rises in a straight line, lr * (s + 1) / warmup: the first step is no step at rate
@@ -17,7 +17,7 @@ from typing import Literal
 
 from trainkit.types import ConfigError, Schedule, check_range
 
-Shape = Callable[[float], float]
+DecayShape = Callable[[float], float]
 """From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
 
 Curve = (
@@ -237,7 +237,7 @@ def warmup_stable_decay(
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0, 0.0]
     """
     name = "warmup_stable_decay"
-    shapes: dict[str, Shape] = {"linear": _straight, "cosine": _half_cosine}
+    shapes: dict[str, DecayShape] = {"linear": _straight, "cosine": _half_cosine}
     shapes["sqrt"] = lambda over: 1 - math.sqrt(over)
     shapes["sqrt_late"] = lambda over: math.sqrt(1 - over)
     if shape not in shapes:
@@ -344,7 +344,7 @@ def infinite(
     return lambda step: after(step) if step >= warmup else lr * _warmed(step, warmup, warmup_from)
 
 
-def due(step: int, every: int, *, last: int | None = None, powers_of_two: bool = False) -> bool:
+def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: bool = False) -> bool:
     """Return whether it is time for what happens every `every` steps, and at the last one.
 
     Args:
@@ -358,11 +358,11 @@ def due(step: int, every: int, *, last: int | None = None, powers_of_two: bool =
         ValueError: if `every` is negative.
 
     Examples:
-        >>> [step for step in range(1, 8) if due(step, 3, last=7)]
+        >>> [step for step in range(1, 8) if is_due(step, 3, last=7)]
         [3, 6, 7]
-        >>> due(7, 0, last=7)
+        >>> is_due(7, 0, last=7)
         False
-        >>> [step for step in range(20) if due(step, 0, powers_of_two=True)]
+        >>> [step for step in range(20) if is_due(step, 0, powers_of_two=True)]
         [1, 2, 4, 8, 16]
     """
     check_range("due", at_least=0, every=every)
@@ -415,7 +415,7 @@ def _warmed(step: int, warmup: int, begin: float | None) -> float:
 
 def _decaying(  # noqa: PLR0917 (each schedule hands all of its own on)
     name: str,
-    shape: Shape,
+    shape: DecayShape,
     lr: float,
     warmup: int,
     total: int,

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batch import (
-    blank_batch,
     check_terms,
     count_valid_tokens,
-    divided,
-    divisors_of,
+    divide_terms,
+    make_divisors,
+    make_padding_batch,
     to_device,
 )
-from trainkit.collectives import all_gather_json, all_max, all_sum, communication_device
-from trainkit.losses import mean_terms
+from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_device
+from trainkit.losses import average_terms
 from trainkit.models.call import call_model
 from trainkit.parallel.leaks import refuse_leaks
 from trainkit.parallel.pipeline import bind_pipeline
@@ -52,7 +52,7 @@ from trainkit.types import (
     Denominator,
     ForwardBackward,
     Loss,
-    among,
+    check_choice,
 )
 
 
@@ -117,14 +117,14 @@ def forward_backward(
     """
     _check_microbatches(microbatches)
     if reduce not in {"last", "each"}:
-        among(("last", "each"), "forward_backward", reduce=reduce)
+        check_choice(("last", "each"), "forward_backward", reduce=reduce)
     refuse_leaks("forward_backward", model, microbatches, call)
-    reducers, divisors = reducers_of(model), divisors_of(denominator)
+    reducers, divisors = reducers_of(model), make_divisors(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
             total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
-            divided(total, divisors).backward()
+            divide_terms(total, divisors).backward()
             _add(sums, terms)
         return sums
     check_sums(reducers)
@@ -132,7 +132,7 @@ def forward_backward(
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
                 total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
-                divided(total, divisors).backward()
+                divide_terms(total, divisors).backward()
             _add(sums, terms)
     return sums
 
@@ -183,7 +183,7 @@ def bind_forward_backward(
         >>> sorted(run([{"x": torch.ones(2, 1)}], denominator=torch.tensor(2)))
         ['loss']
     """
-    among(("last", "each"), "forward_backward", reduce=reduce)
+    check_choice(("last", "each"), "forward_backward", reduce=reduce)
     schedule_kind(schedule)
     if axis.count == 1:
         if len(stages) != 1:
@@ -215,14 +215,15 @@ def evaluate(
     Ranks may have different numbers of batches, or none: one that has run out computes along, on
     its last batch or on a blank one, with zeros for the columns that the others' have, and adds 0,
     until all are done, because a sharded model needs every rank for every forward pass. (Under
-    Ulysses every rank must have one: a blank one of whole rows cannot be made here; `eval_batches`
+    Ulysses every rank must have one: a blank one of whole rows cannot be made here;
+        `make_eval_batches`
     makes it.) Through a pipeline batches go one after the other, forward only, whatever the
     schedule of the training steps.
 
     Args:
         stages_or_model: Any module, or this rank's stages.
         batches: This rank's part of the held-out data; all ranks of a pipeline read the same.
-        loss: The loss; see `losses.mean_terms` for what its terms are divided by.
+        loss: The loss; see `losses.average_terms` for what its terms are divided by.
         axis: The ranks that hold distinct tokens, `ps.loss`.
         pp: The pipeline axis, `ps.pp`.
         tp: The tensor-parallel axis, `ps.tp`: its ranks hear of each other's failures.
@@ -264,7 +265,7 @@ def evaluate(
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
     tokens = all_sum(count, axis)
-    return mean_terms(sums, tokens) | {"tokens": tokens}
+    return average_terms(sums, tokens) | {"tokens": tokens}
 
 
 def _terms_through(
@@ -289,7 +290,7 @@ def _shared(
     if pp.count == 1:
         return sums
     source = places_of(stages, pp)[0].ranks[-1]
-    if not any(all_gather_json(len(sums), pp)):
+    if not any(all_gather_objects(len(sums), pp)):
         return {}
     kinds = agree_on_kinds(sums, terms_of(loss), axis=pp, source=source)
     return share_terms(sums, kinds, axis=pp, source=source, device=device)
@@ -297,7 +298,7 @@ def _shared(
 
 def _first_of(batch: Mapping[str, Any] | None, model: nn.Module, axis: Axis) -> Mapping[str, Any]:
     """Return this rank's first batch, or a blank one with the columns that another rank's has."""
-    kinds = all_gather_json({} if batch is None else _columns(batch), axis)
+    kinds = all_gather_objects({} if batch is None else _columns(batch), axis)
     if batch is not None:
         return batch
     merged = {name: kind for own in kinds for name, kind in own.items()}
@@ -317,7 +318,7 @@ def _columns(batch: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def _blank(model: nn.Module, kinds: Mapping[str, Sequence[Any]]) -> Batch:
     """Return a blank batch that every part of a sequence-parallel model can take a share of."""
-    blank = blank_batch(1, 2 * getattr(model, "sequence_parts", 1))
+    blank = make_padding_batch(1, 2 * getattr(model, "sequence_parts", 1))
     size = blank.labels.shape
     columns = {
         name: torch.zeros(*size, *inner, dtype=getattr(torch, kind))
@@ -342,7 +343,7 @@ def _next_on_any(source: Iterator[Mapping[str, Any]], axes: Sequence[Axis]) -> A
         failure = error
     state = torch.tensor(2 if failure is not None else int(batch is not None))
     for axis in axes:
-        state = all_max(state.to(communication_device(axis)), axis)
+        state = all_max(state.to(get_comm_device(axis)), axis)
     most = int(state)
     if failure is not None:
         raise failure

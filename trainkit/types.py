@@ -7,6 +7,7 @@ registration. This file imports no torch at run time, so that packing and planni
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,13 +59,13 @@ class TrainkitError(ValueError):
         self.what, self.where, self.got, self.want, self.hint = what, where, got, want, hint
 
 
-def error_text(error: BaseException, *, most: int = 8000) -> str:
+def format_error(error: BaseException, *, most: int = 8000) -> str:
     """Return what an error says, of a long text the first `most` characters; never raises.
 
     Examples:
-        >>> error_text(ValueError("lr must be positive"))
+        >>> format_error(ValueError("lr must be positive"))
         'lr must be positive'
-        >>> error_text(ValueError("x" * 10**6), most=3)
+        >>> format_error(ValueError("x" * 10**6), most=3)
         'xxx ... (1000000 characters)'
     """
     try:
@@ -160,10 +161,10 @@ def check_range(
         ValueError: A value is NaN, infinite or outside of the range; the message names them all.
 
     Examples:
-        >>> check_range("blank_batch", at_least=1, rows=0, length=4)
+        >>> check_range("make_padding_batch", at_least=1, rows=0, length=4)
         Traceback (most recent call last):
         ...
-        ValueError: blank_batch: rows and length must be at least 1, got 0 and 4
+        ValueError: make_padding_batch: rows and length must be at least 1, got 0 and 4
         >>> check_range("dpo", at_least=0, below=0.5, label_smoothing=float("nan"))
         Traceback (most recent call last):
         ...
@@ -187,14 +188,14 @@ def check_range(
     raise ValueError(f"{function}: {names} must be {text}, got {got}")
 
 
-def among(choices: Sequence[str], by: str, **arguments: str) -> None:
+def check_choice(choices: Sequence[str], by: str, **arguments: str) -> None:
     """Refuse an argument of a function `by` that is none of `choices`.
 
     Raises:
         ValueError: One is not; the message names it.
 
     Examples:
-        >>> among(["error", "drop"], "pack_pairs", overlong="split")
+        >>> check_choice(["error", "drop"], "pack_pairs", overlong="split")
         Traceback (most recent call last):
         ...
         ValueError: pack_pairs: overlong must be "error" or "drop", got 'split'
@@ -211,13 +212,15 @@ Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 """The type of an attrs validator."""
 
 
-def rule(holds: Callable[[Any], bool], want: str) -> Validator:
+def satisfies(holds: Callable[[Any], bool], want: str) -> Validator:
     """Return an attrs validator: `holds(value)`, which `want` says in words after "must be".
 
     Examples:
         >>> @attrs.frozen
         ... class Config:
-        ...     size: int = attrs.field(default=2, validator=rule(lambda x: x % 2 == 0, "even"))
+        ...     size: int = attrs.field(
+        ...         default=2, validator=satisfies(lambda x: x % 2 == 0, "even")
+        ...     )
         >>> Config(3)
         Traceback (most recent call last):
         ...
@@ -248,21 +251,22 @@ def one_of(*choices: Any) -> Validator:
         ...
         trainkit.types.ConfigError: kernel must be one of 'sdpa', 'varlen', got 'sdp'
     """
-    return rule(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
+    return satisfies(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
 
 
-positive = rule(lambda value: value > 0, "above 0")
+positive = satisfies(lambda value: value > 0, "above 0")
 """An attrs validator: the value is above 0."""
-non_negative = rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")
+non_negative = satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite")
 """An attrs validator: the value is at least 0 and finite."""
-fraction = rule(lambda value: 0 <= value <= 1, "between 0 and 1")
+fraction = satisfies(lambda value: 0 <= value <= 1, "between 0 and 1")
 """An attrs validator: the value is between 0 and 1."""
 
 
 # ------------------------------------------------------------------------------------- parallelism
 
 Kernel = Literal["varlen", "flash", "efficient", "cudnn", "flex", "sdpa", "math"]
-"""Attention kernels by name, for `attention.choose`. `varlen`: all documents in one call of torch's
+"""Attention kernels by name, for `attention.choose_kernel`. `varlen`: all documents in one call of
+torch's
 flash kernel. `flash`, `efficient`, `cudnn`: that kernel of torch's `scaled_dot_product_attention`,
 a call for each document, or three in a window (there `flash` is `varlen` on CUDA). `flex`:
 FlexAttention. `sdpa`: whatever kernel torch takes, and `math` for soft caps. `math`: products and a
@@ -273,7 +277,7 @@ FoldSP = Literal["all", "ring", "ulysses", "none"]
 
 
 def _degree(default: int = 1) -> Any:
-    above = rule(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
+    above = satisfies(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
     validator = above if default == -1 else positive
     return attrs.field(default=default, validator=validator, metadata={"degree": True})
 
@@ -511,7 +515,7 @@ def _axes_of(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
 
 
 @attrs.frozen(kw_only=True)
-class Rows:
+class BatchShape:
     """What a step is fed: how many rows, how long, and how they are cut; see `pack_bins`."""
 
     row_length: int
@@ -540,7 +544,7 @@ class Share:
 
 
 @attrs.frozen
-class Place:
+class DataShard:
     """Which part of a global batch a rank holds: by default all of it.
 
     `rows` says which of the ranks that read different rows this is, `ring` which part of each
@@ -654,9 +658,9 @@ class ParallelState:
     device: torch.device
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DataShard:
         """Which part of a global batch this rank holds."""
-        return Place(self.dp.share, self.ring.share, self.ulysses.share)
+        return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -678,7 +682,7 @@ class Hidden(NamedTuple):
     softcap: float | None = None
 
 
-class Routed(NamedTuple):
+class RoutedOutput(NamedTuple):
     """What a decoder with experts returns: its output, and what its routers counted on this rank.
 
     `sums` `[L, 3 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
@@ -691,22 +695,22 @@ class Routed(NamedTuple):
     sums: Tensor
 
 
-def unrouted(output: Any) -> Any:
+def drop_routing(output: Any) -> Any:
     """Return what a decoder with experts returns, without what its routers counted.
 
     Examples:
-        >>> unrouted(Routed(1, 2)), unrouted(3)
+        >>> drop_routing(RoutedOutput(1, 2)), drop_routing(3)
         (1, 3)
     """
-    return output.output if isinstance(output, Routed) else output
+    return output.output if isinstance(output, RoutedOutput) else output
 
 
-def capped(x: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
     """Return c * tanh(x / c) for a soft cap c, or x without one.
 
     Examples:
         >>> import torch
-        >>> capped(torch.tensor([0.0, 1e9]), 30.0)
+        >>> apply_softcap(torch.tensor([0.0, 1e9]), 30.0)
         tensor([ 0., 30.])
     """
     return x if softcap is None else softcap * (x / softcap).tanh()
@@ -775,7 +779,7 @@ class Column:
     inner: tuple[int, ...] = attrs.field(
         default=(),
         converter=tuple,
-        validator=rule(
+        validator=satisfies(
             lambda sizes: len(sizes) < 2 and all(type(k) is int and k > 0 for k in sizes),
             "() or (k,) with k above 0",
         ),
@@ -824,8 +828,8 @@ class Spans:
 BATCH_TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 """The tensors that every `Batch` has, in its order."""
 
-ADDED_TENSORS = ("source", "noise_key")
-"""What `deal_rows` and `with_noise_keys` add to the `extra` of a batch; no column is called so."""
+EXTRA_TENSORS = ("source", "noise_key")
+"""Names that `make_microbatches` and `add_noise_keys` set in `Batch.extra`; no column has them."""
 
 
 @attrs.frozen(eq=False, init=False)
@@ -919,7 +923,7 @@ class StepBatch:
     cursor: Cursor
 
 
-class Earlier(dict[str, Any]):
+class DelayedMetrics(dict[str, Any]):
     """A line that is handed on together with later ones: who shows the newest leaves it out."""
 
 
@@ -1059,6 +1063,39 @@ Schedule = Callable[[int], float]
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
+
+Log = Callable[[str], object]
+"""`Log(message)`: where messages for people go, such as `print` or the `log` of a run."""
+
+
+def log_info(message: str) -> None:
+    """Log a message at level INFO of the logger "trainkit": what happened as planned.
+
+    It is the default of `log=` where the caller need not read the messages: Python's `logging`
+    drops them unless it is configured (`logging.basicConfig(level="INFO")`).
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_info("packed 3 rows")
+    """
+    logging.getLogger("trainkit").info("%s", message)
+
+
+def log_warning(message: str) -> None:
+    """Log a message at level WARNING of the logger "trainkit": somebody should read it.
+
+    It is the default of `log=` where a message may change what the caller does next. Python's
+    `logging` prints it on stderr unless it is configured otherwise.
+
+    Effects:
+        Calls the handlers of the logger.
+
+    Examples:
+        >>> log_warning("passed over step_00000012: it is damaged")
+    """
+    logging.getLogger("trainkit").warning("%s", message)
 
 
 class ForwardBackward(Protocol):

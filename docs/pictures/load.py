@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainkit.run.plots import plot_load
+from trainkit.run.plots import plot_expert_load
 
 if __name__ == "__main__":
-    plot_load(Path(sys.argv[1]) / "metrics.jsonl", Path(__file__).with_suffix(".png"))
+    plot_expert_load(Path(sys.argv[1]) / "metrics.jsonl", Path(__file__).with_suffix(".png"))

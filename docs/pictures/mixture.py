@@ -11,15 +11,15 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from trainkit.sampling import Phase, make_phases, rows_of_mixture
+from trainkit.sampling import MixturePhase, make_mixture_phases, sample_mixture
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
 
 NUM_ROWS = {"web": 4000, "code": 1500, "chat": 300}
-PHASES = make_phases(
-    Phase(0, {"web": 0.7, "code": 0.3, "chat": 0}),
-    Phase(200, {"web": 0.3, "chat": 0.4}, lr_scale=0.5),
+PHASES = make_mixture_phases(
+    MixturePhase(0, {"web": 0.7, "code": 0.3, "chat": 0}),
+    MixturePhase(200, {"web": 0.3, "chat": 0.4}, lr_scale=0.5),
 )
 STEPS, ROWS = 300, 16
 COLOURS = {"web": "#4c72b0", "code": "#dd8452", "chat": "#55a868"}
@@ -27,7 +27,7 @@ COLOURS = {"web": "#4c72b0", "code": "#dd8452", "chat": "#55a868"}
 
 def main() -> None:
     """Draw the picture."""
-    rows_at = rows_of_mixture(NUM_ROWS, PHASES, rows_per_step=ROWS, seed=0)
+    rows_at = sample_mixture(NUM_ROWS, PHASES, rows_per_step=ROWS, seed=0)
     drawn = [rows_at(batch) for batch in range(STEPS)]
     ends = np.cumsum(list(NUM_ROWS.values()))
     sources = np.searchsorted(ends, np.concatenate(drawn), side="right")
@@ -45,7 +45,7 @@ def main() -> None:
     left.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     left.set_ylim(0, 1)
     left.set_xlim(0, STEPS)
-    off = {"drawn at random": random, "rows_of_mixture": own}
+    off = {"drawn at random": random, "sample_mixture": own}
     for (name, counts), colour in zip(off.items(), ("#bbbbbb", COLOURS["web"]), strict=True):
         ahead = counts[:, 0] - np.cumsum(asked[:, 0])
         right.plot(rows / ROWS, ahead, color=colour, linewidth=1, label=name)

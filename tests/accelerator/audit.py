@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import trainkit as tk
-from trainkit import attention, config, losses, mesh, models, packing, sampling
+from trainkit import config, losses, mesh, models, packing, sampling, set_attention
 from trainkit.batch import count_tokens, count_valid_tokens, to_device
 from trainkit.data import TokenCorpus
-from trainkit.losses import mean_terms, next_token_linear
+from trainkit.losses import average_terms, next_token_linear
 from trainkit.parallel import stage_forward
 from trainkit.types import SOLO, Share, Spans
 
@@ -61,7 +61,7 @@ def session(rank, degrees):
         yield mesh.solo_parallel("cuda:0")
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    alike = mock.patch.object(stage_forward, "all_gather_json", lambda x, axis: [x] * axis.count)
+    alike = mock.patch.object(stage_forward, "all_gather_objects", lambda x, axis: [x] * axis.count)
     unheard = mock.patch("trainkit.mesh.session.first_words")  # nobody would answer
     try:
         with unheard, mesh.parallel_session(**degrees) as ps, alike:
@@ -89,9 +89,9 @@ def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, **degrees):
 
 def batch_of(corpus, bins, cursor, ps):
     with _disable_current_modes():
-        batch = tk.step_batch(
-            tk.Packed(corpus, bins),
-            sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0),
+        batch = tk.make_step_batch(
+            tk.PackedCorpus(corpus, bins),
+            sampling.shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0),
             cursor,
             place=ps.place,
             rows_per_microbatch=MICROBATCH,
@@ -191,7 +191,7 @@ EXPERTS = attrs.evolve(
 
 def step_with_experts(balance):
     """Take a step of a decoder with experts in bf16; return its ledger."""
-    loss = losses.routed(losses.next_token, balance=0.01, router_z=0.001)
+    loss = losses.add_router_losses(losses.next_token, balance=0.01, router_z=0.001)
     corpus, bins = rows_of(8, 40)
     with session(0, ALONE) as ps, fake_device() as ledger:
         torch.set_default_dtype(torch.bfloat16)
@@ -205,9 +205,9 @@ def step_with_experts(balance):
         seen = count_tokens(batches)
         per = {"loss": count_valid_tokens(batches), "balance": seen, "router_z": seen}
         sums = tk.forward_backward(model, batches, loss, denominator=per, call=models.call_routed)
-        means = mean_terms(tk.reduce_metrics(sums, ps.loss), per)
+        means = average_terms(tk.reduce_metrics(sums, ps.loss), per)
         applied = torch.ones((), dtype=torch.bool, device="cuda:0")
-        models.advance_routers_([model], means["load"], rate=0.001, applied=applied)
+        models.update_routers_([model], means["load"], rate=0.001, applied=applied)
     return ledger, len(batches)
 
 
@@ -252,7 +252,7 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
         ends = torch.zeros(3, dtype=torch.int32, device="cuda:0")
         spans = Spans(ends, np.array([5, 11]), 11)
         shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
-        attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
+        set_attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
     assert bool(ledger.operators[VARLEN]) == taken
 
 
@@ -267,7 +267,7 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
 )
 def test_a_window_is_a_kernel_of_torchs_and_nothing_waits(name, dtype, taken):
     how = {"device": "cuda:0", "dtype": dtype}
-    attend = attention.choose([name], **how, head_size=64, window=20).attend
+    attend = set_attention.choose_kernel([name], **how, head_size=64, window=20).attend
     with fake_device() as ledger:
         lengths = [150, 1, 29, 120]
         ends = torch.zeros(5, dtype=torch.int32, device="cuda:0")

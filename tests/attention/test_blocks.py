@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_iter
 from trainkit.attention import blocks
 from trainkit.attention.blocks import (
     BlockSpans,
+    choose_block_kernel,
     cpu_flash,
     cuda_flash,
-    kernel_for,
     matmul,
     merge_lse,
 )
@@ -209,8 +209,8 @@ def on_meta(spans):
 
 
 def test_the_kernel_is_chosen_by_device_dtype_and_head_size(monkeypatch):
-    assert kernel_for(torch.ones(1, 1, 7, dtype=torch.bfloat16)) is cpu_flash
-    assert kernel_for(torch.ones(1, 1, 8, device="meta")) is matmul
+    assert choose_block_kernel(torch.ones(1, 1, 7, dtype=torch.bfloat16)) is cpu_flash
+    assert choose_block_kernel(torch.ones(1, 1, 8, device="meta")) is matmul
     low = torch.bfloat16
     for major, size, dtype, kernel in (
         (8, 8, low, cuda_flash),
@@ -224,4 +224,4 @@ def test_the_kernel_is_chosen_by_device_dtype_and_head_size(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=device: found)
         q = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True, dtype=dtype)
         q.shape = (1, 1, size)
-        assert kernel_for(q) is kernel, (major, size, dtype)
+        assert choose_block_kernel(q) is kernel, (major, size, dtype)

@@ -19,9 +19,9 @@ from recipe_runs import SMALL, assert_equal_runs, column, here, several
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit import models, parallel
-from trainkit.attention import choose, flex, ring, sdpa, ulysses, varlen
+from trainkit.attention import choose_kernel, flex, ring, sdpa, ulysses, varlen
 from trainkit.attention.flex import BLOCK, block_mask
-from trainkit.batch import spans_of_rows
+from trainkit.batch import spans_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Axis, ConfigError, Share
@@ -43,7 +43,7 @@ def attention_of(name, monkeypatch):
     # Torch has a plain form of flex's backward for any device, and refuses it on a CPU.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     made = {"varlen": varlen, "ring": ring(SOLO), "ulysses": ulysses(sdpa, SOLO), "flex": flex()}
-    return made.get(name) or choose([name], **HERE).attend
+    return made.get(name) or choose_kernel([name], **HERE).attend
 
 
 @pytest.mark.parametrize(("window", "softcap"), SEEN)
@@ -64,7 +64,7 @@ def test_each_kernel_of_a_cpu_keeps_its_dtype(name, dtype, bound):
     for window, softcap in SEEN:
         qkv = inputs(2, 150, kv_heads=2, dim=16, values=12, dtype=dtype)
         seen = {"window": window, "softcap": softcap}
-        attend = choose([name], **HERE | {"dtype": dtype}).attend
+        attend = choose_kernel([name], **HERE | {"dtype": dtype}).attend
         for a, b in zip(*got_and_wanted(attend, qkv, LENGTHS, **seen), strict=True):
             assert a.dtype == dtype
             assert (a - b).abs().max() <= bound * b.abs().max(), (window, softcap)
@@ -107,8 +107,8 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
     monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _: True)
     how = {"device": "cuda", "dtype": torch.float16, "head_size": 16}
-    attend = choose([name], **how).attend
-    attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=spans_of_rows(1, 4))
+    attend = choose_kernel([name], **how).attend
+    attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=spans_from_rows(1, 4))
     # cuDNN refuses documents of one token, which would end a run.
     assert on == (["efficient", "cudnn"] if name == "cudnn" else [name])
     assert asked[-1] == (f"{name.upper()}_ATTENTION", {"set_priority": True})
@@ -210,7 +210,7 @@ FLAT = "torch does not take it here"
 @pytest.mark.usefixtures("gpu")
 def test_the_first_that_fits_is_taken_and_says_why_no_other(names, dtype, asked, taken, reasons):
     how = {"device": "cuda", "dtype": dtype, "head_size": 64} | asked
-    found = choose(names.split(), **how)
+    found = choose_kernel(names.split(), **how)
     assert found.name == taken
     assert list(found.refused) == names.split()[: names.split().index(taken)]
     assert all(reason in str(found) for reason in reasons)
@@ -225,21 +225,21 @@ def test_a_kernel_is_asked_whether_it_takes_the_mask_of_a_window(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", note)
     for window in (None, 8):
         how = {"device": "cuda", "dtype": torch.float16, "head_size": 16, "window": window}
-        choose(["efficient", "math"], **how)
+        choose_kernel(["efficient", "math"], **how)
     assert asked == [(True, True), (False, False)]
 
 
 def test_when_none_fits_each_reason_is_told():
     names = ["varlen", "flash", "efficient", "cudnn", "flex"]
     with pytest.raises(ConfigError) as caught:
-        choose(names, **HERE, window=8, softcap=5.0)
+        choose_kernel(names, **HERE, window=8, softcap=5.0)
     told, alone = str(caught.value), "it runs on CUDA alone"
     assert "heads of 16 in fp64 on cpu in a window of 8 with a soft cap of 5.0" in told
     reasons = {"varlen": alone, "efficient": alone, "cudnn": alone}
     reasons |= {"flash": "it knows no soft caps", "flex": "torch has no backward pass of it"}
     assert all(f"{name}: {reason}" in told for name, reason in reasons.items())
     with pytest.raises(ValueError, match="kernel must be"):
-        choose(["flesh"], **HERE)
+        choose_kernel(["flesh"], **HERE)
 
 
 def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypatch):
@@ -247,8 +247,8 @@ def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypat
     unknown = {("flash", True): "it takes no mask"}
     monkeypatch.setattr(module, "_refusal", lambda name, *_, masked: unknown.get((name, masked)))
     sliding = models.Sliding(window=8, full_every=2)
-    config = models.decoder_config("tiny", vocab_size=256, layers=4, width=32, sliding=sliding)
-    plan = parallel.attention(["flash", "math"], dtype=torch.float32)
+    config = models.make_decoder_config("tiny", vocab_size=256, layers=4, width=32, sliding=sliding)
+    plan = parallel.set_attention(["flash", "math"], dtype=torch.float32)
     model = plan(models.Decoder(config), solo_parallel())
     kernels = [model.layers[str(i)].attention.attend for i in range(4)]
     assert len(set(map(id, kernels))) == 2
@@ -258,10 +258,10 @@ def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypat
 
 
 def test_a_choice_that_would_do_nothing_is_refused():
-    plan = parallel.attention(["sdpa"], dtype=torch.float32)
+    plan = parallel.set_attention(["sdpa"], dtype=torch.float32)
     ring = attrs.evolve(solo_parallel(), ring=Axis("ring", Share(0, 2)))
     with pytest.raises(ConfigError, match="ring = 2 has kernels of its own"):
-        plan(models.Decoder(models.decoder_config("tiny", vocab_size=256, layers=1)), ring)
+        plan(models.Decoder(models.make_decoder_config("tiny", vocab_size=256, layers=1)), ring)
     with pytest.raises(ConfigError, match="no submodule has attributes"):
         plan(torch.nn.Linear(1, 1), solo_parallel())
 

@@ -18,10 +18,10 @@ import torch
 import trainkit as tk
 from trainkit import health, models, optim, sampling
 from trainkit.data import TokenCorpus
-from trainkit.losses import mean_terms, next_token_linear
+from trainkit.losses import average_terms, next_token_linear
 from trainkit.parallel import fsdp
 from trainkit.tools.testing import run_ranks
-from trainkit.weights.checkpoint.replicas import canary
+from trainkit.weights.checkpoint.replicas import make_replica_check
 
 ROWS, LENGTH, TURNS, MAX_PART = 8, 256, 40, 0.005
 
@@ -34,35 +34,35 @@ def milliseconds(function):
 
 def make(ps, size):
     """Return stages, optimizer, and backward(): all of a step before `clip_and_step`."""
-    config = models.decoder_config(size, vocab_size=256)
+    config = models.make_decoder_config(size, vocab_size=256)
     stages = tk.build_stages(
         lambda: models.Decoder(config, head="hidden"),
         ps,
         [fsdp()],
         weights=models.init_weights(config, seed=0),
     )
-    groups = optim.decay_groups(tk.named_parameters_of(stages), weight_decay=0.1)
+    groups = optim.decay_groups(tk.get_named_parameters(stages), weight_decay=0.1)
     optimizer = optim.adamw(groups, lr=1e-3)
     tokens = torch.randint(256, (4 * ROWS * LENGTH,), generator=torch.manual_seed(0)).numpy()
     text = TokenCorpus(tokens, [0, len(tokens)])
     bins = tk.pack_bins(text.lengths, LENGTH)
-    rows_at = sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
-    batch = tk.step_batch(
-        tk.Packed(text, bins), rows_at, tk.Cursor(), place=ps.place, rows_per_microbatch=4
+    rows_at = sampling.shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0)
+    batch = tk.make_step_batch(
+        tk.PackedCorpus(text, bins), rows_at, tk.Cursor(), place=ps.place, rows_per_microbatch=4
     )
     run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
 
     def backward():
         count = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = run(batch.microbatches, denominator=count)
-        return sums, mean_terms(tk.reduce_metrics(sums, ps.loss), count), count
+        return sums, average_terms(tk.reduce_metrics(sums, ps.loss), count), count
 
     return stages, optimizer, backward
 
 
 def watching(ps, stages, optimizer, backward):
     """Return milliseconds of a step, and of `clip_and_step` without and with all that is asked."""
-    params, policy = tk.parameters_of(stages), health.Policy(on_spike="skip")
+    params, policy = tk.get_parameters(stages), health.Policy(on_spike="skip")
     memory = {"losses": [2.0] * 64, "norms": [1e9] * 64}
     rest = {"lr": 1e-9, "max_norm": 1.0, "axis": ps.pp}
     times = {"step": [], "plain": [], "watched": [], "all-reduce": []}
@@ -71,7 +71,7 @@ def watching(ps, stages, optimizer, backward):
         tk.clip_and_step(params, optimizer, **rest)
 
     def watched(terms, count):
-        applies = health.step_test(terms["loss"], memory, policy, tokens=count)
+        applies = health.make_finite_check(terms["loss"], memory, policy, tokens=count)
         tk.clip_and_step(params, optimizer, **rest, applies=applies, world=ps.world)
 
     for turn in range(TURNS):
@@ -90,7 +90,7 @@ def watching(ps, stages, optimizer, backward):
 
 def looking(ps, stages, optimizer):
     """Return milliseconds per step of a canary that looks at all within 100 steps."""
-    look, rounds = canary(stages, optimizer, ps), []
+    look, rounds = make_replica_check(stages, optimizer, ps), []
     for number in range(5):
         tk.all_sum(torch.zeros(()), ps.world)
         steps = range(100 * number, 100 * number + 100)
@@ -102,7 +102,7 @@ def measure(size):
     torch.set_num_threads(1)
     with tk.parallel_session(dp_replicate=2) as ps:
         stages, optimizer, backward = make(ps, size)
-        count = sum(p.numel() for p in tk.parameters_of(stages))
+        count = sum(p.numel() for p in tk.get_parameters(stages))
         found = watching(ps, stages, optimizer, backward)
         return {**found, "canary": looking(ps, stages, optimizer), "parameters": count}
 

@@ -27,7 +27,7 @@ import trainkit as tk
 from trainkit.noise.hashing import hash_box
 from trainkit.weights.checkpoint import verify_checkpoint
 from trainkit.weights.checkpoint.retention import Retention
-from trainkit.weights.checkpoint.save import saves
+from trainkit.weights.checkpoint.save import open_saver
 from trainkit.weights.checkpoint.snapshot import bind_snapshots
 
 GIB = 1 << 30
@@ -134,7 +134,7 @@ def writing(model, optimizer, size, folder, turns):
         os.sync()
         time.sleep(1.5)  # the blocks of what was deleted are discarded after that
 
-    with saves(run_dir, [model], optimizer, solo, background=False, retention=None) as both:
+    with open_saver(run_dir, [model], optimizer, solo, background=False, retention=None) as both:
         save, saved = both
 
         def whole():
@@ -156,7 +156,7 @@ def writing(model, optimizer, size, folder, turns):
     reading = {
         "verify": lambda: verify_checkpoint(newest),
         "resume": lambda: tk.resume(
-            run_dir, tk.TrainState(), [model], optimizer, solo, tell=lambda _: None
+            run_dir, tk.TrainState(), [model], optimizer, solo, log=lambda _: None
         ),
     }
     found = seconds_in_turns(reading, turns)
@@ -170,7 +170,7 @@ def overhead(folder, size, turns, steps=200):
     rows = torch.randn(64, 1024)
 
     def run(*, save_too):
-        with saves(
+        with open_saver(
             folder / "loop", [model], optimizer, tk.solo_parallel(), retention=Retention(last=2)
         ) as (save, saved):
             for step in range(steps):

@@ -14,10 +14,10 @@ import torch
 
 from trainkit.batch.collate import _checked_tokens, _write_rows, collate_bins
 from trainkit.batch.loops import copy_spans, write_spans
-from trainkit.data import Packed, prefetch, step_batch
+from trainkit.data import PackedCorpus, make_step_batch, prefetch_batches
 from trainkit.data.corpus import TokenCorpus
 from trainkit.packing import pack_bins, row_costs
-from trainkit.sampling import rows_of_blocks, rows_of_epochs, share_of_rows
+from trainkit.sampling import assign_rows, shuffle_blocks, shuffle_epochs
 from trainkit.types import Column, Cursor, Share, StepBatch
 
 CAPACITY, TURNS = 8192, 21
@@ -131,7 +131,7 @@ def collation():
 
 
 def steady(batches=60):
-    """Print what the thread of `prefetch` pays for batches as training uses them up.
+    """Print what the thread of `prefetch_batches` pays for batches as training uses them up.
 
     The consumer holds one batch while others are made: their memory goes round, so that every batch
     lies where the cache does not have it. Time is the thread's own, without what it waits for.
@@ -146,13 +146,15 @@ def steady(batches=60):
         return StepBatch([part], Cursor(cursor.batch + 1))
 
     def dealt(cursor, rows):
-        rows_at = rows_of_epochs(len(bins), rows_per_step=rows, seed=0)
-        return step_batch(Packed(corpus, bins), rows_at, cursor, rows_per_microbatch=rows)
+        rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
+        return make_step_batch(
+            PackedCorpus(corpus, bins), rows_at, cursor, rows_per_microbatch=rows
+        )
 
     print("\nin the thread of prefetch: million tokens a second, and page faults a batch")
     for rows in (4, 8, 16, 64, 128):
         told = [f"{rows:4} rows"]
-        for name, make in (("collate_bins", collated), ("step_batch", dealt)):
+        for name, make in (("collate_bins", collated), ("make_step_batch", dealt)):
             spent = []
 
             def timed(cursor, make=make, rows=rows, spent=spent):
@@ -162,7 +164,7 @@ def steady(batches=60):
                 spent.append((time.thread_time() - begin, after.ru_minflt - before.ru_minflt))
                 return batch
 
-            with prefetch(timed, Cursor()) as next_batch:
+            with prefetch_batches(timed, Cursor()) as next_batch:
                 for _ in range(batches):
                     held = next_batch()
                 del held
@@ -207,13 +209,13 @@ def deals(ranks=8, steps=200):
     print("the same of each microbatch; mean (largest) of 200 steps")
     for rows, width in ((4, 1), (4, 4), (8, 1), (16, 1), (16, 4), (32, 1)):
         num_rows, figures, times = rows * ranks, [], []
-        rows_at = rows_of_epochs(len(bins), rows_per_step=num_rows, seed=0)
+        rows_at = shuffle_epochs(len(bins), rows_per_step=num_rows, seed=0)
         for step in range(steps):
             chosen = rows_at(step)
             for given in (costs[chosen], None):
                 start = time.perf_counter()
                 shares = [
-                    share_of_rows(
+                    assign_rows(
                         num_rows, Share(rank, ranks), rows_per_microbatch=width, costs=given
                     )
                     for rank in range(ranks)
@@ -229,13 +231,13 @@ def deals(ranks=8, steps=200):
         )
     order = np.argsort(costs, kind="stable")
     for rows in (1, 2, 4, 8):
-        rows_at = rows_of_blocks(order, block=ranks, rows_per_step=rows * ranks, seed=0)
+        rows_at = shuffle_blocks(order, block=ranks, rows_per_step=rows * ranks, seed=0)
         figures = []
         for step in range(steps):
             chosen = rows_at(step)
             deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
             shares = [
-                share_of_rows(rows * ranks, Share(rank, ranks), **deal) for rank in range(ranks)
+                assign_rows(rows * ranks, Share(rank, ranks), **deal) for rank in range(ranks)
             ]
             figures.append(100 * imbalance(np.stack(shares), costs[chosen])[0])
         mean, most = np.mean(figures), max(figures)
@@ -247,10 +249,13 @@ def prefetching(steps=30):
     lengths = documents(20_000, CAPACITY)
     corpus, bins = corpus_of(lengths, "uint16"), pack_bins(lengths, CAPACITY)
 
-    packed, rows_at = Packed(corpus, bins), rows_of_epochs(len(bins), rows_per_step=64, seed=0)
+    packed, rows_at = (
+        PackedCorpus(corpus, bins),
+        shuffle_epochs(len(bins), rows_per_step=64, seed=0),
+    )
 
     def make_batch(cursor):
-        return step_batch(packed, rows_at, cursor, rows_per_microbatch=8, noise_seed=0)
+        return make_step_batch(packed, rows_at, cursor, rows_per_microbatch=8, noise_seed=0)
 
     def run(next_batch):
         start = time.perf_counter()
@@ -269,7 +274,7 @@ def prefetching(steps=30):
     turns = []
     for _ in range(5):
         alone, inside = run(None), run(in_turn)
-        with prefetch(make_batch, Cursor()) as next_batch:
+        with prefetch_batches(make_batch, Cursor()) as next_batch:
             turns.append((alone, inside, run(next_batch)))
     alone, inside, beside = (statistics.median(column) for column in zip(*turns, strict=True))
     print(

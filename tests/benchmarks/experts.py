@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.models import Experts, Tape, ep_combine, ep_dispatch, softmax_topk
+from trainkit.models import Experts, RoutingTape, ep_combine, ep_dispatch, softmax_topk
 from trainkit.models.experts import ExpertMlp
 from trainkit.models.layers import Mlp
 from trainkit.types import Spans
@@ -55,7 +55,7 @@ def seconds(layer, x, known):
     x = x.detach().requires_grad_()
     layer.zero_grad()
     start = time.perf_counter()
-    y = layer(x, **known, tape=Tape())[0] if known else layer(x)
+    y = layer(x, **known, tape=RoutingTape())[0] if known else layer(x)
     y.backward(torch.ones_like(y))
     return time.perf_counter() - start
 

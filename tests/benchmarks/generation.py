@@ -13,7 +13,7 @@ import time
 import torch
 
 from trainkit import hub
-from trainkit.models import build_decoder, decoder_config
+from trainkit.models import build_decoder, make_decoder_config
 from trainkit.post.generation import Sampling, generate
 
 GREEDY = Sampling(temperature=0)
@@ -30,13 +30,13 @@ def models(size):
     """Return the same weights as our decoder and as theirs."""
     import transformers
 
-    ours = build_decoder(decoder_config(size), seed=0)
-    values = hub.write_config(ours.config, context=2048)
+    ours = build_decoder(make_decoder_config(size), seed=0)
+    values = hub.write_decoder_config(ours.config, context=2048)
     config = transformers.LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
     theirs = transformers.LlamaForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        weights = hub.folder_weights(hub.open_folder(folder))
+        weights = hub.open_folder_weights(hub.open_folder(folder))
         with torch.no_grad():
             for name, parameter in ours.named_parameters():
                 parameter.copy_(weights(name, parameter.shape, (0,) * parameter.ndim))
@@ -80,7 +80,7 @@ def compare(name):
 
 def growth():
     """Print what one more token costs after texts of several lengths."""
-    model = build_decoder(decoder_config("tiny"), seed=0)
+    model = build_decoder(make_decoder_config("tiny"), seed=0)
     for length in (64, 256, 1024, 4096):
         few, many = (
             statistics.median(seconds(with_ours, model, [[1] * length], n)[0] for _ in range(5))

@@ -5,9 +5,9 @@
 One model, in fp32 with AdamW, a row on each rank. The peak is of the bytes of all storages that
 live at once, parameters and optimizer state among them, in the rank that has most; of what a lever
 moves to the host it is left out, though on a CPU both are one memory. The last line is no peak, but
-what `asleep` frees between steps. The estimate is that of `planning.memory_of`. Times are medians
-over pairs of steps, the lever's and that of the line that it is compared with, taken by turns.
-Exits with 1 where an estimate is not within 10 % of what was measured.
+what `asleep` frees between steps. The estimate is that of `planning.estimate_memory`. Times are
+medians over pairs of steps, the lever's and that of the line that it is compared with, taken by
+turns. Exits with 1 where an estimate is not within 10 % of what was measured.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from measured_step import first_state, measure_choices, step_of
 import trainkit as tk
 from trainkit import parallel
 from trainkit.models import DecoderConfig
-from trainkit.tools.planning import Job, memory_of
+from trainkit.tools.planning import Job, estimate_memory
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, Precision
 
@@ -143,7 +143,7 @@ def line_of(name):
     """Return the cells of a line, and the estimate over the peak."""
     lever = LEVERS[name]
     peak, times = found_on(lever.layout.world)[name]
-    planned = memory_of(lever.work, lever.layout, fused_norms=False, **lever.how)
+    planned = estimate_memory(lever.work, lever.layout, fused_norms=False, **lever.how)
     return told(name, peak, planned.peak, "-" if name == lever.beside else f"{times:.2f}")
 
 
@@ -158,8 +158,8 @@ def line_of_sleep():
     with tk.parallel_session(lever.layout) as ps:
         stages, optimizer, _, finish = step_of(lever.work, lever.layout, ps)
         first_state(optimizer, finish)
-        with parallel.asleep(stages, optimizer) as freed:
-            planned = memory_of(lever.work, lever.layout).between
+        with parallel.offload_state(stages, optimizer) as freed:
+            planned = estimate_memory(lever.work, lever.layout).between
     return told("asleep between steps: freed", freed, planned)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import trainkit as tk
-from trainkit.types import SOLO, Cursor, Place
+from trainkit.types import SOLO, Cursor, DataShard
 
 STEPS, ROWS, LENGTH, HELD, SEEDS = 400, 16, 128, 200, (0, 1, 2)
 LR, BIAS_RATE = 4e-3, 0.01
@@ -30,11 +30,11 @@ EXPERTS = tk.models.Experts(
 def read():
     """Return the rows to train on, and about HELD rows that are held out."""
     tokenizer = tk.tokenizers.open_tokenizer("bytes")
-    whole = tk.corpora.open_library(tokenizer)
+    whole = tk.corpora.open_library_corpus(tokenizer)
     corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=LENGTH)
     some = is_held & (np.cumsum(is_held * corpus.lengths) <= HELD * LENGTH)
     parts = np.where(is_held, 0, corpus.lengths), np.where(some, corpus.lengths, 0)
-    return [tk.Packed(corpus, tk.pack_bins(lengths, LENGTH)) for lengths in parts]
+    return [tk.PackedCorpus(corpus, tk.pack_bins(lengths, LENGTH)) for lengths in parts]
 
 
 def train(config, rows, seed):
@@ -48,23 +48,23 @@ def train(config, rows, seed):
     lr_at, rate_at = at(LR, warmup=30), at(BIAS_RATE, warmup=0)
     loss, call = tk.losses.next_token, tk.models.call_model
     if config.experts:
-        loss, call = tk.losses.routed(loss), tk.models.call_routed
-    rows_at = tk.sampling.rows_of_epochs(len(rows), rows_per_step=ROWS, seed=seed)
+        loss, call = tk.losses.add_router_losses(loss), tk.models.call_routed
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=ROWS, seed=seed)
     for step in range(STEPS):
-        batches = tk.step_batch(
-            rows, rows_at, Cursor(step), place=Place(), rows_per_microbatch=ROWS
+        batches = tk.make_step_batch(
+            rows, rows_at, Cursor(step), place=DataShard(), rows_per_microbatch=ROWS
         ).microbatches
         tokens = {"loss": tk.count_valid_tokens(batches)}
         sums = tk.forward_backward(model, batches, loss, denominator=tokens, call=call)
         tk.clip_and_step(params, optimizer, lr=lr_at(step), max_norm=1.0, axis=SOLO)
         if config.experts:
-            tk.models.advance_routers_([model], sums["load"], rate=rate_at(step))
+            tk.models.update_routers_([model], sums["load"], rate=rate_at(step))
     return model
 
 
 def held_out_loss(model, held):
     call = tk.models.call_routed if model.config.experts else tk.models.call_model
-    batches = tk.eval_batches(held, place=Place(), rows_per_batch=8)
+    batches = tk.make_eval_batches(held, place=DataShard(), rows_per_batch=8)
     how = {"axis": SOLO, "call": call}
     return float(tk.evaluate(model, batches, tk.losses.next_token, **how)["loss"])
 

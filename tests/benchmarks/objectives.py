@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, logsigmoid
 
-from trainkit.post.objectives import clipped, distillation, dpo, policy_gradient
+from trainkit.post.objectives import distillation, dpo, policy_gradient, ppo_clip
 from trainkit.types import Hidden
 
 Inputs = dict[str, Tensor]
@@ -83,7 +83,7 @@ def chunked_distillation(batch: Inputs) -> Tensor:
 
 
 def chunked_policy(batch: Inputs) -> Tensor:
-    return policy_gradient(clipped())(Hidden(batch["hidden"], batch["weight"]), batch)[0]
+    return policy_gradient(ppo_clip())(Hidden(batch["hidden"], batch["weight"]), batch)[0]
 
 
 PATHS: dict[str, Callable[[Inputs], Tensor]] = {

@@ -19,28 +19,28 @@ os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()
 import torch
 from torch import nn
 
-from trainkit.optim import Lion, Momentum, NarrowAdamW, ScheduleFree, SignSGD
+from trainkit.optim import Lion, LowPrecisionAdamW, Momentum, ScheduleFree, SignSGD
 
 TURNS, BOUND, BOUND_OF_BOTH, SMALL_BOUND = 15, 1.5, 2.0, 10e-6
 LARGE, SMALL = [(2048, 2048)], [(64,)] * 200
 FP32, BF16 = torch.float32, torch.bfloat16
 ROWS = {
-    "adamw, cautious": (NarrowAdamW, FP32, {"cautious": True}),
+    "adamw, cautious": (LowPrecisionAdamW, FP32, {"cautious": True}),
     "lion": (Lion, FP32, {}),
     "momentum": (Momentum, FP32, {}),
     "signsgd": (SignSGD, FP32, {}),
     "schedule-free": (ScheduleFree, FP32, {}),
-    "adamw, moments in bf16": (NarrowAdamW, FP32, {"moments": "bf16"}),
-    "adamw, moments in 8 bits": (NarrowAdamW, FP32, {"moments": "8bit"}),
-    "adamw, bf16, stochastic": (NarrowAdamW, BF16, {"rounding": "stochastic"}),
-    "adamw, bf16, Kahan": (NarrowAdamW, BF16, {"rounding": "kahan"}),
+    "adamw, moments in bf16": (LowPrecisionAdamW, FP32, {"moments": "bf16"}),
+    "adamw, moments in 8 bits": (LowPrecisionAdamW, FP32, {"moments": "8bit"}),
+    "adamw, bf16, stochastic": (LowPrecisionAdamW, BF16, {"rounding": "stochastic"}),
+    "adamw, bf16, Kahan": (LowPrecisionAdamW, BF16, {"rounding": "kahan"}),
     "adamw, bf16, stochastic, moments in bf16": (
-        NarrowAdamW,
+        LowPrecisionAdamW,
         BF16,
         {"rounding": "stochastic", "moments": "bf16"},
     ),
     "adamw, bf16, stochastic, 8 bits": (
-        NarrowAdamW,
+        LowPrecisionAdamW,
         BF16,
         {"rounding": "stochastic", "moments": "8bit"},
     ),

@@ -16,12 +16,12 @@ import time
 
 import numpy as np
 
-from trainkit.packing import balanced, best_fit, first_fit, pack_bins, sequential
+from trainkit.packing import best_fit, first_fit, make_balanced_fit, next_fit, pack_bins
 
 CAPACITY, TURNS, MILLION = 4096, 21, 1_000_000
 GROUPS = (100_000, 0)
 HUGE = 100 * MILLION
-BY_NAME = {fit.__name__: fit for fit in (best_fit, first_fit, sequential)}
+BY_NAME = {fit.__name__: fit for fit in (best_fit, first_fit, next_fit)}
 
 
 def documents(count):
@@ -39,7 +39,9 @@ def table():
     lengths = documents(MILLION)
     print(f"{MILLION:,} documents, lower bound {-(-int(lengths.sum()) // CAPACITY):,} bins")
     cases = [
-        (fit, size) for fit in (best_fit, first_fit, sequential, balanced(8)) for size in GROUPS
+        (fit, size)
+        for fit in (best_fit, first_fit, next_fit, make_balanced_fit(8))
+        for size in GROUPS
     ]
 
     def call(case):
@@ -114,7 +116,7 @@ START = """
 import time
 start = time.perf_counter()
 import numpy as np
-from trainkit.packing import best_fit, first_fit, pack_bins, sequential
+from trainkit.packing import best_fit, first_fit, pack_bins, next_fit
 for fit in (best_fit, first_fit, sequential):
     pack_bins(np.array([5, 3, 2, 6]), 8, fit=fit)
 print(time.perf_counter() - start)

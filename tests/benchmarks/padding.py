@@ -13,7 +13,7 @@ import torch
 
 from trainkit.attention import sdpa
 from trainkit.attention.blocks import BlockSpans, cpu_flash, matmul
-from trainkit.batch import blank_batch, collate_bins
+from trainkit.batch import collate_bins, make_padding_batch
 from trainkit.data import TokenCorpus
 from trainkit.packing import pack_bins
 
@@ -51,7 +51,11 @@ def seconds(run, spans):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rows = {"full": row_of(TOKENS), "3 tokens": row_of(3), "blank": blank_batch(1, TOKENS).spans}
+    rows = {
+        "full": row_of(TOKENS),
+        "3 tokens": row_of(3),
+        "blank": make_padding_batch(1, TOKENS).spans,
+    }
     runs = {"sdpa": by_sdpa, "cpu_flash": by_kernel(cpu_flash), "matmul": by_kernel(matmul)}
     worst = 0.0
     for name, run in runs.items():

@@ -20,20 +20,20 @@ import torch
 
 import trainkit as tk
 from trainkit import losses, models
-from trainkit.batch import blank_batch
-from trainkit.metrics import step_record
-from trainkit.run import collected_by_hand
+from trainkit.batch import make_padding_batch
+from trainkit.metrics import make_step_record
+from trainkit.run import collect_manually
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 1200
 BLOCK, EVERY = 300, 100
 
 
 def make_step():
-    config = models.decoder_config("tiny", vocab_size=256, width=32, layers=1)
+    config = models.make_decoder_config("tiny", vocab_size=256, width=32, layers=1)
     model = models.Decoder(config, head="hidden")
-    params = tk.parameters_of([model])
+    params = tk.get_parameters([model])
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
-    batch = blank_batch(1, 32)
+    batch = make_padding_batch(1, 32)
     batch = attrs.evolve(batch, labels=batch.input_ids)
 
     def step():
@@ -41,7 +41,7 @@ def make_step():
         sums = tk.forward_backward(model, [batch], losses.next_token_linear, denominator=tokens)
         update = tk.clip_and_step(params, optimizer, lr=1e-3, max_norm=1.0)
         metrics = {**sums, "grad_norm": update.norm, "tokens": tokens}
-        return step_record(metrics, begin=time.perf_counter())
+        return make_step_record(metrics, begin=time.perf_counter())
 
     return step
 
@@ -78,7 +78,7 @@ def main():
         kept.extend([i] for i in range(2000))
         plain()
 
-    ways = {"as Python does": as_python_does, "by hand": lambda: collected_by_hand(every=EVERY)}
+    ways = {"as Python does": as_python_does, "by hand": lambda: collect_manually(every=EVERY)}
     for name, step in {"a recipe's step": plain, "with a loader's objects": with_objects}.items():
         for _ in range(20):
             step()

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for `import measured_step`
 from measured_step import measure
 
 from trainkit.models import DecoderConfig
-from trainkit.models.sizes import decoder_config
-from trainkit.tools.planning import Job, hardware, layouts_of, memory_of, plan
+from trainkit.models.sizes import make_decoder_config
+from trainkit.tools.planning import Job, estimate_memory, get_hardware, list_layouts, rank_layouts
 from trainkit.types import Layout, Precision
 
 SHAPES = {
@@ -42,7 +42,7 @@ def peaks():
         told = {"precision": Precision(compute="fp32"), "recompute": policy}
         job = Job(config=SHAPES[name], row_length=row_length, rows=2, **told)
         found = measure(job).peak
-        planned = memory_of(job, Layout(), fused_norms=False).peak
+        planned = estimate_memory(job, Layout(), fused_norms=False).peak
         print(
             f"{name:<6} {row_length:>5}  {policy:<9}  {found / 1e6:>11.1f}  {planned / 1e6:>10.1f}"
             f"  {planned / found:.3f}"
@@ -53,8 +53,8 @@ def speed():
     """Print how long it takes to list all layouts of a world."""
     for world in (8, 64, 1_024):
         begin = time.perf_counter()
-        job = Job(config=decoder_config("llama-3.1-70b"), row_length=8_192, rows=world)
-        found = plan(job, layouts_of(world), hardware("h100"))
+        job = Job(config=make_decoder_config("llama-3.1-70b"), row_length=8_192, rows=world)
+        found = rank_layouts(job, list_layouts(world), get_hardware("h100"))
         seconds = time.perf_counter() - begin
         print(f"world {world:>5}: {len(found):>6} plans in {seconds:.2f} s")
 

@@ -18,7 +18,7 @@ import torch
 
 import trainkit as tk
 from tests.measured_step import StorageCount, make_batch
-from trainkit.models import Decoder, decoder_config, init_weights
+from trainkit.models import Decoder, init_weights, make_decoder_config
 from trainkit.parallel import recompute
 
 MODES = ("none", "selective", "attention+products/2", "0.4", "full")
@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=5, help="timed passes of each mode (5)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    config = attrs.evolve(decoder_config(options.size), layers=options.layers)
+    config = attrs.evolve(make_decoder_config(options.size), layers=options.layers)
     batch = make_batch(config, 1, options.tokens, 1)
     models = {mode: passes(config, batch, mode) for mode in MODES}
     kept = {mode: kept_bytes(*both) for mode, both in models.items()}

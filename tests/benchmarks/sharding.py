@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.batch import blank_batch, split_batch
+from trainkit.batch import make_padding_batch, split_batch
 from trainkit.batch.shards import contiguous_shard, shard_batch, spans_of_runs, zigzag_shard
 from trainkit.grads import sync_sp_grads
 from trainkit.mesh import parallel_session
@@ -74,7 +74,7 @@ def batches():
     document = np.repeat(np.arange(DOCUMENTS), lengths())[None]
     import attrs
 
-    batch = attrs.evolve(blank_batch(1, TOKENS), spans=spans_of_runs(document))
+    batch = attrs.evolve(make_padding_batch(1, TOKENS), spans=spans_of_runs(document))
     ratios = []
     for name, split in {"zigzag": zigzag_shard, "contiguous": contiguous_shard}.items():
         result = shard_batch(batch, SHARE, split=split)

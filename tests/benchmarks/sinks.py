@@ -23,7 +23,7 @@ import torch
 from step import batches, with_trainkit
 
 from trainkit import models, optim, schedules, sinks
-from trainkit.metrics import step_record
+from trainkit.metrics import make_step_record
 from trainkit.types import Share
 
 PAIRS, LINES, MAX_PART = 60, 1000, 0.01
@@ -46,14 +46,14 @@ def seconds_of(function):
 
 def bind_step(data):
     """Return take(index): one step of the default recipe's model, and its record."""
-    model = models.build_decoder(models.decoder_config("tiny"), seed=0)
+    model = models.build_decoder(models.make_decoder_config("tiny"), seed=0)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     step = with_trainkit(model, optim.adamw(groups, lr=1e-3), schedules.constant(1e-3))
 
     def take(index):
         loss, norm = step(index, data[index % len(data)])
         told = {"loss": loss, "grad_norm": norm, "lr": 1e-3, "tokens": 2048, "skipped": False}
-        return step_record(told, begin=0.0)
+        return make_step_record(told, begin=0.0)
 
     return take
 
@@ -87,7 +87,7 @@ def opened(run_dir, last):
     with (
         contextlib.redirect_stderr(io.StringIO()),  # it warns of the sink that hangs
         contextlib.redirect_stdout(io.StringIO()),
-        sinks.run_sinks(run_dir, Share(0, 1), **options) as (log, _),
+        sinks.open_run_sinks(run_dir, Share(0, 1), **options) as (log, _),
     ):
         yield log
 
@@ -95,7 +95,7 @@ def opened(run_dir, last):
 def main():
     """Print the figures; exit with 1 when the bound is missed."""
     torch.set_num_threads(1)
-    take = bind_step(batches(models.decoder_config("tiny").vocab_size, 8, 256))
+    take = bind_step(batches(models.make_decoder_config("tiny").vocab_size, 8, 256))
     with tempfile.TemporaryDirectory() as folder:
         with opened(f"{folder}/pairs", PAIRS + 3) as log:
             taken, record = pairs(take, log)

@@ -60,7 +60,7 @@ def hand_written(model, optimizer, lr_at):
 def with_trainkit(model, optimizer, lr_at):
     """Return step(index, batch) as a recipe writes it."""
     ps = tk.solo_parallel()
-    params = tk.parameters_of([model])
+    params = tk.get_parameters([model])
     forward_backward = tk.bind_forward_backward([model], losses.next_token, axis=ps.pp)
 
     def step(index, batch):
@@ -123,7 +123,7 @@ def main():
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"{'':24} {'hand-written':>15} {'trainkit':>15} {'ratio':>8} {'more':>12}")
-    config = attrs.evolve(models.decoder_config("tiny"))
+    config = attrs.evolve(models.make_decoder_config("tiny"))
     default = compare(
         lambda: models.build_decoder(config, seed=0),
         batches(config.vocab_size, 8, 256),

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/stop.py
 
-`stopping()` reads a vote that was posted a step ago and posts the next one; `agree` posts and
+`stopping()` reads a vote that was posted a step ago and posts the next one; `any_rank` posts and
 waits. Ranks meet before the clock starts, as they do at the end of a step, and the three ways are
 timed in turns. Between two of them lies a step of the default recipe's model (8 rows of 256 over
 two ranks, FSDP), which is timed as well: the share is of that. Medians over all ranks are printed,
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from canary import make
 
 import trainkit as tk
-from trainkit.collectives import agree
-from trainkit.mesh import twin_axis
-from trainkit.run.signals import stop_votes, trap_signals
+from trainkit.collectives import any_rank
+from trainkit.mesh import open_gloo_axis
+from trainkit.run.signals import open_stop_vote, trap_signals
 from trainkit.tools.testing import run_ranks
 
 TURNS, MAX_PART = 60, 0.005
@@ -33,15 +33,15 @@ def measure():
     with (
         trap_signals() as asked,
         tk.parallel_session() as ps,
-        twin_axis(ps.world) as control,
-        stop_votes(asked, ps.world) as stopping,
+        open_gloo_axis(ps.world) as control,
+        open_stop_vote(asked, ps.world) as stopping,
     ):
         stages, optimizer, backward = make(ps, "tiny")
-        params = tk.parameters_of(stages)
+        params = tk.get_parameters(stages)
         ways = {
             "asked() alone": asked,
             "stopping()": stopping,
-            "agree(asked()), which waits": lambda: agree(asked() is not None, control),
+            "agree(asked()), which waits": lambda: any_rank(asked() is not None, control),
         }
         for _ in range(TURNS):
             for name, way in ways.items():

@@ -22,9 +22,9 @@ from strategies import corpus_of, packings
 from trainkit import files
 from trainkit.batch import collate_bins
 from trainkit.data import cache
-from trainkit.data.cache import cached_bins
+from trainkit.data.cache import load_or_pack_bins
 from trainkit.mesh import axis_from_group
-from trainkit.packing import balanced, pack_bins, packing_report, sequential
+from trainkit.packing import make_balanced_fit, next_fit, pack_bins, report_packing
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
 
@@ -32,7 +32,9 @@ ARRAYS = ("offsets", "documents", "starts", "lengths")
 LENGTHS = np.random.default_rng(0).integers(0, 90, 400)
 CAPACITY = 32
 WANT = pack_bins(LENGTHS, CAPACITY)
-kept_bins = functools.partial(cached_bins, lengths=LENGTHS, capacity=CAPACITY, content="c0ffee")
+kept_bins = functools.partial(
+    load_or_pack_bins, lengths=LENGTHS, capacity=CAPACITY, content="c0ffee"
+)
 
 
 def assert_same(bins, want=WANT):
@@ -96,7 +98,7 @@ def test_a_kept_plan_is_what_packing_gives(tmp_path_factory, packing):
     folder = tmp_path_factory.mktemp("cache")
     want = pack_bins(lengths, **arguments)
     for _ in range(2):
-        bins = cached_bins(folder, lengths, **arguments, content="x")
+        bins = load_or_pack_bins(folder, lengths, **arguments, content="x")
         assert_same(bins, want)
         assert is_mapped(bins)
     assert len(names(folder)) == 1
@@ -105,7 +107,7 @@ def test_a_kept_plan_is_what_packing_gives(tmp_path_factory, packing):
 def test_the_second_call_does_not_pack_and_says_nothing(tmp_path):
     calls, told = [], []
     for _ in range(2):
-        bins = kept_bins(tmp_path, fit=own_fit(calls), tell=told.append)
+        bins = kept_bins(tmp_path, fit=own_fit(calls), log=told.append)
     assert len(calls) == 1
     assert told == [f"plan of {len(bins)} rows kept in {plan_in(tmp_path)}"]
 
@@ -114,7 +116,7 @@ def test_mapped_bins_serve_as_others_do(tmp_path):
     bins, corpus = kept_bins(tmp_path), corpus_of(LENGTHS)
     with pytest.raises(ValueError, match="read-only"):
         bins.lengths[0] = 1
-    assert packing_report(bins) == packing_report(WANT)
+    assert report_packing(bins) == report_packing(WANT)
     assert [bins[row] for row in range(len(bins))] == [WANT[row] for row in range(len(WANT))]
     found, want = (collate_bins(corpus, b, [3, 0]) for b in (bins, WANT))
     for name in ("input_ids", "labels", "position_ids", "document_ids"):
@@ -129,8 +131,8 @@ OTHERS = {
     "capacity": {"capacity": 64},
     "fit": {"fit": own_fit(name="other")},
     "version": {"fit": own_fit(version=2)},
-    "rows": {"fit": balanced(2)},
-    "more rows": {"fit": balanced(3)},
+    "rows": {"fit": make_balanced_fit(2)},
+    "more rows": {"fit": make_balanced_fit(3)},
     "named version": {"fit": own_fit(version="2")},
     "group_size": {"group_size": 7},
     "overlong": {"overlong": "drop"},
@@ -170,16 +172,16 @@ def test_one_plan_has_one_name_however_its_integers_are_written(tmp_path):
         LENGTHS.astype(np.int32),
         np.repeat(LENGTHS, 2)[::2],
     ):
-        assert_same(cached_bins(tmp_path, lengths, np.int64(CAPACITY), content="c0ffee"))
+        assert_same(load_or_pack_bins(tmp_path, lengths, np.int64(CAPACITY), content="c0ffee"))
     assert len(names(tmp_path)) == 1
 
 
 def test_no_documents_make_a_plan_of_no_rows(tmp_path):
     for lengths in ([], [0, 0], np.zeros(0, np.int32)):
         for _ in range(2):
-            assert len(cached_bins(tmp_path, lengths, 8, content="x")) == 0
+            assert len(load_or_pack_bins(tmp_path, lengths, 8, content="x")) == 0
     with pytest.raises(ValueError, match="must be integers"):  # the plan of none is not theirs
-        cached_bins(tmp_path, [1.5], 8, content="x")
+        load_or_pack_bins(tmp_path, [1.5], 8, content="x")
 
 
 @pytest.mark.parametrize(
@@ -211,14 +213,14 @@ def test_what_packing_refuses_is_refused_before_anything_is_written(tmp_path, ar
 
 def test_a_fit_without_a_version_is_refused_where_its_plan_would_be_kept(tmp_path):
     def foreign(lengths, capacity, *, max_documents):
-        return sequential(lengths, capacity, max_documents=max_documents)
+        return next_fit(lengths, capacity, max_documents=max_documents)
 
     with pytest.raises(ValueError, match="the fit foreign has no attribute `version`"):
         kept_bins(tmp_path / "cache", fit=foreign)
     with pytest.raises(ValueError, match="give it one"):
         kept_bins(tmp_path / "cache", fit=functools.partial(foreign))
     assert names(tmp_path) == []
-    assert_same(kept_bins(None, fit=foreign), pack_bins(LENGTHS, CAPACITY, fit=sequential))
+    assert_same(kept_bins(None, fit=foreign), pack_bins(LENGTHS, CAPACITY, fit=next_fit))
 
 
 # -------------------------------------------------------------------------------------- what breaks
@@ -233,7 +235,7 @@ def quick(monkeypatch):
 def assert_rebuilt(folder, before):
     """Open the plan again: it must have been seen to be damaged, and be as it was before."""
     told = []
-    bins = kept_bins(folder, tell=told.append)
+    bins = kept_bins(folder, log=told.append)
     assert_same(bins)
     assert is_mapped(bins)
     assert len(told) == 1
@@ -392,7 +394,7 @@ def test_all_of_a_plan_is_on_the_disk_before_it_takes_its_place(tmp_path, monkey
     assert seen == [staging, staging, "replace", "cache"]
 
 
-WRITING = {"_keep", "replacing", "remove_abandoned", "sync_folder"}
+WRITING = {"_keep", "replacing", "remove_stale_files", "fsync_folder"}
 WRITERS = {cache.__file__, files.__file__}
 
 
@@ -506,7 +508,7 @@ def test_who_comes_second_keeps_the_same_plan_again(tmp_path, broken):
 
 def assert_packed_in_memory(cache_dir, reason):
     told = []
-    bins = kept_bins(cache_dir, tell=told.append)
+    bins = kept_bins(cache_dir, log=told.append)
     assert_same(bins)
     assert not is_mapped(bins)
     assert [reason in line for line in told] == [True], told
@@ -538,7 +540,7 @@ def test_a_plan_that_is_there_is_used_where_nothing_can_be_written(tmp_path, mon
 def test_without_a_cache_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = []
-    assert_same(kept_bins(None, tell=told.append))
+    assert_same(kept_bins(None, log=told.append))
     assert (told, names(tmp_path)) == ([], [])
 
 
@@ -587,7 +589,7 @@ def error_of(work):
     return None
 
 
-@pytest.mark.parametrize("make", [files.replacing, files.new_folder])
+@pytest.mark.parametrize("make", [files.atomic_write, files.atomic_folder])
 @pytest.mark.parametrize("moment", ["before it is locked", "before it has its name"])
 def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, moment):
     """Another process removes what is abandoned, at the two moments that are worst."""
@@ -597,7 +599,7 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
         def run(*args, **options):
             if not removed:
                 removed.append(sorted(path.name for path in tmp_path.iterdir()))
-                files.remove_abandoned(tmp_path.glob(".*.staging-*"))
+                files.remove_stale_files(tmp_path.glob(".*.staging-*"))
             return function(*args, **options)
 
         return run
@@ -607,7 +609,7 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
     for name in ("replace", "rename") if moment == "before it has its name" else ():
         monkeypatch.setattr(Path, name, removing(getattr(Path, name)))
     with make(tmp_path / "made", by="test") as made:
-        (made.write if make is files.replacing else made.joinpath("file").write_bytes)(b"whole")
+        (made.write if make is files.atomic_write else made.joinpath("file").write_bytes)(b"whole")
     assert len(removed[0]) == 1
     (found,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert found.read_bytes() == b"whole"
@@ -618,7 +620,7 @@ def on_ranks(folder):
     """Return, by the name of a case, what this rank saw."""
     axis = axis_from_group(dist.group.WORLD)
     told, calls, rank = [], [], axis.index
-    cached = functools.partial(kept_bins, axis=axis, tell=told.append)
+    cached = functools.partial(kept_bins, axis=axis, log=told.append)
     bins = cached(folder / "one", fit=own_fit(calls))
     assert_same(bins, pack_bins(LENGTHS, CAPACITY, fit=own_fit()))
     seen = {"calls": len(calls), "inode": maps_of(plan_in(folder / "one"))}

@@ -7,15 +7,15 @@ import torch
 from strategies import corpus_of
 
 import trainkit as tk
-from trainkit.data.dispatch import dispatch, stop_together
-from trainkit.data.packed import Packed
-from trainkit.data.steps import deal_rows, step_batch
+from trainkit.data.dispatch import scatter_batches, stop_at_shortest
+from trainkit.data.packed import PackedCorpus
+from trainkit.data.steps import make_microbatches, make_step_batch
 from trainkit.mesh import solo_parallel
 from trainkit.packing import pack_bins
-from trainkit.sampling import rows_of_epochs
-from trainkit.text.streams.stream import documents_from, stream_steps
+from trainkit.sampling import shuffle_epochs
+from trainkit.text.streams.stream import make_document_opener, pack_stream
 from trainkit.tools.testing import run_ranks
-from trainkit.types import Cursor, DataError, Place, Share, StepBatch
+from trainkit.types import Cursor, DataError, DataShard, Share, StepBatch
 
 STEPS = 3
 
@@ -37,12 +37,12 @@ def batch_at(cursor, share):
         return None
     corpus = corpus_of(np.random.default_rng(0).integers(1, 30, 60))
     bins = pack_bins(corpus.lengths, 32, multiple_of=4)
-    packed = Packed(corpus, bins, {"a": 3, "b": 0, "c": len(bins) - 3})
-    made = step_batch(
+    packed = PackedCorpus(corpus, bins, {"a": 3, "b": 0, "c": len(bins) - 3})
+    made = make_step_batch(
         packed,
-        rows_of_epochs(len(bins), rows_per_step=7, seed=0),
+        shuffle_epochs(len(bins), rows_per_step=7, seed=0),
         cursor,
-        place=Place(share),
+        place=DataShard(share),
         rows_per_microbatch=2,
         noise_seed=1,
     )
@@ -57,13 +57,15 @@ def parts_at(cursor, count):
 
 def streamed(cursor, count):
     """The parts of the step of a stream that only rank 0 reads."""
-    documents = documents_from(lambda: iter([np.arange(n) for n in range(1, 30)]))
-    step = next(stream_steps(documents, cursor, capacity=32, rows=4, seed=0), None)
+    documents = make_document_opener(lambda: iter([np.arange(n) for n in range(1, 30)]))
+    step = next(pack_stream(documents, cursor, capacity=32, rows=4, seed=0), None)
     if step is None:
         return None
-    rows, places = range(4), [Place(Share(index, count)) for index in range(count)]
+    rows, places = range(4), [DataShard(Share(index, count)) for index in range(count)]
     return [
-        StepBatch(deal_rows(step.packed, rows, place=place, rows_per_microbatch=1), step.cursor)
+        StepBatch(
+            make_microbatches(step.packed, rows, place=place, rows_per_microbatch=1), step.cursor
+        )
         for place in places
     ]
 
@@ -101,7 +103,7 @@ def received(tp):
                 calls.append(cursor)
                 return source(cursor, share.count)
 
-            make_batch, cursor = dispatch(parts, ps.world, share), Cursor()
+            make_batch, cursor = scatter_batches(parts, ps.world, share), Cursor()
             batches.append([make_batch(cursor)])
             while batches[-1][-1] is not None:
                 cursor = batches[-1][-1].cursor
@@ -115,7 +117,7 @@ def failures(kinds):
 
     found = []
     with tk.parallel_session() as ps:
-        make_batch = dispatch(make_parts, ps.world, ps.dp.share)
+        make_batch = scatter_batches(make_parts, ps.world, ps.dp.share)
         for number in range(len(kinds)):
             try:
                 make_batch(Cursor(number))
@@ -131,7 +133,7 @@ def broken_extra():
         return [StepBatch([broken], Cursor(1)), StepBatch([part], Cursor(1))]
 
     with tk.parallel_session() as ps:
-        make_batch = dispatch(make_parts, ps.world, ps.dp.share)
+        make_batch = scatter_batches(make_parts, ps.world, ps.dp.share)
         try:
             make_batch(Cursor())
         except Exception as error:  # noqa: BLE001 (which it is, is the question)
@@ -155,7 +157,7 @@ def stopped(cases):
             seen, left, message = [], [], None
             batches = source_of(counts[ps.dp.index])
             try:
-                seen.extend(stop_together(batches, ps.dp, left_over=left.append))
+                seen.extend(stop_at_shortest(batches, ps.dp, left_over=left.append))
             except DataError as error:
                 message = str(error)
             found.append((seen, left, list(batches), message))
@@ -165,7 +167,7 @@ def stopped(cases):
 def differing_counts():
     with tk.parallel_session() as ps:
         try:
-            dispatch(print, ps.world, Share(0, 1 + ps.world.index))
+            scatter_batches(print, ps.world, Share(0, 1 + ps.world.index))
         except ValueError as error:
             return str(error)
 
@@ -221,20 +223,22 @@ def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks(on_two):
 
 def test_one_process_gets_its_batches_without_a_group():
     ps = solo_parallel()
-    make_batch = dispatch(lambda cursor: parts_at(cursor, 1), ps.world, ps.dp.share)
+    make_batch = scatter_batches(lambda cursor: parts_at(cursor, 1), ps.world, ps.dp.share)
     assert same(make_batch(Cursor(1)), batch_at(Cursor(1), Share(0, 1)))
     assert make_batch(Cursor(STEPS)) is None
 
 
 def test_a_device_is_where_batches_go():
     ps = solo_parallel()
-    make_batch = dispatch(lambda cursor: parts_at(cursor, 1), ps.world, ps.dp.share, device="meta")
+    make_batch = scatter_batches(
+        lambda cursor: parts_at(cursor, 1), ps.world, ps.dp.share, device="meta"
+    )
     assert make_batch(Cursor()).microbatches[0].input_ids.device.type == "meta"
 
 
 def test_parts_for_another_number_of_shares_are_refused():
     ps = solo_parallel()
-    make_batch = dispatch(lambda cursor: parts_at(cursor, 3), ps.world, ps.dp.share)
+    make_batch = scatter_batches(lambda cursor: parts_at(cursor, 3), ps.world, ps.dp.share)
     with pytest.raises(ValueError, match="one StepBatch for each of 1 shares, got 3"):
         make_batch(Cursor())
 

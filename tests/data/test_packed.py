@@ -10,11 +10,11 @@ from strategies import corpus_of
 
 from trainkit import packing
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
-from trainkit.data.packed import Packed, join_packed, pack_apart, packed_facts
-from trainkit.data.steps import step_batch
-from trainkit.packing import pack_bins, sequential
-from trainkit.sampling import Phase, make_phases, rows_of_mixture
-from trainkit.types import Cursor, Place, Share
+from trainkit.data.packed import PackedCorpus, concat_packed, make_data_facts, split_held_out
+from trainkit.data.steps import make_step_batch
+from trainkit.packing import next_fit, pack_bins
+from trainkit.sampling import MixturePhase, make_mixture_phases, sample_mixture
+from trainkit.types import Cursor, DataShard, Share
 
 ROWS = 13
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index", "source")
@@ -26,22 +26,26 @@ def corpora(**changes):
     for number, (name, count) in enumerate({"web": 200, "code": 60, "old": 40}.items()):
         corpus = corpus_of(np.random.default_rng(number).integers(1, 50, count))
         corpus = attrs.evolve(corpus, tokens=corpus.tokens % 300 + 300 * number)
-        packed[name] = Packed(corpus, pack_bins(corpus.lengths, **({"capacity": 32} | changes)))
+        packed[name] = PackedCorpus(
+            corpus, pack_bins(corpus.lengths, **({"capacity": 32} | changes))
+        )
     return packed
 
 
-MIX = join_packed(corpora())
-PHASES = make_phases(Phase(0, {"web": 6, "code": 3, "old": 0}), Phase(7, {"web": 1}, lr_scale=0.5))
-ROWS_AT = rows_of_mixture(MIX.num_rows, PHASES, rows_per_step=ROWS, seed=3)
+MIX = concat_packed(corpora())
+PHASES = make_mixture_phases(
+    MixturePhase(0, {"web": 6, "code": 3, "old": 0}), MixturePhase(7, {"web": 1}, lr_scale=0.5)
+)
+ROWS_AT = sample_mixture(MIX.num_rows, PHASES, rows_per_step=ROWS, seed=3)
 
 
 def global_batch(step, count, *, rows_per_microbatch):
     made = [
-        step_batch(
+        make_step_batch(
             MIX,
             ROWS_AT,
             Cursor(step),
-            place=Place(Share(rank, count)),
+            place=DataShard(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
         )
         for rank in range(count)
@@ -62,7 +66,7 @@ def test_rows_apart_are_the_plans_that_each_part_packs_into_and_share_no_documen
     held_out, told = np.arange(30) % 7 == 2, []
     how = {"multiple_of": 4, "seed": 5}
     for _ in range(2):
-        parts = pack_apart(corpus, held_out, 32, cache_dir=tmp_path, tell=told.append, **how)
+        parts = split_held_out(corpus, held_out, 32, cache_dir=tmp_path, log=told.append, **how)
         for part, out in zip(parts, (False, True), strict=True):
             assert set(part.bins.documents) == set(np.flatnonzero(held_out == out))
             wanted = pack_bins(np.where(held_out == out, corpus.lengths, 0), 32, **how)
@@ -72,18 +76,18 @@ def test_rows_apart_are_the_plans_that_each_part_packs_into_and_share_no_documen
 
 def test_facts_follow_from_the_files_the_tokens_and_the_rows():
     corpus = attrs.evolve(corpus_of([3, 5, 2]), sources={"a.txt": "c0ffee"})
-    packed = Packed(corpus, pack_bins(corpus.lengths, 8))
-    facts = packed_facts(packed)
+    packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 8))
+    facts = make_data_facts(packed)
     assert facts["files"] == {"a.txt": "c0ffee"}
     other = attrs.evolve(corpus, tokens=corpus.tokens[::-1].copy())
-    assert facts["fingerprint"] != packed_facts(Packed(other, packed.bins))["fingerprint"]
+    assert facts["fingerprint"] != make_data_facts(PackedCorpus(other, packed.bins))["fingerprint"]
     rows = pack_bins(corpus.lengths, 16)
-    assert facts["rows"] != packed_facts(Packed(corpus, rows))["rows"]
+    assert facts["rows"] != make_data_facts(PackedCorpus(corpus, rows))["rows"]
 
 
 def test_joined_rows_hold_the_tokens_of_their_own_corpus():
     packed = corpora(multiple_of=4)
-    mix = join_packed(packed)
+    mix = concat_packed(packed)
     row = 0
     for number, (name, part) in enumerate(packed.items()):
         assert mix.num_rows[name] == len(part)
@@ -100,18 +104,18 @@ def test_joined_rows_hold_the_tokens_of_their_own_corpus():
 def test_one_corpus_alone_keeps_its_own_tables():
     alone = corpora()["web"]
     corpus, bins = alone.corpus, alone.bins
-    mix = join_packed({"web": alone})
+    mix = concat_packed({"web": alone})
     for name in ("offsets", "documents", "starts", "lengths"):
         assert np.shares_memory(getattr(mix.bins, name), getattr(bins, name)), name
     assert np.shares_memory(mix.corpus.offsets, corpus.offsets)
     assert mix.corpus.parts == (corpus,)
     one, other = collate_bins(mix.corpus, mix.bins, [3, 0]), collate_bins(corpus, bins, [3, 0])
     assert batch_hash([one]) == batch_hash([other])
-    assert join_packed({"all": mix}).corpus is mix.corpus
+    assert concat_packed({"all": mix}).corpus is mix.corpus
     assert mix.num_rows == {"web": len(bins)}
     assert (mix.source_of(np.arange(len(bins))) == 0).all()
     with pytest.raises(ValueError, match="bins of 'old' hold document 199, its corpus has 40"):
-        join_packed({"old": Packed(corpora()["old"].corpus, bins)})
+        concat_packed({"old": PackedCorpus(corpora()["old"].corpus, bins)})
 
 
 @pytest.mark.parametrize("step", [5, 6, 7])
@@ -159,27 +163,27 @@ def test_every_row_of_each_corpus_comes_once_per_epoch():
     [
         ({"capacity": 48}, "one capacity: 'web' has 32, 'code' has 48"),
         ({"multiple_of": 2}, "one multiple_of: 'web' has 1, 'code' has 2"),
-        ({"fit": sequential}, None),
+        ({"fit": next_fit}, None),
     ],
 )
 def test_bins_of_different_measures_are_refused_by_name(changes, message):
     packed = corpora() | {"code": corpora(**changes)["code"]}
     if message is None:
-        assert len(join_packed(packed).bins) > 0
+        assert len(concat_packed(packed).bins) > 0
         return
     with pytest.raises(ValueError, match=message):
-        join_packed(packed)
+        concat_packed(packed)
 
 
 def test_bins_of_another_corpus_are_refused():
     packed = corpora()
-    packed["old"] = Packed(packed["old"].corpus, packed["web"].bins)
+    packed["old"] = PackedCorpus(packed["old"].corpus, packed["web"].bins)
     with pytest.raises(ValueError, match="bins of 'old' hold document 199, its corpus has 40"):
-        join_packed(packed)
+        concat_packed(packed)
     with pytest.raises(ValueError, match="no corpus to join"):
-        join_packed({})
+        concat_packed({})
 
 
 def test_rows_of_sources_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match=f"add up to the {len(MIX)} rows of bins, got .*'web': 1"):
-        Packed(MIX.corpus, MIX.bins, {"web": 1})
+        PackedCorpus(MIX.corpus, MIX.bins, {"web": 1})

@@ -9,22 +9,29 @@ from hypothesis import strategies as st
 from strategies import corpus_of, packed, shares
 
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
-from trainkit.data import Packed, deal_rows, eval_batches, join_corpora, step_batch, strided_batch
-from trainkit.noise import token_keys
-from trainkit.packing import pack_bins, row_costs, sequential
-from trainkit.sampling import rows_of_epochs, share_of_rows
+from trainkit.data import (
+    PackedCorpus,
+    concat_corpora,
+    make_dataset_batch,
+    make_eval_batches,
+    make_microbatches,
+    make_step_batch,
+)
+from trainkit.noise import make_token_keys
+from trainkit.packing import next_fit, pack_bins, row_costs
+from trainkit.sampling import assign_rows, shuffle_epochs
 from trainkit.text.corpora import write_corpus
-from trainkit.types import Column, Cursor, DataError, Place, Sample, Share
+from trainkit.types import Column, Cursor, DataError, DataShard, Sample, Share
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 CORPUS = corpus_of(np.random.default_rng(0).integers(1, 30, 200))
 BINS = pack_bins(CORPUS.lengths, 32, multiple_of=4)
-PACKED = Packed(CORPUS, BINS)
-NAMED = Packed(CORPUS, BINS, {"a": 40, "b": 0, "c": 7, "d": len(BINS) - 47})
+PACKED = PackedCorpus(CORPUS, BINS)
+NAMED = PackedCorpus(CORPUS, BINS, {"a": 40, "b": 0, "c": 7, "d": len(BINS) - 47})
 
 
 def rows_of(rows, seed=0):
-    return rows_of_epochs(len(BINS), rows_per_step=rows, seed=seed)
+    return shuffle_epochs(len(BINS), rows_per_step=rows, seed=seed)
 
 
 def tokens_of(batches):
@@ -36,11 +43,11 @@ def tokens_of(batches):
 
 def global_batch(count, *, rows, rows_per_microbatch, step=5, packed=PACKED, **more):
     ranks = [
-        step_batch(
+        make_step_batch(
             packed,
             rows if callable(rows) else rows_of(rows, seed=3),
             Cursor(step),
-            place=Place(Share(rank, count)),
+            place=DataShard(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
             **more,
         )
@@ -54,7 +61,7 @@ def global_batch(count, *, rows, rows_per_microbatch, step=5, packed=PACKED, **m
 def test_the_noise_of_a_step_is_that_of_its_number():
     for step in (5, 6):
         for batch in global_batch(2, rows=8, rows_per_microbatch=2, step=step, noise_seed=1):
-            keys = token_keys(batch.token_index, seed=1, step=step)
+            keys = make_token_keys(batch.token_index, seed=1, step=step)
             assert torch.equal(batch["noise_key"], keys)
 
 
@@ -131,7 +138,7 @@ def test_microbatches_are_those_collated_one_by_one():
     chosen = rows_of(7, seed=3)(5)
     parts = global_batch(2, rows=7, rows_per_microbatch=2)
     deal = {"rows_per_microbatch": 2, "costs": row_costs(BINS)[chosen]}
-    places = [where for rank in (0, 1) for where in share_of_rows(7, Share(rank, 2), **deal)]
+    places = [where for rank in (0, 1) for where in assign_rows(7, Share(rank, 2), **deal)]
     for part, where in zip(parts, places, strict=True):
         mine = np.where(where < 0, -1, chosen[where])
         alone = collate_bins(CORPUS, BINS, mine, row_positions=where)
@@ -145,13 +152,13 @@ def test_microbatches_are_those_collated_one_by_one():
 def test_a_file_that_was_cut_ends_the_run_with_an_error_instead_of_a_signal(tmp_path):
     path = tmp_path / "a.tokens"
     corpus = write_corpus(path, [np.arange(30_000) % 500], vocab_size=500)
-    packed = Packed(corpus, pack_bins(corpus.lengths, 32))
-    deal_rows(packed, [3, 1], rows_per_microbatch=2)
+    packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 32))
+    make_microbatches(packed, [3, 1], rows_per_microbatch=2)
     with path.open("r+b") as file:
         file.truncate(8192)
     for batches in (
-        lambda: deal_rows(packed, [3, 1], rows_per_microbatch=2),
-        lambda: list(eval_batches(packed, rows_per_batch=4)),
+        lambda: make_microbatches(packed, [3, 1], rows_per_microbatch=2),
+        lambda: list(make_eval_batches(packed, rows_per_batch=4)),
     ):
         with pytest.raises(DataError, match=r"a.tokens: the file has 8192 bytes"):
             batches()
@@ -162,13 +169,13 @@ def test_a_step_looks_only_at_the_files_that_it_reads(tmp_path):
     documents = [np.arange(3000) % 500]
     parts = [write_corpus(path, documents, vocab_size=500) for path in paths]
     nothing = corpus_of([])
-    corpus = join_corpora([nothing, parts[0], nothing, parts[1], parts[2], nothing])
-    bins = pack_bins(corpus.lengths, 32, fit=sequential)
+    corpus = concat_corpora([nothing, parts[0], nothing, parts[1], parts[2], nothing])
+    bins = pack_bins(corpus.lengths, 32, fit=next_fit)
     source = np.array([bins[row][0][0] for row in range(len(bins))])
     rows = [int(np.flatnonzero(source == number)[5]) for number in range(3)]  # one of each file
 
     def step(*chosen):
-        deal_rows(Packed(corpus, bins), chosen, rows_per_microbatch=4)
+        make_microbatches(PackedCorpus(corpus, bins), chosen, rows_per_microbatch=4)
 
     with paths[1].open("r+b") as file:
         file.truncate(4096)
@@ -183,7 +190,7 @@ def test_steps_walk_through_every_row_once_per_epoch_and_resume_anywhere():
     rows_at = rows_of(7, seed=1)
     for step in range(len(BINS)):
         chosen = rows_at(step)
-        batch = step_batch(PACKED, rows_at, cursor, rows_per_microbatch=7)
+        batch = make_step_batch(PACKED, rows_at, cursor, rows_per_microbatch=7)
         first_tokens = batch.microbatches[0].input_ids[:, 0].tolist()
         want = [
             int(CORPUS.tokens[CORPUS.offsets[document] + start])
@@ -195,13 +202,13 @@ def test_steps_walk_through_every_row_once_per_epoch_and_resume_anywhere():
         cursor = batch.cursor
     assert sorted(seen) == sorted(list(range(len(BINS))) * 7)
     assert len(set(hashes)) == len(hashes)
-    again = step_batch(PACKED, rows_at, Cursor(batch=4), rows_per_microbatch=7)
+    again = make_step_batch(PACKED, rows_at, Cursor(batch=4), rows_per_microbatch=7)
     assert int(batch_hash(again.microbatches)) == hashes[4]
 
 
 def test_the_cursor_keeps_what_else_it_holds():
     cursor = Cursor(batch=2, stream=(1, 9))
-    batch = step_batch(PACKED, rows_of(2), cursor, rows_per_microbatch=1)
+    batch = make_step_batch(PACKED, rows_of(2), cursor, rows_per_microbatch=1)
     assert batch.cursor == attrs.evolve(cursor, batch=3)
 
 
@@ -210,22 +217,22 @@ def test_a_microbatch_far_beyond_the_rows_pads_to_the_rows():
         parts = global_batch(count, rows=4, rows_per_microbatch=10**12)
         assert {part.input_ids.shape for part in parts} == {(4, 32)}
         assert batch_hash(parts) == batch_hash(global_batch(1, rows=4, rows_per_microbatch=4))
-        place = Place(Share(0, count))
-        (found,) = eval_batches(PACKED, place=place, rows_per_batch=10**12)
+        place = DataShard(Share(0, count))
+        (found,) = make_eval_batches(PACKED, place=place, rows_per_batch=10**12)
         assert found.input_ids.shape == (len(BINS), 32)
 
 
 @given(packed(), st.integers(1, 9), st.integers(1, 4))
 def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
-    case, bins = Packed(*case), case[1]
+    case, bins = PackedCorpus(*case), case[1]
     ranks = [
-        list(eval_batches(case, place=Place(Share(rank, count)), rows_per_batch=size))
+        list(make_eval_batches(case, place=DataShard(Share(rank, count)), rows_per_batch=size))
         for rank in range(count)
     ]
     batches = [batch for rank in ranks for batch in rank]
     width = min(size, len(bins))
     assert {batch.input_ids.shape for batch in batches} == {(width, bins.capacity)}
-    whole = list(eval_batches(case, rows_per_batch=len(bins)))
+    whole = list(make_eval_batches(case, rows_per_batch=len(bins)))
     assert torch.equal(tokens_of(batches), tokens_of(whole))
     assert len(tokens_of(whole)) == len(bins) * bins.capacity
 
@@ -233,28 +240,28 @@ def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_token_of_an_evaluation_says_which_source_its_row_is_of(count):
     for rank in range(count):
-        place = Place(Share(rank, count))
-        for part in eval_batches(NAMED, place=place, rows_per_batch=4):
+        place = DataShard(Share(rank, count))
+        for part in make_eval_batches(NAMED, place=place, rows_per_batch=4):
             sources = torch.from_numpy(NAMED.source_of(np.arange(len(BINS))))
             rows = sources[part.token_index.clamp(min=0) // 32]
             assert torch.equal(part["source"], torch.where(part.document_ids < 0, -1, rows))
-    (plain, *_) = eval_batches(PACKED, rows_per_batch=4)
+    (plain, *_) = make_eval_batches(PACKED, rows_per_batch=4)
     assert plain.extra == {}
 
 
 @given(shares())
 def test_microbatches_live_where_they_are_asked_to(share):
-    where = {"place": Place(share), "device": "meta"}
-    batch = step_batch(NAMED, rows_of(8), Cursor(), rows_per_microbatch=2, **where)
+    where = {"place": DataShard(share), "device": "meta"}
+    batch = make_step_batch(NAMED, rows_of(8), Cursor(), rows_per_microbatch=2, **where)
     assert {b.input_ids.device.type for b in batch.microbatches} == {"meta"}
-    batches = eval_batches(NAMED, rows_per_batch=8, **where)
+    batches = make_eval_batches(NAMED, rows_per_batch=8, **where)
     assert {b[name].device.type for b in batches for name in ("labels", "source")} <= {"meta"}
 
 
 def test_padding_has_the_id_that_was_asked_for():
     corpus = corpus_of([5, 5, 5])
-    packed = Packed(corpus, pack_bins(corpus.lengths, 8))
-    _, batch = deal_rows(packed, [0, 2, 1], rows_per_microbatch=2, pad_id=7)
+    packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 8))
+    _, batch = make_microbatches(packed, [0, 2, 1], rows_per_microbatch=2, pad_id=7)
     assert batch.input_ids[0, 5:].tolist() == [7] * 3
     assert batch.input_ids[1].tolist() == [7] * 8
 
@@ -263,7 +270,7 @@ def test_padding_has_the_id_that_was_asked_for():
     ("rows", "more", "message"),
     [
         (range(len(BINS) + 1), {}, f"takes {len(BINS) + 1} rows, the corpus has {len(BINS)}"),
-        ([1, 2], {"place": Place(Share(0, 3))}, "more ranks than rows: 3 ranks .* 2 rows"),
+        ([1, 2], {"place": DataShard(Share(0, 3))}, "more ranks than rows: 3 ranks .* 2 rows"),
         ([1, 2], {"rows_per_microbatch": 0}, "rows_per_microbatch must be at least 1"),
         ([], {}, "integers in one dimension"),
         ([[1]], {}, r"integers in one dimension, got int64 \(1, 1\)"),
@@ -274,19 +281,19 @@ def test_padding_has_the_id_that_was_asked_for():
 )
 def test_steps_that_cannot_be_are_refused(rows, more, message):
     with pytest.raises(ValueError, match=message):
-        deal_rows(PACKED, rows, **{"rows_per_microbatch": 1} | more)
+        make_microbatches(PACKED, rows, **{"rows_per_microbatch": 1} | more)
 
 
 def test_evaluations_that_cannot_be_are_refused_at_once():
     with pytest.raises(ValueError, match="rows_per_batch must be at least 1, got 0"):
-        eval_batches(PACKED, rows_per_batch=0)
+        make_eval_batches(PACKED, rows_per_batch=0)
     with pytest.raises(ValueError, match="no part 2 of 2"):
-        eval_batches(PACKED, place=Place(Share(2, 2)), rows_per_batch=1)
+        make_eval_batches(PACKED, place=DataShard(Share(2, 2)), rows_per_batch=1)
 
 
 def test_a_rank_without_rows_evaluates_a_blank_batch_that_says_its_source():
-    place = Place(Share(len(BINS), len(BINS) + 1))
-    (batch,) = eval_batches(NAMED, place=place, rows_per_batch=2)
+    place = DataShard(Share(len(BINS), len(BINS) + 1))
+    (batch,) = make_eval_batches(NAMED, place=place, rows_per_batch=2)
     assert (batch["source"] == -1).all()
     assert (batch.labels == -100).all()
 
@@ -314,12 +321,12 @@ def strided(count, *, rows_per_microbatch, rows=8, step=2, dataset=None, **more)
     batches, read = [], []
     for rank in range(count):
         dataset_ = dataset or Read()
-        batch = strided_batch(
+        batch = make_dataset_batch(
             dataset_,
-            rows_of_epochs(len(dataset_), rows_per_step=rows, seed=3),
+            shuffle_epochs(len(dataset_), rows_per_step=rows, seed=3),
             Cursor(step),
             capacity=12,
-            place=Place(Share(rank, count)),
+            place=DataShard(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
             **more,
         )
@@ -344,12 +351,12 @@ def test_ranks_read_strides_of_a_dataset_and_one_global_batch(rows, count, size)
         assert count_valid_tokens(parts) == count_valid_tokens(whole)
         assert batch_hash(parts) == batch_hash(whole)
         for batch in parts:
-            keys = token_keys(batch.token_index, seed=1, step=step)
+            keys = make_token_keys(batch.token_index, seed=1, step=step)
             assert torch.equal(batch["noise_key"], keys)
 
 
 def test_an_item_is_a_row_whose_place_in_the_step_is_that_of_the_item():
-    items = rows_of_epochs(21, rows_per_step=8, seed=3)(2)
+    items = shuffle_epochs(21, rows_per_step=8, seed=3)(2)
     [batch], _ = strided(1, rows_per_microbatch=8)
     for place, (number, row) in enumerate(zip(items.tolist(), batch.input_ids, strict=True)):
         length = number % 9
@@ -413,4 +420,4 @@ def test_what_a_dataset_raises_says_which_item_and_items_that_are_none_are_refus
         strided(1, rows_per_microbatch=1, dataset=[{}] * 9, encode=lambda item: item["ids"])
     assert any("while reading item" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match=r"indices must lie in \[0, 4\), got 0 to 4"):
-        strided_batch([[1]] * 4, lambda _: [0, 4], Cursor(), capacity=4, rows_per_microbatch=1)
+        make_dataset_batch([[1]] * 4, lambda _: [0, 4], Cursor(), capacity=4, rows_per_microbatch=1)

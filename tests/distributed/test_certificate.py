@@ -11,18 +11,18 @@ from hypothesis import given
 
 from trainkit.parallel.check_layout import passes_to_itself
 from trainkit.tools.testing.builtin import TIMEOUT, builtin_subjects, exact_cases, models_of_tier
-from trainkit.tools.testing.cases import Case, default_cases, runs_here
-from trainkit.tools.testing.certificate import as_text
+from trainkit.tools.testing.cases import LayoutCase, make_default_cases, runs_here
+from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.certify import certify_together
 from trainkit.types import Layout
 
 
 def table_of(certificate):
-    return "\n".join([as_text(certificate), *(row.traceback for row in certificate.red)])
+    return "\n".join([format_text(certificate), *(row.traceback for row in certificate.red)])
 
 
 # Parts of a length that three ranks do not share evenly: no two choices, but a case of its own.
-UNEVEN = Case(Layout(dp_shard=3))
+UNEVEN = LayoutCase(Layout(dp_shard=3))
 
 
 def every_pair(rows):
@@ -45,7 +45,11 @@ def all_wider(rows):
     return [row for row in rows if row not in picked]
 
 
-FEW = [Case(Layout(tp=2)), Case(Layout(ring=2, fold_sp="none")), Case(Layout(dp_shard=2))]
+FEW = [
+    LayoutCase(Layout(tp=2)),
+    LayoutCase(Layout(ring=2, fold_sp="none")),
+    LayoutCase(Layout(dp_shard=2)),
+]
 
 
 def few_of_the_decoder(_rows):
@@ -93,7 +97,7 @@ def test_the_table_of_the_readme_is_the_one_that_is_made_here(which):
     table = text.partition("<!-- certificate -->")[2].partition("<!-- /certificate -->")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     told = {line[0]: line[1:] for line in lines[2:]}
-    assert set(told) == {case.name for case in default_cases()}
+    assert set(told) == {case.name for case in make_default_cases()}
     (rows,) = [c.rows for c in certificates(which)["fp64"] if c.title == "decoder"]
     pick = (PICKS if which == "usual" else OTHERS)["fp64"]
     picked = [case.name for model, case in pick(rows_of("fp64")) if model == "decoder"]
@@ -162,7 +166,7 @@ def test_rounding_stays_within_the_stated_bounds(tier):
 
 
 def test_the_layouts_cover_every_dimension_and_every_choice():
-    cases = default_cases()
+    cases = make_default_cases()
     assert len({case.name for case in cases}) == len(cases) >= 40
     assert {case.world for case in of_here(cases)} == {1, 2, 3, 4, 6, 8}
     assert len(of_here(exact_cases())) >= 15

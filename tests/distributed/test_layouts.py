@@ -1,7 +1,7 @@
 """Two steps as a recipe takes them, from a corpus, give the same numbers on one rank and on many.
 
 Which layouts do is for the certificate to say (test_certificate.py); here is what it takes for
-granted: that `step_batch` deals the rows, and that one process is right.
+granted: that `make_step_batch` deals the rows, and that one process is right.
 """
 
 import functools

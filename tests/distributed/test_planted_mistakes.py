@@ -23,8 +23,8 @@ import trainkit.parallel.tied
 import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.batch.shards import spans_of_runs
-from trainkit.losses import next_token_linear, with_terms
-from trainkit.models import Tape, call_routed, call_with_noise, experts
+from trainkit.losses import declare_terms, next_token_linear
+from trainkit.models import RoutingTape, call_routed, call_with_noise, experts
 from trainkit.noise import counters
 from trainkit.parallel.reduction import Reduction
 from trainkit.post.adapters import lowrank
@@ -40,8 +40,8 @@ from trainkit.tools.testing.builtin import (
     with_adapters,
     with_experts,
 )
-from trainkit.tools.testing.cases import Case
-from trainkit.tools.testing.certificate import TIERS, as_text
+from trainkit.tools.testing.cases import LayoutCase
+from trainkit.tools.testing.certificate import TIERS, format_text
 from trainkit.tools.testing.certify import certify_together
 from trainkit.tools.testing.train import Training
 from trainkit.types import Layout
@@ -63,7 +63,7 @@ def dropped_token_count(_ps):
 
 def mean_of_means(_ps):
     def averaged(loss):
-        @with_terms(*loss.terms)
+        @declare_terms(*loss.terms)
         def mean(output, batch):
             total, terms = loss(output, batch)
             tokens = (batch["labels"] >= 0).sum().clamp(min=1)
@@ -116,7 +116,7 @@ def documents_boundary_ignored(_ps):
 
 def last_microbatch_only(_ps):
     def of_the_last(loss):
-        @with_terms(*loss.terms)
+        @declare_terms(*loss.terms)
         def last(output, batch):
             total, terms = loss(output, batch)
             return total * bool(batch["token_index"].max() >= CAPACITY * (ROWS - 1)), terms
@@ -214,19 +214,19 @@ def half_a_parameter(ps):
 
 
 def terms_lacking(_ps):
-    PATCH.setattr(train, "mean_terms", lambda *_: {})
+    PATCH.setattr(train, "average_terms", lambda *_: {})
 
 
 def one_term_lacking(_ps):
     """Report all terms of the loss but one."""
-    mean = train.mean_terms
+    mean = train.average_terms
 
     def some(*sums):
         terms = mean(*sums)
         del terms["router_z"]
         return terms
 
-    PATCH.setattr(train, "mean_terms", some)
+    PATCH.setattr(train, "average_terms", some)
 
 
 # ------------------------------------------------------------------------------------ experts
@@ -262,7 +262,7 @@ class OneOff(dict):
 
 
 def tape_read_one_layer_off(_ps):
-    PATCH.setattr(trainkit.models.call, "Tape", lambda: Tape(OneOff()))
+    PATCH.setattr(trainkit.models.call, "Tape", lambda: RoutingTape(OneOff()))
 
 
 def routers_counted_per_tp_rank(_ps):
@@ -306,12 +306,12 @@ def length_of_a_part(_ps):
 
 STEPS = 1
 PLAIN = {
-    "dp": Case(Layout(dp_shard=2)),
-    "replica": Case(Layout(dp_replicate=2)),
-    "tp": Case(Layout(tp=2)),
-    "ring": Case(Layout(ring=2, fold_sp="none")),
-    "ulysses": Case(Layout(ulysses=2, fold_sp="none")),
-    "pp": Case(Layout(pp=2)),
+    "dp": LayoutCase(Layout(dp_shard=2)),
+    "replica": LayoutCase(Layout(dp_replicate=2)),
+    "tp": LayoutCase(Layout(tp=2)),
+    "ring": LayoutCase(Layout(ring=2, fold_sp="none")),
+    "ulysses": LayoutCase(Layout(ulysses=2, fold_sp="none")),
+    "pp": LayoutCase(Layout(pp=2)),
 }
 MISTAKES = {
     "dropped token count": (dropped_token_count, "dp"),
@@ -435,4 +435,4 @@ def test_it_is_green_without_a_mistake(certificates, model):
     certificate = certificates[model]
     sound = {row for row in certificate.rows if row.layout in {x.name for x in PLAIN.values()}}
     assert sound
-    assert not sound & set(certificate.red), as_text(certificate)
+    assert not sound & set(certificate.red), format_text(certificate)

@@ -28,9 +28,9 @@ def batch_hash_of(rows_per_microbatch):
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY)
     with tk.parallel_session() as ps:
-        made = tk.step_batch(
-            tk.Packed(text, bins),
-            tk.sampling.rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0),
+        made = tk.make_step_batch(
+            tk.PackedCorpus(text, bins),
+            tk.sampling.shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0),
             tk.Cursor(),
             place=ps.place,
             rows_per_microbatch=rows_per_microbatch,

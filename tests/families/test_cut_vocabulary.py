@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit import collectives, losses
 from trainkit.collectives import sum_grad
-from trainkit.losses import by_source, softmax
+from trainkit.losses import report_by_source, softmax
 from trainkit.losses.softmax import scores_
 from trainkit.mesh import axis_from_group
 from trainkit.models.decoder import whole_logits
 from trainkit.post.evaluation import score
 from trainkit.post.objectives import teachers
 from trainkit.tools.testing import run_ranks
-from trainkit.types import SOLO, Axis, Hidden, Share, capped
+from trainkit.types import SOLO, Axis, Hidden, Share, apply_softcap
 
 TOKENS, WIDTH, WORDS = (2, 7), 8, 24
 LABELS = {
@@ -207,20 +207,20 @@ def farthest(logits, batch):
     return total, {"far": total.detach()}
 
 
-FARTHEST = losses.with_terms("far")(farthest)
+FARTHEST = losses.declare_terms("far")(farthest)
 AS_LOSSES = {
-    "by source": by_source(["web", "code"], losses.next_token_linear),
+    "by source": report_by_source(["web", "code"], losses.next_token_linear),
     "z": losses.z_term,
     "two terms": losses.add_terms((losses.next_token_linear, 0.7), (losses.z_term, -0.2)),
-    "any term": losses.in_chunks(FARTHEST, chunk=4),
+    "any term": losses.chunk_loss(FARTHEST, chunk=4),
     "three": losses.add_terms(
         (losses.next_token_linear, 0.7),
-        (losses.in_chunks(FARTHEST, chunk=4), 0.3),
+        (losses.chunk_loss(FARTHEST, chunk=4), 0.3),
         (losses.z_term, 0.1),
     ),
 }
 ON_LOGITS = {
-    "by source": by_source(["web", "code"]),
+    "by source": report_by_source(["web", "code"]),
     "z": losses.z_term,
     "two terms": losses.add_terms((losses.next_token, 0.7), (losses.z_term, -0.2)),
     "any term": FARTHEST,
@@ -238,7 +238,7 @@ def of_output(axis, sizes=None):
         again, own = hidden.clone().requires_grad_(), part(weight, axis, 0, sizes)
         total, terms = loss(Hidden(sum_grad(again, axis), own, axis, softcap), batch)
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-        wanted, wanted_terms = ON_LOGITS[name](capped(hidden @ weight.T, softcap), batch)
+        wanted, wanted_terms = ON_LOGITS[name](apply_softcap(hidden @ weight.T, softcap), batch)
         assert list(terms) == list(wanted_terms) == list(loss.terms)
         assert total.requires_grad
         assert not any(term.requires_grad for term in terms.values())
@@ -292,20 +292,20 @@ def two_vocabularies():
     hidden = drawn(*TOKENS, WIDTH, seed=1)
     owns = [drawn(5 - axis.index * fewer, WIDTH, seed=axis.index) for fewer in (1, 0)]
     wholes = [torch.cat([drawn(5, WIDTH, seed=0), drawn(n, WIDTH, seed=1)]) for n in (4, 5)]
-    gather = softmax.gather_replicated
+    gather = softmax.all_gather_replicated
 
     def counted(x, axis, *, dim):
         asked.append(x)
         return gather(x, axis, dim=dim)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(softmax, "gather_replicated", counted)
+        patch.setattr(softmax, "all_gather_replicated", counted)
         for turn in (0, 1, 0, 1, 1):
             labels = drawn_labels() % len(wholes[turn])
             got = losses.linear_cross_entropy(hidden, owns[turn], labels, axis=axis)
             want = losses.linear_cross_entropy(hidden, wholes[turn], labels)
             found.append(difference(got, want))
-        known = losses.vocabulary_axis(hidden @ owns[1].T, axis, dim=-1)
+        known = losses.make_vocabulary_axis(hidden @ owns[1].T, axis, dim=-1)
         losses.cross_entropy(hidden @ owns[1].T, drawn_labels() % 10, axis=known)
     return found, len(asked), len(softmax._GATHERED)
 
@@ -313,7 +313,7 @@ def two_vocabularies():
 def test_ranks_ask_once_for_each_weight_and_agree_on_whether_to_ask():
     for found, asked, groups in run_ranks(two_vocabularies, 2):
         assert max(found) < 1e-12, found
-        assert asked == 3, "once for each of two weights, and for one vocabulary_axis"
+        assert asked == 3, "once for each of two weights, and for one make_vocabulary_axis"
         assert groups == 1
 
 

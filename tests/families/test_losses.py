@@ -9,28 +9,28 @@ from trainkit.losses import (
     add_terms,
     cross_entropy,
     cross_entropy_per_token,
+    declare_terms,
     linear,
     linear_cross_entropy,
     next_token,
     next_token_linear,
     token_logprobs,
-    weighted,
-    with_terms,
+    weighted_next_token,
     z_loss,
     z_term,
 )
 from trainkit.losses.linear import Factors, linear_sum_and_parts
-from trainkit.losses.sources import by_source
+from trainkit.losses.sources import report_by_source
 from trainkit.post.objectives import (
-    Added,
-    clipped,
+    PolicyOptions,
     distillation,
     k3,
     policy_gradient,
+    ppo_clip,
     sequence_policy_gradient,
     stored_distillation,
 )
-from trainkit.types import Hidden, capped
+from trainkit.types import Hidden, apply_softcap
 
 V, D = 11, 6
 
@@ -55,7 +55,7 @@ def linear_by_threes(output, batch):
 
 def first(loss):
     """Give a loss over logits the one-tensor tuple that the table's makers return."""
-    return with_terms(*loss.terms)(lambda output, batch: loss(output[0], batch))
+    return declare_terms(*loss.terms)(lambda output, batch: loss(output[0], batch))
 
 
 def linear_parts(output, batch):
@@ -63,12 +63,12 @@ def linear_parts(output, batch):
     return *linear_sum_and_parts(Factors(*output), labels, chunk=3), (labels != -100).long()
 
 
-linear_by_token = with_terms("loss", per_token=linear_parts)(lambda *_: None)
+linear_by_token = declare_terms("loss", per_token=linear_parts)(lambda *_: None)
 
 
 def sourced(loss):
     """Give tokens a source that follows from their labels, so that every cut keeps it."""
-    return with_terms(*loss.terms)(
+    return declare_terms(*loss.terms)(
         lambda output, batch: loss(output, {**batch, "source": batch["labels"].clamp(min=0) % 3})
     )
 
@@ -94,14 +94,14 @@ def columned(loss):
             "teacher_logprobs": torch.stack([waves(labels, i) - 3 for i in (5, 6, 7)], dim=-1),
         }
 
-    return with_terms(*loss.terms)(
+    return declare_terms(*loss.terms)(
         lambda output, batch: loss(output, {**columns(batch["labels"]), **batch})
     )
 
 
 TEACHER = Hidden(torch.empty(0), torch.sin(torch.arange(V * D).double()).view(V, D))
-ADDED = Added(kl=k3, kl_weight=0.2, most_importance=1.1)
-POLICY = policy_gradient(clipped(0.9, 2.0), added=ADDED, entropy_weight=0.3)
+ADDED = PolicyOptions(kl=k3, kl_weight=0.2, most_importance=1.1)
+POLICY = policy_gradient(ppo_clip(0.9, 2.0), added=ADDED, entropy_weight=0.3)
 HARD = {"temperature": 0.8, "chunk": 3}
 
 FAMILY = {
@@ -113,15 +113,21 @@ FAMILY = {
     "stored, forward": (columned(stored_distillation(**HARD)), make_hidden),
     "policy": (columned(POLICY), make_hidden),
     "policy, logits": (first(columned(POLICY)), make_logits),
-    "weighted": (columned(weighted), make_hidden),
-    "weighted, logits": (first(columned(weighted)), make_logits),
+    "weighted": (columned(weighted_next_token), make_hidden),
+    "weighted, logits": (first(columned(weighted_next_token)), make_logits),
     "next_token": (first(next_token), make_logits),
     "next_token_linear": (next_token_linear, make_hidden),
-    "linear in chunks of 3": (with_terms("loss")(linear_by_threes), make_hidden),
+    "linear in chunks of 3": (declare_terms("loss")(linear_by_threes), make_hidden),
     "z_term": (first(z_term), make_logits),
-    "by_source": (first(sourced(by_source(["a", "b"]))), make_logits),
-    "by_source, linear": (sourced(by_source(["a", "b"], next_token_linear)), make_hidden),
-    "by_source, chunks of 3": (sourced(by_source(["a", "b"], linear_by_token)), make_hidden),
+    "report_by_source": (first(sourced(report_by_source(["a", "b"]))), make_logits),
+    "report_by_source, linear": (
+        sourced(report_by_source(["a", "b"], next_token_linear)),
+        make_hidden,
+    ),
+    "report_by_source, chunks of 3": (
+        sourced(report_by_source(["a", "b"], linear_by_token)),
+        make_hidden,
+    ),
     "add_terms": (first(add_terms((next_token, 1.0), (z_term, 1e-2))), make_logits),
 }
 each = pytest.mark.parametrize(("loss", "make"), FAMILY.values(), ids=FAMILY.keys())
@@ -425,7 +431,7 @@ def test_add_terms_nests():
         ([], "at least one"),
         ([(next_token, 1.0), (next_token, 2.0)], r"name of its own, got \['loss'\]"),
         ([(next_token, float("nan"))], "finite, got nan"),
-        ([(cross_entropy, 1.0)], "with_terms"),
+        ([(cross_entropy, 1.0)], "declare_terms"),
     ],
 )
 def test_add_terms_refuses_what_cannot_be_told_apart(weighted, message):
@@ -433,7 +439,8 @@ def test_add_terms_refuses_what_cannot_be_told_apart(weighted, message):
         add_terms(*weighted)
 
 
-# ------------------------------------------------------------------------------------- by_source
+# -------------------------------------------------------------------------------------
+# report_by_source
 
 BY_SOURCE = {
     "logits": (next_token, lambda: make_logits(3, 7)[0]),
@@ -446,7 +453,7 @@ BY_SOURCE = {
 def test_each_source_has_the_loss_of_its_own_tokens(loss, make):
     output, labels = make(), make_labels(3, 7)
     names, source = ["web", "code", "chat"], torch.arange(21).view(3, 7) % 4 - 1
-    total, terms = by_source(names, loss)(output, {"labels": labels, "source": source})
+    total, terms = report_by_source(names, loss)(output, {"labels": labels, "source": source})
     for number, name in enumerate(names):
         own = labels.masked_fill(source != number, -100)
         want = loss.per_token(output, {"labels": own})[0]
@@ -467,7 +474,7 @@ def test_the_sum_by_source_is_the_plain_loss_to_the_last_bit(loss, make, tokens,
     output, labels = make(1, tokens, dtype=torch.float32), make_labels(1, tokens)
     output = output if loss is next_token_linear else output[0]
     batch = {"labels": labels, "source": torch.zeros_like(labels)}
-    one, _ = by_source(["all"], loss)(output, batch)
+    one, _ = report_by_source(["all"], loss)(output, batch)
     two, _ = loss(output, batch)
     assert torch.equal(one, two)
     for a, b in zip(
@@ -483,14 +490,14 @@ def test_by_source_multiplies_no_more_than_the_plain_loss(monkeypatch):
     )
     linear_by_threes(output, {"labels": labels})
     plain = len(products)
-    by_source(["a"], linear_by_token)(output, {"labels": labels, "source": 0 * labels})
+    report_by_source(["a"], linear_by_token)(output, {"labels": labels, "source": 0 * labels})
     assert len(products) == 2 * plain > 0
 
 
 def test_by_source_joins_other_terms():
     (logits,), labels = make_logits(2, 3), make_labels(2, 3)
     batch = {"labels": labels, "source": torch.zeros_like(labels)}
-    loss = add_terms((by_source(["a", "b"]), 1.0), (z_term, 0.5))
+    loss = add_terms((report_by_source(["a", "b"]), 1.0), (z_term, 0.5))
     total, terms = loss(logits, batch)
     assert close(total, next_token(logits, batch)[0] + 0.5 * z_loss(logits, labels))
     assert tuple(terms) == loss.terms
@@ -500,19 +507,22 @@ def test_by_source_joins_other_terms():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: by_source([]), "different names, at least one"),
-        (lambda: by_source(["a", "a"]), "different names"),
-        (lambda: by_source("web"), "different names"),
-        (lambda: by_source(["a"], z_term), "z_term does not say what each token adds"),
-        (lambda: by_source(["a"], by_source(["b"])), "does not say what each token adds"),
+        (lambda: report_by_source([]), "different names, at least one"),
+        (lambda: report_by_source(["a", "a"]), "different names"),
+        (lambda: report_by_source("web"), "different names"),
+        (lambda: report_by_source(["a"], z_term), "z_term does not say what each token adds"),
         (
-            lambda: by_source(["a"])(torch.zeros(1, 1, V), {"labels": LABELS[:1, :1]}),
-            'no "source"; step_batch',
+            lambda: report_by_source(["a"], report_by_source(["b"])),
+            "does not say what each token adds",
+        ),
+        (
+            lambda: report_by_source(["a"])(torch.zeros(1, 1, V), {"labels": LABELS[:1, :1]}),
+            'no "source"; make_step_batch',
         ),
     ],
 )
 def test_by_source_refuses_what_it_cannot_tell_apart(call, message):
-    with pytest.raises(ValueError, match=f"by_source: .*{message}"):
+    with pytest.raises(ValueError, match=f"report_by_source: .*{message}"):
         call()
 
 
@@ -525,7 +535,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
     labels, bias = make_labels(2, 5), torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
     weights = torch.linspace(-1, 2, 10, dtype=torch.float64).view(2, 5)
     inputs = hidden, weight, bias
-    logits = capped(torch.nn.functional.linear(*inputs), softcap)
+    logits = apply_softcap(torch.nn.functional.linear(*inputs), softcap)
     own = {"bias": bias, "softcap": softcap}
     rows = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="none"
@@ -616,8 +626,8 @@ def test_fake_labels_are_not_looked_at():
             "got a tuple; take next_token_linear",
         ),
         (
-            lambda: by_source(["a"])(LOGITS, {"labels": LABELS, "source": LABELS[:1]}),
-            r"by_source: source must have the shape of labels \(2, 3\).*got \(1, 3\)",
+            lambda: report_by_source(["a"])(LOGITS, {"labels": LABELS, "source": LABELS[:1]}),
+            r"report_by_source: source must have the shape of labels \(2, 3\).*got \(1, 3\)",
         ),
         (
             lambda: linear_cross_entropy(
@@ -679,8 +689,8 @@ def test_the_fp16_weight_gradient_of_many_tokens_does_not_overflow():
 
 @pytest.mark.parametrize("names", [[], ["a", "a"], "ab", ["web", "count"], ["web/count", "web"]])
 def test_names_that_would_mix_up_sums_and_counts_are_refused(names):
-    with pytest.raises(ValueError, match="by_source: "):
-        by_source(names)
+    with pytest.raises(ValueError, match="report_by_source: "):
+        report_by_source(names)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="traces no dtype of a product")
@@ -715,8 +725,8 @@ def test_a_policy_loss_is_its_formula(of_hidden):
     importance = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.2)
     want = -torch.minimum(plain, bounded) * importance - 0.3 * entropies
     want = want[batch["labels"] >= 0].sum()
-    added = Added(most_importance=1.2)
-    loss = policy_gradient(clipped(0.2, 0.5), added=added, entropy_weight=0.3)
+    added = PolicyOptions(most_importance=1.2)
+    loss = policy_gradient(ppo_clip(0.2, 0.5), added=added, entropy_weight=0.3)
     found, _ = loss(Hidden(hidden, weight) if of_hidden else hidden @ weight.T, batch)
     torch.testing.assert_close(found, want)
 
@@ -729,6 +739,6 @@ def test_the_importance_of_an_answer_is_the_product_of_those_of_its_tokens():
     old = logits.detach().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     batch |= {"old_logprobs": old, "sampler_logprobs": old - 0.4}
     batch["advantages"] = torch.full_like(old, 2.0)
-    loss = sequence_policy_gradient(clipped(0.2, 0.2), added=Added(most_importance=50.0))
+    loss = sequence_policy_gradient(ppo_clip(0.2, 0.2), added=PolicyOptions(most_importance=50.0))
     total, _ = loss(logits, batch)
     torch.testing.assert_close(total, -2.0 * torch.tensor(3 * 0.4).double().exp())

@@ -7,8 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from trainkit.grads import clip_and_step
-from trainkit.optim import Lion, ScheduleFree, adamw, decay_groups
-from trainkit.optim import together
+from trainkit.optim import Lion, ScheduleFree, adamw, combine_optimizers, decay_groups
 from trainkit.tools.testing import run_ranks
 
 
@@ -164,7 +163,7 @@ def test_a_rule_refuses_options_that_it_does_not_have_and_betas_out_of_range():
 def test_several_with_a_fused_sgd_skip_on_the_host_as_it_does_alone():
     params = make_params()
     sgd = torch.optim.SGD(params[:1], lr=0.1, momentum=0.9, fused=True)
-    optimizer = together([sgd, adamw(params[1:], lr=0.1)])
+    optimizer = combine_optimizers([sgd, adamw(params[1:], lr=0.1)])
     for first in (torch.nan, 1.0):
         for p in params:
             p.grad = torch.full_like(p, first)

@@ -15,22 +15,22 @@ from strategies import packings
 
 from trainkit.batch import buffer_sorted_order
 from trainkit.packing import (
-    balanced,
     best_fit,
     first_fit,
+    make_balanced_fit,
+    next_fit,
     pack_bins,
-    packing_report,
+    report_packing,
     row_costs,
-    sequential,
     with_version,
 )
 from trainkit.packing.fits import read_only
 from trainkit.packing.pieces import cut, survey
-from trainkit.sampling import permute, rows_of_blocks, share_of_rows
+from trainkit.sampling import assign_rows, permute, shuffle_blocks
 from trainkit.tools.pictures.packing import _THIN, _figure, plot_packing
 from trainkit.types import Share
 
-FITS = [best_fit, first_fit, sequential, balanced(1), balanced(4)]
+FITS = [best_fit, first_fit, next_fit, make_balanced_fit(1), make_balanced_fit(4)]
 
 
 def aligned(lengths, multiple_of):
@@ -162,7 +162,7 @@ def test_first_fit_is_the_textbook_on_many_documents():
 
 
 def test_sequential_opens_a_row_only_when_the_next_piece_does_not_fit():
-    bins = pack_bins([5, 3, 1, 8, 2, 2], 8, fit=sequential)
+    bins = pack_bins([5, 3, 1, 8, 2, 2], 8, fit=next_fit)
     assert [[d for d, _, _ in bins[row]] for row in range(len(bins))] == [[0, 1], [2], [3], [4, 5]]
 
 
@@ -175,7 +175,7 @@ def test_sequential_is_the_textbook_bin_for_bin(case):
             bins.append([])
         bins[-1].append(piece)
     expected = [number for number, pieces in enumerate(bins) for _ in pieces]
-    assert sequential(lengths, capacity, max_documents=limit).tolist() == expected
+    assert next_fit(lengths, capacity, max_documents=limit).tolist() == expected
 
 
 def test_best_fit_comes_close_to_the_lower_bound():
@@ -222,25 +222,25 @@ def test_balanced_takes_the_fewest_multiples_of_its_rows(case, rows):
     expected = next((bins for bins in tried if bins is not None), None)
     if expected is None:
         with pytest.raises(ValueError, match=r"balanced: .* pieces .*take group_size=0"):
-            balanced(rows)(lengths, capacity, max_documents=limit)
+            make_balanced_fit(rows)(lengths, capacity, max_documents=limit)
     else:
-        assert balanced(rows)(lengths, capacity, max_documents=limit).tolist() == expected
+        assert make_balanced_fit(rows)(lengths, capacity, max_documents=limit).tolist() == expected
 
 
 def test_balanced_passes_over_the_emptiest_bin_when_it_holds_its_limit():
-    found = balanced(2)(np.array([9, 1, 1, 1, 1]), 12, max_documents=3)
+    found = make_balanced_fit(2)(np.array([9, 1, 1, 1, 1]), 12, max_documents=3)
     assert found.tolist() == [0, 1, 1, 1, 0]
 
 
 def test_balanced_finds_its_bins_far_from_the_lower_bound():
     # Seven twelfths of a row each: the bound says 7 rows of 12, and every row holds one.
-    assert len(pack_bins([7] * 3000, 12, fit=balanced(8), group_size=0)) == 3000
-    assert len(pack_bins([5] * 2999, 12, fit=balanced(10), group_size=0)) == 1500
+    assert len(pack_bins([7] * 3000, 12, fit=make_balanced_fit(8), group_size=0)) == 3000
+    assert len(pack_bins([5] * 2999, 12, fit=make_balanced_fit(10), group_size=0)) == 1500
 
 
 def test_balanced_rows_are_near_equal():
     lengths = np.random.default_rng(0).lognormal(4, 1, 5000).astype(int).clip(1, 1000)
-    bins = pack_bins(lengths, 4096, fit=balanced(16), group_size=0)
+    bins = pack_bins(lengths, 4096, fit=make_balanced_fit(16), group_size=0)
     tokens = np.add.reduceat(bins.lengths, bins.offsets[:-1])
     assert len(bins) % 16 == 0
     assert tokens.max() - tokens.min() <= 0.01 * tokens.mean()
@@ -249,7 +249,7 @@ def test_balanced_rows_are_near_equal():
 def test_balanced_refuses_rows_that_are_no_number_of_rows():
     for rows in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="balanced: rows must be an integer of at least 1"):
-            balanced(rows)
+            make_balanced_fit(rows)
 
 
 def test_fits_have_names_and_versions_that_tell_them_apart():
@@ -269,13 +269,13 @@ NO_INTEGERS = [[1.7], [True], ["1"], [2**70], np.array([2**63], np.uint64), [[1]
 TAKES_INTEGERS = {
     **{fit.__name__: partial(fit, capacity=8, max_documents=None) for fit in FITS[:-1]},
     "pack_bins": partial(pack_bins, capacity=8),
-    "packing_report": partial(packing_report, pack_bins([1], 8)),
+    "packing_report": partial(report_packing, pack_bins([1], 8)),
     "permute": partial(permute, count=8, key=0),
     "buffer_sorted_order": partial(
         buffer_sorted_order, keys=np.arange(8), buffer_size=4, pack_size=2, seed=0
     ),
-    "rows_of_blocks": lambda x: rows_of_blocks(x, block=1, rows_per_step=1, seed=0),
-    "share_of_rows": lambda x: share_of_rows(1, Share(0, 1), rows_per_microbatch=1, costs=x),
+    "shuffle_blocks": lambda x: shuffle_blocks(x, block=1, rows_per_step=1, seed=0),
+    "assign_rows": lambda x: assign_rows(1, Share(0, 1), rows_per_microbatch=1, costs=x),
 }
 
 
@@ -320,7 +320,7 @@ def test_memory_goes_by_the_documents_and_not_by_their_length(fit):
 EXTREMES = [[0], [1], [8], [9], [0, 1, 8, 9], [7] * 20, [1] * 20, [5, 8000, 3], [8, 0, 16, 0, 1]]
 
 
-@pytest.mark.parametrize("fit", [best_fit, first_fit, sequential, balanced(1)])
+@pytest.mark.parametrize("fit", [best_fit, first_fit, next_fit, make_balanced_fit(1)])
 @pytest.mark.parametrize("lengths", EXTREMES, ids=str)
 def test_extreme_lengths_are_packed_whole(fit, lengths):
     for dtype in (np.int64, np.int32, np.uint16):
@@ -345,17 +345,17 @@ def peak_of(call):
 
 
 def test_lengths_beyond_32_bits_are_packed():
-    bins = pack_bins([MOST, 2, MOST - 2], MOST, fit=sequential)
+    bins = pack_bins([MOST, 2, MOST - 2], MOST, fit=next_fit)
     assert [bins[row] for row in range(2)] == [[(0, 0, MOST)], [(1, 0, 2), (2, 0, MOST - 2)]]
     assert row_costs(bins).tolist() == [MOST**2, 4 + (MOST - 2) ** 2]
-    for fit in (best_fit, first_fit, sequential, balanced(1)):
+    for fit in (best_fit, first_fit, next_fit, make_balanced_fit(1)):
         bins = pack_bins([1 << 34, 5, 9], 1 << 20, fit=fit)
         assert bins.starts.max() == (1 << 34) - (1 << 20)
     assert pack_bins([1 << 40, 5], 8, overlong="truncate").lengths.tolist() == [8, 5]
     assert pack_bins([1 << 40, 5], 8, overlong="drop").documents.tolist() == [1]
 
 
-@pytest.mark.parametrize("fit", [best_fit, first_fit, sequential, balanced(1)])
+@pytest.mark.parametrize("fit", [best_fit, first_fit, next_fit, make_balanced_fit(1)])
 def test_no_table_is_as_long_as_the_capacity(fit):
     def pack():
         bins = pack_bins([5, 1, 7], MOST, fit=fit)
@@ -400,7 +400,7 @@ def test_a_capacity_beyond_int32_is_refused_by_name(fit, capacity):
         fit(np.array([3]), capacity, max_documents=None)
 
 
-@pytest.mark.parametrize("fit", [best_fit, first_fit, sequential, balanced(1)])
+@pytest.mark.parametrize("fit", [best_fit, first_fit, next_fit, make_balanced_fit(1)])
 def test_other_arguments_may_be_beyond_64_bits(fit):
     for arguments in ({"max_documents": 1 << 70}, {"group_size": 1 << 70}, {"seed": 1 << 70}):
         assert len(pack_bins([5, 1, 2], 8, fit=fit, **arguments)) == 1
@@ -458,7 +458,7 @@ def test_a_seed_deals_whole_documents_to_groups_of_about_the_same_size():
 
 
 def test_a_seed_shuffles_a_single_group_too():
-    bins = pack_bins([1] * 1000, 10, fit=sequential, group_size=0, seed=0)
+    bins = pack_bins([1] * 1000, 10, fit=next_fit, group_size=0, seed=0)
     rows = bins.documents.reshape(100, 10)
     assert (np.diff(rows) > 0).all()
     assert np.median(rows[:, -1] - rows[:, 0]) > 700
@@ -471,7 +471,7 @@ def test_a_seed_shuffles_a_single_group_too():
 def test_the_report_adds_up(packing):
     lengths, arguments = packing
     bins = pack_bins(lengths, **arguments)
-    report = packing_report(bins)
+    report = report_packing(bins)
     places = report["tokens"] + report["alignment_padding"] + report["row_padding"]
     assert places == report["rows"] * arguments["capacity"]
     assert report["pieces"] == len(pieces_of(bins))
@@ -485,7 +485,7 @@ def test_the_report_counts_what_became_of_the_documents(packing):
     capacity, policy = arguments["capacity"], arguments["overlong"]
     overlong = [n for n in lengths if n > capacity]
     lost = {"split": 0, "truncate": capacity, "drop": 0}
-    report = packing_report(pack_bins(lengths, **arguments), lengths)
+    report = report_packing(pack_bins(lengths, **arguments), lengths)
     assert {name: report[name] for name in report if name.endswith(("documents", "ed_tokens"))} == {
         "documents": len(lengths),
         "empty_documents": lengths.count(0),
@@ -500,9 +500,9 @@ def test_the_report_counts_what_became_of_the_documents(packing):
 def test_the_report_refuses_other_lengths():
     bins = pack_bins([5, 3], 8)
     with pytest.raises(ValueError, match="hold document 1, and there are 1"):
-        packing_report(bins, [5])
+        report_packing(bins, [5])
     with pytest.raises(ValueError, match="hold 3 tokens of document 1, which has 2"):
-        packing_report(bins, [5, 2])
+        report_packing(bins, [5, 2])
 
 
 @given(packings())
@@ -692,7 +692,7 @@ def test_two_documents_have_bars_of_the_same_height():
 
 def test_thin_neighbours_are_drawn_as_one_pale_piece():
     lengths = [300, *[2] * 100, 400, 2]
-    bins = pack_bins(lengths, 4096, fit=sequential, multiple_of=4)
+    bins = pack_bins(lengths, 4096, fit=next_fit, multiple_of=4)
     bottom = _figure(bins, None).axes[1]
     assert bars_of(bottom)[0] == [(0, 4096), (0, 300), (300, 200), (700, 400), (1100, 2)]
     colours = [tuple(colour) for colour in bottom.collections[1].get_facecolor()]

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.batch import blank_batch
-from trainkit.losses import loss_of_scores, next_token
+from trainkit.batch import make_padding_batch
+from trainkit.losses import make_score_loss, next_token
 from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, init_weights, softmax_topk
-from trainkit.noise import token_keys
-from trainkit.optim import Elementwise
-from trainkit.parallel import offload
+from trainkit.noise import make_token_keys
+from trainkit.optim import ElementwiseOptimizer
+from trainkit.parallel import offload_activations
 from trainkit.post.adapters import quantized
 from trainkit.post.generation import Sampling
 from trainkit.post.objectives import k3
@@ -40,34 +40,34 @@ SKIPPED_PARAMETERS = {
 """Parameters of these names are not tried, and why."""
 
 SKIPPED = {
-    "adapters.LowRanks": "a record of tensors that were read; open_peft checks their scale",
-    "adapters.Packing": "a record of what was packed, made by the library",
+    "adapters.LowRankFactors": "a record of tensors that were read; read_peft checks their scale",
+    "adapters.QuantizationSpec": "a record of what was packed, made by the library",
     "schedules.check_range": "the check itself",
     "adapters.to_peft": "its dropout is a trained adapter's, which Lora has checked",
-    "optim.Elementwise": "what optimizers share, which are tried",
+    "optim.ElementwiseOptimizer": "what optimizers share, which are tried",
     "losses.Shaping": "a tuple whose numbers are checked with the labels; see test_token_logprobs",
-    "models.Cache": "a record of slots, made by generation",
+    "models.KVCache": "a record of slots, made by generation",
     "models.ExpertMlp": "a module of a decoder, whose Experts are tried",
     "models.Router": "a module of a decoder, whose Experts are tried",
-    "models.norm_of": "a module of a decoder, whose DecoderConfig is tried",
-    "losses.vocabulary_axis": "its number is a dimension of the tensor",
+    "models.make_norm": "a module of a decoder, whose DecoderConfig is tried",
+    "losses.make_vocabulary_axis": "its number is a dimension of the tensor",
 }
 """Functions that are not tried, and why."""
 
 ALLOWED = {
-    ("objectives.Added", "kl_weight"): ({0}, "0 only reports the divergence"),
-    ("objectives.Added", "most_importance"): ({math.inf}, "infinite, it truncates nothing"),
-    ("objectives.importance", "most"): ({math.inf}, "infinite, it truncates nothing"),
-    ("objectives.clipped", "low"): ({0}, "no ratio below 1 gains"),
-    ("objectives.clipped", "high"): ({0}, "no ratio above 1 gains"),
-    ("objectives.bounded_weights", "low"): ({0}, "no weight below 1"),
-    ("objectives.bounded_weights", "high"): ({0}, "no weight above 1"),
+    ("objectives.PolicyOptions", "kl_weight"): ({0}, "0 only reports the divergence"),
+    ("objectives.PolicyOptions", "most_importance"): ({math.inf}, "infinite, it truncates nothing"),
+    ("objectives.importance_weights", "most"): ({math.inf}, "infinite, it truncates nothing"),
+    ("objectives.ppo_clip", "low"): ({0}, "no ratio below 1 gains"),
+    ("objectives.ppo_clip", "high"): ({0}, "no ratio above 1 gains"),
+    ("objectives.cispo", "low"): ({0}, "no weight below 1"),
+    ("objectives.cispo", "high"): ({0}, "no weight above 1"),
     ("objectives.policy_gradient", "entropy_weight"): (
         FINITE,
         "below 0 entropy is added to the loss",
     ),
-    ("losses.routed", "balance"): ({0}, "0 only reports it"),
-    ("losses.routed", "router_z"): ({0}, "0 only reports it"),
+    ("losses.add_router_losses", "balance"): ({0}, "0 only reports it"),
+    ("losses.add_router_losses", "router_z"): ({0}, "0 only reports it"),
     ("objectives.dpo", "label_smoothing"): ({0}, "off"),
     ("objectives.simpo", "gamma"): ({0}, "no margin"),
     ("objectives.orpo", "weight"): ({0}, "the chosen answer's loss alone"),
@@ -80,13 +80,13 @@ ALLOWED = {
     ("objectives.group_advantages", "eps"): ({0}, "the deviation as it is"),
     ("losses.token_logprobs", "min_p"): ({0}, "off"),
     ("optim.Muon", "parts_dim"): ({-1}, "columns"),
-    ("schedules.due", "last"): ({*BAD}, "a step of the run, or one that never comes"),
+    ("schedules.is_due", "last"): ({*BAD}, "a step of the run, or one that never comes"),
     ("optim.make_optimizer", "mean"): ({0}, "the newest parameters alone"),
-    ("optim.together", "mean"): ({0}, "the newest parameters alone"),
+    ("optim.combine_optimizers", "mean"): ({0}, "the newest parameters alone"),
     ("adapters.Lora", "dropout"): ({0}, "off"),
     ("adapters.add_low_rank", "scale"): (FINITE, "a negative one takes an adapter off"),
-    ("adapters.quantization_noise", "weights"): ({0}, "off"),
-    ("adapters.quantization_noise", "norms"): ({0}, "off"),
+    ("adapters.add_quantization_noise", "weights"): ({0}, "off"),
+    ("adapters.add_quantization_noise", "norms"): ({0}, "off"),
     ("models.Experts", "capacity"): ({0}, "drops nothing"),
     ("models.Experts", "jitter"): ({0}, "off"),
     ("models.Experts", "shared"): ({0}, "none"),
@@ -95,9 +95,9 @@ ALLOWED = {
     ("models.Sliding", "full_every"): ({0}, "none"),
     ("models.DecoderConfig", "dropout"): ({0}, "off"),
     ("models.YarnScaling", "mscale"): ({0}, "scores are not sharpened"),
-    ("models.jittered", "amount"): ({0}, "off"),
-    ("models.upcycled", "noise"): ({0}, "copies are equal"),
-    ("models.advance_routers_", "rate"): ({0}, "biases stay"),
+    ("models.add_jitter", "amount"): ({0}, "off"),
+    ("models.upcycle_weights", "noise"): ({0}, "copies are equal"),
+    ("models.update_routers_", "rate"): ({0}, "biases stay"),
     ("models.update_expert_bias", "rate"): ({0}, "biases stay"),
 }
 """Which bad values a parameter takes after all, and what they mean."""
@@ -163,9 +163,9 @@ def in_int8():
 
 
 CALLS = {
-    "objectives.Added": lambda: {"kl": k3, "kl_weight": 0.1, "most_importance": 2.0},
-    "objectives.bounded_weights": dict,
-    "objectives.clipped": dict,
+    "objectives.PolicyOptions": lambda: {"kl": k3, "kl_weight": 0.1, "most_importance": 2.0},
+    "objectives.cispo": dict,
+    "objectives.ppo_clip": dict,
     "objectives.distillation": lambda: {"teacher": Hidden(torch.empty(0), torch.ones(4, 3))},
     "objectives.dpo": dict,
     "objectives.gae": lambda: {
@@ -174,25 +174,25 @@ CALLS = {
         "document_ids": torch.zeros(1, 2, dtype=torch.int64),
     },
     "objectives.group_advantages": rewards,
-    "objectives.importance": lambda: {
+    "objectives.importance_weights": lambda: {
         "old": torch.zeros(1),
         "sampler": torch.zeros(1),
         "most": 2.0,
     },
-    "losses.in_chunks": lambda: {"loss": next_token},
+    "losses.chunk_loss": lambda: {"loss": next_token},
     "objectives.ipo": dict,
     "objectives.kto": dict,
     "objectives.leave_one_out": rewards,
     "losses.linear_cross_entropy": hidden,
     "objectives.orpo": dict,
     "objectives.policy_gradient": lambda: {"surrogate": lambda *args: args},
-    "losses.routed": lambda: {"loss": next_token},
+    "losses.add_router_losses": lambda: {"loss": next_token},
     "objectives.simpo": dict,
     "objectives.stored_distillation": dict,
     "losses.token_logprobs": hidden,
     "schedules.constant": lambda: {"lr": 0.1, "warmup": 2, "warmup_from": 0.5},
     "schedules.cosine": lambda: {"lr": 0.1, "warmup": 2, "total": 8},
-    "schedules.due": lambda: {"step": 3, "every": 2},
+    "schedules.is_due": lambda: {"step": 3, "every": 2},
     "schedules.infinite": lambda: {
         "lr": 0.1,
         "warmup": 2,
@@ -211,8 +211,8 @@ CALLS = {
     "optim.adamw": lambda: {"params": [weight()], "lr": 0.1},
     "optim.decay_groups": lambda: {"named_parameters": {"weight": weight()}, "weight_decay": 0.1},
     "optim.make_optimizer": lambda: {"stages": [nn.Linear(2, 2)], "lr": 0.1},
-    "optim.orthogonalized": lambda: {"matrices": torch.eye(2)},
-    "optim.together": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
+    "optim.orthogonalize": lambda: {"matrices": torch.eye(2)},
+    "optim.combine_optimizers": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
     "adapters.Lora": lambda: {"modules": ".*"},
     "adapters.add_low_rank": lambda: {
         "base": torch.ones(2, 2),
@@ -220,7 +220,7 @@ CALLS = {
         "a": torch.ones(1, 2),
         "scale": 0.5,
     },
-    "adapters.quantization_noise": lambda: {"stages": [in_int8()], "seed": 0, "step": 1},
+    "adapters.add_quantization_noise": lambda: {"stages": [in_int8()], "seed": 0, "step": 1},
     "models.DecoderConfig": lambda: {
         "vocab_size": 16,
         "width": 8,
@@ -241,28 +241,28 @@ CALLS = {
     },
     "models.Sliding": lambda: {"window": 4},
     "models.YarnScaling": lambda: {"factor": 2.0, "original_length": 8},
-    "models.advance_routers_": lambda: {
+    "models.update_routers_": lambda: {
         "stages": [],
         "counts": torch.ones(1, 2, dtype=torch.int64),
         "rate": 0.1,
     },
-    "models.balance_sum": lambda: {
+    "models.balance_loss_sum": lambda: {
         "routing": softmax_topk(torch.zeros(3, 4), 1),
         "load": torch.full((4,), 0.25),
         "experts": 4,
     },
-    "models.capacity_of": lambda: {"counts": torch.ones(2, dtype=torch.int64), "factor": 1.25},
-    "models.jittered": lambda: {
+    "models.expert_capacity": lambda: {"counts": torch.ones(2, dtype=torch.int64), "factor": 1.25},
+    "models.add_jitter": lambda: {
         "x": torch.ones(2, 3),
-        "noise_key": token_keys(torch.arange(2), seed=0, step=1),
+        "noise_key": make_token_keys(torch.arange(2), seed=0, step=1),
         "name": "layers.0.mlp",
         "amount": 0.1,
     },
-    "models.limited": lambda: {"routing": softmax_topk(torch.zeros(3, 4), 1), "capacity": 1},
-    "models.round_up_vocabulary": lambda: {"size": 9},
+    "models.apply_capacity": lambda: {"routing": softmax_topk(torch.zeros(3, 4), 1), "capacity": 1},
+    "models.pad_vocab_size": lambda: {"size": 9},
     "models.sigmoid_topk": lambda: {"logits": torch.zeros(3, 4), "chosen": 2},
     "models.softmax_topk": lambda: {"logits": torch.zeros(3, 4), "chosen": 2},
-    "models.upcycled": lambda: {
+    "models.upcycle_weights": lambda: {
         "weights": init_weights(dense(), seed=0),
         "config": sparse(),
         "seed": 0,
@@ -273,7 +273,7 @@ CALLS = {
         "rate": 0.1,
     },
 }
-for optimizer in ("Lion", "Momentum", "NarrowAdamW", "ScheduleFree", "SignSGD"):
+for optimizer in ("Lion", "Momentum", "LowPrecisionAdamW", "ScheduleFree", "SignSGD"):
     CALLS[f"optim.{optimizer}"] = lambda: {"params": [weight()], "lr": 0.1}
 
 
@@ -288,7 +288,7 @@ def settings_of(function):
     """Return the names of a function's numeric parameters, and of an optimizer's own options."""
     parameters = [*inspect.signature(function).parameters.values()]
     if hasattr(function, "rule"):
-        parameters = [*inspect.signature(Elementwise).parameters.values()]
+        parameters = [*inspect.signature(ElementwiseOptimizer).parameters.values()]
     names = [x.name for x in parameters if is_number(x.annotation)]
     names += ["betas[0]", "betas[1]"] if any(x.name == "betas" for x in parameters) else []
     for name, default in getattr(function, "options", {}).items():
@@ -355,7 +355,7 @@ def test_a_number_that_nobody_can_mean_is_refused_by_name(name, setting):
                 call(name, **{setting: value})
 
 
-@pytest.mark.parametrize("name", ["adamw", "Lion", "Momentum", "Muon", "NarrowAdamW"])
+@pytest.mark.parametrize("name", ["adamw", "Lion", "Momentum", "Muon", "LowPrecisionAdamW"])
 @pytest.mark.parametrize("setting", ["lr", "weight_decay", "eps", "momentum"])
 def test_a_group_of_an_optimizer_is_held_to_the_same_ranges(name, setting):
     function, found = FUNCTIONS[f"optim.{name}"]
@@ -367,8 +367,8 @@ def test_a_group_of_an_optimizer_is_held_to_the_same_ranges(name, setting):
 
 def test_a_weight_of_a_term_is_finite():
     for value in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="loss_of_scores: nll must be finite"):
-            loss_of_scores({"nll": (lambda scores, _: scores.losses, value)})
+        with pytest.raises(ValueError, match="make_score_loss: nll must be finite"):
+            make_score_loss({"nll": (lambda scores, _: scores.losses, value)})
 
 
 @pytest.mark.parametrize(
@@ -377,8 +377,8 @@ def test_a_weight_of_a_term_is_finite():
         (lambda bad: Sampling(repetition_penalty=bad), "repetition_penalty must be above 0"),
         (lambda bad: Retention(every=bad), "every must be at least 0"),
         (lambda bad: Retention(best=bad), "best must be at least 0"),
-        (lambda bad: offload(budget=bad), "budget is in bytes, at least 0"),
-        (lambda bad: blank_batch(1, 4, multiple_of=bad), "multiple_of must be .*at least 1"),
+        (lambda bad: offload_activations(budget=bad), "budget is in bytes, at least 0"),
+        (lambda bad: make_padding_batch(1, 4, multiple_of=bad), "multiple_of must be .*at least 1"),
     ],
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1])

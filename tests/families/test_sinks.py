@@ -29,16 +29,16 @@ VALUES = {"loss": 2.5, "tokens_per_second": 41234.5, "lr": 3e-4, "grad_norm": 1.
 @contextlib.contextmanager
 def a_tee(tmp_path):
     with (
-        sinks.jsonl(tmp_path / "a.jsonl") as one,
-        sinks.jsonl(tmp_path / "b.jsonl") as two,
+        sinks.open_jsonl(tmp_path / "a.jsonl") as one,
+        sinks.open_jsonl(tmp_path / "b.jsonl") as two,
     ):
         yield sinks.tee(one, two)
 
 
 FAMILY = {
-    "console, a terminal": lambda _: sinks.console(5, stream=Terminal()),
-    "console, a pipe": lambda _: sinks.console(5, stream=io.StringIO()),
-    "jsonl": lambda tmp_path: sinks.jsonl(tmp_path / "metrics.jsonl"),
+    "console, a terminal": lambda _: sinks.open_console(5, stream=Terminal()),
+    "console, a pipe": lambda _: sinks.open_console(5, stream=io.StringIO()),
+    "jsonl": lambda tmp_path: sinks.open_jsonl(tmp_path / "metrics.jsonl"),
     "tee": a_tee,
 }
 
@@ -64,7 +64,7 @@ def lines_of(path):
 def test_lines_are_strict_json_and_hex_twins_hold_every_bit(tmp_path):
     path = tmp_path / "metrics.jsonl"
     values = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1, "hash": 2**64 - 1, "note": "a"}
-    with sinks.jsonl(path) as sink:
+    with sinks.open_jsonl(path) as sink:
         sink(1, values | {f"{x}_hex": values[x].hex() for x in ("loss", "grad_norm", "lr")})
         (line,) = lines_of(path)  # it is on the disk before the sink is closed
     assert line == {
@@ -82,7 +82,10 @@ def test_lines_are_strict_json_and_hex_twins_hold_every_bit(tmp_path):
 
 def test_a_value_that_is_no_plain_number_is_refused_and_leaves_no_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with sinks.jsonl(path) as sink, pytest.raises(ValueError, match=r"to_host.*'loss': '<object>'"):
+    with (
+        sinks.open_jsonl(path) as sink,
+        pytest.raises(ValueError, match=r"to_host.*'loss': '<object>'"),
+    ):
         sink(1, {"loss": object()})
     assert path.read_bytes() == b""
 
@@ -116,12 +119,12 @@ def test_repair_keeps_the_first_of_lines_that_tell_a_step_twice():
 def test_after_any_restarts_each_step_has_exactly_one_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for begin, end in ((0, 7), (5, 6), (5, 9), (0, 3), (3, 4)):
-        with sinks.jsonl(path, step=begin) as sink:
+        with sinks.open_jsonl(path, step=begin) as sink:
             for step in range(begin + 1, end + 1):
                 sink(step, {"loss": 1.0})
         with path.open("ab") as file:
             file.write(b'{"step": 99, "lo')  # killed here
-    with sinks.jsonl(path, step=4):
+    with sinks.open_jsonl(path, step=4):
         pass
     assert [line["step"] for line in lines_of(path)] == [1, 2, 3, 4]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -129,11 +132,11 @@ def test_after_any_restarts_each_step_has_exactly_one_line(tmp_path):
 
 def test_events_are_appended_and_a_torn_one_is_dropped(tmp_path):
     path = tmp_path / "events.jsonl"
-    with sinks.events(path) as event:
+    with sinks.open_events(path) as event:
         event("save", step=1)
     with path.open("ab") as file:
         file.write(b'{"time": 1')
-    with sinks.events(path) as event:
+    with sinks.open_events(path) as event:
         event("resume", step=1, path="a")
     first, second = lines_of(path)
     assert (first["event"], second["event"], second["path"]) == ("save", "resume", "a")
@@ -147,7 +150,7 @@ def test_a_pipe_gets_the_first_and_the_last_step_and_few_between(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 4)
     stream = io.StringIO()
-    with sinks.console(100, stream=stream) as sink:
+    with sinks.open_console(100, stream=stream) as sink:
         for step in range(1, 101):
             sink(step, VALUES)
     lines = stream.getvalue().splitlines()
@@ -161,7 +164,7 @@ def test_a_pipe_gets_the_first_and_the_last_step_and_few_between(monkeypatch):
 
 def test_the_last_step_is_shown_when_the_run_ends_early():
     stream = io.StringIO()
-    with contextlib.suppress(KeyError), sinks.console(100, start=10, stream=stream) as sink:
+    with contextlib.suppress(KeyError), sinks.open_console(100, start=10, stream=stream) as sink:
         sink(11, {"loss": 3.0})
         sink(12, {"loss": 2.0})
         raise KeyError
@@ -174,7 +177,7 @@ def test_the_last_step_is_shown_when_the_run_ends_early():
 
 def test_a_terminal_gets_a_bar_with_everything():
     stream = Terminal()
-    with sinks.console(2, stream=stream) as sink:
+    with sinks.open_console(2, stream=stream) as sink:
         sink(1, VALUES)
         sink(2, VALUES)
     last = stream.getvalue().split("\r")[-1]
@@ -188,14 +191,14 @@ def test_a_terminal_gets_a_bar_with_everything():
 def test_a_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[recipes\]"'):
-        sinks.console(5, stream=Terminal()).__enter__()
+        sinks.open_console(5, stream=Terminal()).__enter__()
 
 
 def test_a_run_s_sinks_write_on_the_first_rank_alone(tmp_path, capsys):
     for index in (0, 1):
         folder = tmp_path / str(index)
         folder.mkdir()
-        with sinks.run_sinks(folder, Share(index, 2), step=4, last=6) as (log, event):
+        with sinks.open_run_sinks(folder, Share(index, 2), step=4, last=6) as (log, event):
             log(5, {"loss": 1.0})
             event("save", step=5)
     assert [line["step"] for line in sinks.read_jsonl(tmp_path / "0/metrics.jsonl")] == [5]
@@ -245,9 +248,9 @@ def page(monkeypatch):
 def run_of(folder, steps, *, begin=0, evaluated=()):
     """Log some steps as a run does, and what is found after some of them."""
     extra = sinks.named_sinks(["tensorboard", "wandb"], folder)
-    extra["lines"] = functools.partial(sinks.jsonl, folder / "extra.jsonl")
+    extra["lines"] = functools.partial(sinks.open_jsonl, folder / "extra.jsonl")
     span = {"step": begin, "last": 9, "extra": extra, "patience": 30}
-    with sinks.run_sinks(folder, Share(0, 1), **span) as (log, event):
+    with sinks.open_run_sinks(folder, Share(0, 1), **span) as (log, event):
         for step in steps:
             log(step, {"loss": 2.0 / step, "batch_hash": "00ff"})
             if step in evaluated:
@@ -295,7 +298,7 @@ def test_a_step_that_is_done_again_takes_its_evaluation_with_it(tmp_path, curves
 
 def test_the_metrics_of_a_run_that_was_killed_are_read_up_to_the_torn_line(tmp_path):
     assert sinks.read_metrics(tmp_path) == []
-    with sinks.events(tmp_path / "events.jsonl") as event:
+    with sinks.open_events(tmp_path / "events.jsonl") as event:
         event("evaluation", step=0, **{"eval/loss": 5.5})
         event("evaluation", **{"eval/loss": 9.0})
     (tmp_path / "metrics.jsonl").write_bytes(written([1, 2]))
@@ -310,5 +313,5 @@ def test_the_metrics_of_a_run_that_was_killed_are_read_up_to_the_torn_line(tmp_p
             before = (tmp_path / f"{name}.jsonl").read_bytes()
             (tmp_path / f"{name}.jsonl").write_bytes((text or before) + torn)
             assert sinks.read_metrics(tmp_path) == whole
-            assert "2 steps" in sinks.run_summary(tmp_path)
+            assert "2 steps" in sinks.summarize_run(tmp_path)
             (tmp_path / f"{name}.jsonl").write_bytes(before)

@@ -7,6 +7,7 @@ as `python recipes/pretrain.py` does.
 
 import ast
 import contextlib
+import importlib
 import inspect
 import os
 import signal
@@ -51,7 +52,7 @@ def run_rank(order):
     recipe = recipe_runs.RECIPES / f"{order.recipe}.py"
     sys.argv = [str(recipe), *order.flags]
     sys.path.insert(0, str(recipe.parent))
-    models.decoder_config = recipe_runs.nano_config
+    models.make_decoder_config = recipe_runs.nano_config
     module = recipe_runs.load(order.recipe)
     if order.faults:
         put_faults(module, order.faults)
@@ -125,7 +126,7 @@ def hung_disk(calls):
 
 def no_pictures(_):
     """Draw nothing at the end of a run."""
-    from trainkit.run import open_run as run
+    run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
     assert run.plot_loss  # the name that a run calls; in another place it would still draw
     run.plot_loss = lambda *_: None
@@ -150,20 +151,20 @@ def often(every):
 
 def stop_alone(_):
     """Take a protection away: a rank that is told to stop asks nobody."""
-    from trainkit.run import open_run as run
+    run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
     @contextlib.contextmanager
     def stop_votes(asked, _):
         yield asked
 
-    run.stop_votes = stop_votes
+    run.open_stop_vote = stop_votes
 
 
 def deaf(_):
     """Take a protection away: no step asks whether to stop."""
-    from trainkit.run import open_run as run
+    run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
-    run.stop_votes = lambda *_: contextlib.nullcontext(lambda: None)
+    run.open_stop_vote = lambda *_: contextlib.nullcontext(lambda: None)
 
 
 SURROUNDINGS = {

@@ -52,7 +52,7 @@ class Place:
     """What every part is given: an arena to make others from, a directory, and how to tell."""
 
     arena: trials.Arena
-    tell: collections.abc.Callable
+    log: collections.abc.Callable
     scale: float = 1.0
 
 
@@ -79,7 +79,7 @@ def damage(place):
         count = times(place, every)
         found = []
         for done in range(0, count, 50):
-            place.tell(done / count, f"{kind} {done} of {count}")
+            place.log(done / count, f"{kind} {done} of {count}")
             part = {kind: min(50, count - done)}
             found += trials.damage_trials(arena.out / "checkpoints", arena.random, part)
         bad = told_problems(found)
@@ -95,7 +95,7 @@ def kills(place):
     for i in range(count):
         ranks, background = MODES[i % len(MODES)]
         inside = i * KILLS < INSIDE * count
-        place.tell(i / count, f"kill {i + 1} of {count}")
+        place.log(i / count, f"kill {i + 1} of {count}")
         arena = fresh(place)
         alone = i % 5 == 4
         trial = trials.kill_trial(
@@ -138,7 +138,7 @@ def numbers(place):
     sites += [("nan_loss_at", {"at": list(range(3, 99))})]
     found, sites = [], sites[: times(place, len(sites))]
     for i, (fault, given) in enumerate(sites):
-        place.tell(i / len(sites), f"{fault} {i + 1} of {len(sites)}")
+        place.log(i / len(sites), f"{fault} {i + 1} of {len(sites)}")
         arena = fresh(place)
         where = {"at": arena.random.randint(2, 6), "rank": arena.random.randrange(2), **given}
         found.append(trials.number_trial(arena, ranks=2, fault=fault, given=where))
@@ -151,7 +151,7 @@ def disk(place):
     """Let the disk be full at random bytes of a save."""
     found, count = [], times(place, QUOTAS)
     for i in range(count):
-        place.tell(i / count, f"quota {i + 1} of {count}")
+        place.log(i / count, f"quota {i + 1} of {count}")
         arena = fresh(place)
         saved = arena.wanted(2) / "checkpoints/step_00000008"
         largest = max(path.stat().st_size for path in saved.iterdir())
@@ -169,7 +169,7 @@ def stops(place):
     """Tell random ranks to stop."""
     found, count = [], times(place, STOPS)
     for i in range(count):
-        place.tell(i / count, f"stop {i + 1} of {count}")
+        place.log(i / count, f"stop {i + 1} of {count}")
         number = signal.SIGTERM if i % 2 else signal.SIGUSR1
         ranks, background = MODES[i % len(MODES)]
         trial = trials.stop_trial(fresh(place), ranks=ranks, background=background, number=number)
@@ -183,7 +183,7 @@ def long(place):
     """Take 10,000 steps in one process, and look at what grows."""
     arena, steps = fresh(place), [1000, times(place, 10) * 1000 + 1000]
     flags = ["--save-every", 100_000, "--schedule-steps", 20_000]
-    place.tell(0.0, f"{steps[1]} steps")
+    place.log(0.0, f"{steps[1]} steps")
     with harness.running(arena.ground, arena.out, *flags, ranks=1, steps=100_000) as job:
         early, late = harness.weights_at(job, *steps, patience=900)
     slope = (late[0] - early[0]) / 2**20 / (steps[1] - steps[0]) * 1000
@@ -194,7 +194,7 @@ def long(place):
 
 def hostile(place):
     """Run the tests of hostile checkpoints, which count their payloads."""
-    place.tell(0.0, "hostile checkpoints")
+    place.log(0.0, "hostile checkpoints")
     files = [name for name in HOSTILE if (ROOT / name).exists()]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -204,7 +204,7 @@ def hostile(place):
 
 def rates(place):
     """Measure how fast checkpoints are hashed, written and read."""
-    place.tell(0.0, "rates")
+    place.log(0.0, "rates")
     command = [sys.executable, str(ROOT / "tests/benchmarks/checkpoint.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout)
@@ -227,7 +227,7 @@ def chaos(place, minutes):
         while not is_complete(arena.out):
             left = deadline - time.monotonic()
             part = min(1.0, 1 - left / (60 * minutes))
-            place.tell(part, f"run {done + 1}, start {starts + 1}, {sum(count.values())} faults")
+            place.log(part, f"run {done + 1}, start {starts + 1}, {sum(count.values())} faults")
             name = arena.random.choice(list(CHAOS)) if left > 0 else "nothing"
             problems += disturb(arena, ranks, name)
             count[name] += 1
@@ -338,7 +338,7 @@ def bind_tell(name, begin):
     part, last = time.monotonic(), 0.0
     is_terminal = sys.stdout.isatty()
 
-    def tell(share, what):
+    def log(share, what):
         nonlocal last
         now = time.monotonic()
         if now - last < (0.5 if is_terminal else 20):
@@ -350,7 +350,7 @@ def bind_tell(name, begin):
             f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True
         )
 
-    return tell
+    return log
 
 
 def tell_problems(trial):

@@ -29,7 +29,7 @@ def recipe():
     spec.loader.exec_module(module)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainkit.run.open_run.plot_loss", lambda *_: None)
-        patch.setattr("trainkit.models.decoder_config", recipe_runs.nano_config)
+        patch.setattr("trainkit.models.make_decoder_config", recipe_runs.nano_config)
         yield module
     del sys.modules[spec.name]
 

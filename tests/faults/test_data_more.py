@@ -13,7 +13,7 @@ from trainkit.__main__ import main
 from trainkit.batch import collate_bins, shift_labels
 from trainkit.batch.shards import contiguous_shard, zigzag_shard, zigzag_unshard
 from trainkit.data import cache, fingerprint
-from trainkit.data.cache import cached_bins
+from trainkit.data.cache import load_or_pack_bins
 from trainkit.losses import next_token
 from trainkit.packing import bins, pack_bins
 from trainkit.text.corpora import foreign, open_corpus, tokens, write_corpus
@@ -119,12 +119,12 @@ def test_changes_that_sizes_do_not_show_are_other_facts(tmp_path):
 
 @pytest.mark.case("P3")
 def test_without_its_hash_a_damaged_plan_would_be_used(tmp_path, monkeypatch):
-    kept = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
+    kept = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
     clean = kept.lengths.copy()  # of the file itself, which is damaged below
     (data,) = tmp_path.rglob("*.bins")
     flip(data, len(data.read_bytes()) - 8)
     told = []
-    again = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=told.append)
+    again = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=told.append)
     assert np.array_equal(again.lengths, clean)
     assert "rebuilt" in told[0]
     flip(data, len(data.read_bytes()) - 8)
@@ -135,19 +135,19 @@ def test_without_its_hash_a_damaged_plan_would_be_used(tmp_path, monkeypatch):
             return right
 
     monkeypatch.setattr(cache.hashlib, "file_digest", lambda *_: Trusting())
-    damaged = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
+    damaged = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
     assert not np.array_equal(damaged.lengths, clean)
 
 
 @pytest.mark.case("P4")
 def test_a_key_that_leaves_something_out_would_give_anothers_plan(tmp_path, monkeypatch):
-    first = cached_bins(tmp_path, LENGTHS, 64, content="a", tell=tell_nobody)
-    other = cached_bins(tmp_path, LENGTHS[::-1], 64, content="b", tell=tell_nobody)
+    first = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
+    other = load_or_pack_bins(tmp_path, LENGTHS[::-1], 64, content="b", log=tell_nobody)
     assert not np.array_equal(first.lengths, other.lengths)
     monkeypatch.setattr(cache, "_key_of", _same_key(cache._key_of))
     weak = tmp_path / "weak"
-    first = cached_bins(weak, LENGTHS, 64, content="a", tell=tell_nobody)
-    stale = cached_bins(weak, LENGTHS[::-1], 64, content="b", tell=tell_nobody)
+    first = load_or_pack_bins(weak, LENGTHS, 64, content="a", log=tell_nobody)
+    stale = load_or_pack_bins(weak, LENGTHS[::-1], 64, content="b", log=tell_nobody)
     assert np.array_equal(first.lengths, stale.lengths)  # the plan of other documents
 
 

@@ -145,7 +145,7 @@ def went_on_from(out):
     """Return what the last start of a run told of the checkpoint that it took."""
     path = Path(out) / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    told = [event["told"] for event in events if event["event"] == "resume"]
+    told = [event["messages"] for event in events if event["event"] == "resume"]
     return " ".join(told[-1]) if told else ""
 
 
@@ -224,7 +224,7 @@ def damage_trials(directory, random, kinds, *, check=verify_checkpoint):
             found = check(newest)
             problems = [] if found else [f"undetected: {what}"]
             if found and trials and len(trials) % 25 == 0:
-                taken = find_checkpoint(directory.parent, tell=lambda _: None)
+                taken = find_checkpoint(directory.parent, log=lambda _: None)
                 problems += [] if taken == second else [f"{what}: auto takes {taken}"]
                 with contextlib.suppress(CheckpointError):
                     find_checkpoint(newest)
@@ -240,7 +240,7 @@ def pointer_trial(directory, newest, random):
     pointer = directory / "latest"
     before, bit = pointer.read_bytes(), random.randrange(8 * pointer.stat().st_size)
     faults.flip_bit(pointer, bit)
-    taken = find_checkpoint(directory.parent, tell=lambda _: None)
+    taken = find_checkpoint(directory.parent, log=lambda _: None)
     pointer.write_bytes(before)
     problems = [] if taken == newest else [f"auto takes {taken}"]
     return Trial(f"bit {bit} of the pointer", tuple(problems))

@@ -14,11 +14,11 @@ import torch
 from packed_answers import documents_of, make_answers, weight_of
 
 from trainkit.batch import count_documents, count_valid_tokens
-from trainkit.losses import document_mean
+from trainkit.losses import weight_by_document
 from trainkit.post.objectives import (
-    Added,
-    bounded_weights,
-    clipped,
+    PolicyOptions,
+    add_reference_point,
+    cispo,
     distillation,
     dpo,
     ipo,
@@ -27,9 +27,9 @@ from trainkit.post.objectives import (
     log_ratio,
     orpo,
     policy_gradient,
+    ppo_clip,
     sequence_policy_gradient,
     simpo,
-    with_reference_point,
 )
 from trainkit.types import SOLO, Hidden
 
@@ -172,7 +172,7 @@ def test_kto_is_trls(drift):
     others["reference_logprobs"] += drift
     answers_of_others, _, _ = in_rows(others)
     sums = log_ratio()(Hidden(others["x"], weight_of()), others)[1]
-    (batch,) = with_reference_point([batch], sums["kl"] / sums["kl/count"])
+    (batch,) = add_reference_point([batch], sums["kl"] / sums["kl/count"])
     assert (drift < 0) == bool((batch["kl"] > 0).all())
     rows, kept, weight = in_rows(batch)
     mask = torch.cat([torch.zeros(len(kept), 1), kept], dim=1)
@@ -291,17 +291,17 @@ def trl_grpo(batch, kind, *, level="token", high=0.2, beta=0.0, longest=16):
 def test_the_grpo_family_is_trls():
     batch = make_answers()
     answers, tokens = count_documents([batch]), count_valid_tokens([batch])
-    (weighed,) = document_mean([{k: v for k, v in batch.items() if k != "weights"}], axis=SOLO)
-    added = Added(kl=k3, kl_weight=0.3)
-    grpo = policy_gradient(clipped(0.1, 0.2), added=added, weighted=True)
+    (weighed,) = weight_by_document([{k: v for k, v in batch.items() if k != "weights"}], axis=SOLO)
+    added = PolicyOptions(kl=k3, kl_weight=0.3)
+    grpo = policy_gradient(ppo_clip(0.1, 0.2), added=added, weighted=True)
     close(ours(grpo, weighed, answers), trl_grpo(batch, "grpo", beta=0.3)[0])
-    plain = policy_gradient(clipped(0.1, 0.2), added=added)
+    plain = policy_gradient(ppo_clip(0.1, 0.2), added=added)
     for kind, denominator in (("dr_grpo", answers * 16), ("dapo", tokens), ("bnpo", tokens)):
         close(ours(plain, batch, denominator), trl_grpo(batch, kind, beta=0.3)[0])
     # What TRL calls epsilon_high of CISPO is the bound itself.
-    cispo = policy_gradient(bounded_weights(high=0.1))
-    close(ours(cispo, batch, tokens), trl_grpo(batch, "cispo", high=1.1)[0])
-    gspo = sequence_policy_gradient(clipped(0.1, 0.2), added=added)
+    loss = policy_gradient(cispo(high=0.1))
+    close(ours(loss, batch, tokens), trl_grpo(batch, "cispo", high=1.1)[0])
+    gspo = sequence_policy_gradient(ppo_clip(0.1, 0.2), added=added)
     want, figures = trl_grpo(batch, "grpo", level="sequence", beta=0.3)
     close(ours(gspo, batch, answers), want)
     terms = gspo(Hidden(batch["x"], weight_of()), batch)[1]

@@ -9,16 +9,16 @@ from torch.nn.functional import cross_entropy
 
 from trainkit.batch import collate_bins
 from trainkit.collectives import sum_grad
-from trainkit.data import memory_corpus
-from trainkit.losses import Shaping, linear, logprobs, loss_of_scores, token_logprobs
+from trainkit.data import make_corpus
+from trainkit.losses import Shaping, linear, logprobs, make_score_loss, token_logprobs
 from trainkit.losses.linear import Factors
 from trainkit.losses.logprobs import logprobs_of
 from trainkit.mesh import axis_from_group
 from trainkit.packing import pack_bins
-from trainkit.post.generation import Sampling, shaped
-from trainkit.post.objectives import Added, bounded_weights, clipped, k3, policy_gradient
+from trainkit.post.generation import Sampling, shape_logits
+from trainkit.post.objectives import PolicyOptions, cispo, k3, policy_gradient, ppo_clip
 from trainkit.tools.testing import run_ranks
-from trainkit.types import Column, Hidden, Sample, capped
+from trainkit.types import Column, Hidden, Sample, apply_softcap
 
 V, D, T = 24, 5, 14
 SETTINGS = [
@@ -42,8 +42,8 @@ def inputs(seed=0):
 
 def sampled(hidden, weight, labels, settings, softcap=None):
     """Return the log-probabilities and entropies of what a sampler draws from."""
-    logits = capped(hidden @ weight.T, softcap).flatten(0, 1)
-    rows = shaped(logits, Sampling(**settings)).log_softmax(-1)
+    logits = apply_softcap(hidden @ weight.T, softcap).flatten(0, 1)
+    rows = shape_logits(logits, Sampling(**settings)).log_softmax(-1)
     chosen = rows.gather(-1, labels.flatten().clamp(min=0)[:, None])[:, 0]
     entropies = -(rows.exp() * rows.masked_fill(rows == -torch.inf, 0)).sum(-1)
     ignored = labels.flatten() == -100
@@ -65,7 +65,7 @@ def in_one_pass(output, labels, settings):
         steps = columns["steps"]
         return (steps * scores.losses).square() + (steps * scores.entropies).sin()
 
-    loss = loss_of_scores({"curve": (each, 1.0)}, shaping=Shaping(**settings))
+    loss = make_score_loss({"curve": (each, 1.0)}, shaping=Shaping(**settings))
     return loss(output, {"labels": labels, "steps": STEPS})[0]
 
 
@@ -165,7 +165,7 @@ def collated():
         values = {name: np.where(trained, settings[name], 0) for name in PLAIN}
         return Sample(ids, trained, values)
 
-    corpus = memory_corpus((sample(n) for n in range(2 * len(SETTINGS))), columns=columns)
+    corpus = make_corpus((sample(n) for n in range(2 * len(SETTINGS))), columns=columns)
     bins = pack_bins(corpus.lengths, 16, multiple_of=2)
     return collate_bins(corpus, bins, range(len(bins)))
 
@@ -193,7 +193,7 @@ def test_each_token_may_have_been_drawn_otherwise():
         torch.testing.assert_close(found[labels != -100], want)
         assert (found[labels == -100] == 0).all()
         torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), wanted)
-    one_pass = loss_of_scores(
+    one_pass = make_score_loss(
         {"nll": (lambda scores, _: scores.losses.masked_fill(scores.losses == torch.inf, 0), 1.0)},
         shaping=lambda batch: Shaping(**{name: batch[name] for name in PLAIN}),
     )
@@ -246,17 +246,17 @@ def test_a_label_that_no_sampler_draws_is_minus_infinity_without_a_gradient():
     assert (d_hidden[0, 0] != 0).all()
     # Of logits nothing else: no loss pushes the words down that are left.
     nll = {"nll": (lambda scores, _: scores.losses, 1.0)}
-    total, _ = loss_of_scores(nll, shaping=Shaping(top_k=3))(hidden @ weight.T, {"labels": labels})
+    total, _ = make_score_loss(nll, shaping=Shaping(top_k=3))(hidden @ weight.T, {"labels": labels})
     torch.testing.assert_close(torch.autograd.grad(-total, (hidden, weight)), (d_hidden, d_weight))
 
 
-@pytest.mark.parametrize("surrogate", [clipped(), bounded_weights()])
+@pytest.mark.parametrize("surrogate", [ppo_clip(), cispo()])
 def test_a_word_that_is_left_out_by_now_breaks_no_policy_gradient(surrogate):
     hidden, weight, labels = inputs()
     labels[0, 1] = (hidden @ weight.T)[0, 1].argmin()
     old = torch.full(labels.shape, -1.0, dtype=torch.float64)
     batch = {"labels": labels, "advantages": -old, "old_logprobs": old, "reference_logprobs": old}
-    how = {"added": Added(kl=k3, kl_weight=0.1), "shaping": Shaping(top_k=3)}
+    how = {"added": PolicyOptions(kl=k3, kl_weight=0.1), "shaping": Shaping(top_k=3)}
     loss = policy_gradient(surrogate, **how)
     for output in (Hidden(hidden, weight), hidden @ weight.T):
         total, terms = loss(output, batch)
@@ -330,7 +330,7 @@ def test_a_vocabulary_that_is_cut_changes_nothing():
 
 def test_the_one_pass_of_entropies_has_their_gradient():
     hidden, weight, labels = inputs()
-    loss = loss_of_scores({"bonus": (lambda scores, _: scores.entropies * scores.losses, -0.7)})
+    loss = make_score_loss({"bonus": (lambda scores, _: scores.entropies * scores.losses, -0.7)})
     total, terms = loss(Hidden(hidden, weight), {"labels": labels})
     logits = hidden @ weight.T
     rows = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, -1)

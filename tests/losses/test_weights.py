@@ -7,12 +7,12 @@ from torch import nn
 from trainkit.batch import count_documents, count_weights, shard_batch
 from trainkit.losses import (
     add_terms,
-    by_source,
-    document_mean,
-    mean_terms,
-    microbatch_mean,
+    average_terms,
     next_token_linear,
-    weighted,
+    report_by_source,
+    weight_by_document,
+    weight_by_microbatch,
+    weighted_next_token,
     z_term,
 )
 from trainkit.mesh import axis_from_group
@@ -83,9 +83,9 @@ def test_a_weight_of_three_tenths_is_three_tenths():
     assert float(total) == pytest.approx(float(kept.sum()) * 0.3 / 12, rel=1e-7)
     assert total < 0.5
     even = plain(batch, kept.double() / kept.sum())
-    found, sums = gradient([rows_of(batch, 0), rows_of(batch, 1, 2)], weighted, total)
+    found, sums = gradient([rows_of(batch, 0), rows_of(batch, 1, 2)], weighted_next_token, total)
     torch.testing.assert_close(found, even)
-    mean = mean_terms(sums, torch.tensor(1))["loss"]
+    mean = average_terms(sums, torch.tensor(1))["loss"]
     torch.testing.assert_close(
         mean, next_token_linear(call(model_of(), batch), batch)[0].detach() / kept.sum()
     )
@@ -95,7 +95,7 @@ def test_weights_stand_in_the_sum_and_in_the_denominator():
     batch = make_batch()
     kept = batch["labels"] != -100
     weights = batch["weights"].double() * kept
-    found, sums = gradient([batch], weighted, count_weights([batch]))
+    found, sums = gradient([batch], weighted_next_token, count_weights([batch]))
     torch.testing.assert_close(found, plain(batch, weights / weights.sum()))
     torch.testing.assert_close(sums["loss/count"], weights.sum())
 
@@ -103,25 +103,25 @@ def test_weights_stand_in_the_sum_and_in_the_denominator():
 def test_sources_and_other_terms_go_with_weights():
     batch = make_batch()
     output = call(model_of(), batch)
-    total, terms = by_source(["a", "b"], weighted)(output, batch)
-    assert tuple(terms) == by_source(["a", "b"], weighted).terms
+    total, terms = report_by_source(["a", "b"], weighted_next_token)(output, batch)
+    assert tuple(terms) == report_by_source(["a", "b"], weighted_next_token).terms
     for number, name in enumerate("ab"):
         own = {**batch, "labels": batch["labels"].masked_fill(batch["source"] != number, -100)}
-        want, counted = weighted(output, own)[1].values()
+        want, counted = weighted_next_token(output, own)[1].values()
         torch.testing.assert_close(terms[f"loss/{name}"], want)
         torch.testing.assert_close(terms[f"loss/{name}/count"], counted)
-    assert torch.equal(total, weighted(output, batch)[0])
-    both, terms = add_terms((weighted, 2.0), (z_term, 0.5))(output, batch)
+    assert torch.equal(total, weighted_next_token(output, batch)[0])
+    both, terms = add_terms((weighted_next_token, 2.0), (z_term, 0.5))(output, batch)
     torch.testing.assert_close(both, 2 * total + 0.5 * z_term(output, batch)[0])
     assert tuple(terms) == ("loss", "loss/count", "z_loss")
     logits = output[0] @ output[1].T
-    torch.testing.assert_close(weighted(logits, batch)[0], total)
+    torch.testing.assert_close(weighted_next_token(logits, batch)[0], total)
 
 
 def test_a_batch_without_weights_is_told_so():
     batch = {name: x for name, x in make_batch().items() if name != "weights"}
     with pytest.raises(ValueError, match='has no "weights" for each of its labels'):
-        weighted(call(model_of(), batch), batch)
+        weighted_next_token(call(model_of(), batch), batch)
     with pytest.raises(ValueError, match='count_weights: a microbatch has no "weights"'):
         count_weights([batch])
 
@@ -141,9 +141,9 @@ def test_the_mean_of_microbatch_means_is_that_of_other_systems():
     batch = unweighted(make_batch())
     batches = [rows_of(batch, 0), rows_of(batch, 1, 2), rows_of(batch, 0)]
     batches[2]["labels"] = torch.full_like(batches[2]["labels"], -100)
-    own = microbatch_mean(batches, axis=SOLO)
+    own = weight_by_microbatch(batches, axis=SOLO)
     assert float(count_weights(own)) == pytest.approx(2)
-    found, _ = gradient(own, weighted, count_weights(own))
+    found, _ = gradient(own, weighted_next_token, count_weights(own))
     torch.testing.assert_close(found, mean_of_means(batches))
     all_tokens = sum((b["labels"] != -100).sum() for b in batches)
     assert not torch.allclose(found, gradient(batches, next_token_linear, all_tokens)[0])
@@ -153,7 +153,7 @@ def test_the_mean_of_microbatch_means_is_that_of_other_systems():
 def test_the_mean_of_documents_counts_each_once():
     batch = unweighted(make_batch())
     batch["labels"][1, 5:] = -100  # a document of which nothing is trained
-    (own,) = document_mean([batch], axis=SOLO)
+    (own,) = weight_by_document([batch], axis=SOLO)
     assert int(count_documents([batch])) == 6
     assert int(count_documents([batch], halves=True)) == 3
     trained = batch["labels"] != -100
@@ -177,7 +177,7 @@ def dealt_means():
     axis = axis_from_group(torch.distributed.group.WORLD, name="sp")
     batch = unweighted(make_batch())
     found = []
-    for mean in (microbatch_mean, document_mean):
+    for mean in (weight_by_microbatch, weight_by_document):
         (whole,) = mean([batch], axis=SOLO)
         (part,) = mean([cut(batch, axis.share)], axis=axis)
         found.append(float((part["weights"] - cut(whole, axis.share)["weights"]).abs().max()))
@@ -194,7 +194,7 @@ def test_a_batch_keeps_its_kind():
     from trainkit.tools.testing.builtin import decoder_batch
 
     batch = decoder_batch(0)
-    (own,) = microbatch_mean([batch], axis=SOLO)
+    (own,) = weight_by_microbatch([batch], axis=SOLO)
     assert own.spans is batch.spans
     part = shard_batch(own, Share(1, 2))
     assert part["weights"].shape == part["labels"].shape

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.batch import batch_of_rows
-from trainkit.models import build_decoder, call_routed, decoder_config
+from trainkit.batch import batch_from_rows
+from trainkit.models import build_decoder, call_routed, make_decoder_config
 from trainkit.models.bare import bare
 from trainkit.models.config import Experts, FeedForward, Latents, Sliding
 from trainkit.post.generation import Sampling, generate
-from trainkit.types import unrouted
+from trainkit.types import drop_routing
 
-CONFIG = decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_size=40)
+CONFIG = make_decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_size=40)
 SLIDING = Sliding(window=3, first=1, rope_theta=50.0)
 KINDS = {
     "plain": CONFIG,
@@ -36,10 +36,10 @@ def model_of(config):
 
 @torch.inference_mode()
 def logits_of(model):
-    batch = batch_of_rows(torch.tensor([[1, 5, 2, 9, 3]]))
+    batch = batch_from_rows(torch.tensor([[1, 5, 2, 9, 3]]))
     fields = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     known = {"spans": batch.spans, "document_ids": batch.document_ids}
-    return unrouted(call_routed(model, fields | known))
+    return drop_routing(call_routed(model, fields | known))
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)

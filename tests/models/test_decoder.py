@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from trainkit import noise
 from trainkit.attention import sdpa
-from trainkit.batch import blank_batch
+from trainkit.batch import make_padding_batch
 from trainkit.models import (
     Decoder,
     DecoderConfig,
@@ -27,9 +27,9 @@ from trainkit.models import (
 from trainkit.models.config import parameter_shapes
 from trainkit.models.decoder import whole_logits
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
-from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
+from trainkit.models.sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
-from trainkit.types import SOLO, Spans, capped
+from trainkit.types import SOLO, Spans, apply_softcap
 
 SMALL = DecoderConfig(vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)
 RICH = attrs.evolve(
@@ -144,7 +144,7 @@ def test_hidden_head_holds_the_logits():
         model = double(config, head="hidden")
         hidden, weight, axis, softcap = model(ids, **rest)
         assert axis is SOLO
-        assert_equal(capped(hidden @ weight.T, softcap), logits)
+        assert_equal(apply_softcap(hidden @ weight.T, softcap), logits)
         assert_equal(whole_logits((hidden, weight, axis, softcap)), logits)
         assert not weight.is_leaf  # FSDP2 hooks what a module returns
         (hidden @ weight.T).sum().backward()
@@ -223,7 +223,7 @@ def test_logits_equal_the_formulas_written_out(config):
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
 def test_scaled_frequencies_follow_the_three_cases_of_llama3(name):
-    config = decoder_config(name)
+    config = make_decoder_config(name)
     options = {"theta": config.rope_theta, "dtype": torch.float64}
     got = rotary_frequencies(config.head_size, scaling=config.rope_scaling, **options)
     plain = rotary_frequencies(config.head_size, **options)
@@ -316,7 +316,7 @@ def test_dropout_does_not_depend_on_rows_or_microbatches():
     rows, length = 4, 6
     ids, rest = packed([length], rows=rows)
     index = torch.arange(rows * length).view(rows, length)
-    keys = noise.token_keys(index, seed=1, step=2)
+    keys = noise.make_token_keys(index, seed=1, step=2)
     together = dropped(model, ids, rest, keys)
     one_row = dropped(
         model,
@@ -352,7 +352,7 @@ def test_dropout_changes_training_only_and_differs_between_steps():
     model = double(attrs.evolve(SMALL, dropout=0.3))
     ids, rest = packed([4, 7])
     index = torch.arange(11)[None]
-    first, second = (noise.token_keys(index, seed=0, step=step) for step in (0, 1))
+    first, second = (noise.make_token_keys(index, seed=0, step=step) for step in (0, 1))
     plain = double(SMALL)(ids, **rest)
     training = dropped(model.train(), ids, rest, first)
     assert torch.equal(training, dropped(model, ids, rest, first))
@@ -365,7 +365,7 @@ def test_dropout_changes_training_only_and_differs_between_steps():
 def test_dropout_without_keys_is_refused():
     model = build_decoder(attrs.evolve(SMALL, dropout=0.1), seed=0).train()
     ids, rest = packed([4])
-    with pytest.raises(ValueError, match=r"no noise_key; put noise\.token_keys"):
+    with pytest.raises(ValueError, match=r"no noise_key; put noise\.make_token_keys"):
         model(ids, **rest)
 
 
@@ -547,38 +547,38 @@ SMALL_SIZES = {"tiny": 0.9e6, "10m": 10e6, "60m": 60e6, "125m": 125e6, "350m": 3
 
 
 def test_every_named_size_is_pinned():
-    assert set(decoder_sizes()) == {*PUBLISHED, *MIXTURES, *SMALL_SIZES}
+    assert set(list_decoder_sizes()) == {*PUBLISHED, *MIXTURES, *SMALL_SIZES}
 
 
 @pytest.mark.parametrize("name", PUBLISHED | MIXTURES)
 def test_public_sizes_have_their_published_number_of_parameters(name):
-    assert count_parameters(decoder_config(name)) == (PUBLISHED | MIXTURES)[name]
+    assert count_parameters(make_decoder_config(name)) == (PUBLISHED | MIXTURES)[name]
 
 
 @pytest.mark.parametrize("name", SMALL_SIZES)
 def test_small_sizes_are_what_they_are_called(name):
-    assert count_parameters(decoder_config(name)) == pytest.approx(SMALL_SIZES[name], rel=0.03)
+    assert count_parameters(make_decoder_config(name)) == pytest.approx(SMALL_SIZES[name], rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b"])
 def test_counted_parameters_are_those_of_the_model(name):
     with torch.device("meta"):
-        model = Decoder(decoder_config(name))
-    assert sum(p.numel() for p in model.parameters()) == count_parameters(decoder_config(name))
+        model = Decoder(make_decoder_config(name))
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(make_decoder_config(name))
 
 
 def test_overrides_replace_fields():
-    config = decoder_config("tiny", width=64, dropout=0.1)
+    config = make_decoder_config("tiny", width=64, dropout=0.1)
     assert (config.width, config.head_size, config.dropout) == (64, 16, 0.1)
 
 
 def test_an_unknown_size_names_the_nearest():
     with pytest.raises(ValueError, match=r"no size is named 'llama-3.1-8B', .* 'llama-3.1-8b'"):
-        decoder_config("llama-3.1-8B")
+        make_decoder_config("llama-3.1-8B")
 
 
 def test_a_small_model_learns():
-    model = build_decoder(decoder_config("tiny", width=32, layers=2, mlp_width=64), seed=0)
+    model = build_decoder(make_decoder_config("tiny", width=32, layers=2, mlp_width=64), seed=0)
     ids = torch.tensor([list(b"the cat sat on the mat. the cat sat on the mat.")])
     rest = {"position_ids": torch.arange(ids.shape[1])[None], "spans": spans_of([ids.shape[1]])}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -605,7 +605,7 @@ def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for seed, lengths in enumerate(([5, 7], [3, 4, 5], [1, 11])):
             ids, rest = packed(lengths, seed=seed)
-            keys = noise.token_keys(ids, seed=0, step=seed)
+            keys = noise.make_token_keys(ids, seed=0, step=seed)
             outputs = [dropped(model, ids, rest, keys) for model in (compiled, plain)]
             assert_equal(*outputs)
             for output in outputs:
@@ -621,7 +621,7 @@ def test_all_layers_share_their_compiled_code(dropout):
     # Beyond 8 versions of one function torch.compile falls back to eager code without a word: a
     # version for each layer would show with the third.
     torch._dynamo.reset()
-    config = decoder_config(
+    config = make_decoder_config(
         "tiny", layers=3, width=16, heads=2, kv_heads=2, mlp_width=16, dropout=dropout
     )
     model, counter = build_decoder(config, seed=0), CompileCounter()
@@ -631,7 +631,7 @@ def test_all_layers_share_their_compiled_code(dropout):
     model.layers["2"].register_forward_pre_hook(
         lambda *_: before_the_third.append(counter.frame_count)
     )
-    batch = blank_batch(1, 4)
+    batch = make_padding_batch(1, 4)
     keys = torch.arange(4).view(1, 4)
     model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans, noise_key=keys)
     assert before_the_third == [counter.frame_count]

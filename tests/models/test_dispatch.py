@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from trainkit.collectives import exchange_rows
+from trainkit.collectives import all_to_all_rows
 from trainkit.mesh import axis_from_group
 from trainkit.models import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.routers import counts_of
-from trainkit.noise import numbered_keys
+from trainkit.noise import split_keys
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO
 
@@ -45,13 +45,13 @@ def through_experts(x, indices, weights, scales, axis, **wire):
 def check_keys(indices, axis, *, first=0):
     """Check that a row has the key of its token at its expert; rows hold their token's number."""
     tokens = torch.arange(first, first + len(indices))
-    keys = numbered_keys(tokens, indices)
+    keys = split_keys(tokens, indices)
     counts = counts_of(indices, 8)
     rows, own, route = ep_dispatch(tokens.double().unsqueeze(1) + 1, indices, counts, axis)
     expert = (torch.arange(8).chunk(axis.count)[axis.index]).repeat_interleave(own)
     got, real = ep_dispatch_keys(keys, route, axis), rows[:, 0] > 0  # what is nobody's is zeros
     assert got.shape == expert.shape
-    want = numbered_keys(rows[:, 0].long() - 1, expert.unsqueeze(1))[:, 0]
+    want = split_keys(rows[:, 0].long() - 1, expert.unsqueeze(1))[:, 0]
     assert torch.equal(got[real], want[real])
 
 
@@ -154,7 +154,7 @@ def with_a_row_left_over():
     table = torch.tensor([[1, 3], [0, 2]])  # rows from rank r to rank c
     sent, received = table[axis.index].tolist(), table[:, axis.index].tolist()
     x = drawn(5, 2, seed=axis.index).requires_grad_()
-    y = exchange_rows(x, axis, sent=sent, received=received, length=sum(received) + 1)
+    y = all_to_all_rows(x, axis, sent=sent, received=received, length=sum(received) + 1)
     assert not y[sum(received) :].any()
     (d_x,) = torch.autograd.grad((y * (axis.index + 1)).sum(), x)
     return d_x.tolist()

@@ -9,12 +9,18 @@ import torch
 from torch import nn
 
 from trainkit import parallel
-from trainkit.batch import blank_batch, count_tokens, count_valid_tokens, divided, divisors_of
+from trainkit.batch import (
+    count_tokens,
+    count_valid_tokens,
+    divide_terms,
+    make_divisors,
+    make_padding_batch,
+)
 from trainkit.losses import (
+    add_router_losses,
     add_terms,
     next_token,
     next_token_linear,
-    routed,
     z_term,
 )
 from trainkit.mesh import solo_parallel
@@ -22,9 +28,8 @@ from trainkit.metrics import to_host
 from trainkit.models import (
     Decoder,
     Experts,
-    Tape,
-    advance_routers_,
-    balance_sum,
+    RoutingTape,
+    balance_loss_sum,
     build_decoder,
     call_model,
     call_routed,
@@ -32,6 +37,7 @@ from trainkit.models import (
     grouped_linear,
     sigmoid_topk,
     softmax_topk,
+    update_routers_,
 )
 from trainkit.parallel import bind_call, recompute
 from trainkit.post.generation import generate
@@ -39,7 +45,7 @@ from trainkit.step import evaluate, forward_backward
 from trainkit.tools.testing import builtin
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.tools.testing.deal import deal_batch
-from trainkit.types import SOLO, ConfigError, Place
+from trainkit.types import SOLO, ConfigError, DataShard
 
 CONFIG = attrs.evolve(
     builtin.CONFIG,
@@ -239,15 +245,15 @@ def test_padding_whose_first_expert_has_no_share_leaves_gradients_finite():
 @pytest.mark.parametrize("config", [CONFIG, BIASED])
 @pytest.mark.parametrize("balance", ["batch", "document"])
 def test_microbatches_and_padding_change_no_gradient_and_no_count(config, balance):
-    loss = routed(next_token, balance=0.5, router_z=0.1)
+    loss = add_router_losses(next_token, balance=0.5, router_z=0.1)
     whole, found = decoder_batch(0), []
     for rows, blanks in ((None, 0), (1, 0), (3, 2)):
         model = build_decoder(config, seed=0, balance=balance).double()
         for layer in model.layers.values():
             if isinstance(layer.mlp, experts.ExpertMlp):
                 layer.mlp.router.load.copy_(torch.linspace(0.02, 0.23, 8))
-        batches = [*deal_batch(whole, Place(), rows_per_microbatch=rows)]
-        batches += [blank_batch(2, whole.input_ids.shape[1])] * blanks
+        batches = [*deal_batch(whole, DataShard(), rows_per_microbatch=rows)]
+        batches += [make_padding_batch(2, whole.input_ids.shape[1])] * blanks
         seen = count_tokens(batches)
         per = {"loss": count_valid_tokens(batches), "balance": seen, "router_z": seen}
         sums = forward_backward(model, batches, loss, denominator=per, call=call_routed)
@@ -262,10 +268,10 @@ def test_microbatches_and_padding_change_no_gradient_and_no_count(config, balanc
 def test_balance_is_1_per_token_where_all_are_chosen_alike_and_more_where_they_are_not():
     flat = softmax_topk(torch.zeros(6, 4), 1)
     even = torch.full((4,), 0.25)
-    assert float(balance_sum(flat, even, experts=4)) == pytest.approx(6)
+    assert float(balance_loss_sum(flat, even, experts=4)) == pytest.approx(6)
     logits = torch.tensor([5.0, 0, 0, 0]).expand(6, 4).clone().requires_grad_()
     steep = softmax_topk(logits, 1)
-    total = balance_sum(steep, torch.tensor([1.0, 0, 0, 0]), experts=4)
+    total = balance_loss_sum(steep, torch.tensor([1.0, 0, 0, 0]), experts=4)
     assert float(total.detach()) > 20
     total.backward()
     assert (logits.grad[:, 0] > 0).all()  # less of the one that has all
@@ -274,29 +280,31 @@ def test_balance_is_1_per_token_where_all_are_chosen_alike_and_more_where_they_a
 def test_the_bias_moves_once_a_step_on_global_counts_and_not_when_a_step_is_skipped():
     model = build_decoder(BIASED, seed=0)
     counts = torch.arange(24).view(3, 8)
-    advance_routers_([model], counts, rate=0.25, applied=torch.tensor(False))
+    update_routers_([model], counts, rate=0.25, applied=torch.tensor(False))
     assert not any(layer.mlp.router.bias.any() for layer in model.layers.values())
-    advance_routers_([model], counts, rate=0.25)
+    update_routers_([model], counts, rate=0.25)
     for i, layer in enumerate(model.layers.values()):
         router = layer.mlp.router
         assert router.bias.tolist() == [0.25] * 4 + [-0.25] * 4
         torch.testing.assert_close(router.load, counts[i] / counts[i].sum())
     assert {name for name, _ in model.named_buffers()} >= {"layers.0.mlp.router.bias"}
     for wrong in (counts[:2], counts[:, :1], counts[0]):
-        with pytest.raises(ValueError, match=r"advance_routers_: counts must be \[L, 8\]"):
-            advance_routers_([model], wrong, rate=0.25)
+        with pytest.raises(ValueError, match=r"update_routers_: counts must be \[L, 8\]"):
+            update_routers_([model], wrong, rate=0.25)
     with pytest.raises(ValueError, match=r"buffers are torch.bfloat16, which loses small moves"):
-        advance_routers_([model.bfloat16()], counts, rate=0.25)
+        update_routers_([model.bfloat16()], counts, rate=0.25)
 
 
 def biases_after_a_step(rows, *, per_microbatch):
     """Return the biases after a step in microbatches of so many rows, moved once or each time."""
     model = build_decoder(BIASED, seed=0)
-    batches = [*deal_batch(decoder_batch(0), Place(), rows_per_microbatch=rows)]
+    batches = [*deal_batch(decoder_batch(0), DataShard(), rows_per_microbatch=rows)]
     for part in [[x] for x in batches] if per_microbatch else [batches]:
         ones = dict.fromkeys(("loss", "balance", "router_z"), torch.tensor(1))
-        sums = forward_backward(model, part, routed(next_token), denominator=ones, call=call_routed)
-        advance_routers_([model], sums["load"], rate=0.25)
+        sums = forward_backward(
+            model, part, add_router_losses(next_token), denominator=ones, call=call_routed
+        )
+        update_routers_([model], sums["load"], rate=0.25)
     return torch.stack([layer.mlp.router.bias for layer in model.layers.values()])
 
 
@@ -316,7 +324,7 @@ def test_an_unbalanced_router_is_balanced_by_its_bias():
         with torch.no_grad():
             load = call_routed(model, batch).sums[:, 3:]
         worst.append(float((load.max(-1).values / load.mean(-1)).max()))
-        advance_routers_([model], load, rate=0.05)
+        update_routers_([model], load, rate=0.05)
     assert worst[0] > 3
     assert worst[-1] < 1.5
 
@@ -347,7 +355,7 @@ def gradients_under_noise(choices, *, recomputed):
             layer.mlp.router.register_forward_hook(lambda _, __, made: (even(made[0]), made[1]))
     recompute("full" if recomputed else "none")(model, solo_parallel())
     batch = decoder_batch(0)
-    next_token(through(model, batch, Tape(choices)), batch)[0].backward()
+    next_token(through(model, batch, RoutingTape(choices)), batch)[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -366,7 +374,7 @@ def test_with_a_tape_a_recomputed_router_repeats_its_choices_and_without_it_does
 def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     given = torch.arange(4).repeat(128).view(256, 2)
-    tape = Tape({"layers.1.mlp": given, "layers.2.mlp": given + 4})
+    tape = RoutingTape({"layers.1.mlp": given, "layers.2.mlp": given + 4})
     out = through(model, batch, tape)
     seen = torch.bincount(given[(batch.document_ids >= 0).flatten()].flatten()).tolist()
     assert out.sums[:, 3:].tolist() == [seen + [0] * 4, [0] * 4 + seen]
@@ -391,7 +399,7 @@ def test_a_tape_of_another_model_is_refused(choices, message):
 def check(given, *, is_token=None, own=None):
     layers = ["layers.1.mlp", "layers.2.mlp"]
     is_token = torch.ones(4, 64, dtype=torch.bool) if is_token is None else is_token
-    experts.check_tape(Tape(given), layers, CONFIG.experts, is_token=is_token, own=own)
+    experts.check_tape(RoutingTape(given), layers, CONFIG.experts, is_token=is_token, own=own)
 
 
 def test_a_tape_may_be_of_a_stage_and_say_anything_of_padding():
@@ -418,7 +426,7 @@ def test_on_a_device_one_assertion_looks_at_the_choices_of_all_layers(
     if compiled:
         look = torch.compile(look, backend="aot_eager", fullgraph=True)
     given = {f"layers.{i}.mlp": torch.tensor([[0, 1], [7, 3], [2, 5]]) for i in (1, 2)}
-    tape, is_token = Tape(given), torch.tensor([[True, True, False]])
+    tape, is_token = RoutingTape(given), torch.tensor([[True, True, False]])
     look(tape, [*given], CONFIG.experts, is_token=is_token)
     given[layer][2] = torch.tensor(WRONG[wrong])  # of padding
     look(tape, [*given], CONFIG.experts, is_token=is_token)
@@ -438,7 +446,7 @@ def test_on_a_device_no_choice_is_read_by_the_host():
 
 def test_held_out_terms_of_routers_are_divided_by_all_tokens():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
-    means = evaluate(model, [batch], routed(next_token), axis=SOLO, call=call_routed)
+    means = evaluate(model, [batch], add_router_losses(next_token), axis=SOLO, call=call_routed)
     assert float(means["balance"]) == pytest.approx(1, rel=1e-6)  # loads are even at first
     assert to_host(means)["load"] == means["load"].tolist()
     assert (means["load"].sum(-1) == 2 * count_tokens([batch])).all()  # no mean
@@ -450,7 +458,7 @@ def test_held_out_terms_of_routers_are_divided_by_all_tokens():
 def test_compiled_blocks_leave_experts_as_they_are():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     want = call_routed(model, batch)
-    found = call_routed(parallel.compiled(backend="aot_eager")(model, solo_parallel()), batch)
+    found = call_routed(parallel.compile_blocks(backend="aot_eager")(model, solo_parallel()), batch)
     torch.testing.assert_close(tuple(found), tuple(want))
 
 
@@ -480,18 +488,18 @@ def test_a_loss_may_look_at_the_output_alone():
     want, _ = add_terms((next_token, 1.0), (z_term, 0.1))(out, batch)
     torch.testing.assert_close(total, want)
     with pytest.raises(ValueError, match=r"routed: a Routed was expected.*got a Tensor"):
-        routed(next_token)(out.output, batch)
+        add_router_losses(next_token)(out.output, batch)
 
 
 def test_denominators_of_terms_divide_each_by_its_own():
     parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
-    assert float(divided(parts, torch.tensor(2))) == 7
+    assert float(divide_terms(parts, torch.tensor(2))) == 7
     none_to_balance = {"loss": torch.tensor(0.5), "balance": torch.tensor(0)}
-    assert float(divided(parts, divisors_of(none_to_balance))) == 20
+    assert float(divide_terms(parts, make_divisors(none_to_balance))) == 20
     with pytest.raises(ValueError, match="no denominator for the term 'balance'"):
-        divided(parts, {"loss": torch.tensor(1)})
+        divide_terms(parts, {"loss": torch.tensor(1)})
     with pytest.raises(ValueError, match="returns one sum for all its terms"):
-        divided(torch.tensor(1.0), {"loss": torch.tensor(1), "balance": torch.tensor(1)})
+        divide_terms(torch.tensor(1.0), {"loss": torch.tensor(1), "balance": torch.tensor(1)})
 
 
 # ------------------------------------------------------------------------- capacity, noise, choices
@@ -504,7 +512,7 @@ def test_what_experts_have_no_room_for_is_left_out_and_counted():
     batch = attrs.evolve(batch, document_ids=batch.document_ids.masked_fill(batch.labels < 0, -1))
     outs = []
     for model in (free, full):
-        _, terms = routed(next_token)(call_routed(model, batch), batch)
+        _, terms = add_router_losses(next_token)(call_routed(model, batch), batch)
         outs.append(terms)
     choices = 2 * (batch.document_ids >= 0).sum()
     assert outs[0]["dropped"].tolist() == [0, 0]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trainkit.attention import sdpa
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.losses import next_token
 from trainkit.models import (
     Decoder,
@@ -19,15 +19,15 @@ from trainkit.models import (
     config_from_facts,
     count_active_parameters,
     count_parameters,
-    decoder_config,
     init_weights,
+    make_decoder_config,
 )
 from trainkit.models.config import parameter_shapes
 from trainkit.models.rotary import rotary_frequencies
 from trainkit.post.generation import Sampling, generate
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.tools.testing.deal import deal_batch
-from trainkit.types import ConfigError, Place
+from trainkit.types import ConfigError, DataShard
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -74,7 +74,7 @@ def test_rows_one_by_one_give_what_they_give_together(config):
     whole, found = decoder_batch(0), []
     for rows in (None, 1):
         model = double(config)
-        for batch in deal_batch(whole, Place(), rows_per_microbatch=rows):
+        for batch in deal_batch(whole, DataShard(), rows_per_microbatch=rows):
             next_token(call_model(model, batch), batch)[0].backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-13)
@@ -114,7 +114,7 @@ def written_out(model, ids):
 def test_attention_is_that_of_the_paper_written_out():
     model, ids, seen = double(CONFIG), torch.arange(11), []
     model.layers["0"].attention.register_forward_hook(lambda _, __, out: seen.append(out))
-    call_model(model, batch_of_rows(ids[None]))
+    call_model(model, batch_from_rows(ids[None]))
     torch.testing.assert_close(seen[0][0], written_out(model, ids), rtol=1e-12, atol=1e-13)
 
 
@@ -138,7 +138,7 @@ def test_text_is_drawn():
     options = {"max_new_tokens": 4, "context": 8, "sampling": Sampling(temperature=0)}
     (drawn,), ids = generate(model, [[1, 2, 3]], **options), [1, 2, 3]
     for token in drawn.ids:
-        batch = batch_of_rows(torch.tensor([ids]))
+        batch = batch_from_rows(torch.tensor([ids]))
         assert int(call_routed(model, batch).output[0, -1].argmax()) == token
         ids.append(token)
 
@@ -165,7 +165,7 @@ def test_under_autocast_queries_keys_and_values_have_one_low_dtype():
 
 
 def test_facts_bring_back_latents_and_yarn():
-    config = decoder_config("deepseek-v3")
+    config = make_decoder_config("deepseek-v3")
     assert config_from_facts(attrs.asdict(config)) == config
 
 
@@ -198,7 +198,7 @@ def test_a_bad_yarn_is_refused(change):
 
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones():
-    config = decoder_config("deepseek-v3")
+    config = make_decoder_config("deepseek-v3")
     options = {"theta": config.rope_theta, "dtype": torch.float64}
     plain = rotary_frequencies(config.rotary_size, **options)
     got = rotary_frequencies(config.rotary_size, scaling=config.rope_scaling, **options)
@@ -218,7 +218,7 @@ PUBLISHED = {  # billions: all, and those that a token meets, as their reports c
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_mixtures_have_their_published_numbers_of_parameters(name):
-    config = decoder_config(name)
+    config = make_decoder_config(name)
     every, active = PUBLISHED[name]
     assert count_parameters(config) / 1e9 == pytest.approx(every, rel=2e-3)
     assert count_active_parameters(config) / 1e9 == pytest.approx(active, rel=2e-2)
@@ -229,7 +229,7 @@ def test_mixtures_have_their_published_numbers_of_parameters(name):
 
 
 def test_active_parameters_are_those_of_the_dense_model_of_the_same_width():
-    config = decoder_config("tiny")
+    config = make_decoder_config("tiny")
     assert count_active_parameters(config) == count_parameters(config)
     sparse = attrs.evolve(config, experts=Experts(count=8, chosen=2, width=config.mlp_width // 2))
     routers = 8 * config.width * config.layers

@@ -7,8 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.models import Experts, capacity_of, jittered, limited, sigmoid_topk, softmax_topk
-from trainkit.noise import dropout, token_keys
+from trainkit.models import (
+    Experts,
+    add_jitter,
+    apply_capacity,
+    expert_capacity,
+    sigmoid_topk,
+    softmax_topk,
+)
+from trainkit.noise import dropout, make_token_keys
 from trainkit.types import ConfigError
 
 
@@ -28,7 +35,7 @@ def routings(draw):
 @given(routings(), st.sampled_from([1, 2, 3, 1000]))
 def test_an_expert_keeps_its_first_choices_and_no_other_number_moves(made, capacity):
     routing, logits = made
-    kept, taken = limited(routing, capacity), [0] * len(routing.counts)
+    kept, taken = apply_capacity(routing, capacity), [0] * len(routing.counts)
     want_indices, want_weights = routing.indices.tolist(), routing.weights.tolist()
     for token, experts in enumerate(routing.indices.tolist()):
         for choice, expert in enumerate(experts):
@@ -49,7 +56,9 @@ def test_an_expert_keeps_its_first_choices_and_no_other_number_moves(made, capac
 def test_what_is_dropped_trains_no_router():
     logits = torch.zeros(3, 2).requires_grad_()
     given_ = torch.zeros(3, 1, dtype=torch.int64)
-    kept = limited(softmax_topk(logits, 1, renormalise=False, indices=given_), torch.tensor(2))
+    kept = apply_capacity(
+        softmax_topk(logits, 1, renormalise=False, indices=given_), torch.tensor(2)
+    )
     kept.weights.sum().backward()
     assert logits.grad.any(-1).tolist() == [True, True, False]
 
@@ -57,7 +66,7 @@ def test_what_is_dropped_trains_no_router():
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.floats(0.01, 9))
 def test_capacity_is_a_part_of_the_choices_and_never_nothing(counts, factor):
     want = max(1, math.ceil(factor * sum(counts) / len(counts)))
-    assert capacity_of(torch.tensor(counts), factor) == want
+    assert expert_capacity(torch.tensor(counts), factor) == want
 
 
 def test_a_capacity_or_noise_that_means_nothing_is_refused():
@@ -68,19 +77,19 @@ def test_a_capacity_or_noise_that_means_nothing_is_refused():
         with pytest.raises(ConfigError, match=r"jitter must be in \[0, 1\)"):
             Experts(count=8, chosen=2, width=4, jitter=wrong)
         with pytest.raises(ValueError, match=r"jittered: amount must be in \[0, 1\)"):
-            jittered(torch.ones(2, 4), torch.zeros(2).long(), name="mlp", amount=wrong)
+            add_jitter(torch.ones(2, 4), torch.zeros(2).long(), name="mlp", amount=wrong)
     with pytest.raises(ValueError, match=r"jittered: noise_key must be \[2\].*got \[3\]"):
-        jittered(torch.ones(2, 4), torch.zeros(3).long(), name="mlp", amount=0.1)
+        add_jitter(torch.ones(2, 4), torch.zeros(3).long(), name="mlp", amount=0.1)
 
 
 # ------------------------------------------------------------------------------------------- noise
 
-KEYS = token_keys(torch.arange(2000).view(2, 1000), seed=1, step=4)
+KEYS = make_token_keys(torch.arange(2000).view(2, 1000), seed=1, step=4)
 X = torch.ones(2, 1000, 16)
 
 
 def noise_of(x=X, keys=KEYS, *, name="layers.1.mlp", amount=0.1):
-    return jittered(x, keys, name=name, amount=amount)
+    return add_jitter(x, keys, name=name, amount=amount)
 
 
 def test_noise_is_uniform_and_another_for_every_token_step_layer_and_feature():
@@ -89,7 +98,7 @@ def test_noise_is_uniform_and_another_for_every_token_step_layer_and_feature():
     assert noise.max() <= 1.1
     assert float(noise.mean()) == pytest.approx(1, abs=2e-3)
     assert float(noise.std()) == pytest.approx(0.1 / math.sqrt(3), rel=0.02)
-    later = token_keys(torch.arange(2000).view(2, 1000), seed=1, step=5)
+    later = make_token_keys(torch.arange(2000).view(2, 1000), seed=1, step=5)
     dropped = dropout(X, KEYS, name="layers.1.mlp", p=0.5, width=16)
     others = [noise_of(keys=later), noise_of(name="layers.2.mlp"), dropped]
     others += [noise.roll(1, 1), noise.roll(1, 2)]

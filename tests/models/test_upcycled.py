@@ -11,14 +11,14 @@ from trainkit.models import (
     Decoder,
     DecoderConfig,
     Experts,
-    Tape,
+    RoutingTape,
     call_model,
     call_routed,
     init_weights,
-    upcycled,
+    upcycle_weights,
 )
 from trainkit.models.config import parameter_shapes
-from trainkit.parallel import build_stages, fsdp, tensor
+from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.parallel.materialize import listed, shapes_of
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import decoder_batch
@@ -52,7 +52,7 @@ def difference(found, batch, want):
 @pytest.mark.parametrize("config", [COPIES, attrs.evolve(DENSE, experts=SCALED)])
 def test_with_copies_the_logits_are_those_of_the_dense_decoder(config):
     batch, want = expected()
-    output, sums = call_routed(model_of(config, upcycled(WEIGHTS, config, seed=1)), batch)
+    output, sums = call_routed(model_of(config, upcycle_weights(WEIGHTS, config, seed=1)), batch)
     assert difference(output, batch, want) < 1e-13
     assert (sums[:, 2:] > 0).sum() > 2 * len(sums)  # they were routed to many
     other = call_routed(model_of(config, init_weights(config, seed=0)), batch).output
@@ -64,16 +64,16 @@ LAYOUTS = {"dp2 x tp2": Layout(dp_shard=2, tp=2), "dp4, 6 experts": Layout(dp_sh
 
 def in_layouts():
     batch, dense = expected()
-    sliced = upcycled(WEIGHTS, SLICES, seed=1)
+    sliced = upcycle_weights(WEIGHTS, SLICES, seed=1)
     wanted = {
-        "copies": (COPIES, upcycled(WEIGHTS, COPIES, seed=1), dense),
+        "copies": (COPIES, upcycle_weights(WEIGHTS, COPIES, seed=1), dense),
         "slices": (SLICES, sliced, call_routed(model_of(SLICES, sliced), batch).output),
     }
     found = {}
     for layout_name, layout in LAYOUTS.items():
         with parallel_session(layout) as ps:
             for name, (config, weights, want) in wanted.items():
-                model = model_of(config, weights, ps, [tensor(), fsdp(layout)])
+                model = model_of(config, weights, ps, [tensor_parallel(), fsdp(layout)])
                 output = call_routed(model, batch).output
                 found[layout_name, name] = difference(output, batch, want)
     return found
@@ -86,7 +86,7 @@ def test_sharded_parameters_are_filled_with_their_own_part():
 
 def test_slices_of_which_a_token_gets_all_alike_are_the_dense_decoder():
     batch, want = expected()
-    model = model_of(SLICES, upcycled(WEIGHTS, SLICES, seed=1))
+    model = model_of(SLICES, upcycle_weights(WEIGHTS, SLICES, seed=1))
     with torch.no_grad():
         for i in SLICES.expert_layers:
             model.layers[str(i)].mlp.router.weight.zero_()  # all weigh the same
@@ -96,7 +96,7 @@ def test_slices_of_which_a_token_gets_all_alike_are_the_dense_decoder():
         position_ids=batch.position_ids,
         spans=batch.spans,
         is_token=batch.document_ids >= 0,
-        tape=Tape({f"layers.{i}.mlp": every for i in SLICES.expert_layers}),
+        tape=RoutingTape({f"layers.{i}.mlp": every for i in SLICES.expert_layers}),
     )
     assert difference(output, batch, want) < 1e-13
 
@@ -104,7 +104,7 @@ def test_slices_of_which_a_token_gets_all_alike_are_the_dense_decoder():
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @given(st.sampled_from(sorted(parameter_shapes(SLICES))), st.data())
 def test_any_box_is_that_part_of_the_whole(noise, name, data):
-    weights = upcycled(WEIGHTS, SLICES, seed=5, noise=noise)
+    weights = upcycle_weights(WEIGHTS, SLICES, seed=5, noise=noise)
     whole_shape = parameter_shapes(SLICES)[name]
     whole = weights(name, whole_shape, (0,) * len(whole_shape))
     offset = [data.draw(st.integers(0, size)) for size in whole_shape]
@@ -117,7 +117,7 @@ def test_experts_are_slices_in_turn_and_noise_makes_them_differ():
     name, shape = "layers.1.mlp.experts.up", (8, 12, 32)
     up = WEIGHTS("layers.1.mlp.up.weight", (48, 32), (0, 0)).unflatten(0, (4, 12))
     plain, noisy = (
-        upcycled(WEIGHTS, SLICES, seed=1, noise=noise)(name, shape, (0, 0, 0))
+        upcycle_weights(WEIGHTS, SLICES, seed=1, noise=noise)(name, shape, (0, 0, 0))
         for noise in (0.0, 0.01)
     )
     assert torch.equal(plain, torch.cat([up, up]))
@@ -125,7 +125,7 @@ def test_experts_are_slices_in_turn_and_noise_makes_them_differ():
     assert not torch.equal(noisy[0], noisy[4])
     router = "layers.1.mlp.router.weight"
     drawn = init_weights(SLICES, seed=1)(router, (8, 32), (0, 0))
-    assert torch.equal(upcycled(WEIGHTS, SLICES, seed=1)(router, (8, 32), (0, 0)), drawn)
+    assert torch.equal(upcycle_weights(WEIGHTS, SLICES, seed=1)(router, (8, 32), (0, 0)), drawn)
 
 
 # -------------------------------------------------------------------------------------- refusals
@@ -138,15 +138,15 @@ def held(**changes):
 
 
 def test_weights_that_say_what_they_hold_are_used_up():
-    weights = upcycled(held(), COPIES, seed=1)
+    weights = upcycle_weights(held(), COPIES, seed=1)
     assert shapes_of(weights) == parameter_shapes(COPIES)
     batch, want = expected()
     output = call_routed(model_of(COPIES, weights), batch).output
     assert difference(output, batch, want) < 1e-13
     with pytest.raises(CheckpointError, match=r"layers\.3\.\S+', which the model does not have"):
-        model_of(COPIES, upcycled(held(layers=4), COPIES, seed=1))
+        model_of(COPIES, upcycle_weights(held(layers=4), COPIES, seed=1))
     with pytest.raises(ValueError, match=r"upcycled: 'layers.1.mlp.down.weight' is \(32, 96\) in"):
-        upcycled(held(mlp_width=96), COPIES, seed=1)
+        upcycle_weights(held(mlp_width=96), COPIES, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_weights_that_say_what_they_hold_are_used_up():
 )
 def test_experts_that_a_dense_mlp_does_not_make_are_refused(experts, message):
     with pytest.raises(ConfigError, match=f"upcycled: .*{message}"):
-        upcycled(WEIGHTS, attrs.evolve(DENSE, experts=experts), seed=0)
+        upcycle_weights(WEIGHTS, attrs.evolve(DENSE, experts=experts), seed=0)
 
 
 def test_a_name_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"'layers\.1\.mlp\.gate\.weight' is no parameter"):
-        upcycled(WEIGHTS, COPIES, seed=0)("layers.1.mlp.gate.weight", (48, 32), (0, 0))
+        upcycle_weights(WEIGHTS, COPIES, seed=0)("layers.1.mlp.gate.weight", (48, 32), (0, 0))

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from trainkit.noise.counters import normal
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
 from trainkit.optim import (
     OPTIMIZERS,
     make_optimizer,
-    orthogonalized,
-    read_groups,
-    read_options,
+    orthogonalize,
+    parse_groups,
+    parse_options,
 )
 from trainkit.optim.storage import read_moment, written_moment
-from trainkit.parallel.names import box_of, empty_rows_like
+from trainkit.parallel.names import empty_rows_like, get_local_box
 from trainkit.types import SOLO
 
 SHAPES = {"up.weight": (3, 512), "head.weight": (4, 6), "norm.weight": (5,), "scale": ()}
@@ -73,7 +73,7 @@ def plain_muon(p, g, s, lr, decay):
     if p.ndim < 2:
         return plain_adamw(p, g, s, lr, decay)
     s["m"] = 0.95 * s.get("m", 0) + 0.05 * g
-    u = orthogonalized(0.95 * s["m"] + 0.05 * g) * 0.2 * max(p.shape) ** 0.5
+    u = orthogonalize(0.95 * s["m"] + 0.05 * g) * 0.2 * max(p.shape) ** 0.5
     return p - lr * (u + decay(u, p))
 
 
@@ -117,7 +117,7 @@ class Row:
         stages = [Named(stages)] if isinstance(stages, dict) else stages
         told = attrs.asdict(attrs.evolve(self, **changes))
         del told["dtype"]
-        for name, read in (("options", read_options), ("groups", read_groups)):
+        for name, read in (("options", parse_options), ("groups", parse_groups)):
             told[name] = read(told[name], optimizer=told["optimizer"])
         return make_optimizer(stages, lr=LR, weight_decay=DECAY, seed=3, axis=axis, **told)
 
@@ -165,7 +165,7 @@ ROWS = {
 def made(dtype, seed=0):
     """Return parameters by name."""
     return {
-        name: nn.Parameter(normal(key_of(seed, name), shape).to(dtype))
+        name: nn.Parameter(normal(make_key(seed, name), shape).to(dtype))
         for name, shape in SHAPES.items()
     }
 
@@ -173,10 +173,10 @@ def made(dtype, seed=0):
 def give_gradients_(named, step):
     """Give every parameter, or this rank's part of it, a gradient that its name and index say."""
     for name, p in named.items():
-        box = box_of(p)
+        box = get_local_box(p)
         p.grad = empty_rows_like(p.data, p.shape[-1] if p.dim() else 1, p.dtype)
-        values = normal(key_of(step, "gradient", name), box.local.shape, box.offset)
-        box_of(p.grad).local.copy_(values)
+        values = normal(make_key(step, "gradient", name), box.local.shape, box.offset)
+        get_local_box(p.grad).local.copy_(values)
 
 
 def rate(step):
@@ -188,7 +188,7 @@ def kept(x, kind, key, count, name):
     """Return what is left of a moment; test_storage.py proves the code of 8 bits."""
     if kind == "bf16":
         keys = rounding_keys(
-            key_of(3, "rounding of moments", name), x.shape or (1,), (0,) * max(x.dim(), 1)
+            make_key(3, "rounding of moments", name), x.shape or (1,), (0,) * max(x.dim(), 1)
         )
         how = {"columns": x.shape[-1] if x.dim() else 1, "begin": 0, "first": 0}
         flat, at = x.float().reshape(-1), keys_at(keys, count)

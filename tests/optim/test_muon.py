@@ -24,7 +24,7 @@ from trainkit.mesh import axis_from_group
 from trainkit.models import call_routed, call_with_noise
 from trainkit.optim import make_optimizer, muon
 from trainkit.optim.distributed_matrices import Grid, Matrix, dealt, rounds_of
-from trainkit.optim.muon import Muon, hidden_matrices, orthogonalized
+from trainkit.optim.muon import Muon, hidden_matrices, orthogonalize
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import (
     CONFIG,
@@ -34,8 +34,8 @@ from trainkit.tools.testing.builtin import (
     decoder_plan,
     expert_loss,
 )
-from trainkit.tools.testing.cases import Case
-from trainkit.tools.testing.certificate import as_text
+from trainkit.tools.testing.cases import LayoutCase
+from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.certify import certify
 from trainkit.types import Layout, TrainState
 from trainkit.weights.checkpoint.targets import expected_state
@@ -68,36 +68,36 @@ def far(found, wanted):
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), st.floats(1e-3, 1e6))
 def test_singular_values_come_near_to_1_whatever_the_shape_and_the_size(rows, columns, seed, size):
     matrix = size * drawn(rows, columns, seed=seed)
-    found = orthogonalized(matrix)
+    found = orthogonalize(matrix)
     assert far(found, by_svd(matrix)) < 1e-9
     values = torch.linalg.svdvals(matrix)
     ends = torch.linalg.svdvals(found)[values >= 2e-3 * values.norm()]
     assert ends.min() > 0.68
     assert ends.max() < 1.21
-    assert far(orthogonalized(matrix.mT), found.mT) < 1e-9
+    assert far(orthogonalize(matrix.mT), found.mT) < 1e-9
 
 
 def test_a_batch_gives_the_numbers_of_each_alone_in_the_dtype_that_is_asked_for():
     for shape in ((3, 2, 8, 24), (5, 33, 7), (2, 64, 64)):
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             batch = drawn(*shape).to(dtype)
-            found = orthogonalized(batch).flatten(0, -3)
-            each = torch.stack([orthogonalized(x) for x in batch.flatten(0, -3)])
+            found = orthogonalize(batch).flatten(0, -3)
+            each = torch.stack([orthogonalize(x) for x in batch.flatten(0, -3)])
             torch.testing.assert_close(found, each)
             assert found.dtype == dtype
             if dtype == torch.float64:  # equal, but for the order of sums, which is the processor's
                 assert far(found, each) < 1e-12
     wanted = by_svd(drawn(16, 64))
     for dtype, least, most in ((torch.float32, 1e-8, 1e-4), (torch.bfloat16, 1e-3, 1e-1)):
-        assert least < far(orthogonalized(drawn(16, 64), dtype=dtype), wanted) < most
-    assert far(orthogonalized(drawn(16, 64).float()).double(), wanted) < 1e-4
+        assert least < far(orthogonalize(drawn(16, 64), dtype=dtype), wanted) < most
+    assert far(orthogonalize(drawn(16, 64).float()).double(), wanted) < 1e-4
 
 
 def test_zeros_stay_zeros_and_an_orthogonal_matrix_stays_itself_but_for_a_factor():
-    assert not orthogonalized(torch.zeros(2, 3, 4)).any()
+    assert not orthogonalize(torch.zeros(2, 3, 4)).any()
     q = torch.linalg.qr(drawn(6, 6)).Q
-    assert far(orthogonalized(q), q * iterated(torch.tensor(6**-0.5, dtype=torch.float64))) < 1e-12
-    assert orthogonalized(torch.full((2, 2), 1e-12)).abs().max() < 1e-2
+    assert far(orthogonalize(q), q * iterated(torch.tensor(6**-0.5, dtype=torch.float64))) < 1e-12
+    assert orthogonalize(torch.full((2, 2), 1e-12)).abs().max() < 1e-2
 
 
 # ------------------------------------------------------------------------------------- the step
@@ -435,7 +435,7 @@ def steps_apart(dtype, options, how):
 
 def costs_of(call):
     """Return what this rank has orthogonalised meanwhile."""
-    costs, real = [], muon.orthogonalized
+    costs, real = [], muon.orthogonalize
 
     def counted(x, **options):
         costs.append(
@@ -443,9 +443,9 @@ def costs_of(call):
         )
         return real(x, **options)
 
-    muon.orthogonalized = counted
+    muon.orthogonalize = counted
     call()
-    muon.orthogonalized = real
+    muon.orthogonalize = real
     return sum(costs)
 
 
@@ -503,12 +503,15 @@ TRAININGS = {
     "decoder with experts and latents": (
         EXPERTS,
         [
-            Case(Layout(dp_shard=2, tp=2)),
-            Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
-            *([Case(Layout(dp_shard=4, ep=2))] if os.environ.get(WITH_ALL) else []),
+            LayoutCase(Layout(dp_shard=2, tp=2)),
+            LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+            *([LayoutCase(Layout(dp_shard=4, ep=2))] if os.environ.get(WITH_ALL) else []),
         ],
     ),
-    "tied decoder": (PLAIN, [Case(Layout(pp=2, dp_shard=2)), Case(Layout(dp_replicate=2, tp=2))]),
+    "tied decoder": (
+        PLAIN,
+        [LayoutCase(Layout(pp=2, dp_shard=2)), LayoutCase(Layout(dp_replicate=2, tp=2))],
+    ),
 }
 
 
@@ -520,7 +523,7 @@ def test_trains_to_the_numbers_of_one_process(model):
     how, cases = TRAININGS[model]
     how = how | {"plan": decoder_plan, "optimizer": by_muon, "steps": 2}
     found = certify(MODELS[model], decoder_batch, cases, **how)
-    assert found.ok, "\n".join([as_text(found), *(row.traceback for row in found.red)])
+    assert found.ok, "\n".join([format_text(found), *(row.traceback for row in found.red)])
 
 
 # -------------------------------------------------------------------------------- which matrices

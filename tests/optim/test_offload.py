@@ -6,7 +6,7 @@ from optim.rows import ROWS, give_gradients_, made, rate
 from torch import nn
 
 import trainkit as tk
-from trainkit.grads import bind_step_in_backward
+from trainkit.grads import make_step_in_backward
 from trainkit.types import SOLO
 
 NAMES = ["adamw", "muon", "schedule-free, 8-bit moments", "two, mean"]
@@ -68,7 +68,7 @@ def test_a_step_in_backward_steps_each_alone_by_its_name(optimizer, offload):
         made = tk.optim.make_optimizer([model], lr=0.1, optimizer=optimizer, offload=offload)
         names = [group["param_names"] for group in made.param_groups]
         if in_backward:
-            step = bind_step_in_backward([model], made, axis=SOLO, sp=SOLO, tell=str)
+            step = make_step_in_backward([model], made, axis=SOLO, sp=SOLO, log=str)
             with step(lr=0.1) as updated:
                 model(torch.ones(2, 4)).square().sum().backward()
             assert updated().applied

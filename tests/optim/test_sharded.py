@@ -16,15 +16,15 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.noise.counters import normal
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.optim import OPTIMIZERS
-from trainkit.parallel import build_stages, fsdp, tensor
-from trainkit.parallel.names import box_of
+from trainkit.parallel import build_stages, fsdp, tensor_parallel
+from trainkit.parallel.names import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, TrainState
 from trainkit.weights.checkpoint import diff_checkpoints
-from trainkit.weights.checkpoint.facts import Changes
-from trainkit.weights.checkpoint.replicas import nonfinite_names
+from trainkit.weights.checkpoint.facts import ResumeRules
+from trainkit.weights.checkpoint.replicas import find_nonfinite_state
 from trainkit.weights.checkpoint.tensors import run_tensors
 
 
@@ -114,12 +114,14 @@ def marked(rows):
 
 
 def weights(name, shape, offset):
-    return normal(key_of(0, name), shape, offset)
+    return normal(make_key(0, name), shape, offset)
 
 
 def build(row, layout, ps):
     """Return this rank's stages and the optimizer of a row."""
-    cut = tensor({"layers.*": "replicated", "layers.*.up": "column", "layers.*.down": "row"})
+    cut = tensor_parallel(
+        {"layers.*": "replicated", "layers.*.up": "column", "layers.*.down": "row"}
+    )
     stages = build_stages(
         lambda: Model().to(row.dtype), ps, [cut, fsdp(layout)], weights=weights, split=split
     )
@@ -128,7 +130,7 @@ def build(row, layout, ps):
 
 
 def train(stages, optimizer, ps, *, begin, end):
-    named = tk.named_parameters_of(stages)
+    named = tk.get_named_parameters(stages)
     for step in range(begin, end):
         give_gradients_(named, step)
         limit = {"lr": rate(step), "max_norm": None}
@@ -149,7 +151,7 @@ def farthest(stages, optimizer, row, steps):
     """Return how far the farthest tensor is from one process, its unequal bits, and its name."""
     found = []
     for name, x in run_tensors(stages, optimizer).items():
-        box, alone = box_of(x), whole(row, steps)[name]
+        box, alone = get_local_box(x), whole(row, steps)[name]
         cut = tuple(slice(a, a + n) for a, n in zip(box.offset, box.local.shape, strict=True))
         assert (box.local.dtype, box.shape) == (alone.dtype, tuple(alone.shape)), name
         a, b = box.local.double(), alone[cut].detach().double()
@@ -167,12 +169,12 @@ def visit(names, came_from, folder):
                 stages, optimizer = build(row, LAYOUTS[name], ps)
                 state = train(stages, optimizer, ps, begin=0, end=STEPS)
                 ends = [farthest(stages, optimizer, row, STEPS)]
-                assert nonfinite_names(stages, optimizer, ps.world) == []
+                assert find_nonfinite_state(stages, optimizer, ps.world) == []
                 tk.save_checkpoint(folder / kind / name, state, stages, optimizer, ps)
                 written = tk.state_hash(state, stages, optimizer, ps)
                 stages, optimizer = build(row, LAYOUTS[name], ps)
                 run = folder / kind / came_from
-                state = tk.resume(run, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+                state = tk.resume(run, TrainState(), stages, optimizer, ps, log=lambda _: None)
                 read = tk.state_hash(state, stages, optimizer, ps)
                 train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
                 ends.append(farthest(stages, optimizer, row, STEPS + 1))
@@ -185,8 +187,8 @@ def visit(names, came_from, folder):
 def changed(layout, ps, run):
     """Go on with another optimizer; return the state's hash and what was told."""
     stages, optimizer = build(TO, layout, ps)
-    told, asked = [], Changes(free=("optimizer",))
-    how = {"tell": told.append, "changes": asked}
+    told, asked = [], ResumeRules(free=("optimizer",))
+    how = {"log": told.append, "changes": asked}
     state = tk.resume(run, TrainState(), stages, optimizer, ps, **how)
     train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
     said = [line for line in told if line.startswith("the optimizer")]
@@ -267,12 +269,12 @@ def cut_within_blocks(row, run):
     """Return what is said to a layout that cuts rows of 256 numbers in two."""
     wide = attrs.evolve(row, options=())
     with tk.parallel_session(tp=2) as ps:
-        cut = tensor({"layers.*": "replicated", "layers.*.up": "row"})
+        cut = tensor_parallel({"layers.*": "replicated", "layers.*.up": "row"})
         parts = {"weights": weights, "split": split}
         stages = build_stages(lambda: Model().to(row.dtype), ps, [cut], **parts)
         with pytest.raises(ValueError, match="rows of") as made:
             row.make(stages, axis=ps.pp)
         optimizer = wide.make(stages, axis=ps.pp)
         with pytest.raises(ValueError, match="rows of") as read:
-            tk.resume(run, TrainState(), stages, optimizer, ps, tell=lambda _: None)
+            tk.resume(run, TrainState(), stages, optimizer, ps, log=lambda _: None)
         return str(made.value), str(read.value)

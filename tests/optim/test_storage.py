@@ -14,8 +14,8 @@ from trainkit.noise.jit import jit
 from trainkit.optim import (
     OPTIMIZERS,
     Lion,
+    LowPrecisionAdamW,
     Momentum,
-    NarrowAdamW,
     ScheduleFree,
     SignSGD,
     elementwise,
@@ -52,15 +52,15 @@ def params_of(dtype, shapes=SHAPES):
 @pytest.mark.parametrize(
     ("kind", "dtype", "options"),
     [
-        (NarrowAdamW, torch.bfloat16, {"moments": "8bit", "rounding": "stochastic"}),
-        (NarrowAdamW, torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
+        (LowPrecisionAdamW, torch.bfloat16, {"moments": "8bit", "rounding": "stochastic"}),
+        (LowPrecisionAdamW, torch.bfloat16, {"moments": "bf16", "rounding": "kahan"}),
         (ScheduleFree, torch.float32, {"moments": "8bit"}),
         (Momentum, torch.float32, {"moments": "8bit"}),
         (SignSGD, torch.float32, {}),
         (Lion, torch.float16, {"moments": "bf16"}),
         (Lion, torch.bfloat16, {"moments": "bf16", "rounding": "stochastic"}),
         (ScheduleFree, torch.float32, {"moments": "bf16"}),
-        (NarrowAdamW, torch.float32, {"moments": "bf16"}),
+        (LowPrecisionAdamW, torch.float32, {"moments": "bf16"}),
     ],
 )
 def test_a_loop_and_tensors_give_the_same_bits(monkeypatch, kind, dtype, options):
@@ -101,7 +101,7 @@ def test_any_cut_gives_the_same_bits(monkeypatch, dtype, options):
 
     def run(lines, columns):
         part = nn.Parameter(whole[lines, columns].clone())
-        optimizer = make(NarrowAdamW, [part], **options)
+        optimizer = make(LowPrecisionAdamW, [part], **options)
         offset = (lines.start, columns.start)
         box_of = naming.box_of
         with monkeypatch.context() as patch:
@@ -167,7 +167,7 @@ def test_a_code_of_8_bits_is_right_on_average():
 def test_moments_of_8_bits_follow_gradients_that_hardly_change_them(growth):
     # In a step a second moment moves by a thousandth: rounded to nearest it would never move.
     p = nn.Parameter(torch.zeros(1, 512))
-    optimizer = NarrowAdamW([p], lr=0.0, betas=(0.9, 0.999), moments="8bit")
+    optimizer = LowPrecisionAdamW([p], lr=0.0, betas=(0.9, 0.999), moments="8bit")
     for step in range(600):
         p.grad = torch.ones(1, 512) if step < 100 else torch.full((1, 512), growth)
         p.grad[0, ::100] = 10.0  # the largest of each block stays
@@ -248,7 +248,7 @@ def test_parameter_and_moments_are_rounded_independently():
     p = nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
     group = {"params": [p], "param_names": ["p"]}
     how = {"moments": "bf16", "rounding": "stochastic", "betas": (0.5, 0.5)}
-    optimizer = NarrowAdamW([group], lr=2.0**-10, **how)
+    optimizer = LowPrecisionAdamW([group], lr=2.0**-10, **how)
     p.grad = torch.full_like(p, 1 + 2.0**-7)
     for _ in range(2):
         optimizer.step()

@@ -21,12 +21,18 @@ from torch import nn
 
 import trainkit as tk
 from trainkit import optim
-from trainkit.optim import OPTIMIZERS, averaged, make_optimizer, read_groups, state_bytes
+from trainkit.optim import (
+    OPTIMIZERS,
+    make_optimizer,
+    parse_groups,
+    state_bytes,
+    use_averaged_parameters,
+)
 from trainkit.optim.table import check_options, options_of
-from trainkit.run.config import OptimOptions
+from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
-from trainkit.weights.checkpoint.facts import Changes
+from trainkit.weights.checkpoint.facts import ResumeRules
 from trainkit.weights.checkpoint.tensors import run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -141,7 +147,7 @@ def test_schedule_free_evaluates_the_mean_of_its_way():
         step_once(named, optimizer, step)
         step_plainly(row, values, memory, step, gradients)
     before = held(named, optimizer)
-    with averaged(optimizer):
+    with use_averaged_parameters(optimizer):
         for name, p in named.items():
             assert (p - memory[name]["x"]).abs().max() <= 1e-11
     assert same(held(named, optimizer), before)
@@ -247,7 +253,7 @@ def test_goes_on_bit_for_bit_from_a_checkpoint_and_from_a_state_dict(row, tmp_pa
     stages = [Named(named)]
     tk.save_checkpoint(tmp_path, TrainState(step=3), stages, optimizer, PS)
     again = started(row, seed=1)
-    tk.resume(tmp_path, TrainState(), [Named(again[0])], again[1], PS, tell=lambda _: None)
+    tk.resume(tmp_path, TrainState(), [Named(again[0])], again[1], PS, log=lambda _: None)
     other = started(row, seed=1)
     other[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's shares memory
     for name, p in named.items():
@@ -299,7 +305,7 @@ def test_another_optimizer_is_refused_by_name_before_anything_is_changed(fact, t
 
 # -------------------------------------------------------------------------- with another optimizer
 
-ASKED = Changes(flagged=("optimizer",), allow=("optimizer",))
+ASKED = ResumeRules(flagged=("optimizer",), allow=("optimizer",))
 
 
 def changed(before, after, tmp_path, steps=3, changes=None):
@@ -309,7 +315,7 @@ def changed(before, after, tmp_path, steps=3, changes=None):
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
     new, told = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"changes": changes or ASKED, "tell": told.append}
+    how = {"changes": changes or ASKED, "log": told.append}
     tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
     return old, new, told
 
@@ -366,7 +372,7 @@ def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
     tk.save_checkpoint(tmp_path, TrainState(step=3), [Named(old[0])], old[1], PS)
     new = made(torch.float64, seed=1)
     optimizer = Corrected(new.values(), lr=0.1)
-    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, tell=print)
+    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, log=print)
     assert not any(optimizer.state.values())
 
 
@@ -424,7 +430,7 @@ def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_p
 @pytest.mark.parametrize(("before", "after"), [(0.9, None), (None, 0.9)])
 def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
     rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
-    asked = Changes(flagged=["mean"], allow=["mean"])
+    asked = ResumeRules(flagged=["mean"], allow=["mean"])
     _, new, told = changed(*rows, tmp_path, changes=asked)
     assert any("takes over step and exp_avg and exp_avg_sq" in line for line in told)
     step_once(*new, 3)
@@ -455,7 +461,7 @@ def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
     step_once(*new, 3)
     state = TrainState(step=4)
     tk.checkpoint.roll_back(
-        tmp_path, state, [Named(new[0])], new[1], PS, before=3, tell=lambda _: None
+        tmp_path, state, [Named(new[0])], new[1], PS, before=3, log=lambda _: None
     )
     assert float(new[1].state[new[0]["scale"]]["step"]) == 3
 
@@ -467,11 +473,11 @@ def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once()
         [model], **asked, groups={"head.*": {"optimizer": "lion", "rounding": "kahan"}}
     )
     found = {(x["optimizer"], x["moments"], x["rounding"]) for x in made.param_groups}
-    assert found == {("Lion", "8bit", "kahan"), ("NarrowAdamW", "8bit", "stochastic")}
+    assert found == {("Lion", "8bit", "kahan"), ("LowPrecisionAdamW", "8bit", "stochastic")}
     with pytest.raises(ConfigError, match="muon cannot keep moments in 8bit"):
         make_optimizer([model], **asked, optimizer="muon")
     with pytest.raises(ConfigError, match="moments are told by --moments"):
-        OptimOptions(optimizer_options=("moments=bf16",))
+        OptimizerOptions(optimizer_options=("moments=bf16",))
 
 
 def test_options_are_values_in_python_and_texts_at_a_command_line():
@@ -479,22 +485,27 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
     options = {"betas": (0.8, 0.9), "moments": "bf16", "cautious": True}
     groups = {"head.*": {"lr_scale": 0.5, "optimizer": "lion", "betas": (0.7, 0.6)}}
     texts = ["betas=(0.8, 0.9)", "moments=bf16", "cautious=True"]
-    assert optim.read_options(texts) == options
+    assert optim.parse_options(texts) == options
     of_groups = ["head.* lr_scale=0.5 optimizer=lion betas=(0.7,0.6)"]
-    assert optim.read_groups(of_groups) == groups
+    assert optim.parse_groups(of_groups) == groups
     made = make_optimizer([model], lr=0.1, options=options, groups=groups)
     head, _, up, _ = made.param_groups
     assert (head["optimizer"], head["lr_scale"], head["betas"]) == ("Lion", 0.5, (0.7, 0.6))
-    assert (up["optimizer"], up["moments"], up["cautious"]) == ("NarrowAdamW", "bf16", True)
-    by_flags = OptimOptions(optimizer_options=("cautious=True",), optimizer_groups=of_groups).made
+    assert (up["optimizer"], up["moments"], up["cautious"]) == ("LowPrecisionAdamW", "bf16", True)
+    by_flags = OptimizerOptions(
+        optimizer_options=("cautious=True",), optimizer_groups=of_groups
+    ).made
     assert (by_flags["options"], by_flags["groups"]) == ({"cautious": True}, groups)
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"options": ["moments=bf16"]}, r"options must be a mapping .* optim.read_options makes"),
-        ({"groups": ["head.* lr_scale=1"]}, r"groups must be a mapping .* optim.read_groups makes"),
+        ({"options": ["moments=bf16"]}, r"options must be a mapping .* optim.parse_options makes"),
+        (
+            {"groups": ["head.* lr_scale=1"]},
+            r"groups must be a mapping .* optim.parse_groups makes",
+        ),
         ({"options": {"momentum": 0.9}}, "adamw has no option 'momentum'; it has betas="),
         ({"options": {"cautious": "yes"}}, "adamw: cautious must be as False, got 'yes'"),
         ({"options": {"betas": 0.9}}, r"adamw: betas must be as \(0.9, 0.95\), got 0.9"),
@@ -510,7 +521,7 @@ def test_what_is_no_option_is_refused(asked, message):
 
 def test_an_expression_that_is_given_twice_is_refused():
     with pytest.raises(ConfigError, match="'head' is given twice"):
-        OptimOptions(optimizer_groups=("head lr_scale=1", "head lr_scale=2"))
+        OptimizerOptions(optimizer_groups=("head lr_scale=1", "head lr_scale=2"))
 
 
 def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
@@ -523,9 +534,9 @@ def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
 @pytest.mark.parametrize("number", ["lr_scale=nan", "lr_scale=-1", "weight_decay=inf"])
 def test_a_group_that_would_spoil_every_number_is_refused(number):
     with pytest.raises(ConfigError, match="must be a finite number of at least 0"):
-        check_options(groups=read_groups([f".* {number}"]), lr=0.1, optimizer="adamw")
+        check_options(groups=parse_groups([f".* {number}"]), lr=0.1, optimizer="adamw")
 
 
 def test_a_decay_without_end_is_refused():
     with pytest.raises(ConfigError, match="weight_decay must be at least 0 and finite"):
-        OptimOptions(weight_decay=math.inf)
+        OptimizerOptions(weight_decay=math.inf)

@@ -7,8 +7,8 @@ from torch import nn
 
 import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
-from trainkit.optim import averaged, make_optimizer
-from trainkit.parallel import asleep
+from trainkit.optim import make_optimizer, use_averaged_parameters
+from trainkit.parallel import offload_state
 from trainkit.parallel.reduction import local_of
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
@@ -30,7 +30,7 @@ def trained(layout, ps, to=None):
     for _ in range(3):
         if to is not None:
             before = memory_of(stages, optimizer)
-            with asleep(stages, optimizer, to=to) as freed:
+            with offload_state(stages, optimizer, to=to) as freed:
                 assert freed >= sum(x.nbytes for x in before) * 0.9
                 assert not any(x.untyped_storage().nbytes() for x in before)
                 assert to == "host" or not any(to.iterdir())
@@ -77,7 +77,7 @@ def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
     to = tmp_path if on_disk else "host"
 
     def sleeper():
-        with asleep([model], optimizer, to=to):
+        with offload_state([model], optimizer, to=to):
             with pytest.raises(RuntimeError, match=r"a step: the state is asleep, 0\.weight"):
                 model(torch.ones(1, 3))
             state, ps = tk.TrainState(), tk.solo_parallel()
@@ -85,7 +85,7 @@ def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
                 save_checkpoint(tmp_path / "run", state, [model], optimizer, ps)
             with (
                 pytest.raises(RuntimeError, match="asleep: the state is asleep"),
-                asleep([model], optimizer),
+                offload_state([model], optimizer),
             ):
                 pass
             raise ZeroDivisionError
@@ -99,7 +99,7 @@ def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
 
 
 def evaluate_the_mean(optimizer):
-    with averaged(optimizer):
+    with use_averaged_parameters(optimizer):
         pass
 
 
@@ -113,7 +113,7 @@ def test_asleep_no_tensor_of_the_state_can_be_used(how):
     optimizer.zero_grad()
     want = [x.clone() for x in memory_of([model], optimizer)]
     moment = optimizer.state[model.weight]["exp_avg"]
-    with asleep([model], optimizer):
+    with offload_state([model], optimizer):
         assert (model.weight.shape, moment.numel(), model.table.nbytes) == ((2, 3), 6, 8)
         assert all(hasattr(x, "is_asleep") for x in (model.weight, model.table, moment))
         for work in (
@@ -142,13 +142,13 @@ def test_a_gradient_and_a_folder_that_takes_nothing_are_refused(tmp_path):
     want = [x.clone() for x in memory_of([model], optimizer)]
     with (
         pytest.raises(DiskError, match="cannot take the state"),
-        asleep([model], optimizer, to=tmp_path / "none"),
+        offload_state([model], optimizer, to=tmp_path / "none"),
     ):
         pass
     assert all(map(torch.equal, memory_of([model], optimizer), want))
     model(torch.ones(1, 3)).sum().backward()
     with (
         pytest.raises(ValueError, match=r"asleep: 0\.weight has a gradient"),
-        asleep([model], optimizer),
+        offload_state([model], optimizer),
     ):
         pass

@@ -9,11 +9,11 @@ import pytest
 import recipe_runs
 from recipe_runs import error_of, refusal
 
-from trainkit.models import Experts, Latents, decoder_config, decoder_sizes
+from trainkit.models import Experts, Latents, list_decoder_sizes, make_decoder_config
 from trainkit.parallel import problems, refuse
-from trainkit.types import ConfigError, Layout, Rows
+from trainkit.types import BatchShape, ConfigError, Layout
 
-TINY = decoder_config("tiny")
+TINY = make_decoder_config("tiny")
 GROUPED = attrs.evolve(TINY, kv_heads=2)
 LATENT = attrs.evolve(
     TINY, heads=6, kv_heads=6, latents=Latents(kv_rank=4, plain=4, rotary=2, values=5)
@@ -23,7 +23,7 @@ FITS = {"row_length": 256, "rows": 8, "microbatch": 1, "multiple_of": 8}
 
 def check(model=TINY, *, world=None, changes=None, device=None, **degrees):
     changes = changes or {}
-    rows = Rows(**(FITS | {name: x for name, x in changes.items() if name in FITS}))
+    rows = BatchShape(**(FITS | {name: x for name, x in changes.items() if name in FITS}))
     layout = Layout(**degrees, **{name: x for name, x in changes.items() if name not in FITS})
     refuse(problems(layout, model, rows, world=world or layout.world, device=device))
 
@@ -180,10 +180,10 @@ def test_more_key_heads_than_ranks_and_fewer_both_fit_ulysses():
     check(GROUPED, ulysses=2)
 
 
-@pytest.mark.parametrize("name", decoder_sizes())
+@pytest.mark.parametrize("name", list_decoder_sizes())
 def test_every_size_fits_2_and_4_tensor_ranks(name):
     for tp in (2, 4):
-        check(decoder_config(name), tp=tp)
+        check(make_decoder_config(name), tp=tp)
 
 
 def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
@@ -197,7 +197,7 @@ def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
 
 
 def test_all_that_does_not_fit_is_listed_and_raised_as_one():
-    layout, rows = Layout(pp=8, tp=3), Rows(row_length=256, rows=8)
+    layout, rows = Layout(pp=8, tp=3), BatchShape(row_length=256, rows=8)
     found = problems(layout, TINY, rows, world=24)
     assert [problem.where for problem in found] == ["tp", "row_length", "pp"]
     with pytest.raises(ConfigError, match=r"^4 heads do not .*; and a row of .*; and 4 layers"):

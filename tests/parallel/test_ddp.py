@@ -13,8 +13,8 @@ from trainkit.parallel import (
     check_plan,
     ddp,
     fsdp,
-    precision,
-    signs_of_votes,
+    mixed_precision,
+    vote_signs,
 )
 from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, ConfigError
@@ -50,7 +50,7 @@ def what_replicas_send(sums_them):
         stages = tk.build_stages(
             OneBlock,
             ps,
-            [ddp(sums=sums_them), precision(torch.bfloat16), fsdp()],
+            [ddp(sums=sums_them), mixed_precision(torch.bfloat16), fsdp()],
             weights=lambda _, shape, __: torch.ones(tuple(shape)),
         )
         inputs = [{"x": torch.full((1, 2), 1.0 + ps.world.index)}] * 2
@@ -65,7 +65,7 @@ def what_replicas_send(sums_them):
             lambda: sums.append(run(inputs, denominator=torch.tensor(1))), ps
         )
         assert not sums[0]["wide"]  # what FSDP does not gather is cast where it is
-        (p,) = params = tk.parameters_of(stages)
+        (p,) = params = tk.get_parameters(stages)
         own = p.grad.flatten().tolist()
         if not sums_them:
             tk.sync_sp_grads(params, ps.dp_replicate)
@@ -131,8 +131,8 @@ def local_steps():
         model = linear(torch.ones(1, 2))
         for step in range(4):
             step_on(model, ps.dp_replicate.index, step)
-            if tk.schedules.due(step + 1, 2):
-                average_parameters(tk.parameters_of([model]), ps.dp_replicate)
+            if tk.schedules.is_due(step + 1, 2):
+                average_parameters(tk.get_parameters([model]), ps.dp_replicate)
         return model.weight.flatten().tolist()
 
 
@@ -164,7 +164,7 @@ def voted():
             sharded.grad = distribute_tensor(whole.grad, ps.mesh["fsdp"], [Shard(0)])
             absent.grad = torch.ones(4) if ps.world.index == 1 else None
             params = [whole, sharded, absent, unused]
-            signs_of_votes(params, ps.dp_replicate, count=count)
+            vote_signs(params, ps.dp_replicate, count=count)
             found[count] = (
                 whole.grad.tolist(),
                 sharded.grad.to_local().tolist(),
@@ -172,8 +172,8 @@ def voted():
             )
             assert unused.grad is None
         whole.grad = torch.tensor([1.0, math.inf if ps.world.index == 2 else 1.0, 1.0, 1.0])
-        signs_of_votes([whole], ps.dp_replicate)
-        ledger = count_collectives(lambda: signs_of_votes([whole], ps.dp_replicate), ps)
+        vote_signs([whole], ps.dp_replicate)
+        ledger = count_collectives(lambda: vote_signs([whole], ps.dp_replicate), ps)
         return found, bool(whole.grad.isnan().all()), ledger.rows[0].bytes
 
 
@@ -187,5 +187,5 @@ def test_votes_are_counted_once_for_each_replica_and_a_bad_one_spoils_the_step()
 
 
 def test_a_count_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"signs_of_votes: .*count"):
-        signs_of_votes([], SOLO, count="median")
+    with pytest.raises(ValueError, match=r"vote_signs: .*count"):
+        vote_signs([], SOLO, count="median")

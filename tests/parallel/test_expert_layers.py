@@ -13,7 +13,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.batch import split_batch
 from trainkit.data import TokenCorpus
-from trainkit.losses import next_token, routed
+from trainkit.losses import add_router_losses, next_token
 from trainkit.mesh import solo_parallel
 from trainkit.models import (
     Decoder,
@@ -28,14 +28,14 @@ from trainkit.models.experts import ExpertWeights
 from trainkit.packing import pack_bins
 from trainkit.parallel import (
     bind_call,
-    box_of,
     build_stages,
-    expert,
+    expert_parallel,
     fsdp,
-    precision,
+    get_local_box,
+    mixed_precision,
     recompute,
-    sequence,
-    tensor,
+    sequence_parallel,
+    tensor_parallel,
 )
 from trainkit.parallel.reduction import Reduction
 from trainkit.post.adapters import Lora, lora
@@ -50,8 +50,8 @@ from trainkit.tools.testing.builtin import (
     expert_loss,
     with_experts,
 )
-from trainkit.tools.testing.cases import Case
-from trainkit.tools.testing.certificate import TIERS, as_text
+from trainkit.tools.testing.cases import LayoutCase
+from trainkit.tools.testing.certificate import TIERS, format_text
 from trainkit.tools.testing.deal import deal_batch
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import Axis, ConfigError, Layout, Share
@@ -61,7 +61,9 @@ QUIET = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
 LAYERS = len(CONFIG.expert_layers)
 
 
-@pytest.mark.parametrize(("axis", "transform"), [("tp", tensor), ("ring", sequence)])
+@pytest.mark.parametrize(
+    ("axis", "transform"), [("tp", tensor_parallel), ("ring", sequence_parallel)]
+)
 def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform):
     with torch.device("meta"):
         model = Decoder(CONFIG, balance="document")
@@ -83,20 +85,20 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
 def test_what_cannot_be_dealt_is_refused(model, ep, said):
     ps = attrs.evolve(solo_parallel(), ep=Axis("ep", Share(0, ep)))
     with torch.device("meta"), pytest.raises(ConfigError, match=said):
-        expert()(model(), ps)
+        expert_parallel()(model(), ps)
 
 
 def test_a_stage_of_a_dense_decoder_is_refused_too():
     ps = attrs.evolve(solo_parallel(), ep=Axis("ep", Share(0, 2)), pp=Axis("pp", Share(0, 2)))
     with torch.device("meta"), pytest.raises(ConfigError, match="Decoder has no layer of experts"):
-        expert()(Decoder(attrs.evolve(CONFIG, experts=None)), ps)
+        expert_parallel()(Decoder(attrs.evolve(CONFIG, experts=None)), ps)
 
 
 def test_half_a_pair_and_a_wire_of_integers_are_refused():
     with pytest.raises(ConfigError, match="one of them was given alone; give both"):
-        expert(dispatch=lambda *_: None)
+        expert_parallel(dispatch=lambda *_: None)
     with pytest.raises(ConfigError, match=r"rows cannot travel in .*int8; take bf16"):
-        expert(wire_dtype=torch.int8)
+        expert_parallel(wire_dtype=torch.int8)
 
 
 def test_counts_that_are_not_of_the_rows_are_refused():
@@ -121,7 +123,9 @@ def gradients(ps, *plan, batch=None, **options):
     """Return the gradients of one step, whole, by name."""
     (model,) = stages = stage_of(ps, *plan, **options)
     batches = deal_batch(batch or decoder_batch(0), ps.place)
-    run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
+    run = tk.bind_forward_backward(
+        stages, add_router_losses(next_token), axis=ps.pp, call=call_routed
+    )
     run(batches, denominator={"loss": torch.tensor(100)})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: p.grad.full_tensor() for name, p in trained.items()}
@@ -142,8 +146,8 @@ def with_a_pair_of_ones_own():
         return ep_combine(rows, weights, route[0], axis)
 
     with tk.parallel_session(ep=2) as ps:
-        ours = gradients(ps, expert())
-        theirs = gradients(ps, expert(dispatch=there, combine=back))
+        ours = gradients(ps, expert_parallel())
+        theirs = gradients(ps, expert_parallel(dispatch=there, combine=back))
         return calls, all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -156,7 +160,9 @@ def test_a_pair_of_ones_own_takes_tokens_there_and_back():
 def exchanges():
     """Return the all-to-alls of a step by what is recomputed, and what a layer holds."""
     with tk.parallel_session(ep=2) as ps:
-        plans = {mode: [expert(), recompute(mode)] for mode in ("none", "full", "selective")}
+        plans = {
+            mode: [expert_parallel(), recompute(mode)] for mode in ("none", "full", "selective")
+        }
 
         def beside(p):
             return lora(Lora(r".*\.experts\.\w+", rank=2, dropout=p), trained="embedding")
@@ -167,9 +173,9 @@ def exchanges():
         for mode, plan in plans.items():
             rows = count_collectives(partial(gradients, ps, *plan), ps).rows
             count[mode] = sum(row.count for row in rows if row.kind == "all_to_all")
-        (model,) = stage_of(ps, expert())
+        (model,) = stage_of(ps, expert_parallel())
         gate = model.layers["1"].mlp.experts.gate
-        held = gate.shape, gate.to_local().shape, box_of(gate).offset[0]
+        held = gate.shape, gate.to_local().shape, get_local_box(gate).offset[0]
         return count, held
 
 
@@ -189,7 +195,7 @@ def test_full_recomputation_sends_tokens_again_and_selective_keeps_what_came():
 
 def drawn(ep):
     with tk.parallel_session(ep=ep) as ps:
-        stages = stage_of(ps, expert())
+        stages = stage_of(ps, expert_parallel())
         call = bind_call(stages, ps)
         return generate(stages[0], [[1, 2, 3], [4]], max_new_tokens=6, context=16, call=call)
 
@@ -226,7 +232,7 @@ def to_few_ranks(x, indices, counts, axis):
 
 
 def node_limited_plan(_ps, case):
-    return [expert(dispatch=to_few_ranks, combine=partial(ep_combine)), fsdp(case.layout)]
+    return [expert_parallel(dispatch=to_few_ranks, combine=partial(ep_combine)), fsdp(case.layout)]
 
 
 @pytest.mark.parametrize("groups", [4, 1])
@@ -235,13 +241,13 @@ def test_groups_of_experts_on_the_ranks_of_ep_keep_tokens_on_few_of_them(groups)
     certificate = certify(
         partial(of_groups, experts),
         decoder_batch,
-        [Case(Layout(dp_shard=4, ep=4))],
+        [LayoutCase(Layout(dp_shard=4, ep=4))],
         plan=node_limited_plan,
         loss=expert_loss,
         call=call_routed,
         steps=1,
     )
-    assert certificate.ok == (groups == 4), as_text(certificate)
+    assert certificate.ok == (groups == 4), format_text(certificate)
     assert groups == 4 or "a token reaches the ranks" in certificate.rows[0].error
 
 
@@ -260,7 +266,7 @@ def documents(multiple_of):
 def sums_of(batch, layout, *, config=QUIET, balance="batch", rows=1):
     """Return a step's sums, the norm of its gradient, and what it divides by, in fp64."""
     with tk.parallel_session(layout) as ps:
-        plan = decoder_plan(ps, Case(layout))
+        plan = decoder_plan(ps, LayoutCase(layout))
         stages = build_stages(
             lambda: Decoder(config, head="hidden", balance=balance).double(),
             ps,
@@ -268,13 +274,13 @@ def sums_of(batch, layout, *, config=QUIET, balance="batch", rows=1):
             weights=certificate_weights,
         )
         loads = torch.arange(len(config.expert_layers) * 8).view(-1, 8)
-        tk.models.advance_routers_(stages, loads, rate=0.05)
+        tk.models.update_routers_(stages, loads, rate=0.05)
         batches = deal_batch(batch, ps.place, rows_per_microbatch=rows)
         trained = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
         seen = tk.all_sum(tk.count_tokens(batches), ps.loss)
         run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
         sums = run(batches, denominator={"loss": trained, "balance": seen, "router_z": seen})
-        params = tk.parameters_of(stages)
+        params = tk.get_parameters(stages)
         tk.sync_sp_grads(params, ps.sp_unfolded)
         norm = tk.grad_norm(params, axis=ps.pp)
         return {**tk.reduce_metrics(sums, ps.loss), "norm": norm, "trained": trained, "seen": seen}
@@ -332,7 +338,11 @@ def chosen_beforehand(step):
 
 
 TWO_LAYERS = attrs.evolve(CONFIG, layers=3)  # of experts, each with choices of its own
-SHARED = [Case(Layout(ring=2, ep=2)), Case(Layout(tp=2)), Case(Layout(pp=2), recompute="full")]
+SHARED = [
+    LayoutCase(Layout(ring=2, ep=2)),
+    LayoutCase(Layout(tp=2)),
+    LayoutCase(Layout(pp=2), recompute="full"),
+]
 
 
 def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
@@ -340,7 +350,7 @@ def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
     certificate = certify(
         partial(with_experts, TWO_LAYERS), chosen_beforehand, SHARED, **how, steps=1
     )
-    assert certificate.ok, as_text(certificate)
+    assert certificate.ok, format_text(certificate)
 
 
 # -------------------------------------------------------- gradients that are sent in bf16
@@ -352,7 +362,7 @@ def own_gradients(ps, stages, step=0, reduce="last"):
     (batch,) = deal_batch(attrs.evolve(decoder_batch(0), extra=key), ps.place)
     batches = split_batch(batch, 1)
     run = tk.bind_forward_backward(
-        stages, routed(next_token), axis=ps.pp, call=call_routed, reduce=reduce
+        stages, add_router_losses(next_token), axis=ps.pp, call=call_routed, reduce=reduce
     )
     run(batches, denominator={"loss": torch.tensor(100)})
     found = {name: p.grad.to_local() for name, p in stages[0].named_parameters()}
@@ -364,8 +374,8 @@ def rounded_gradients():
     """Return what the rounding of gradients of experts does to them, and to what is sent."""
     with tk.parallel_session(dp_shard=4, ep=2) as ps:
         still = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
-        plain = stage_of(ps, expert(), config=still)
-        rounding = stage_of(ps, expert(), config=still, expert_wire_dtype=torch.bfloat16)
+        plain = stage_of(ps, expert_parallel(), config=still)
+        rounding = stage_of(ps, expert_parallel(), config=still, expert_wire_dtype=torch.bfloat16)
         told = []
         for stages in (plain, rounding):
             rows = count_collectives(partial(own_gradients, ps, stages), ps).rows
@@ -402,14 +412,14 @@ def test_gradients_of_experts_that_travel_in_bf16_are_right_in_the_mean():
 def refused_to_round():
     with tk.parallel_session(dp_shard=4, ep=2) as ps:
         told = []
-        low = [expert(), precision(torch.bfloat16)]
+        low = [expert_parallel(), mixed_precision(torch.bfloat16)]
         rounded = {"expert_wire_dtype": torch.bfloat16}
-        for plan, options in ((low, {"reduce_dtype": torch.bfloat16}), ([expert()], {})):
+        for plan, options in ((low, {"reduce_dtype": torch.bfloat16}), ([expert_parallel()], {})):
             batch = attrs.evolve(decoder_batch(0), extra={})
             with pytest.raises(ValueError, match="expert_wire_dtype") as caught:
                 gradients(ps, *plan, batch=batch, **rounded, **options)
             told.append(str(caught.value))
-        (model,) = stage_of(ps, expert(), **rounded)
+        (model,) = stage_of(ps, expert_parallel(), **rounded)
         (batch,) = deal_batch(decoder_batch(0), ps.place)
         with pytest.raises(RuntimeError, match="expert_wire_dtype") as caught:
             call_routed(model, batch).output.sum().backward()
@@ -428,9 +438,9 @@ def test_gradients_that_cannot_be_rounded_are_refused():
 # ------------------------------------------------------------------------------ the grouped way
 
 SOUND = {
-    "sharded": Case(Layout(dp_shard=4, ep=2)),
-    "replica": Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
-    "tp": Case(Layout(dp_shard=2, tp=2, ep=2)),
+    "sharded": LayoutCase(Layout(dp_shard=4, ep=2)),
+    "replica": LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+    "tp": LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
 }
 PATCH = pytest.MonkeyPatch()
 
@@ -493,7 +503,7 @@ def certificate():
 
 def test_experts_multiplied_at_once_are_within_the_bounds_of_fp32(certificate):
     wrong = {row.layout for row in certificate.red}
-    assert not wrong & {case.name for case in SOUND.values()}, as_text(certificate)
+    assert not wrong & {case.name for case in SOUND.values()}, format_text(certificate)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ from trainkit.losses import next_token
 from trainkit.parallel import (
     ddp,
     fsdp,
-    precision,
+    mixed_precision,
     recompute,
     reduction,
-    sequence,
-    tensor,
-    weights_of,
+    sequence_parallel,
+    tensor_parallel,
+    weights_from_module,
 )
 from trainkit.parallel.check_layout import passes_to_itself
-from trainkit.tools.testing import Case, RankError, certify, run_ranks
+from trainkit.tools.testing import LayoutCase, RankError, certify, run_ranks
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import SOLO, ConfigError
@@ -54,10 +54,10 @@ def rescaling():
         ("fsdp", fsdp(), {"fsdp": 2}),
         ("fsdp", fsdp(), {"dp_replicate": 2}),
         ("ddp", ddp(), {"dp_replicate": 2}),
-        ("tensor", tensor({"layers.*": "column"}), {"tp": 2}),
-        ("sequence", sequence(), {"ring": 2}),
-        ("sequence", sequence(), {"ulysses": 2}),
-        ("precision", precision(torch.bfloat16), {}),
+        ("tensor", tensor_parallel({"layers.*": "column"}), {"tp": 2}),
+        ("sequence", sequence_parallel(), {"ring": 2}),
+        ("sequence", sequence_parallel(), {"ulysses": 2}),
+        ("precision", mixed_precision(torch.bfloat16), {}),
     ],
 )
 def test_an_embedding_that_rescales_its_rows_is_refused_where_the_change_would_be_lost(
@@ -70,7 +70,7 @@ def test_an_embedding_that_rescales_its_rows_is_refused_where_the_change_would_b
 
 
 def test_on_one_rank_such_an_embedding_is_taken_as_it_is():
-    for transform in (fsdp(), ddp(), sequence(), precision(None)):
+    for transform in (fsdp(), ddp(), sequence_parallel(), mixed_precision(None)):
         model = rescaling()
         assert transform(model, tk.solo_parallel()) is model
 
@@ -82,7 +82,7 @@ def test_a_pipeline_takes_such_an_embedding_unless_another_stage_has_a_copy():
             last["words"] = nn.Embedding(4, 2)
         return [nn.ModuleDict(first), nn.ModuleDict(last)]
 
-    weights = weights_of(rescaling())
+    weights = weights_from_module(rescaling())
     ps = layout(pp=2)
     (first,) = tk.build_stages(rescaling, ps, [], weights=weights, split=split)
     assert first["words"].max_norm == 0.5
@@ -141,10 +141,10 @@ def call_with_ids(model, batch):
 
 
 SHARDED = [
-    Case(tk.Layout(dp_shard=2)),
-    Case(tk.Layout(dp_shard=2, reduce="each", prefetch=1), recompute="selective"),
-    Case(tk.Layout(dp_shard=2, ends_apart=True), recompute="full"),
-    Case(tk.Layout(dp_replicate=2)),
+    LayoutCase(tk.Layout(dp_shard=2)),
+    LayoutCase(tk.Layout(dp_shard=2, reduce="each", prefetch=1), recompute="selective"),
+    LayoutCase(tk.Layout(dp_shard=2, ends_apart=True), recompute="full"),
+    LayoutCase(tk.Layout(dp_replicate=2)),
 ]
 
 
@@ -280,7 +280,7 @@ def test_a_block_that_returns_its_own_parameter_stays_gathered_until_its_backwar
     found = certify(
         Returning,
         decoder_batch,
-        [Case(tk.Layout(dp_shard=2)), Case(tk.Layout(dp_shard=2, reduce="each"))],
+        [LayoutCase(tk.Layout(dp_shard=2)), LayoutCase(tk.Layout(dp_shard=2, reduce="each"))],
         plan=fsdp_plan,
         loss=next_token,
         call=call_with_ids,
@@ -343,7 +343,10 @@ def choose_apart(blocks):
     made = Choosing().double()
     with tk.parallel_session() as ps:
         (model,) = tk.build_stages(
-            lambda: Choosing().double(), ps, [fsdp(blocks=blocks)], weights=weights_of(made)
+            lambda: Choosing().double(),
+            ps,
+            [fsdp(blocks=blocks)],
+            weights=weights_from_module(made),
         )
         ids = torch.tensor([[ps.loss.index, 2, 3]])
         batch = {"input_ids": ids, "labels": ids}
@@ -441,16 +444,16 @@ def called():
 
 
 def tensor_plan(_, case):
-    return [tensor(CUT | {"": "replicated"} if case.note else CUT)]
+    return [tensor_parallel(CUT | {"": "replicated"} if case.note else CUT)]
 
 
 def test_a_parameter_of_the_model_itself_gets_its_style_by_the_empty_pattern():
     with pytest.raises(ConfigError, match=r"the model itself' has .* for the pattern ''"):
-        tensor(SCATTERED)(called(), layout(tp=2))
+        tensor_parallel(SCATTERED)(called(), layout(tp=2))
     found = certify(
         called,
         decoder_batch,
-        [Case(tk.Layout(tp=2)), Case(tk.Layout(tp=2), note="styled")],
+        [LayoutCase(tk.Layout(tp=2)), LayoutCase(tk.Layout(tp=2), note="styled")],
         plan=tensor_plan,
         loss=next_token,
         call=call_with_ids,
@@ -463,7 +466,7 @@ def read_a_weight():
     """Return what the first forward pass of a block says that reads its child's weight."""
     with tk.parallel_session(tp=2) as ps:
         made = Scaled(Read())
-        model = tensor(CUT)(made, ps)
+        model = tensor_parallel(CUT)(made, ps)
         with pytest.raises(ConfigError) as raised:
             model(torch.zeros(1, 4, dtype=torch.int64))
         return str(raised.value)
@@ -486,7 +489,7 @@ def test_a_style_for_what_weight_norm_computes_is_refused(new):
         norm(block.up)
     parts = "parametrizations.weight.original0, param" if new else "weight_g, weight_v"
     with pytest.raises(ConfigError, match=f"'layers.0.up.weight' is no parameter, .* from {parts}"):
-        tensor(CUT)(Scaled(block), layout(tp=2))
+        tensor_parallel(CUT)(Scaled(block), layout(tp=2))
 
 
 def spectral():
@@ -494,7 +497,7 @@ def spectral():
 
 
 def test_a_buffer_that_is_computed_from_a_parameter_is_named():
-    weights = weights_of(spectral())
+    weights = weights_from_module(spectral())
     with pytest.raises(ConfigError, match=r"buffer '0.parametrizations.weight.0._u' is computed"):
         tk.build_stages(spectral, tk.solo_parallel(), [], weights=weights)
 
@@ -539,13 +542,13 @@ def train_cut(schedule):
             second = 3 - ps.pp.index if schedule == "zero_bubble_v" else 2 + ps.pp.index
             own = (ps.pp.index, second)
             made = [filled(Cut([i], first=i == 0, last=i == 3).double()) for i in own]
-            stages = tk.parallel.place_stages(
+            stages = tk.parallel.make_stages(
                 made, ps.pp, schedule=schedule, tied=["embedding.weight"]
             )
         run = tk.bind_forward_backward(
             stages, next_token, axis=ps.pp, call=call_with_ids, schedule=schedule
         )
-        params = tk.parameters_of(stages)
+        params = tk.get_parameters(stages)
         optimizer = torch.optim.SGD(params, lr=0.1)
         found = {"losses": []}
         for step in range(2):
@@ -554,7 +557,7 @@ def train_cut(schedule):
             sums = run(batches, denominator=torch.tensor(16))
             found["losses"].append(float(sums["loss"]))
             tk.clip_and_step(params, optimizer, lr=0.1, max_norm=0.5, axis=ps.pp)
-        named = tk.named_parameters_of(stages)
+        named = tk.get_named_parameters(stages)
         return found | {name: full(p) for name, p in named.items()}
 
 
@@ -564,7 +567,7 @@ def train_and_refuse():
     found = [train_cut(name) for name in schedules]
     said = []
     with tk.parallel_session(pp=2) as ps:
-        place = partial(tk.parallel.place_stages, axis=ps.pp, schedule="interleaved_1f1b")
+        place = partial(tk.parallel.make_stages, axis=ps.pp, schedule="interleaved_1f1b")
         first, second = Cut([0]), Cut([ps.pp.index + 1])
         unequal = Cut([10 + ps.pp.index], first=True)
         nn.init.constant_(unequal.embedding.weight, ps.pp.index)

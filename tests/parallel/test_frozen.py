@@ -6,29 +6,29 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.batch import blank_batch
+from trainkit.batch import make_padding_batch
 from trainkit.mesh import parallel_session
-from trainkit.models import Decoder, call_model, decoder_config, init_weights
-from trainkit.parallel import build_stages, fsdp, output_head, tensor, with_columns
+from trainkit.models import Decoder, call_model, init_weights, make_decoder_config
+from trainkit.parallel import add_columns, build_stages, fsdp, make_output_head, tensor_parallel
 from trainkit.tools.testing import run_ranks
-from trainkit.types import Layout, unrouted
+from trainkit.types import Layout, drop_routing
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48, "vocab_size": 64}
 
 
 def keep(output, _):
-    return {"out": getattr(unrouted(output), "hidden", output)}
+    return {"out": getattr(drop_routing(output), "hidden", output)}
 
 
 def test_a_reference_drops_nothing_and_has_no_gradient_and_keeps_its_mode():
     model = nn.Sequential(nn.Linear(1, 64), nn.Dropout(0.5), nn.Linear(64, 1)).train()
     model[2].eval()
-    batch = attrs.evolve(blank_batch(1, 4), extra={"weights": torch.ones(1, 4)})
+    batch = attrs.evolve(make_padding_batch(1, 4), extra={"weights": torch.ones(1, 4)})
 
     def call(model, batch):
         return model(batch["weights"].unsqueeze(-1))
 
-    ((once,), (twice,)) = (with_columns([model], [batch], keep, call=call) for _ in range(2))
+    ((once,), (twice,)) = (add_columns([model], [batch], keep, call=call) for _ in range(2))
     assert torch.equal(once["out"], twice["out"])
     assert torch.equal(once["out"], model[2](model[0](batch["weights"].unsqueeze(-1))))
     assert not once["out"].requires_grad
@@ -42,15 +42,15 @@ def of_layouts(layouts):
     found = []
     for layout in layouts:
         with parallel_session(layout) as ps:
-            config = decoder_config("tiny", **SMALL)
+            config = make_decoder_config("tiny", **SMALL)
             make_model = functools.partial(Decoder, config, head="hidden")
-            plan = [tensor(), fsdp(layout)]
+            plan = [tensor_parallel(), fsdp(layout)]
             stages = build_stages(make_model, ps, plan, weights=init_weights(config, seed=3))
             ids = torch.arange(8)[None]
-            batch = attrs.evolve(blank_batch(1, 8), input_ids=ids)
+            batch = attrs.evolve(make_padding_batch(1, 8), input_ids=ids)
             how = {"axis": ps.pp, "call": call_model}
-            head = output_head(stages, batch, **how)
-            [own] = with_columns(stages, [batch], keep, **how)
+            head = make_output_head(stages, batch, **how)
+            [own] = add_columns(stages, [batch], keep, **how)
             if "out" in own:
                 logits = own["out"] @ head.weight.T
                 found.append((head.axis.index, head.axis.count, logits.tolist()))

@@ -16,7 +16,7 @@ from trainkit.models import Decoder, init_weights
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import fsdp
-from trainkit.parallel.tensor_parallel import tensor
+from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.tools.testing import run_ranks
 
 CONFIG = attrs.evolve(WHOLE, vocab_size=32)
@@ -42,16 +42,16 @@ def train(ps, *, config=CONFIG, frozen=(), steps=2, run_dir=None, **options):
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden").double(),
         ps,
-        [tensor(), freeze(frozen), fsdp(tk.Layout(**options))],
+        [tensor_parallel(), freeze(frozen), fsdp(tk.Layout(**options))],
         weights=init_weights(config, seed=0),
     )
-    named = tk.named_parameters_of(stages)
+    named = tk.get_named_parameters(stages)
     optimizer = adamw(decay_groups(named, weight_decay=0.1), lr=1e-2, eps=1e-4)
     state = tk.TrainState()
     if run_dir is not None:
-        state = tk.resume(run_dir, state, stages, optimizer, ps, tell=lambda _: None)
+        state = tk.resume(run_dir, state, stages, optimizer, ps, log=lambda _: None)
     layout = Layout()
-    params, loss = tk.parameters_of(stages), next_token_linear
+    params, loss = tk.get_parameters(stages), next_token_linear
     run = tk.bind_forward_backward(stages, loss, axis=ps.pp)
     losses, norms = [], []
     while state.step < steps:

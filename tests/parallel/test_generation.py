@@ -6,11 +6,11 @@ import torch
 from whole_step import CONFIG
 
 import trainkit as tk
-from trainkit.batch import blank_batch
+from trainkit.batch import make_padding_batch
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.models.call import CachedCall
 from trainkit.models.config import Experts
-from trainkit.parallel import bind_call, expert, fsdp, sequence, tensor
+from trainkit.parallel import bind_call, expert_parallel, fsdp, sequence_parallel, tensor_parallel
 from trainkit.post.generation import Sampling, generate, generate_dealt
 from trainkit.tools.testing import run_ranks
 
@@ -34,7 +34,7 @@ def written(degrees, number=0):
         stages = tk.build_stages(
             lambda: Decoder(config, head=("logits", "hidden")[number % 2]).double(),
             ps,
-            [tensor(), sequence(), expert(), fsdp()],
+            [tensor_parallel(), sequence_parallel(), expert_parallel(), fsdp()],
             weights=init_weights(config, seed=0),
         )
         call = bind_call(stages, ps)
@@ -46,7 +46,7 @@ def written(degrees, number=0):
         anew = bind_call(stages, ps, call=call_routed if "ep" in degrees else call_model)
         again = generate(stages[0], PROMPTS[:1], **how, context=11, call=anew)
         assert again == cached[:1]
-        batch = {**blank_batch(1, 5), "input_ids": torch.arange(5)[None]}
+        batch = {**make_padding_batch(1, 5), "input_ids": torch.arange(5)[None]}
         batch["document_ids"] = torch.zeros_like(batch["input_ids"])
         with torch.no_grad():
             logits = anew(stages[0], batch)
@@ -142,4 +142,4 @@ def test_more_than_one_document_is_refused():
     )
     call = bind_call([model], tk.solo_parallel(), call=call_model)
     with pytest.raises(ValueError, match="2 rows with 2 documents"):
-        call(model, blank_batch(2, 4))
+        call(model, make_padding_batch(2, 4))

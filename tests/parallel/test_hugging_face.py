@@ -11,11 +11,11 @@ from trainkit.mesh import solo_parallel
 from trainkit.parallel.reduction import sum_partial_
 from trainkit.tools.testing import certify, run_ranks
 from trainkit.tools.testing.builtin import decoder_batch
-from trainkit.tools.testing.cases import Case
-from trainkit.tools.testing.certificate import as_text
+from trainkit.tools.testing.cases import LayoutCase
+from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import CheckpointError, Layout
-from trainkit.weights.checkpoint import weights_from
+from trainkit.weights.checkpoint import open_weights
 from trainkit.weights.convert import convert_weights
 
 transformers = pytest.importorskip("transformers")
@@ -38,16 +38,16 @@ def call(model, batch):
 
 def plan(_ps, case):
     with torch.device("meta"):
-        styles = parallel.hf_styles(make_model())
+        styles = parallel.read_hf_styles(make_model())
     sharded = parallel.fsdp(blocks="model.layers.*")
     kept = parallel.recompute(case.recompute, blocks="model.layers.*")
-    return [parallel.tensor(styles), kept, sharded]
+    return [parallel.tensor_parallel(styles), kept, sharded]
 
 
 LAYOUTS = [
-    Case(Layout(tp=2), recompute="full"),
-    Case(Layout(dp_shard=2, reduce="each"), rows_per_microbatch=2),
-    Case(Layout(dp_shard=2, tp=2), recompute="full"),
+    LayoutCase(Layout(tp=2), recompute="full"),
+    LayoutCase(Layout(dp_shard=2, reduce="each"), rows_per_microbatch=2),
+    LayoutCase(Layout(dp_shard=2, tp=2), recompute="full"),
 ]
 
 
@@ -56,7 +56,7 @@ def test_it_gives_the_numbers_of_one_process_in_every_layout():
     found = certify(
         make_model, decoder_batch, LAYOUTS, plan=plan, loss=losses.next_token, call=call, steps=2
     )
-    assert found.ok, as_text(found)
+    assert found.ok, format_text(found)
 
 
 def own_gradient():
@@ -77,13 +77,13 @@ def gradients(degrees, reduce, recompute="none"):
     """Return the gradient of the same documents: packed, a row at a time, cut over ranks."""
     with tk.parallel_session(**degrees) as ps:
         make = lambda: make_model().double()  # noqa: E731
-        transforms = plan(ps, Case(recompute=recompute))
+        transforms = plan(ps, LayoutCase(recompute=recompute))
         stages = tk.build_stages(make, ps, transforms, weights=certificate_weights)
         rows = split_batch(decoder_batch(0), 1)[ps.dp.index :: ps.dp.count]
         tokens = tk.all_sum(tk.count_valid_tokens(rows), ps.loss)
         how = {"axis": ps.pp, "call": call, "reduce": reduce}
         tk.bind_forward_backward(stages, losses.next_token, **how)(rows, denominator=tokens)
-        named = tk.named_parameters_of(stages)
+        named = tk.get_named_parameters(stages)
         return {name: p.grad.full_tensor().numpy().copy() for name, p in named.items()}
 
 
@@ -108,7 +108,7 @@ def own_step(kind, tp):
             for index, parameter in enumerate(model.parameters()):
                 phases = torch.arange(parameter.numel()).view_as(parameter) + index
                 parameter.add_(phases.sin(), alpha=0.1)
-        parallel.tensor(parallel.hf_styles(model))(model, ps)
+        parallel.tensor_parallel(parallel.read_hf_styles(model))(model, ps)
         ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(1))
         out = model(input_ids=ids, labels=ids)
         out.loss.backward()
@@ -149,7 +149,7 @@ def test_its_own_folder_is_loaded_though_a_tied_head_is_not_in_it(tmp_path):
     made = make_model()
     made.save_pretrained(tmp_path / "model")
     convert_weights(tmp_path / "model", tmp_path / "weights")
-    weights = weights_from(tmp_path / "weights")
+    weights = open_weights(tmp_path / "weights")
     (built,) = parallel.build_stages(make_model, solo_parallel(), [], weights=weights)
     assert built.lm_head.weight is built.model.embed_tokens.weight
     assert len(list(built.parameters())) == len(list(made.parameters()))
@@ -167,7 +167,7 @@ def untied():
 
 def test_built_by_stages_it_is_the_model_that_transformers_makes():
     (built,) = parallel.build_stages(
-        make_model, solo_parallel(), plan(None, Case()), weights=certificate_weights
+        make_model, solo_parallel(), plan(None, LayoutCase()), weights=certificate_weights
     )
     made = make_model()
     made.load_state_dict(built.state_dict())

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.parallel import fsdp, weights_of
+from trainkit.parallel import fsdp, weights_from_module
 from trainkit.parallel.names import PlacedAlike
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint import export_checkpoint, weights_from
+from trainkit.weights.checkpoint import export_checkpoint, open_weights
 
 
 class Stack(nn.Module):
@@ -46,26 +46,26 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_fills_the_model_that_it_is_of_with_its_buffers(folder):
-    model = filled(lambda: Stack(4), weights_from(folder))
+    model = filled(lambda: Stack(4), open_weights(folder))
     assert model.norm.running_mean.tolist() == [3] * 4
     assert model.norm.running_var.tolist() == [1] * 4
 
 
 def test_tensors_of_a_folder_that_the_model_does_not_have_are_refused_and_listed(folder):
     with pytest.raises(CheckpointError, match=r"hold 'layers.2.bias', which the model"):
-        filled(lambda: Stack(2), weights_from(folder, allow_extra=["layers.3.*"]))
+        filled(lambda: Stack(2), open_weights(folder, allow_extra=["layers.3.*"]))
     with pytest.raises(CheckpointError, match=r"3 more such tensors") as caught:
-        filled(lambda: Stack(2), weights_from(folder))
+        filled(lambda: Stack(2), open_weights(folder))
     assert [line.split("'")[1] for line in caught.value.got] == [
         f"layers.{layer}.{name}" for layer in (2, 3) for name in ("bias", "weight")
     ]
-    model = filled(lambda: Stack(2), weights_from(folder, allow_extra=["layers.[23].*"]))
+    model = filled(lambda: Stack(2), open_weights(folder, allow_extra=["layers.[23].*"]))
     assert len(model.layers) == 2
 
 
 def test_a_folder_of_a_larger_model_does_not_fill_the_corner_of_a_smaller_one(folder):
     with pytest.raises(CheckpointError, match=r"of shape \(4,.*, where the model's has \(2,"):
-        filled(lambda: Stack(4, width=2), weights_from(folder))
+        filled(lambda: Stack(4, width=2), open_weights(folder))
 
 
 # -------------------------------------------------------------------------------- a module's own
@@ -79,7 +79,7 @@ def seeded(seed):
 def sharded(seeds):
     """Return whole parameters and buffers of a model that begins with a module's values."""
     with tk.parallel_session() as ps:
-        weights = weights_of(seeded(seeds[ps.world.index]), axis=ps.world)
+        weights = weights_from_module(seeded(seeds[ps.world.index]), axis=ps.world)
         (model,) = tk.build_stages(Stack, ps, [fsdp()], weights=weights)
         return {name: p.full_tensor() for name, p in model.named_parameters()}
 
@@ -92,7 +92,7 @@ def of_two_ranks():
 
 def test_a_module_of_one_s_own_begins_with_the_values_that_it_is_made_with():
     made = seeded(5)
-    model = filled(Stack, weights_of(made))
+    model = filled(Stack, weights_from_module(made))
     wanted = dict(made.named_parameters())
     assert {name: p.tolist() for name, p in model.named_parameters()} == {
         name: p.tolist() for name, p in wanted.items()
@@ -104,13 +104,13 @@ def test_a_module_of_one_s_own_begins_with_the_values_that_it_is_made_with():
 
 def test_values_that_a_module_does_not_have_are_refused_by_name():
     with pytest.raises(CheckpointError, match=r"'layers.1.weight', which the model does not have"):
-        filled(lambda: Stack(1), weights_of(Stack()))
+        filled(lambda: Stack(1), weights_from_module(Stack()))
     with pytest.raises(ValueError, match=r"has no tensor 'layers.2.weight'"):
-        filled(lambda: Stack(3), weights_of(Stack()))
+        filled(lambda: Stack(3), weights_from_module(Stack()))
     with torch.device("meta"):
         hollow = Stack()
     with pytest.raises(ValueError, match=r"'first.weight' is on the meta device"):
-        weights_of(hollow)
+        weights_from_module(hollow)
 
 
 def zeros_of_parts():

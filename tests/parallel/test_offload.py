@@ -8,11 +8,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import trainkit as tk
 from tests.measured_step import StorageCount
-from trainkit.losses import next_token, routed
+from trainkit.losses import add_router_losses, next_token
 from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, init_weights
-from trainkit.parallel import compiled, expert, fsdp, offload, recompute, tensor
+from trainkit.parallel import (
+    compile_blocks,
+    expert_parallel,
+    fsdp,
+    offload_activations,
+    recompute,
+    tensor_parallel,
+)
 from trainkit.parallel.reduction import local_of
-from trainkit.parallel.sequence_parallel import sequence
+from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.tools.testing import run_ranks
 
 CONFIG = DecoderConfig(vocab_size=32, width=32, layers=4, heads=4, kv_heads=2, mlp_width=48)
@@ -58,7 +65,7 @@ def built(plan, ps=None, schedule="1f1b", config=CONFIG):
 
 
 def inputs(length=16):
-    batch = tk.batch.blank_batch(2, length)
+    batch = tk.batch.make_padding_batch(2, length)
     return batch.input_ids, {"position_ids": batch.position_ids, "spans": batch.spans}
 
 
@@ -94,11 +101,11 @@ def kept(plan):
 def test_no_more_than_the_budget_is_held_and_what_goes_went_first():
     whole, budget = kept([])[0], 100_000
     store = Elsewhere()
-    held, output = kept([offload(budget=budget, smallest=0, store=store)])
-    outside, _ = kept([offload(budget=10**9, smallest=0)])
+    held, output = kept([offload_activations(budget=budget, smallest=0, store=store)])
+    outside, _ = kept([offload_activations(budget=10**9, smallest=0)])
     assert whole == outside
     assert whole - held == sum(store.sizes)
-    none = kept([offload(budget=0, smallest=0, store=Elsewhere())])[0]
+    none = kept([offload_activations(budget=0, smallest=0, store=Elsewhere())])[0]
     assert held - none <= budget < held - none + max(store.sizes)
     del output
 
@@ -110,7 +117,7 @@ def test_no_more_than_the_budget_is_held_and_what_goes_went_first():
 def test_gradients_are_the_same_bit_for_bit_and_nothing_is_left(mode, budget):
     store, plan = Elsewhere(), [recompute(mode, preserve_rng_state=False)]
     want = gradients(*built(plan))
-    (model,) = built([*plan, offload(budget=budget, smallest=0, store=store)])
+    (model,) = built([*plan, offload_activations(budget=budget, smallest=0, store=store)])
     assert same(gradients(model), want)
     assert bool(store.sizes) == (budget < 10**9)
     assert store.alive == 0
@@ -121,7 +128,7 @@ def test_backward_fetches_ahead_what_it_asks_for_next():
     blocks = nn.ModuleDict({"layers": nn.Sequential(*(Square() for _ in range(8)))})
     store = Elsewhere()
     asked = []
-    offload(budget=3 * 1024, smallest=0, store=store)(blocks, tk.solo_parallel())
+    offload_activations(budget=3 * 1024, smallest=0, store=store)(blocks, tk.solo_parallel())
     x = torch.full((256,), 1.01, requires_grad=True)
     y = blocks["layers"](x)
     for number, block in enumerate(blocks["layers"]):
@@ -155,7 +162,7 @@ class Views(nn.Module):
 def test_views_of_one_memory_are_stored_once():
     for budget in (0, 10**6):
         model, store = nn.ModuleDict({"layers": nn.ModuleDict({"0": Views()})}), Elsewhere()
-        offload(budget=budget, smallest=0, store=store)(model, tk.solo_parallel())
+        offload_activations(budget=budget, smallest=0, store=store)(model, tk.solo_parallel())
         x = torch.arange(12.0, requires_grad=True)
         y = model["layers"]["0"](x)
         assert store.sizes == ([48] if budget == 0 else [])
@@ -176,7 +183,7 @@ class Changed(nn.Module):
 def test_what_is_changed_in_place_is_refused_as_autograd_does():
     for budget in (0, 10**6):
         model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Changed()})})
-        offload(budget=budget, smallest=0)(model, tk.solo_parallel())
+        offload_activations(budget=budget, smallest=0)(model, tk.solo_parallel())
         y = model["layers"]["0"](torch.ones(3, requires_grad=True))
         if budget:
             with pytest.raises(RuntimeError, match="changed in place"):
@@ -188,7 +195,7 @@ def test_what_is_changed_in_place_is_refused_as_autograd_does():
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_breaks_off_leaves_nothing(where):
     store = Elsewhere()
-    (model,) = built([offload(budget=20_000, smallest=0, store=store)])
+    (model,) = built([offload_activations(budget=20_000, smallest=0, store=store)])
     want = gradients(*built([]))
     ids, rest = inputs()
 
@@ -217,10 +224,10 @@ def test_a_step_that_breaks_off_leaves_nothing(where):
 
 def test_small_ones_and_parameters_stay():
     store = Elsewhere()
-    (model,) = built([offload(budget=0, smallest=10**9, store=store)])
+    (model,) = built([offload_activations(budget=0, smallest=10**9, store=store)])
     gradients(model)
     assert not store.sizes
-    (model,) = built([offload(budget=0, smallest=0, store=store)])
+    (model,) = built([offload_activations(budget=0, smallest=0, store=store)])
     ids, rest = inputs(length=7)  # no activation is as large as a weight
     asked = []
     model.layers["0"].buffers = lambda: asked.append(None) or iter(())
@@ -240,7 +247,7 @@ class Exp(nn.Module):
 @pytest.mark.parametrize("smallest", [0, 10**9])
 def test_a_saved_result_goes_with_its_graph(smallest):
     model = nn.ModuleDict({"layers": nn.Sequential(Exp())})
-    offload(budget=10**6, smallest=smallest)(model, tk.solo_parallel())
+    offload_activations(budget=10**6, smallest=smallest)(model, tk.solo_parallel())
     y = model["layers"](torch.ones(4, requires_grad=True))
     memory = StorageWeakRef(y.untyped_storage())
     del y
@@ -249,16 +256,18 @@ def test_a_saved_result_goes_with_its_graph(smallest):
 
 def test_what_is_below_0_is_refused():
     with pytest.raises(tk.types.ConfigError, match="budget is in bytes, at least 0, got -1"):
-        offload(budget=-1)
+        offload_activations(budget=-1)
 
 
 def in_layout(layout, plan, *, microbatches=4):
     """Return the gradients of a step of this rank, without and with offload, and what went."""
     found, store = [], Elsewhere()
     with tk.parallel_session(layout) as ps:
-        for more in ([], [offload(budget=5_000, smallest=0, store=store)]):
+        for more in ([], [offload_activations(budget=5_000, smallest=0, store=store)]):
             how = {"ps": ps, "schedule": layout.schedule}
-            stages = built([tensor(), sequence(), *plan, *more, fsdp(layout)], **how)
+            stages = built(
+                [tensor_parallel(), sequence_parallel(), *plan, *more, fsdp(layout)], **how
+            )
             ids, rest = inputs()
             batch = {"input_ids": ids, "labels": ids, **rest}
             run = tk.bind_forward_backward(
@@ -295,14 +304,20 @@ EXPERTS = attrs.evolve(CONFIG, experts=Experts(count=4, chosen=2, width=16))
 
 def with_experts():
     """Return the gradients of this rank in ep, without offload and by budgets."""
-    found, batch = [], tk.batch.blank_batch(2, 16)
+    found, batch = [], tk.batch.make_padding_batch(2, 16)
     batch.labels[:] = 3
     with tk.parallel_session(ep=2) as ps:
         for budget in (None, 0, 24_000):
             store = Elsewhere()
-            more = [] if budget is None else [offload(budget=budget, smallest=0, store=store)]
-            stages = built([expert(), *more, fsdp()], ps, config=EXPERTS)
-            run = tk.bind_forward_backward(stages, routed(next_token), axis=ps.pp, call=call_routed)
+            more = (
+                []
+                if budget is None
+                else [offload_activations(budget=budget, smallest=0, store=store)]
+            )
+            stages = built([expert_parallel(), *more, fsdp()], ps, config=EXPERTS)
+            run = tk.bind_forward_backward(
+                stages, add_router_losses(next_token), axis=ps.pp, call=call_routed
+            )
             run([batch] * 2, denominator={"loss": torch.tensor(7)})
             found.append([local_of(p.grad) for p in stages[0].parameters()])
     return found
@@ -319,9 +334,9 @@ def test_experts_that_are_gathered_inside_of_a_block_are_no_activations():
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, which it means to hide
 def test_compiled_blocks_are_offloaded_too():
     store = Elsewhere()
-    plan = [recompute("selective"), compiled(backend="aot_eager")]
+    plan = [recompute("selective"), compile_blocks(backend="aot_eager")]
     want = gradients(*built(plan))
-    plan.insert(1, offload(budget=0, smallest=0, store=store))
+    plan.insert(1, offload_activations(budget=0, smallest=0, store=store))
     assert same(gradients(*built(plan)), want)
     assert store.sizes
     assert store.alive == 0

@@ -14,9 +14,9 @@ from whole_step import Layout, build, difference, joined, model_config, run_step
 import trainkit as tk
 import trainkit.collectives
 import trainkit.grads
-from trainkit.losses import next_token_linear, with_terms
+from trainkit.losses import declare_terms, next_token_linear
 from trainkit.models import Decoder, call_with_noise, init_weights
-from trainkit.parallel import fsdp, pipeline, precision, tied
+from trainkit.parallel import fsdp, mixed_precision, pipeline, tied
 from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.stage_forward import stage_boundary
 from trainkit.tools.testing import run_ranks
@@ -174,7 +174,7 @@ def microbatches(length, count):
 
 
 def gradients(stages):
-    named = tk.named_parameters_of(stages)
+    named = tk.get_named_parameters(stages)
     return {name: p.grad.numpy().copy() for name, p in named.items() if p.grad is not None}
 
 
@@ -188,7 +188,7 @@ def of_lengths(layout, lengths, counts):
             calls.append("stage")
             return call_with_noise(model, batch)
 
-        @with_terms("loss")
+        @declare_terms("loss")
         def loss(output, batch):
             calls.append("loss")
             return next_token_linear(output, batch)
@@ -202,7 +202,7 @@ def of_lengths(layout, lengths, counts):
             step = run(microbatches(length, count), denominator=torch.tensor(7))
             sums.append((step["loss"].item(), str(step["loss"].dtype)))
             told.append((calls.count("stage"), calls.count("loss")))
-        norm = tk.grad_norm(tk.parameters_of(stages), axis=ps.pp)
+        norm = tk.grad_norm(tk.get_parameters(stages), axis=ps.pp)
         return sums, told, gradients(stages), float(norm)
 
 
@@ -334,7 +334,7 @@ def bound(stages, ps, schedule="1f1b", loss=next_token_linear, **options):
     )
 
 
-@with_terms("loss", "other")
+@declare_terms("loss", "other")
 def forgetful(output, batch):
     return next_token_linear(output, batch)
 
@@ -410,7 +410,7 @@ def norm_of_two_lengths(ps):
     run = bound(stages, ps)
     for length in (8, 5):
         run(microbatches(length, 2), denominator=torch.tensor(7))
-    return float(tk.grad_norm(tk.parameters_of(stages), axis=ps.pp))
+    return float(tk.grad_norm(tk.get_parameters(stages), axis=ps.pp))
 
 
 def bf16_loss(ps):
@@ -419,7 +419,7 @@ def bf16_loss(ps):
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden"),
         ps,
-        [precision(torch.bfloat16), fsdp()],
+        [mixed_precision(torch.bfloat16), fsdp()],
         weights=init_weights(config, seed=0),
     )
     seen = []
@@ -490,10 +490,10 @@ def evaluated(layout, counts, dp_replicate=1):
         ends = {"axis": ps.loss, "pp": ps.pp}
         loss = next_token_linear
         before = tk.evaluate(stages, own, loss, **ends)
-        untouched = all(p.grad is None for p in tk.parameters_of(stages))
+        untouched = all(p.grad is None for p in tk.get_parameters(stages))
         run = bound(stages, ps, layout.schedule, loss=loss)
         run(microbatches(8, 4), denominator=torch.tensor(20 * ps.dp.count))
-        params = tk.parameters_of(stages)
+        params = tk.get_parameters(stages)
         norm = tk.clip_and_step(params, optimizer, lr=0.01, max_norm=1.0, axis=ps.pp).norm
         ids, modes = written(stages, ps)
         after = tk.evaluate(stages, own, loss, **ends)

@@ -13,14 +13,14 @@ import trainkit as tk
 from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel import (
-    autocast,
-    choose_precision,
-    compiled,
-    decoder_plan,
+    autocast_call,
+    compile_blocks,
     fsdp,
-    precision,
+    make_decoder_plan,
+    mixed_precision,
     recompute,
-    tensor,
+    resolve_precision,
+    tensor_parallel,
 )
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
@@ -44,14 +44,14 @@ def gradients(degrees, *, dtype=BF16, plan=(), tied=False, call=tk.call_model, w
         stages = tk.build_stages(
             lambda: Decoder(model, head="hidden"),
             ps,
-            plan if whole_plan else [tensor(), precision(dtype), *plan, fsdp()],
+            plan if whole_plan else [tensor_parallel(), mixed_precision(dtype), *plan, fsdp()],
             weights=init_weights(model, seed=0),
         )
         batch = input_of(Cursor(), ps, Layout(), text=text, bins=bins)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call)
         sums = run(batch.microbatches, denominator=tokens)
-        named = tk.named_parameters_of(stages)
+        named = tk.get_named_parameters(stages)
         (kinds,) = {(p.dtype, p.grad.dtype) for p in named.values()}
         assert whole_plan or kinds == (torch.float32, torch.float32)
         loss = tk.reduce_metrics(sums, ps.loss)["loss"] / tokens
@@ -108,7 +108,7 @@ def test_tensor_parallel_ranks_compute_in_bf16_too():
 
 
 def recomputed_and_compiled():
-    plans = (recompute("full"),), (compiled(backend="aot_eager"),)
+    plans = (recompute("full"),), (compile_blocks(backend="aot_eager"),)
     return [gradients({}, plan=plan)[1] for plan in plans]
 
 
@@ -120,7 +120,7 @@ def test_recomputation_and_compilation_round_at_the_same_places():
 
 def in_the_four_dtypes():
     """Return dtypes, and what gradients become, where each of the four is bf16."""
-    plan = functools.partial(decoder_plan, tk.Layout())
+    plan = functools.partial(make_decoder_plan, tk.Layout())
     found = {}
     for name, layout, asked in (
         ("sums", {"dp_shard": 2}, tk.Precision(compute="fp32", reduction="bf16")),
@@ -144,18 +144,18 @@ def test_parameters_and_sums_are_in_what_they_are_asked_to_be():
     assert all(torch.equal(g, g.to(BF16).float()) for g in first["sums"][1].values())
     assert farthest(first["others"][1], exact) < 1e-5  # what is no sum of FSDP's is in fp32
     pipeline = first["kept"][1] | second["kept"][1]
-    solo = gradients({}, plan=decoder_plan(tk.Layout(), precision=KEPT), whole_plan=True)[1]
+    solo = gradients({}, plan=make_decoder_plan(tk.Layout(), precision=KEPT), whole_plan=True)[1]
     assert farthest(pipeline, solo) == 0
     assert farthest(first["kept, sharded"][1], solo) < 1e-6  # no sum is rounded
 
 
 def under_autocast():
-    run = functools.partial(gradients, dtype=None, call=autocast(tk.call_model))
+    run = functools.partial(gradients, dtype=None, call=autocast_call(tk.call_model))
     return run({"pp": 2, "dp_shard": 1}), run({"dp_shard": 2}, plan=[recompute("full")])
 
 
 def test_autocast_is_a_call_in_any_layout():
-    loss, wanted = gradients({}, dtype=None, call=autocast(tk.call_model))[:2]
+    loss, wanted = gradients({}, dtype=None, call=autocast_call(tk.call_model))[:2]
     exact = gradients({}, dtype=None, call=functools.partial(tk.call_model))[1]
     assert 1e-3 < farthest(wanted, exact) < 2e-1
     for pipeline, sharded in run_ranks(under_autocast, 2):
@@ -180,7 +180,7 @@ class Odd(nn.Module):
 
 
 def test_parameters_made_in_bf16_become_fp32_and_nothing_ends_in_mixed_dtypes():
-    model = precision(BF16)(Odd(), SOLO)
+    model = mixed_precision(BF16)(Odd(), SOLO)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(torch.ones(2, 3)).dtype == BF16
     assert model.seen[0] is model.seen[1]  # a tied parameter is cast once
@@ -190,13 +190,13 @@ def test_parameters_made_in_bf16_become_fp32_and_nothing_ends_in_mixed_dtypes():
 
 
 def test_what_is_kept_and_computed_with_in_fp32_is_seen_as_it_is():
-    model = precision(torch.float32)(Odd(), SOLO)
+    model = mixed_precision(torch.float32)(Odd(), SOLO)
     model(torch.ones(2, 3))
     assert model.seen[0] is model.into.weight
 
 
 def test_a_forward_pass_that_fails_leaves_the_parameters_to_be_seen():
-    model = precision(BF16)(Odd(), SOLO)
+    model = mixed_precision(BF16)(Odd(), SOLO)
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 4))
     assert all(isinstance(part.weight, nn.Parameter) for part in (model.into, model.out))
@@ -204,14 +204,14 @@ def test_a_forward_pass_that_fails_leaves_the_parameters_to_be_seen():
 
 def test_a_block_that_shows_its_parameters_cast_is_compiled_whole():
     how = {"backend": "eager", "fullgraph": torch.__version__ >= "2.13"}  # before it in parts
-    model = torch.compile(precision(BF16)(nn.Linear(2, 1), SOLO), **how)
+    model = torch.compile(mixed_precision(BF16)(nn.Linear(2, 1), SOLO), **how)
     for _ in range(2):
         assert model(torch.ones(1, 2)).dtype == BF16
         assert model.weight.dtype == torch.float32
 
 
 def test_a_copy_computes_with_its_own_weights():
-    model = precision(BF16)(nn.Linear(2, 1, bias=False), SOLO)
+    model = mixed_precision(BF16)(nn.Linear(2, 1, bias=False), SOLO)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.weight.zero_()
@@ -221,11 +221,11 @@ def test_a_copy_computes_with_its_own_weights():
 
 def test_what_is_computed_in_where_nobody_says(monkeypatch):
     auto = tk.Precision()
-    assert choose_precision(auto) == choose_precision(auto, "cpu") == tk.Precision(compute="fp32")
+    assert resolve_precision(auto) == resolve_precision(auto, "cpu") == tk.Precision(compute="fp32")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, name in (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        chosen = choose_precision(auto), choose_precision(auto, "cuda:0")
+        chosen = resolve_precision(auto), resolve_precision(auto, "cuda:0")
         assert [one.compute for one in chosen] == [name, name]
     with pytest.raises(ValueError, match="auto, fp32, bf16 or fp16, got 'fp8'"):
         tk.Precision(compute="fp8")

@@ -13,7 +13,7 @@ import trainkit as tk
 from tests.measured_step import StorageCount
 from trainkit.models import Decoder, DecoderConfig, Sliding, init_weights
 from trainkit.models.config import Norms
-from trainkit.parallel import compiled, recompute
+from trainkit.parallel import compile_blocks, recompute
 from trainkit.parallel.cost import Result, choose, fitting
 from trainkit.parallel.recompute import groups_of, read_mode
 from trainkit.types import ConfigError
@@ -36,7 +36,7 @@ def built(mode, config=CONFIG):
 
 def blocks_of(model):
     """Return the blocks' output for a batch, a function of hidden states."""
-    batch = tk.batch.blank_batch(2, TOKENS // 2)
+    batch = tk.batch.make_padding_batch(2, TOKENS // 2)
 
     def run(x):
         table = model._rotary(batch.position_ids, dtype=x.dtype)
@@ -246,14 +246,14 @@ def test_a_recipe_takes_every_mode():
 
 def test_compiled_blocks_cannot_choose_by_cost():
     with pytest.raises(ConfigError, match=r"compiled: recompute\('0.4'\) chooses by cost"):
-        compiled()(built("0.4"), tk.solo_parallel())
+        compile_blocks()(built("0.4"), tk.solo_parallel())
 
 
 @pytest.mark.only_all
 @pytest.mark.parametrize("mode", ["selective", "attention+products/2"])
 def test_compiled_blocks_keep_by_name(mode):
     model = built(mode)
-    compiled(backend="aot_eager")(model, tk.solo_parallel())
+    compile_blocks(backend="aot_eager")(model, tk.solo_parallel())
     x = hidden().requires_grad_()
     blocks_of(model)(x).square().sum().backward()
     want = step("none")[0]

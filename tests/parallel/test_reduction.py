@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import trainkit as tk
-from trainkit.losses import with_terms
-from trainkit.parallel import fsdp, precision
+from trainkit.losses import declare_terms
+from trainkit.parallel import fsdp, mixed_precision
 from trainkit.tools.testing import run_ranks
 
 WIDTH = 4
@@ -65,7 +65,7 @@ class Stage(Ways):
         return batch["input_ids"].to("meta")
 
 
-@with_terms("loss")
+@declare_terms("loss")
 def loss(y, batch):
     total = (y * batch["weight"]).sum()
     return total, {"loss": total.detach()}
@@ -97,7 +97,7 @@ def gradients(model):
     def whole(grad):
         return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
-    return {name: whole(p.grad) for name, p in tk.named_parameters_of([model]).items()}
+    return {name: whole(p.grad) for name, p in tk.get_named_parameters([model]).items()}
 
 
 def differing(found, wanted, tolerance=1e-12):
@@ -137,7 +137,7 @@ def wrapped(kind, model, ps):
         tk.sum_gradients_(model)
         return model
     compute = torch.float32 if kind == "fp32" else None
-    return fsdp(reduce_dtype=torch.float64)(precision(compute)(model, ps), ps)
+    return fsdp(reduce_dtype=torch.float64)(mixed_precision(compute)(model, ps), ps)
 
 
 def problems_of(kinds):

@@ -15,15 +15,15 @@ import trainkit as tk
 from trainkit.attention import sdpa
 from trainkit.attention.sdpa import sdpa as plain
 from trainkit.batch.shards import shard_sequence
-from trainkit.data import Packed, deal_rows, eval_batches, step_batch
+from trainkit.data import PackedCorpus, make_eval_batches, make_microbatches, make_step_batch
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.sequence_parallel import sequence
+from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.stages import check_plan
-from trainkit.sampling import rows_of_epochs
-from trainkit.text.streams import documents_from, stream_steps
+from trainkit.sampling import shuffle_epochs
+from trainkit.text.streams import make_document_opener, pack_stream
 from trainkit.tools.testing import run_ranks
-from trainkit.types import ConfigError, Cursor, Place, Share
+from trainkit.types import ConfigError, Cursor, DataShard, Share
 
 # Rows of 24 tokens of documents that are aligned to 8: enough for a ring of 4.
 ALIGNED = {"multiple_of": 8}
@@ -113,7 +113,7 @@ def test_every_attend_is_replaced_and_nothing_else():
     for ring in (True, False):
         model = Attending()
         names = list(model.state_dict())
-        assert sequence()(model, on_two(ring=ring)) is model
+        assert sequence_parallel()(model, on_two(ring=ring)) is model
         assert model.inner.attend is not plain
         assert "attend" not in vars(model)
         assert list(model.state_dict()) == names
@@ -121,17 +121,19 @@ def test_every_attend_is_replaced_and_nothing_else():
 
 def test_without_ring_and_ulysses_the_model_is_left_alone():
     model = Attending()
-    assert sequence()(model, solo_parallel()).inner.attend is sdpa
-    assert sequence()(nn.Linear(1, 1), solo_parallel()) is not None
+    assert sequence_parallel()(model, solo_parallel()).inner.attend is sdpa
+    assert sequence_parallel()(nn.Linear(1, 1), solo_parallel()) is not None
 
 
 def test_a_model_without_attend_is_refused():
     with pytest.raises(ConfigError, match=r"ring = 2 and ulysses = 1, but no submodule of Linear"):
-        sequence()(nn.Linear(1, 1), on_two(ring=True))
+        sequence_parallel()(nn.Linear(1, 1), on_two(ring=True))
 
 
 def test_a_plan_without_it_is_refused():
-    check_plan([sequence()], on_two(ring=True))  # as with fold_sp="none": sync_sp_grads sums
+    check_plan(
+        [sequence_parallel()], on_two(ring=True)
+    )  # as with fold_sp="none": sync_sp_grads sums
     with pytest.raises(ConfigError, match="ring = 2, but no transform"):
         check_plan([], on_two(ring=True))
 
@@ -139,9 +141,9 @@ def test_a_plan_without_it_is_refused():
 def test_a_plan_that_leaves_the_folded_ranks_to_nobody_is_refused():
     state = on_two(ring=True)
     folded = attrs.evolve(state, fsdp=attrs.evolve(state.fsdp, share=Share(0, 2)))
-    check_plan([sequence(), fsdp()], folded)
+    check_plan([sequence_parallel(), fsdp()], folded)
     with pytest.raises(ConfigError, match=r"gradients of 2 sequence-parallel ranks to fsdp\(\)"):
-        check_plan([sequence()], folded)
+        check_plan([sequence_parallel()], folded)
 
 
 # ---------------------------------------------------------------------------------------- the batch
@@ -157,12 +159,12 @@ SHARES = [
 def steps_of(shares):
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY, **ALIGNED)
-    packed = Packed(text, bins, dict.fromkeys(range(len(bins)), 1))
-    return step_batch(
+    packed = PackedCorpus(text, bins, dict.fromkeys(range(len(bins)), 1))
+    return make_step_batch(
         packed,
-        rows_of_epochs(len(bins), rows_per_step=5, seed=0),
+        shuffle_epochs(len(bins), rows_per_step=5, seed=0),
         Cursor(3),
-        place=Place(**shares),
+        place=DataShard(**shares),
         rows_per_microbatch=2,
         noise_seed=0,
     )
@@ -205,13 +207,13 @@ def test_a_microbatch_is_the_share_of_its_microbatch():
 
 
 def test_a_step_of_a_stream_is_sharded_too():
-    documents = documents_from(lambda: iter([np.arange(n) for n in (5, 30, 9, 12)]))
-    (step, *_) = stream_steps(documents, Cursor(), capacity=24, rows=2, seed=0, multiple_of=4)
-    whole = deal_rows(step.packed, range(2), rows_per_microbatch=1)
+    documents = make_document_opener(lambda: iter([np.arange(n) for n in (5, 30, 9, 12)]))
+    (step, *_) = pack_stream(documents, Cursor(), capacity=24, rows=2, seed=0, multiple_of=4)
+    whole = make_microbatches(step.packed, range(2), rows_per_microbatch=1)
     for shares in SHARES:
         if shares["ring"].count < 4:
-            place = Place(**shares)
-            parts = deal_rows(step.packed, range(2), place=place, rows_per_microbatch=1)
+            place = DataShard(**shares)
+            parts = make_microbatches(step.packed, range(2), place=place, rows_per_microbatch=1)
             for part, batch in zip(parts, whole, strict=True):
                 want = shard_sequence(batch, **shares)
                 assert torch.equal(part.token_index, want.token_index)
@@ -221,8 +223,8 @@ def evaluations(share, *, ring=WHOLE, ulysses=WHOLE):
     text = corpus()
     bins = tk.pack_bins(text.lengths[:2], CAPACITY, **ALIGNED)
     assert len(bins) == 4
-    place = Place(share, ring, ulysses)
-    return list(eval_batches(Packed(text, bins), place=place, rows_per_batch=2))
+    place = DataShard(share, ring, ulysses)
+    return list(make_eval_batches(PackedCorpus(text, bins), place=place, rows_per_batch=2))
 
 
 def test_an_evaluation_is_sharded_and_no_rank_is_left_without_a_batch():
@@ -253,7 +255,11 @@ def test_lengths_that_do_not_divide_are_refused_with_the_remedy():
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=2)
     with pytest.raises(ValueError, match=r"document \d+ has \d+ tokens.* pack with multiple_of=8"):
-        list(eval_batches(Packed(text, bins), place=Place(ring=Share(0, 4)), rows_per_batch=4))
+        list(
+            make_eval_batches(
+                PackedCorpus(text, bins), place=DataShard(ring=Share(0, 4)), rows_per_batch=4
+            )
+        )
 
 
 # ------------------------------------------------------------------------------- planted mistakes

@@ -16,9 +16,9 @@ from trainkit.parallel.check_layout import passes_to_itself
 from trainkit.parallel.places import StagePlace, places_of, tied_of
 from trainkit.parallel.split import (
     SCHEDULES,
+    assign_stages,
     decoder_costs,
-    layer_ranges,
-    rank_of_stages,
+    split_layer_ranges,
 )
 from trainkit.parallel.stages import split_layers
 from trainkit.tools.planning import Job
@@ -41,7 +41,7 @@ def dearest(costs, ranges, first, last):
 )
 def test_no_cut_has_a_cheaper_dearest_stage(costs, stages, first, last):
     stages = min(stages, len(costs))
-    ranges = layer_ranges(costs, stages, first=first, last=last)
+    ranges = split_layer_ranges(costs, stages, first=first, last=last)
     assert [i for part in ranges for i in part] == list(range(len(costs)))
     assert all(ranges)
     for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
@@ -51,16 +51,16 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs, stages, first, last):
 
 
 def test_the_first_and_the_last_stage_have_fewer_layers():
-    config = tk.models.decoder_config("llama-3.1-8b")
+    config = tk.models.make_decoder_config("llama-3.1-8b")
     blocks, embedding, head = decoder_costs(config)
-    sizes = list(map(len, layer_ranges(blocks, 4, first=embedding, last=head)))
+    sizes = list(map(len, split_layer_ranges(blocks, 4, first=embedding, last=head)))
     assert sizes[0] < sizes[1]
     assert sizes[3] < sizes[2]
     assert sum(sizes) == 32
 
 
 def test_a_layer_costs_what_a_token_meets_of_it():
-    v3 = tk.models.decoder_config("deepseek-v3")
+    v3 = tk.models.make_decoder_config("deepseek-v3")
     width, heads, latents = v3.width, v3.heads, v3.latents
     queries = latents.query_rank * (width + heads * (latents.plain + latents.rotary))
     keys = width * (latents.kv_rank + latents.rotary)
@@ -91,7 +91,7 @@ def test_layers_without_experts_are_cut_by_what_they_cost():
 @pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3])
 def test_what_does_not_divide_goes_to_the_first_stages(scale):
     def sizes(layers, stages, **more):
-        return list(map(len, layer_ranges([scale] * layers, stages, **more)))
+        return list(map(len, split_layer_ranges([scale] * layers, stages, **more)))
 
     assert sizes(10, 4) == [3, 3, 2, 2]
     assert sizes(7, 4) == [2, 2, 2, 1]
@@ -100,12 +100,12 @@ def test_what_does_not_divide_goes_to_the_first_stages(scale):
 
 
 def test_a_large_model_is_cut_at_once():
-    assert len(layer_ranges([1.0] * 126, 32, first=2.0, last=2.0)) == 32
+    assert len(split_layer_ranges([1.0] * 126, 32, first=2.0, last=2.0)) == 32
 
 
 def test_too_few_layers_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match="3 layers cannot fill 4 pipeline stages"):
-        layer_ranges([1.0] * 3, 4)
+        split_layer_ranges([1.0] * 3, 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -113,7 +113,7 @@ def test_too_few_layers_are_refused_with_both_numbers():
 def test_every_rank_has_as_many_stages_and_torch_places_them_alike(schedule, ranks):
     from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-    found = rank_of_stages(schedule, ranks)
+    found = assign_stages(schedule, ranks)
     style = "v" if SCHEDULES[schedule].placement == "v" else "loop"
     wanted = generate_stage_to_rank_mapping(ranks, len(found), style)
     assert dict(enumerate(found)) == wanted
@@ -122,8 +122,8 @@ def test_every_rank_has_as_many_stages_and_torch_places_them_alike(schedule, ran
 
 def test_a_number_of_stages_that_a_schedule_cannot_have_is_refused():
     with pytest.raises(ConfigError, match=r"1f1b has 1 stage\(s\) on each rank, got 2"):
-        rank_of_stages("1f1b", 2, per_rank=2)
-    assert rank_of_stages("looped_bfs", 2, per_rank=3) == (0, 1, 0, 1, 0, 1)
+        assign_stages("1f1b", 2, per_rank=2)
+    assert assign_stages("looped_bfs", 2, per_rank=3) == (0, 1, 0, 1, 0, 1)
 
 
 def whole(config):
@@ -164,7 +164,7 @@ def test_stages_run_one_after_the_other_give_what_the_whole_gives():
     (model,) = tk.build_stages(
         lambda: Decoder(config), tk.solo_parallel(), [], weights=init_weights(config, seed=0)
     )
-    batch = tk.batch.blank_batch(2, 6)
+    batch = tk.batch.make_padding_batch(2, 6)
     side = {"position_ids": batch.position_ids, "spans": batch.spans}
     x = torch.arange(12).reshape(2, 6)
     wanted = model(x, **side)
@@ -180,7 +180,7 @@ def test_a_stage_says_where_it_stands_and_what_it_shares():
     stages, axis = of_rank(1, 2, "interleaved_1f1b")
     assert places_of(stages, axis) == [StagePlace(1, (0, 1, 0, 1)), StagePlace(3, (0, 1, 0, 1))]
     assert [tied_of(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
-    assert list(tk.named_parameters_of(stages))[-1] == "norm.weight"
+    assert list(tk.get_named_parameters(stages))[-1] == "norm.weight"
 
 
 def test_a_rank_holds_as_many_stages_as_are_asked_for():
@@ -191,12 +191,12 @@ def test_a_rank_holds_as_many_stages_as_are_asked_for():
 @pytest.mark.skipif(not passes_to_itself(), reason="gloo has no connection to the own rank")
 def test_a_rank_that_holds_both_ends_has_the_tied_embedding_twice():
     stages, axis = of_rank(0, 2, "zero_bubble_v")
-    names = [name for name in tk.named_parameters_of(stages) if "embedding" in name]
+    names = [name for name in tk.get_named_parameters(stages) if "embedding" in name]
     assert names == ["embedding.weight", "embedding.weight (copy)"]
     for stage in stages:
         stage.embedding.weight.grad = torch.ones_like(stage.embedding.weight)
-    params = tk.parameters_of(stages)
-    assert len(params) == len(tk.named_parameters_of(stages))
+    params = tk.get_parameters(stages)
+    assert len(params) == len(tk.get_named_parameters(stages))
     assert tk.grad_norm(params) == stages[0].embedding.weight.numel() ** 0.5
     del axis
 
@@ -237,7 +237,7 @@ def own_model(split):
 
 def test_a_model_of_one_s_own_is_split_by_a_function_of_one_s_own():
     (stage,) = own_model(split_of_mine)
-    assert list(tk.named_parameters_of([stage])) == ["b.weight", "b.bias"]
+    assert list(tk.get_named_parameters([stage])) == ["b.weight", "b.bias"]
     with pytest.raises(ConfigError, match="split a Decoder, not a Sum"):
         own_model(split_layers)
 

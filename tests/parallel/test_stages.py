@@ -17,7 +17,7 @@ from whole_step import CONFIG, Layout, build, full
 import trainkit as tk
 from trainkit import adapters
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel import Transform, canonical_name, check_plan, compiled, fsdp, recompute
+from trainkit.parallel import Transform, canonical_name, check_plan, compile_blocks, fsdp, recompute
 from trainkit.parallel.materialize import materialize_
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
@@ -31,7 +31,7 @@ def hashes(layout):
         stages, _ = build(layout, ps)
         return {
             name: hashlib.sha256(full(p).tobytes()).hexdigest()
-            for name, p in tk.named_parameters_of(stages).items()
+            for name, p in tk.get_named_parameters(stages).items()
         }
 
 
@@ -58,7 +58,7 @@ def test_prefixes_of_wrappers_are_stripped(raw):
 
 def test_a_plan_in_the_wrong_order_is_refused():
     with pytest.raises(ConfigError, match="recompute must come before compiled"):
-        check_plan([compiled(), recompute()], tk.solo_parallel())
+        check_plan([compile_blocks(), recompute()], tk.solo_parallel())
 
 
 def test_an_axis_that_nobody_takes_care_of_is_refused():
@@ -107,7 +107,7 @@ def test_weights_of_a_wrong_shape_are_refused():
         tk.build_stages(lambda: nn.Linear(2, 3), tk.solo_parallel(), [], weights=wrong)
 
 
-@pytest.mark.parametrize("transform", [recompute(blocks="h.*"), compiled(blocks="h.*")])
+@pytest.mark.parametrize("transform", [recompute(blocks="h.*"), compile_blocks(blocks="h.*")])
 def test_a_pattern_that_matches_nothing_is_refused(transform):
     with pytest.raises(ValueError, match=r"matches blocks='h\.\*'"):
         transform(Decoder(CONFIG), tk.solo_parallel())
@@ -129,7 +129,7 @@ def forward_calls(mode):
     )
     calls = []
     stages[0].layers["0"].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    batch = tk.batch.blank_batch(1, 4)
+    batch = tk.batch.make_padding_batch(1, 4)
     stages[0](batch.input_ids, position_ids=batch.position_ids, spans=batch.spans).sum().backward()
     return len(calls)
 
@@ -162,7 +162,7 @@ def test_selective_recomputation_keeps_products_and_attention():
             [recompute(mode, preserve_rng_state=False)],
             weights=init_weights(CONFIG, seed=0),
         )
-        batch = tk.batch.blank_batch(1, 4)
+        batch = tk.batch.make_padding_batch(1, 4)
         with Calls() as calls:
             rest = {"position_ids": batch.position_ids, "spans": batch.spans}
             model(batch.input_ids, **rest).sum().backward()
@@ -182,7 +182,7 @@ def kept_by(model, batch):
 
 
 def test_selective_recomputation_keeps_no_scores_of_attention_that_is_written_out():
-    capped, batch = attrs.evolve(CONFIG, score_softcap=2.0), tk.batch.blank_batch(1, 52)
+    capped, batch = attrs.evolve(CONFIG, score_softcap=2.0), tk.batch.make_padding_batch(1, 52)
     kept = {}
     for mode in ("none", "selective"):
         plan, weights = [recompute(mode, preserve_rng_state=False)], init_weights(capped, seed=0)
@@ -203,7 +203,7 @@ def test_selective_recomputation_keeps_no_sum_of_which_dora_takes_the_lengths():
         (model,) = tk.build_stages(
             lambda: Decoder(CONFIG), tk.solo_parallel(), plan, weights=weights
         )
-        kept.append(sum(kept_by(model, tk.batch.blank_batch(1, 4))))
+        kept.append(sum(kept_by(model, tk.batch.make_padding_batch(1, 4))))
     assert kept[1] - kept[0] < model.layers["0"].mlp.up.weight.nbytes
 
 
@@ -235,6 +235,6 @@ def test_a_copy_of_a_recomputed_model_runs_its_own_weights():
     with torch.no_grad():
         for p in twin.layers.parameters():
             p.zero_()
-    batch = tk.batch.blank_batch(1, 4)
+    batch = tk.batch.make_padding_batch(1, 4)
     arguments = {"position_ids": batch.position_ids, "spans": batch.spans}
     assert not torch.equal(twin(batch.input_ids, **arguments), model(batch.input_ids, **arguments))

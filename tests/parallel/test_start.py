@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, count_parameters, decoder_config
-from trainkit.packing import overlong_warning, pack_bins
-from trainkit.parallel import start_lines
+from trainkit.models import Decoder, count_parameters, make_decoder_config
+from trainkit.packing import format_overlong_warning, pack_bins
+from trainkit.parallel import describe_run
 from trainkit.parallel.names import mark_tied_copy_
 from trainkit.post.adapters import quantized
 from trainkit.types import Precision
@@ -19,11 +19,11 @@ ROWS = pack_bins([6, 8, 3, 8, 8], 8)
 def lines_of(*stages, ps=None, compute="fp32", rows_per_step=2):
     ps = ps or solo_parallel()
     size = {"rows_per_step": rows_per_step, "precision": Precision(compute=compute)}
-    return start_lines(stages, ps, ROWS, **size).splitlines()
+    return describe_run(stages, ps, ROWS, **size).splitlines()
 
 
 def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
-    config = decoder_config("tiny", vocab_size=272, tied=True)
+    config = make_decoder_config("tiny", vocab_size=272, tied=True)
     with torch.device("meta"):
         tied, model = Decoder(config), Decoder(attrs.evolve(config, tied=False))
     parameters = count_parameters(config)
@@ -77,7 +77,9 @@ def test_the_layout_is_its_degrees_above_one():
 )
 def test_what_is_cut_or_dropped_is_a_warning_with_its_share(counts, share):
     cut, dropped, total = counts
-    told = overlong_warning(total, capacity=2048, truncated=cut, dropped=dropped, what="chats")
+    told = format_overlong_warning(
+        total, capacity=2048, truncated=cut, dropped=dropped, what="chats"
+    )
     assert told.startswith(f"warning: {cut + dropped} of {total:,} chats are longer than 2,048 tok")
     assert told.endswith(f": {share} ({cut} cut, {dropped} dropped)")
-    assert overlong_warning(total, capacity=2048) == ""
+    assert format_overlong_warning(total, capacity=2048) == ""

@@ -11,16 +11,16 @@ from torch import nn
 from whole_step import Layout, build, corpus, difference, full, input_of, model_config, run_steps
 
 import trainkit as tk
-from trainkit.batch import blank_batch
-from trainkit.collectives import all_sum, gather_replicated
-from trainkit.losses import next_token, next_token_linear, with_terms
+from trainkit.batch import make_padding_batch
+from trainkit.collectives import all_gather_replicated, all_sum
+from trainkit.losses import declare_terms, next_token, next_token_linear
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, Latents, call_with_noise, init_weights
 from trainkit.parallel import fsdp, reduction
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.parallel.reduction import mark_partial_, sum_partial_
 from trainkit.parallel.styles import STYLES
-from trainkit.parallel.tensor_parallel import DECODER_STYLES, hf_styles, tensor
+from trainkit.parallel.tensor_parallel import DECODER_STYLES, read_hf_styles, tensor_parallel
 from trainkit.tools.testing import RankError, run_ranks
 from trainkit.types import Axis, ConfigError, Cursor, Share
 
@@ -99,7 +99,7 @@ def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_l
         (model,) = tk.build_stages(
             lambda: Decoder(config, head=head).to(layout.dtype),
             ps,
-            [tensor(styles), fsdp()],
+            [tensor_parallel(styles), fsdp()],
             weights=init_weights(config, seed=0),
         )
         bins = tk.pack_bins(text.lengths, 24)
@@ -110,8 +110,8 @@ def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_l
         )
         for index in range(calls):
             sums = step(batch.microbatches[index::calls])
-        grads = {name: p.grad for name, p in tk.named_parameters_of([model]).items()}
-        norm = float(tk.grad_norm(tk.parameters_of([model]), axis=ps.pp))
+        grads = {name: p.grad for name, p in tk.get_named_parameters([model]).items()}
+        norm = float(tk.grad_norm(tk.get_parameters([model]), axis=ps.pp))
         return {
             "parameters": {name: full(grad.double()) for name, grad in grads.items()},
             "losses": [float(v) for v in tk.reduce_metrics(sums, ps.loss).values()],
@@ -120,7 +120,9 @@ def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_l
 
 
 def gathered_without_a_sum():
-    own = attrs.evolve(STYLES["gather"], enter=lambda x, axis: gather_replicated(x, axis, dim=1))
+    own = attrs.evolve(
+        STYLES["gather"], enter=lambda x, axis: all_gather_replicated(x, axis, dim=1)
+    )
     return DECODER_STYLES | {"layers.*.mlp": own}
 
 
@@ -140,7 +142,7 @@ MISTAKES = {
 }
 
 
-@with_terms("loss", "distance")
+@declare_terms("loss", "distance")
 def own_loss(logits, batch):
     """A user's: it needs all of the vocabulary, at every token that has a label."""
     kept = (batch["labels"] >= 0).unsqueeze(-1)
@@ -220,7 +222,7 @@ def of_biases(tp):
     """Return the gradients of a user's model that is cut along the sequence too."""
     with tk.parallel_session(tp=tp) as ps:
         torch.manual_seed(0)
-        model = tensor(BIASED)(Biased().double(), ps)
+        model = tensor_parallel(BIASED)(Biased().double(), ps)
         ids = torch.arange(8).view(1, 8)
         total, _ = next_token(model(ids), {"labels": (3 * ids + 1) % 8})
         total.backward()
@@ -244,7 +246,7 @@ def partial_sums():
         model = nn.ParameterDict(
             {name: nn.Parameter(torch.ones(3, dtype=dtype)) for name, dtype in sizes.items()}
         )
-        tensor({})(model, ps)
+        tensor_parallel({})(model, ps)
         model["frozen"].requires_grad_(False)
         mark_partial_(model, list(sizes), ps.tp)
         for name in ("both", "low", "frozen") + (("one",) if ps.tp.index else ()):
@@ -285,8 +287,10 @@ def saved(folder):
     layout = attrs.evolve(BASE, tp=2, tied=True)
     with tk.parallel_session(tp=2) as ps:
         stages, _ = build(layout, ps)
-        named = tk.named_parameters_of(stages)
-        boxes = {name: (box_of(p), tuple(map(str, p.placements))) for name, p in named.items()}
+        named = tk.get_named_parameters(stages)
+        boxes = {
+            name: (get_local_box(p), tuple(map(str, p.placements))) for name, p in named.items()
+        }
         shapes = {
             name: (tuple(box.local.shape), box.offset, box.writes, placements[-1])
             for name, (box, placements) in boxes.items()
@@ -361,33 +365,33 @@ MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
 )
 def test_what_does_not_fit_is_refused_before_anything_is_sent(tp, changes, styles, words):
     with pytest.raises(ConfigError) as caught:
-        tensor(styles)(decoder(**changes), fake(tp))
+        tensor_parallel(styles)(decoder(**changes), fake(tp))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_a_parameter_of_ones_own_where_features_are_cut_needs_a_style():
     block = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)})
     model, mlp = nn.ModuleDict({"block": block}), {"block.up": "column", "block.down": "row"}
-    assert tensor(mlp)(model, solo_parallel()) is model
+    assert tensor_parallel(mlp)(model, solo_parallel()) is model
     block.register_parameter("gain", nn.Parameter(torch.ones(1)))
     for ps in (solo_parallel(), fake(2)):
         with pytest.raises(ConfigError, match="'block' has parameters of its own and no style"):
-            tensor(mlp)(model, ps)
-    assert tensor(mlp | {"block": "partial"})(model, solo_parallel()) is model
+            tensor_parallel(mlp)(model, ps)
+    assert tensor_parallel(mlp | {"block": "partial"})(model, solo_parallel()) is model
 
 
 def test_a_module_without_a_ready_plan_and_an_embedding_of_special_rows_are_refused():
     with pytest.raises(ConfigError, match="no ready plan for a Linear"):
-        tensor()(nn.Linear(2, 2), fake(2))
+        tensor_parallel()(nn.Linear(2, 2), fake(2))
     model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
     with pytest.raises(ConfigError, match="max_norm"):
-        tensor({"0": "vocabulary"})(model, fake(2))
+        tensor_parallel({"0": "vocabulary"})(model, fake(2))
 
 
 def test_at_size_one_nothing_changes():
     model = decoder()
     before = [type(module) for module in model.modules()]
-    assert tensor()(model, solo_parallel()) is model
+    assert tensor_parallel()(model, solo_parallel()) is model
     assert [type(module) for module in model.modules()] == before
     assert model.sequence_parts == 1
 
@@ -397,19 +401,19 @@ def late_refusals():
     with tk.parallel_session(tp=2) as ps:
         config = model_config(BASE)
         (model,) = tk.build_stages(
-            lambda: Decoder(config), ps, [tensor()], weights=init_weights(config, seed=0)
+            lambda: Decoder(config), ps, [tensor_parallel()], weights=init_weights(config, seed=0)
         )
-        batch = blank_batch(1, 7)
+        batch = make_padding_batch(1, 7)
         with pytest.raises(ValueError, match="size 7, which does not divide into 2 equal parts"):
             tk.call_model(model, batch)
         assert model.sequence_parts == 2
-        logits = tk.call_model(model, blank_batch(1, 8))
+        logits = tk.call_model(model, make_padding_batch(1, 8))
         tied = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
         tied["b"].weight = tied["a"].weight
         with pytest.raises(ConfigError, match=r"'b\.weight' is tied"):
-            tensor({"a": "column"})(tied, ps)
+            tensor_parallel({"a": "column"})(tied, ps)
         with pytest.raises(ConfigError, match="sharded already"):
-            tensor()(model, ps)
+            tensor_parallel()(model, ps)
         return tuple(logits.shape)
 
 
@@ -419,7 +423,7 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
 
 def compiled_whole():
     with tk.parallel_session(tp=2) as ps:
-        own = tensor({"0": "replicated"})(nn.Sequential(nn.Linear(3, 2)), ps)[0]
+        own = tensor_parallel({"0": "replicated"})(nn.Sequential(nn.Linear(3, 2)), ps)[0]
         how = {"backend": "eager", "fullgraph": torch.__version__ >= "2.13"}  # before it in parts
         compiled = torch.compile(own, **how)
         compiled(torch.ones(1, 3))
@@ -435,7 +439,7 @@ def embedded(last_id):
     with tk.parallel_session(tp=2) as ps:
         model = nn.Sequential(nn.Embedding(8, 2, padding_idx=5))
         model.load_state_dict({"0.weight": torch.arange(16.0).view(8, 2)})
-        tensor({"0": "vocabulary"})(model, ps)
+        tensor_parallel({"0": "vocabulary"})(model, ps)
         out = model(torch.tensor([0, 3, 4, 5, last_id]))
         out.sum().backward()
         return out[:, 0].tolist(), full(model[0].weight.grad)[:, 0].tolist()
@@ -461,19 +465,19 @@ def test_norms_of_heads_that_an_older_plan_leaves_out_are_partial_all_the_same()
     attention.q_proj = nn.Linear(16, 32)
     model = nn.ModuleDict({"attention": attention})
     model._tp_plan = {"attention.q_proj": "colwise"}
-    assert hf_styles(model) == {"attention.q_proj": "column", "attention.q_norm": "partial"}
+    assert read_hf_styles(model) == {"attention.q_proj": "column", "attention.q_norm": "partial"}
     attention.q_norm = nn.RMSNorm(32)
     with pytest.raises(ConfigError, match=r"'attention\.q_norm' is no norm of single heads"):
-        hf_styles(model)
+        read_hf_styles(model)
 
 
 def test_a_plan_with_an_unknown_style_or_none_is_refused_by_name():
     model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
     with pytest.raises(ConfigError, match="brings no tensor-parallel plan"):
-        hf_styles(model)
+        read_hf_styles(model)
     model._tp_plan = {"experts": "grouped_gemm", "absent": "colwise"}
     with pytest.raises(ConfigError, match="'grouped_gemm' at 'experts'"):
-        hf_styles(model)
+        read_hf_styles(model)
 
 
 # ----------------------------------------------------------------------------------- low precision

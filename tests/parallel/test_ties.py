@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.parallel import Transform, compiled, fsdp, recompute, tensor
+from trainkit.parallel import Transform, compile_blocks, fsdp, recompute, tensor_parallel
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.names import ties_of
 from trainkit.tools.testing import run_ranks
@@ -49,10 +49,10 @@ class Shared(nn.Module):
 HEAD = {"wte": "vocabulary", "head": "column_gathered"}
 PLANS = {
     "none": [],
-    "recompute, compiled": [recompute(), compiled(backend="aot_eager")],
+    "recompute, compiled": [recompute(), compile_blocks(backend="aot_eager")],
     "fsdp": [fsdp()],
-    "tensor": [tensor(HEAD)],
-    "tensor, fsdp": [tensor(HEAD), fsdp()],
+    "tensor": [tensor_parallel(HEAD)],
+    "tensor, fsdp": [tensor_parallel(HEAD), fsdp()],
 }
 
 
@@ -65,8 +65,8 @@ def facts(plan, **degrees):
     with tk.parallel_session(**degrees) as ps:
         (model,) = built(plan, ps)
         same = model.head.weight is model.wte.weight
-        names = list(tk.named_parameters_of([model]))
-        return names, ties_of(model), same, len(tk.parameters_of([model]))
+        names = list(tk.get_named_parameters([model]))
+        return names, ties_of(model), same, len(tk.get_parameters([model]))
 
 
 NAMES = [name for name, _ in Shared().named_parameters()]

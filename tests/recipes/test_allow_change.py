@@ -9,7 +9,7 @@ import pytest
 from recipe_runs import column, events, here, loaded, refusal
 
 from trainkit.run import set_numerics
-from trainkit.run.config import changes_of
+from trainkit.run.config import make_resume_rules
 from trainkit.types import Numerics
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,9 @@ def promised_by_help(recipe):
 def test_what_help_promises_may_change(recipe):
     names = promised_by_help(recipe)
     assert names == {"lr", "warmup", "schedule-steps", "weight-decay", "max-norm"}
-    flagged = {name.replace("_", "-") for name in changes_of(loaded(recipe).Config()).flagged}
+    flagged = {
+        name.replace("_", "-") for name in make_resume_rules(loaded(recipe).Config()).flagged
+    }
     assert names | promised_on_pages() - {"linears"} <= flagged
     # Plain layers do not read linear-modules, and nothing makes torch less deterministic again.
     assert flagged - {"linear-modules", "deterministic"} <= OTHER.keys()
@@ -104,7 +106,7 @@ def test_another_value_is_refused_and_with_leave_it_is_taken_and_told(name, begu
     assert code == 0, said
     assert column(out.parent / name, "step") == [2]
     plain = name.replace("-", "_")
-    (told,) = [event["told"] for event in events(out.parent / name, "resume")]
+    (told,) = [event["messages"] for event in events(out.parent / name, "resume")]
     assert any(f"its config.{plain} is " in line for line in told)
 
 

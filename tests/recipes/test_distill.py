@@ -6,19 +6,19 @@ import types
 import pytest
 import recipe_runs
 import torch
-from hub.test_export_command import saved_run
 from recipe_runs import assert_equal_runs, column, events, here, load, refusal, several
+from weights.hub.test_export_command import saved_run
 
 from trainkit import config, models, sampling
 from trainkit.batch import count_valid_tokens
-from trainkit.data import step_batch
+from trainkit.data import make_step_batch
 from trainkit.mesh import solo_parallel
-from trainkit.models import build_decoder, decoder_config
+from trainkit.models import build_decoder, make_decoder_config
 from trainkit.text.tokenizers import open_tokenizer
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 
-TEACHER = decoder_config("tiny", layers=2, width=48, heads=2, kv_heads=2, mlp_width=64)
+TEACHER = make_decoder_config("tiny", layers=2, width=48, heads=2, kv_heads=2, mlp_width=64)
 SIZE = {"layers": 2, "width": 32, "heads": 2, "mlp_width": 48}
 FLAGS = ["--loss", "js", "--temperature", 2, "--hard", 0.25, "--save-every", 2, "--lr", 5e-4]
 
@@ -76,10 +76,10 @@ def test_the_result_compares_both_on_what_is_held_out(whole):
 def test_a_step_is_taken_by_the_divergence_and_the_hard_labels(whole, flags_of):
     recipe = load("distill")
     cfg = config.load_config(recipe.Config, [str(flag) for flag in flags_of(whole, 4)])
-    run = types.SimpleNamespace(say=str, ps=solo_parallel())
+    run = types.SimpleNamespace(log=str, ps=solo_parallel())
     rows, _ = recipe.open_rows(cfg, run, open_tokenizer("bytes"))
-    rows_at = sampling.rows_of_epochs(len(rows), rows_per_step=4, seed=cfg.seed)
-    parts = step_batch(rows, rows_at, Cursor(), rows_per_microbatch=2).microbatches
+    rows_at = sampling.shuffle_epochs(len(rows), rows_per_step=4, seed=cfg.seed)
+    parts = make_step_batch(rows, rows_at, Cursor(), rows_per_microbatch=2).microbatches
     student = build_decoder(recipe.choose_student(cfg, TEACHER.vocab_size), seed=cfg.seed)
     teacher, call = build_decoder(TEACHER, seed=1), models.call_model
     tokens, divergence = count_valid_tokens(parts), 0.0
@@ -135,7 +135,7 @@ def test_every_layout_learns_the_same_from_its_teacher(world, layouts, whole, fl
 def test_another_teacher_is_refused_and_one_that_is_nowhere_and_a_layout(
     whole, flags_of, home, tmp_path
 ):
-    saved_run(home / "other", decoder_config("tiny", layers=2, width=32))
+    saved_run(home / "other", make_decoder_config("tiny", layers=2, width=32))
     again = functools.partial(refusal, "distill")
     code, what = again(*flags_of(whole, 4, "--teacher", home / "other"))
     assert (code, "weights of the teacher" in what) == (66, True), what

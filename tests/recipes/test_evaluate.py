@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from hub.test_export_command import saved_run
 from recipe_runs import here, load, refusal, several
+from weights.hub.test_export_command import saved_run
 
-from trainkit.models import Experts, decoder_config
-from trainkit.post.evaluation import read_lines
+from trainkit.models import Experts, make_decoder_config
+from trainkit.post.evaluation import read_results
 from trainkit.tools.testing import run_ranks
-from trainkit.weights.hub import open_trained
+from trainkit.weights.hub import open_model
 
-CONFIG = decoder_config("tiny", layers=2)
+CONFIG = make_decoder_config("tiny", layers=2)
 TEXTS = ["def f(x):\n    return x\n", "word by word " * 30, ""]
 QUESTION = {"context": "1 + 1 =", "choices": [" 2", " 11", " two"], "answer": 0}
 
@@ -48,7 +48,7 @@ def whole(home):
 
 def test_it_writes_a_line_for_each_and_what_they_come_to(whole):
     out, printed = whole
-    counts = {kind: len(read_lines(out / f"{kind}.jsonl")) for kind in KINDS}
+    counts = {kind: len(read_results(out / f"{kind}.jsonl")) for kind in KINDS}
     assert counts == {"perplexity": 3, "choices": 5, "score": 3}
     found = json.loads((out / "results.json").read_text())
     assert found == json.loads(printed[printed.index("{") :])
@@ -63,10 +63,10 @@ KINDS = ("perplexity", "choices", "score")
 def test_a_mixture_of_experts_is_evaluated_too(home):
     size = {"width": 32, "heads": 2, "kv_heads": 2, "mlp_width": 48}
     experts = Experts(count=4, chosen=2, width=16)
-    saved_run(home / "mixed", decoder_config("tiny", layers=2, experts=experts, **size))
+    saved_run(home / "mixed", make_decoder_config("tiny", layers=2, experts=experts, **size))
     flags = ["--run", home / "mixed", "--out", home / "out", "--score", home / "pairs.jsonl"]
     code, printed = here(flags, "evaluate")
-    assert (code, len(read_lines(home / "out" / "score.jsonl"))) == (0, 3), printed
+    assert (code, len(read_results(home / "out" / "score.jsonl"))) == (0, 3), printed
 
 
 TWO = [["--tp", "2"], ["--pp", "2"], ["--ring", "2"], []]
@@ -78,7 +78,7 @@ def test_two_ranks_write_the_same_numbers(whole, home):
         assert [code for code, _ in codes] == [0] * len(TWO), codes
     for i, _ in enumerate(TWO):
         for kind in KINDS:
-            found, want = (read_lines(x / f"{kind}.jsonl") for x in (home / f"two{i}", whole[0]))
+            found, want = (read_results(x / f"{kind}.jsonl") for x in (home / f"two{i}", whole[0]))
             for mine, theirs in zip(found, want, strict=True):
                 name = "logprobs" if kind == "choices" else "logprob"
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-5)
@@ -97,7 +97,7 @@ def test_the_same_command_goes_on_with_half_a_file(whole, home):
 
 
 def test_results_of_another_model_or_of_other_texts_are_not_mixed(whole, home, tmp_path):
-    saved_run(tmp_path / "run", decoder_config("tiny", layers=1))
+    saved_run(tmp_path / "run", make_decoder_config("tiny", layers=1))
     flags = flags_of(home, whole[0])
     code, said = refusal("evaluate", *flags, "--run", tmp_path / "run")
     assert code == 65
@@ -147,6 +147,6 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
     found = json.loads((out / "results.json").read_text())
     assert 10 < found["choices"]["questions"] <= 200
     assert found["perplexity"]["documents"] == found["choices"]["questions"]
-    short = open_trained(tmp_path / "runs" / "pretrain", context=40)  # whose endings fit, too
+    short = open_model(tmp_path / "runs" / "pretrain", context=40)  # whose endings fit, too
     asked = recipe.library(short, recipe.how_of(recipe.Config(), short))
     assert 10 < len(asked["choices"][0]) <= 200

@@ -8,15 +8,15 @@ import time
 import pytest
 import recipe_runs
 import torch
-from hub.test_export_command import saved_run
 from recipe_runs import assert_equal_runs, column, events, here, lines, refusal, several
 from transformers import AutoTokenizer
+from weights.hub.test_export_command import saved_run
 
 from trainkit import adapters, chat, hub, metrics, schedules
 from trainkit.__main__ import main
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, Experts, decoder_config
+from trainkit.models import Decoder, Experts, make_decoder_config
 from trainkit.text.corpora import write_corpus
 from trainkit.text.tokenizers import open_tokenizer, save_tokenizer, train_bpe
 from trainkit.tools.testing import run_ranks
@@ -137,7 +137,7 @@ def test_an_exported_run_is_asked_in_its_template_here_and_in_transformers(whole
     assert main(["export", str(whole[0]), str(folder)]) == 0
     theirs = AutoTokenizer.from_pretrained(folder)
     ids = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    ours = chat.prompt_ids(asked, open_tokenizer("bytes"), template=chat.chatml)
+    ours = chat.encode_prompt(asked, open_tokenizer("bytes"), template=chat.chatml)
     assert list(ids) == list(ours)
     flags = ["--prompt", "def is_open(self)", "3 + 1?", "--tokens", 20, "--temperature", 0]
     said = [here(["--run", run, *flags, "--stop", "z"], "generate") for run in (whole[0], folder)]
@@ -223,7 +223,7 @@ def test_tokens_of_another_template_are_refused(base, chats, flags_of, tmp_path)
     code, what = refusal("finetune", *flags_of(tmp_path / "run", 2, "--data", tokens))
     assert (code, "the template qwen3" in what, "model's is chatml" in what) == (65, True, True)
     own = shutil.copytree(base / "model", tmp_path / "own")
-    (own / "chat_template.jinja").write_text(chat.SOURCES["llama3"])
+    (own / "chat_template.jinja").write_text(chat.JINJA_SOURCES["llama3"])
     flags = flags_of(tmp_path / "other", 2, "--data", tokens, "--init", own)
     for recipe, less in (("finetune", ()), ("pretrain", SMALL[-2:])):
         code, what = refusal(recipe, *(flag for flag in flags if flag not in less))
@@ -262,10 +262,10 @@ def test_weights_of_nowhere_and_layouts_that_do_not_fit_are_refused(flags_of, tm
 
 def logits_of(run):
     """Return what a trained model makes of some tokens."""
-    found = hub.open_trained(run)
+    found = hub.open_model(run)
     make_model = functools.partial(Decoder, found.config)
-    (model,) = adapters.build_trained(found.path, make_model, solo_parallel(), [])
-    batch = batch_of_rows(torch.arange(60)[None])
+    (model,) = adapters.build_trained_stages(found.path, make_model, solo_parallel(), [])
+    batch = batch_from_rows(torch.arange(60)[None])
     with torch.no_grad():
         return model.eval()(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
 
@@ -324,10 +324,10 @@ def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, 
         assert hub.open_folder(tmp_path / f"{name} out").full_context == context
 
 
-@pytest.mark.skipif(not adapters.shards_bytes(), reason="FSDP of this torch shards no bytes")
+@pytest.mark.skipif(not adapters.can_shard_bytes(), reason="FSDP of this torch shards no bytes")
 def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path):
     experts = Experts(count=4, chosen=2, width=16)
-    mixture = decoder_config("tiny", layers=1, width=512, vocab_size=272, experts=experts)
+    mixture = make_decoder_config("tiny", layers=1, width=512, vocab_size=272, experts=experts)
     saved_run(tmp_path / "run", mixture)
     folder = str(tmp_path / "mixture")
     assert main(["export", str(tmp_path / "run"), folder]) == 0
@@ -358,7 +358,7 @@ def test_pretraining_goes_on_from_a_hugging_face_folder_in_any_layout(base, tmp_
         assert code == 0, said
     for name in layouts:
         assert column(tmp_path / name, "loss")[0] < column(base / "run", "loss")[0] - 1, name
-    assert hub.open_trained(tmp_path / "data").full_context == 4096
+    assert hub.open_model(tmp_path / "data").full_context == 4096
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "pretrain"])

@@ -15,7 +15,7 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 
-WORDS = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
+WORDS = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
 EXPERTS = models.Experts(count=4, chosen=2, width=16, scores="softmax")
 COMMON = "--rows 2 --microbatch 2 --warmup 1 --schedule-steps 4 --save-every 1"
 FLAGS = {
@@ -47,7 +47,7 @@ def home(tmp_path_factory):
         mixture = attrs.evolve(config, experts=EXPERTS)
         run = _save(home / f"{name} experts run", mixture, seed)
         for saved, folder in ((home / name, "folder"), (run, "experts")):
-            files = hub.tokenizer_files("bytes")
+            files = hub.make_tokenizer_files("bytes")
             hub.export_folder(saved, home / f"{name} {folder}", context=64, files=files)
     return home
 

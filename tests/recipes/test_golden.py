@@ -44,8 +44,8 @@ def write_data(folder):
 
 def untrained(folder):
     """Save a checkpoint of the weights that a run begins with which has nothing to begin with."""
-    size = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
-    model = models.build_decoder(models.decoder_config("tiny", vocab_size=size), seed=5)
+    size = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
+    model = models.build_decoder(models.make_decoder_config("tiny", vocab_size=size), seed=5)
     facts = {"model": attrs.asdict(model.config), "config.tokenizer": "bytes"}
     facts |= {"config.row_length": 64}
     optimizer = optim.adamw(model.parameters(), lr=1.0)

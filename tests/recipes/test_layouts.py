@@ -150,7 +150,7 @@ def test_long_context_refuses_a_directory_without_text_and_says_when_a_run_is_co
     code, what = refusal("long_context", *long_flags(tmp_path / "none", tmp_path / "empty", 1))
     assert code == 65
     assert "empty: there is no file of text or records" in what
-    for said in ("its loss is drawn in", "is complete at step 1"):
+    for said in ("its loss is plotted in", "is complete at step 1"):
         code, printed = here(long_flags(tmp_path / "run", text, 1), "long_context")
         assert code == 0, printed
         assert said in printed

@@ -22,8 +22,8 @@ from recipe_runs import (
 
 from trainkit import checkpoint, hub, models
 from trainkit.mesh import solo_parallel
-from trainkit.models import decoder_config
-from trainkit.models.experts import advance_routers_, update_expert_bias
+from trainkit.models import make_decoder_config
+from trainkit.models.experts import update_expert_bias, update_routers_
 from trainkit.run.sinks import read_jsonl
 from trainkit.tools.testing import run_ranks
 from trainkit.types import TrainState
@@ -155,7 +155,7 @@ def moving_with_every_microbatch(make_train_step):
                 parts.append(forward_backward([one], denominator=denominator))
                 load = parts[-1]["load"]
                 if len(microbatches) > 1:
-                    advance_routers_(stages, load, rate=cfg.bias_rate / len(microbatches))
+                    update_routers_(stages, load, rate=cfg.bias_rate / len(microbatches))
             return {name: sum(part[name] for part in parts) for name in parts[0]}
 
         return make_train_step(cfg, ps, stages, optimizer, each)
@@ -197,14 +197,14 @@ def make_folder(home, name, config):
     run = save_checkpoint(
         home / f"{name}-run", TrainState(), [model], optimizer, solo_parallel(), facts=facts
     )
-    files = hub.tokenizer_files("bytes")
+    files = hub.make_tokenizer_files("bytes")
     hub.export_folder(run, home / name, context=64, files=files)
     return model, home / name
 
 
 def test_a_folder_of_a_mixture_is_gone_on_from_and_one_without_experts_is_refused(text, tmp_path):
     experts = models.Experts(count=4, chosen=2, width=32, scores="softmax")
-    dense = decoder_config("tiny", layers=2, vocab_size=272)
+    dense = make_decoder_config("tiny", layers=2, vocab_size=272)
     model, mixture = make_folder(tmp_path, "mix", attrs.evolve(dense, experts=experts))
     begun = flags_of(tmp_path / "out", text, 1, "--init", mixture, "--lr", 1e-30)
     code, printed = here(begun, "moe")
@@ -265,7 +265,7 @@ def worst_loads(monkeypatch, out, *flags, steps):
     Its model is a smaller one, with two layers of experts.
     """
     recipe, small = load("moe"), {"layers": 3, "width": 64, "mlp_width": 192}
-    build, config = recipe.build, functools.partial(decoder_config, **small)
+    build, config = recipe.build, functools.partial(make_decoder_config, **small)
 
     def build_tilted(*given):
         stages, optimizer = build(*given)
@@ -275,7 +275,7 @@ def worst_loads(monkeypatch, out, *flags, steps):
         return stages, optimizer
 
     recipe.build = build_tilted
-    monkeypatch.setattr("trainkit.models.decoder_config", config)
+    monkeypatch.setattr("trainkit.models.make_decoder_config", config)
     size = ["--rows", 8, "--microbatch", 8, "--row-length", 64, "--schedule-steps", steps]
     flags = [*flags_of(out, made_up(out.parent / "text"), steps), *size, *flags]
     with without_pictures(), with_short_texts():

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from checkpoint.small import rewrite
 from recipe_runs import column, events, here, lines, refusal
+from weights.checkpoint.small import rewrite
 
 from trainkit.text.tokenizers import save_tokenizer, train_bpe
 
@@ -59,8 +59,8 @@ def test_corpora_and_a_tokenizer_that_were_renamed_give_the_same_rows(home):
         assert column(out, name) == column(wanted, name)
     assert {"loss/sums", "loss/orders"} <= lines(out)[-1].keys()
     (first, second) = events(out, "resume")
-    assert "its config.tokenizer is" in "".join(second["told"])
-    assert first["told"] == []
+    assert "its config.tokenizer is" in "".join(second["messages"])
+    assert first["messages"] == []
     (home / moved[0] / "7.txt").write_text("other words")
     code, what = refusal("pretrain", *mixture(home, out, 4, moved, "moved.json"))
     assert (code, "fingerprint of " in what, "7.txt was changed" in what) == (66, True, True), what

@@ -20,7 +20,7 @@ from recipe_runs import (
 )
 
 from trainkit import models, optim
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.text.corpora import open_tokens
 from trainkit.text.tokenizers import open_tokenizer
@@ -29,7 +29,7 @@ from trainkit.types import TrainState
 from trainkit.weights.checkpoint import find_checkpoint, save_checkpoint
 
 FLAGS = "--row-length 192 --rows 4 --microbatch 2 --warmup 1 --schedule-steps 8 --lr 1e-3"
-SIZE = models.round_up_vocabulary(open_tokenizer("bytes").vocab_size)
+SIZE = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
 CONFIG = nano_config("tiny", layers=2, vocab_size=SIZE)
 
 
@@ -108,7 +108,7 @@ def test_the_reference_is_what_the_first_weights_say_of_each_answer(whole):
     begin, end = corpus.offsets[6:8]
     ids = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
     with torch.no_grad():
-        batch = batch_of_rows(ids[None])
+        batch = batch_from_rows(ids[None])
         logits = model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
     wanted = logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
     found = corpus.values["reference_logprobs"][begin + 1 : end]

@@ -26,7 +26,7 @@ from recipe_runs import (
 )
 
 from trainkit import config, schedules, sinks
-from trainkit.packing import pack_bins, sequential
+from trainkit.packing import next_fit, pack_bins
 from trainkit.post.generation import Completion
 from trainkit.tools.testing import run_ranks
 from trainkit.weights.checkpoint import verify_checkpoint
@@ -310,9 +310,9 @@ def test_a_corpus_may_move_and_a_plan_of_rows_may_not_change(text, tmp_path, mon
     assert column(tmp_path / "run", "step") == [1, 2, 3, 4]
 
     def other_rows(_, lengths, capacity, **__):
-        return pack_bins(lengths, capacity, fit=sequential)
+        return pack_bins(lengths, capacity, fit=next_fit)
 
-    monkeypatch.setattr("trainkit.data.packed.cached_bins", other_rows)
+    monkeypatch.setattr("trainkit.data.packed.load_or_pack_bins", other_rows)
     code, what = refusal("pretrain", *flags_of(tmp_path / "run", text, 5))
     assert (code, "its rows is " in what) == (66, True), what
 
@@ -369,7 +369,7 @@ def test_help_explains_every_field(capsys):
             module.main(["--help"])
         assert not end.value.code
         said = capsys.readouterr().out
-        for field in config.plain_values(module.Config()):
+        for field in config.config_to_dict(module.Config()):
             assert f"--{field.replace('_', '-')}" in said
 
 

@@ -95,14 +95,14 @@ def test_two_ranks_sample_the_same_and_learn_the_same(layouts, whole, tmp_path):
 def test_the_answers_of_another_sampler_serve_if_it_has_the_trainer_s_weights(tmp_path):
     out, path = tmp_path / "run", tmp_path / "answers.jsonl"
     assert here(flags(out, 4), "reinforce")[0] == 0
-    trained = hub.open_trained(out)
+    trained = hub.open_model(out)
     make_model = functools.partial(Decoder, trained.config)
-    model = adapters.build_trained(trained.path, make_model, solo_parallel(), [])
+    model = adapters.build_trained_stages(trained.path, make_model, solo_parallel(), [])
     texts = [(f"{n}+1=", text) for n in range(4) for text in ("1", "", f"{n + 1}", "12")]
     read = [{"prompt": p, "answer": a, "logprobs": [0.0] * (len(a) + 1)} for p, a in texts]
     answers = generation.read_answers(read, tokenizer=trained.tokenizer)
     examples = [evaluation.make_example(x.prompt_ids, x.ids, context=64) for x in answers]
-    given = [x.logprobs.tolist() for x in evaluation.bind_score(model)(examples)]
+    given = [x.logprobs.tolist() for x in evaluation.make_scorer(model)(examples)]
 
     def write(logprobs):
         drawn = [{"ids": x.ids, "prompt_ids": x.prompt_ids} for x in answers]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from trainkit.collectives import agree, all_sum
-from trainkit.mesh import launch_notes, parallel_session
-from trainkit.run.errors import SAVED, leave, report_errors
-from trainkit.run.lock import run_lock
-from trainkit.run.signals import stop_votes, trap_signals
+from trainkit.collectives import all_sum, any_rank
+from trainkit.mesh import describe_launch, parallel_session
+from trainkit.run.errors import EXIT_SAVED, report_errors, run_main
+from trainkit.run.lock import lock_run
+from trainkit.run.signals import open_stop_vote, trap_signals
 
 
 def nothing(place, step):
@@ -34,7 +34,7 @@ def save(out, step, axis, at):
         new = out / "state.json.new"
         new.write_text(json.dumps({"step": step}))
         new.replace(out / "state.json")
-    agree(True, axis)
+    any_rank(True, axis)
 
 
 def load(out):
@@ -69,12 +69,12 @@ def train(out, steps=10, seconds=0.0, *, save_every=1000, at=nothing):
     with (
         trap_signals() as asked,
         parallel_session() as ps,
-        run_lock(out, ps.world),
-        stop_votes(asked, ps.world) as stopping,
+        lock_run(out, ps.world),
+        open_stop_vote(asked, ps.world) as stopping,
     ):
         options = {"steps": steps, "seconds": seconds, "save_every": save_every, "at": at}
         step, stop = run_steps(out, ps, stopping, **options)
-        return SAVED if stop else 0, step, stop
+        return EXIT_SAVED if stop else 0, step, stop
 
 
 def main(argv=None, further=nothing):
@@ -89,7 +89,7 @@ def main(argv=None, further=nothing):
             (out / f"pid_{rank}").write_text(str(os.getpid()))
 
     with report_errors(out):
-        for note in launch_notes(os.environ):
+        for note in describe_launch(os.environ):
             print(f"note: {note}")
         code, step, stop = train(out, steps, seconds, at=at)
         with (out / f"ends_{rank}").open("a") as file:
@@ -98,4 +98,4 @@ def main(argv=None, further=nothing):
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

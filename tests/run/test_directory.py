@@ -47,14 +47,14 @@ def in_mode(path, mode):
 @pytest.mark.case("K19")
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o2750])
 def test_a_directory_of_the_users_own_is_trusted(mode, tmp_path):
-    make_run_dir(in_mode(tmp_path / "run", mode), strict_owner=True, tell=pytest.fail)
+    make_run_dir(in_mode(tmp_path / "run", mode), strict_owner=True, log=pytest.fail)
 
 
 @pytest.mark.case("K19")
 def test_whoever_else_can_write_the_directory_is_told_of_or_refused(tmp_path, monkeypatch):
     told, path = [], in_mode(tmp_path / "run", 0o777)
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_gid + 1)
-    assert make_run_dir(path, tell=told.append) == path
+    assert make_run_dir(path, log=told.append) == path
     assert f"{path} can be written by everybody (mode 777)" in told
     assert any("by the group" in problem for problem in told)
     with pytest.raises(ConfigError, match="can be written by everybody"):
@@ -69,7 +69,7 @@ def test_a_directory_of_somebody_else_is_told_of(tmp_path, monkeypatch):
     else:
         owner = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    make_run_dir(tmp_path, tell=told.append)
+    make_run_dir(tmp_path, log=told.append)
     assert f"belongs to user {owner}" in told[0]
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainkit.files import point_nowhere
+from trainkit.files import redirect_to_devnull
 from trainkit.run.directory import make_run_dir
-from trainkit.run.errors import SAVED, error_code, last_words, leave, report_errors
+from trainkit.run.errors import EXIT_SAVED, get_exit_code, last_words, report_errors, run_main
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.ranks import RankError
 from trainkit.types import (
@@ -116,7 +116,7 @@ def test_every_error_ends_with_its_code_and_its_last_words(
         raise error
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert (caught.value.code, error_code(error), out) == (code, code, "")
+    assert (caught.value.code, get_exit_code(error), out) == (code, code, "")
     assert lines[-1].startswith("TRAINKIT_ERROR ")
     facts = json.loads(lines[-1].removeprefix("TRAINKIT_ERROR "))
     assert list(facts) == FACTS
@@ -202,7 +202,7 @@ def _lose_a_peer(how):
     try:
         dist.barrier(group)
     except Exception as error:  # noqa: BLE001 -- whatever gloo raises is what is tested
-        return error_code(error)
+        return get_exit_code(error)
     return 0
 
 
@@ -218,7 +218,7 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(ex
     command = rf'pip install "trainkit-lm\[{extra}\]"'
     with pytest.raises(ConfigError, match=command) as missing, needs_extra(extra):
         import tyro  # noqa: F401
-    assert error_code(missing.value) == 64
+    assert get_exit_code(missing.value) == 64
 
 
 def test_an_extra_that_is_there_imports():
@@ -228,7 +228,7 @@ def test_an_extra_that_is_there_imports():
 
 
 def test_a_reader_who_leaves_is_no_lost_peer():
-    assert error_code(BrokenPipeError(32, "Broken pipe")) == 74
+    assert get_exit_code(BrokenPipeError(32, "Broken pipe")) == 74
 
 
 def test_what_a_process_says_that_ends_where_it_stands_is_what_all_say():
@@ -254,7 +254,9 @@ def leave_with(how):
             work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
             threading.Thread(target=work.wait).start()
     threading.Thread(target=time.sleep, args=(60,)).start()
-    leave({"saved": lambda: SAVED, "failed": fail, "a peer is stuck": fail, "text": bye}[how])
+    run_main(
+        {"saved": lambda: EXIT_SAVED, "failed": fail, "a peer is stuck": fail, "text": bye}[how]
+    )
 
 
 def bye():
@@ -287,7 +289,7 @@ def test_without_leaving_a_thread_keeps_the_process(monkeypatch):
 
 LEAVE = """
 import atexit, multiprocessing, os, sys, time
-from trainkit.run.errors import leave
+from trainkit.run.errors import run_main
 def main():
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     child.start()
@@ -319,7 +321,7 @@ def test_leaving_prints_what_is_left_and_ends_the_children(end, code, said):
 
 
 def test_a_crash_leaves_the_stacks():
-    script = "import os; from trainkit.run.errors import leave; leave(os.abort)"
+    script = "import os; from trainkit.run.errors import run_main; run_main(os.abort)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == -signal.SIGABRT
@@ -337,13 +339,13 @@ def test_what_goes_nowhere_stays_open():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         os.close(reader)
-        point_nowhere(stream)
+        redirect_to_devnull(stream)
         print("read by nobody", file=stream, flush=True)
 
 
 HELP = """
 import os, sys
-from trainkit.run.errors import leave, report_errors
+from trainkit.run.errors import run_main, report_errors
 def main():
     with report_errors():
         for _ in range(9999):
@@ -360,7 +362,7 @@ def test_help_whose_reader_has_left_ends_quietly():
 
 CLOSED = """
 import sys
-from trainkit.run.errors import leave, report_errors
+from trainkit.run.errors import run_main, report_errors
 from trainkit.types import ConfigError
 def main():
     assert not sys.stderr.isatty()  # as libraries ask

@@ -10,8 +10,8 @@ import torch
 
 import trainkit as tk
 from trainkit import losses, models
-from trainkit.batch import blank_batch
-from trainkit.run import Limits, collected_by_hand, open_run
+from trainkit.batch import make_padding_batch
+from trainkit.run import Timeouts, collect_manually, open_run
 from trainkit.tools.testing import run_ranks
 
 
@@ -36,7 +36,7 @@ def collections():
 
 
 def test_what_is_new_goes_every_n_steps_and_all_of_it_where_nobody_waits():
-    with collections() as seen, collected_by_hand(every=3) as collect:
+    with collections() as seen, collect_manually(every=3) as collect:
         kept = weakref.ref(Cycle())
         rest = [[] for _ in range(20_000)]  # enough for many automatic collections
         found = []
@@ -59,7 +59,7 @@ def test_collection_is_as_it_was_after_a_loop_however_it_ends(tmp_path, enabled)
     try:
         with (
             contextlib.suppress(SystemExit),
-            open_run(tmp_path, limits=Limits(start_timeout=60.0)) as run,
+            open_run(tmp_path, limits=Timeouts(start_timeout=60.0)) as run,
             run.loop(run.resume([model], optimizer), [model], optimizer, steps=1, replay=None),
         ):
             inside = gc.isenabled()
@@ -71,10 +71,12 @@ def test_collection_is_as_it_was_after_a_loop_however_it_ends(tmp_path, enabled)
 
 def left_by_a_step():
     """Return how many objects a step leaves that only hold one another: the least of five."""
-    model = models.Decoder(models.decoder_config("tiny", vocab_size=256, layers=1), head="hidden")
-    params = tk.parameters_of([model])
+    model = models.Decoder(
+        models.make_decoder_config("tiny", vocab_size=256, layers=1), head="hidden"
+    )
+    params = tk.get_parameters([model])
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
-    batch = blank_batch(1, 8)
+    batch = make_padding_batch(1, 8)
     batch = attrs.evolve(batch, labels=batch.input_ids)
 
     def left():
@@ -85,7 +87,7 @@ def left_by_a_step():
         return gc.collect()
 
     left()
-    with collected_by_hand():
+    with collect_manually():
         return min(left() for _ in range(5))
 
 

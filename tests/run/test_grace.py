@@ -13,11 +13,11 @@ from torch import nn
 
 from trainkit.mesh import parallel_session
 from trainkit.optim import adamw
-from trainkit.run.signals import stop_votes, trap_signals
+from trainkit.run.signals import open_stop_vote, trap_signals
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.ranks import RankError
 from trainkit.types import TrainState
-from trainkit.weights.checkpoint import list_checkpoints, resume, saves, verify_checkpoint
+from trainkit.weights.checkpoint import list_checkpoints, open_saver, resume, verify_checkpoint
 
 GRACE = 0.2  # seconds that are left when the commit begins, which would take a minute
 
@@ -45,8 +45,8 @@ def train_until_killed(out, background):
     with (
         trap_signals() as asked,
         parallel_session(dp_replicate=2) as ps,
-        stop_votes(asked, ps.world) as stopping,
-        saves(
+        open_stop_vote(asked, ps.world) as stopping,
+        open_saver(
             out,
             [model],
             optimizer,

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from threads import run_threads
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.mesh import axis_from_group, solo_parallel
 from trainkit.run import lock
-from trainkit.run.errors import error_code
-from trainkit.run.lock import run_lock
+from trainkit.run.errors import get_exit_code
+from trainkit.run.lock import lock_run
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.ranks import RankError
 from trainkit.types import ConfigError, DiskError
@@ -44,18 +44,18 @@ def told():
 @pytest.mark.case("L12")
 def test_the_holder_is_named_and_the_file_goes_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    with run_lock(tmp_path, SOLO):
+    with lock_run(tmp_path, SOLO):
         facts = written(tmp_path / "lock")
         assert (facts["host"], facts["pid"]) == (socket.gethostname(), os.getpid())
         assert (facts["job"], facts["since"][:2]) == ("4711", "20")
         names = f"in use by process {os.getpid()} on {socket.gethostname()}, job 4711, since 20"
-        with pytest.raises(ConfigError, match=names) as refused, run_lock(tmp_path, SOLO):
+        with pytest.raises(ConfigError, match=names) as refused, lock_run(tmp_path, SOLO):
             pass
-        assert error_code(refused.value) == 64
+        assert get_exit_code(refused.value) == 64
         assert "--out" in refused.value.hint
         assert written(tmp_path / "lock") == facts
     assert list(tmp_path.iterdir()) == []
-    with run_lock(tmp_path, SOLO):
+    with lock_run(tmp_path, SOLO):
         pass
 
 
@@ -63,7 +63,7 @@ def test_the_holder_is_named_and_the_file_goes_with_it(tmp_path, monkeypatch):
 def test_without_the_lock_two_runs_are_in_one_directory(tmp_path, monkeypatch, told):
     """The negative control."""
     monkeypatch.setattr(lock, "_is_locked", lambda _: True)
-    with run_lock(tmp_path, SOLO), run_lock(tmp_path, SOLO, tell=told.append):
+    with lock_run(tmp_path, SOLO), lock_run(tmp_path, SOLO, log=told.append):
         assert "taken over" in told[0]
 
 
@@ -74,7 +74,7 @@ LEFT = {"gone": holder(), "elsewhere": holder(host="node07"), "alive": holder(os
 @pytest.mark.parametrize("text", LEFT.values(), ids=LEFT)
 def test_what_a_dead_process_has_left_is_taken_over_and_told(text, tmp_path, told):
     (tmp_path / "lock").write_text(text)
-    with run_lock(tmp_path, SOLO, tell=told.append):
+    with lock_run(tmp_path, SOLO, log=told.append):
         assert written(tmp_path / "lock")["since"] != "yesterday"
     facts = json.loads(text)
     who = f"process {facts['pid']} on {facts['host']}, job 41, since yesterday"
@@ -87,7 +87,7 @@ HOSTILE = ["", "{", "[]", "null", '{"host": 1}', "{" * 5000, holder(pid="x"), ho
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_file_of_nonsense_is_written_over(text, tmp_path, told):
     (tmp_path / "lock").write_text(text)
-    with run_lock(tmp_path, SOLO, tell=told.append):
+    with lock_run(tmp_path, SOLO, log=told.append):
         assert written(tmp_path / "lock")["pid"] == os.getpid()
     assert told == []
 
@@ -97,11 +97,11 @@ def test_a_file_of_nonsense_is_written_over(text, tmp_path, told):
 def test_a_directory_that_is_lost_is_made_anew_with_its_lock(lost, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    with run_lock(run, SOLO) as hold:
+    with lock_run(run, SOLO) as hold:
         hold()
         run.rename(tmp_path / "aside") if lost == "moved" else shutil.rmtree(run)
         hold()
-        with pytest.raises(ConfigError, match="in use"), run_lock(run, SOLO, patience=0):
+        with pytest.raises(ConfigError, match="in use"), lock_run(run, SOLO, patience=0):
             pass
     assert not list(run.iterdir())
 
@@ -110,10 +110,10 @@ def test_a_directory_that_is_lost_is_made_anew_with_its_lock(lost, tmp_path):
 def test_the_place_of_a_lost_directory_may_be_another_runs_by_now(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    with run_lock(run, SOLO) as hold:
+    with lock_run(run, SOLO) as hold:
         run.rename(tmp_path / "aside")
         run.mkdir()
-        with run_lock(run, SOLO) as other:
+        with lock_run(run, SOLO) as other:
             with pytest.raises(ConfigError, match="in use"):
                 hold()
             other()
@@ -126,7 +126,7 @@ def _lock_of_its_own(folder):
     own.mkdir()
     (own / "lock").write_text(holder())  # of a run before
     try:
-        with run_lock(own, axis_from_group(dist.group.WORLD), patience=0.3):
+        with lock_run(own, axis_from_group(dist.group.WORLD), patience=0.3):
             return "held"
     except ConfigError as error:
         return str(error)
@@ -142,13 +142,13 @@ def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(DiskError, match=r"cannot write .*lock"), run_lock(tmp_path / "run", SOLO):
+    with pytest.raises(DiskError, match=r"cannot write .*lock"), lock_run(tmp_path / "run", SOLO):
         pass
     assert (tmp_path / "precious").read_text() == "kept"
 
 
 def test_a_directory_that_is_gone_is_named(tmp_path):
-    with pytest.raises(DiskError, match="gone/lock"), run_lock(tmp_path / "gone", SOLO):
+    with pytest.raises(DiskError, match="gone/lock"), lock_run(tmp_path / "gone", SOLO):
         pass
 
 
@@ -192,19 +192,19 @@ def test_where_there_are_no_locks_what_is_written_counts(text, is_free, tmp_path
     monkeypatch.setattr(fcntl, "flock", without_locks)
     (tmp_path / "lock").write_text(text)
     if is_free:
-        with run_lock(tmp_path, SOLO):
+        with lock_run(tmp_path, SOLO):
             pass
         return
-    with pytest.raises(ConfigError, match="in use"), run_lock(tmp_path, SOLO):
+    with pytest.raises(ConfigError, match="in use"), lock_run(tmp_path, SOLO):
         pass
 
 
 def hold_on_ranks(axis, folder):
     """Return the names in the directory, or what was refused."""
     try:
-        with run_lock(folder, axis):
+        with lock_run(folder, axis):
             names = sorted(path.name for path in Path(folder).iterdir())
-            return all_gather_json(names, axis)[axis.index]
+            return all_gather_objects(names, axis)[axis.index]
     except ConfigError as error:
         return str(error)
 
@@ -212,13 +212,13 @@ def hold_on_ranks(axis, folder):
 @pytest.mark.case("L12")
 def test_all_ranks_are_refused_alike(tmp_path):
     assert run_threads(hold_on_ranks, 3, tmp_path) == [["lock"]] * 3
-    with run_lock(tmp_path, SOLO):
+    with lock_run(tmp_path, SOLO):
         told = run_threads(hold_on_ranks, 3, tmp_path)
     assert all("in use by process" in text for text in told)
 
 
 def die_with_the_lock(folder):
-    with run_lock(folder, axis_from_group(dist.group.WORLD)):
+    with lock_run(folder, axis_from_group(dist.group.WORLD)):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_was_killed_is_followed_at_once(tmp_path, told):
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(die_with_the_lock, 1, tmp_path)
     assert (tmp_path / "lock").exists()
-    with run_lock(tmp_path, SOLO, tell=told.append, patience=0):
+    with lock_run(tmp_path, SOLO, log=told.append, patience=0):
         assert "has ended without giving it back" in told[0]
 
 
@@ -240,7 +240,7 @@ def test_children_of_a_dead_holder_are_waited_for(tmp_path, told):
         lock._take(tmp_path / "lock", 0)
     thread = threading.Timer(0.2, os.close, (shared,))
     thread.start()
-    with run_lock(tmp_path, SOLO, tell=told.append, patience=20):
+    with lock_run(tmp_path, SOLO, log=told.append, patience=20):
         assert "has ended without giving it back" in told[0]
     thread.join()
 
@@ -249,6 +249,6 @@ def test_children_of_a_dead_holder_are_waited_for(tmp_path, told):
 def test_nothing_secret_is_written(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "canary-7c1f")
-    with run_lock(tmp_path, SOLO):
+    with lock_run(tmp_path, SOLO):
         assert set(written(tmp_path / "lock")) == {"host", "pid", "job", "since", "token"}
         assert "canary" not in (tmp_path / "lock").read_text()

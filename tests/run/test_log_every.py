@@ -13,13 +13,13 @@ from recipe_runs import events, lines, without_pictures
 
 import trainkit as tk
 from trainkit import health
-from trainkit.run import Limits, open_run
-from trainkit.run import open_run as run
+from trainkit.run import Timeouts, open_run
+from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, StepBatch
-from trainkit.weights.checkpoint import Keeping
+from trainkit.weights.checkpoint import CheckpointOptions
 
 TOLD = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "tokens", "tokens_total", "skipped")
-HOW = {"limits": Limits(start_timeout=60.0)}
+HOW = {"limits": Timeouts(start_timeout=60.0)}
 
 
 def batch_at(cursor, wrong):
@@ -41,19 +41,19 @@ def make_step(model, optimizer, policy, overflows):
     def step(state, batch):
         tokens = torch.tensor(8)
         precision = tk.Precision(compute="fp32" if overflows is None else "fp16")
-        scale = health.loss_scale(state.health, precision)
-        scaled = tk.batch.scaled(tokens, scale)
+        scale = health.get_loss_scale(state.health, precision)
+        scaled = tk.batch.scale_denominator(tokens, scale)
         loss = replay(batch.microbatches, denominator=scaled)["loss"] / tokens
         if state.cursor.batch in (overflows or ()):
             params[0].grad.fill_(math.inf)
-        applies = health.step_test(loss, state.health, policy)
+        applies = health.make_finite_check(loss, state.health, policy)
         how = {"max_norm": None, "applies": applies, "scale": scale}
         update = tk.clip_and_step(params, optimizer, lr=0.1, **how)
         moved = {"step": state.step + 1, "cursor": batch.cursor, "tokens": state.tokens + tokens}
         metrics = {"loss": loss, **update.metrics, "lr": 0.1, "tokens": tokens}
         metrics |= {"tokens_total": moved["tokens"]}
         if scale is not None:
-            moved["health"] = health.rescaled(state.health, metrics)
+            moved["health"] = health.update_loss_scale(state.health, metrics)
         return attrs.evolve(state, **moved), metrics
 
     return step, replay
@@ -70,14 +70,16 @@ def train(
     step, replay = make_step(model, optimizer, policy, overflows)
 
     with open_run(out, **HOW) as made:
-        keeping = Keeping(save_every=8, log_every=every, background_saves=False)
+        checkpoints = CheckpointOptions(save_every=8, background_saves=False)
+        logging = LoggingOptions(log_every=every)
         state = made.resume([model], optimizer)
-        around = {"steps": steps, "replay": replay, "policy": policy, "keeping": keeping}
+        around = {"steps": steps, "replay": replay, "policy": policy, "checkpoints": checkpoints}
+        around["logging"] = logging
         with made.loop(state, [model], optimizer, **around) as loop:
             while state.step < steps and not stop:
                 batch = batch_at(state.cursor, wrong or {})
                 state, metrics = step(state, batch)
-                state = loop.after(state, metrics, batch)
+                state = loop.record(state, metrics, batch)
                 for x in metrics.values():  # who gave them may use their memory again
                     if isinstance(x, torch.Tensor) and x is not state.tokens:
                         x.zero_()
@@ -86,8 +88,8 @@ def train(
                 if state.step == stop_at:
                     signal.raise_signal(signal.SIGTERM)
                 if state.step == 5 and seen is not None:
-                    state = loop.evaluated(state, lambda: seen(out))
-                stop = loop.keep(state)
+                    state = loop.evaluate(state, lambda: seen(out))
+                stop = loop.checkpoint(state)
         with without_pictures():
             if not stop:
                 made.finish(state, [model], optimizer)
@@ -203,12 +205,13 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
     def watch(*_, **__):
         yield lambda name, allow: announced.append((name, allow))
 
-    monkeypatch.setattr(run, "watch", watch)
-    batch, keeping = StepBatch([], Cursor()), Keeping(log_every=4, save_every=100)
+    monkeypatch.setattr(sys.modules[open_run.__module__], "watch_ranks", watch)
+    batch, checkpoints = StepBatch([], Cursor()), CheckpointOptions(save_every=100)
+    logging = LoggingOptions(log_every=4)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with open_run(tmp_path, **HOW) as made:
-        around = {"steps": 99, "replay": None, "keeping": keeping}
+        around = {"steps": 99, "replay": None, "checkpoints": checkpoints, "logging": logging}
         state = attrs.evolve(made.resume([model], optimizer), tokens=torch.tensor(0, device="meta"))
         with made.loop(state, [model], optimizer, **around) as loop:
             for step in range(1, 5):
@@ -216,8 +219,8 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
                 metrics = {name: torch.ones((), device=device) for name in ("loss", "grad_norm")}
                 looks = step == 4
                 with pytest.raises(NotImplementedError) if looks else contextlib.nullcontext():
-                    loop.after(attrs.evolve(state, step=step), metrics | {"tokens": 1}, batch)
-                loop.keep(attrs.evolve(state, step=step))
+                    loop.record(attrs.evolve(state, step=step), metrics | {"tokens": 1}, batch)
+                loop.checkpoint(attrs.evolve(state, step=step))
     steps = [(name, allow) for name, allow in announced if name.startswith("step")]
     assert steps == [("step 2", 4 * 600.0), ("step 5", 4 * 600.0)]
 

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from trainkit.batch import blank_batch
+from trainkit.batch import make_padding_batch
 from trainkit.models import Decoder, DecoderConfig
-from trainkit.run import deterministic, open_run, set_numerics
+from trainkit.run import open_run, set_numerics, use_deterministic
 from trainkit.types import Numerics
 
 
@@ -22,17 +22,17 @@ def put_back(monkeypatch):
 
 def test_it_asks_for_errors_and_not_for_warnings():
     """With `warn_only` the flash kernels stay as they are, and only say so."""
-    deterministic()
+    use_deterministic()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_a_decoder_trains_with_it():
-    deterministic()
+    use_deterministic()
     config = DecoderConfig(vocab_size=16, width=8, layers=1, heads=2, kv_heads=1, mlp_width=16)
     model = Decoder(config)
-    batch = blank_batch(2, 4)
+    batch = make_padding_batch(2, 4)
     model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -40,10 +40,10 @@ def test_a_decoder_trains_with_it():
 def test_it_comes_before_cuda_is_in_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ValueError, match="before anything touches CUDA"):
-        deterministic()
+        use_deterministic()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    deterministic()
+    use_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 

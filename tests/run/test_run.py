@@ -12,16 +12,15 @@ import pytest
 import torch
 from recipe_runs import events
 
-from trainkit import runtime
 from trainkit.mesh import solo_parallel
-from trainkit.run import Limits, make_run_dir, open_run, startup, watchdog
-from trainkit.run.lock import run_lock
+from trainkit.run import Timeouts, make_run_dir, open_run, startup, watchdog
+from trainkit.run.lock import lock_run
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor, DataError, DiskError, StepBatch
-from trainkit.weights.checkpoint import Keeping, find_checkpoint, list_checkpoints
+from trainkit.weights.checkpoint import CheckpointOptions, find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.manifest import step_of
 
-HOW = {"limits": Limits(start_timeout=60.0)}
+HOW = {"limits": Timeouts(start_timeout=60.0)}
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
@@ -34,7 +33,7 @@ def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
         assert run.ps.world.count == 1
     assert signal.getsignal(signal.SIGTERM) == before
     assert threading.active_count() == threads
-    with run_lock(tmp_path, solo_parallel().world):
+    with lock_run(tmp_path, solo_parallel().world):
         pass
 
 
@@ -48,7 +47,7 @@ def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tm
 
 
 def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tmp_path, capsys):
-    with run_lock(make_run_dir(tmp_path), solo_parallel().world):
+    with lock_run(make_run_dir(tmp_path), solo_parallel().world):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
             pytest.fail("it was opened")
@@ -81,16 +80,16 @@ def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(
     ]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    keeping = Keeping(save_every=1, keep=2, keep_best=1, background_saves=False)
+    checkpoints = CheckpointOptions(save_every=1, keep=2, keep_best=1, background_saves=False)
     with open_run(tmp_path, **HOW) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": 4, "replay": None, "keeping": keeping}
+        around = {"steps": 4, "replay": None, "checkpoints": checkpoints}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, values in enumerate(found, start=1):
-                state = loop.evaluated(
+                state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda v=values: v | {"tokens": 1}
                 )
-                loop.keep(state)
+                loop.checkpoint(state)
     assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(names) == [f"step_0000000{step}" for step in (2, 3, 4)]
@@ -100,17 +99,19 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
     """Go on with a run that saves every 100 steps, with an evaluation after each step."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    keeping = Keeping(save_every=100, keep=2, keep_best=keep_best, background_saves=False)
+    checkpoints = CheckpointOptions(
+        save_every=100, keep=2, keep_best=keep_best, background_saves=False
+    )
     last = first + len(losses) - 1
     with open_run(folder, **HOW) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": last, "replay": None, "keeping": keeping}
+        around = {"steps": last, "replay": None, "checkpoints": checkpoints}
         with run.loop(state, [model], optimizer, **around) as loop:
             for step, loss in enumerate(losses, start=first):
-                state = loop.evaluated(
+                state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda x=loss: {"loss": x, "tokens": 1}
                 )
-                loop.keep(state)
+                loop.checkpoint(state)
     saved = [line["step"] for line in events(folder, "save")]
     kept = list_checkpoints(folder / "checkpoints")
     return saved, sorted(step_of(path) for path in kept)
@@ -154,7 +155,7 @@ def train_with(folder, optimizer_class, steps):
                 optimizer.step()
                 metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
                 state = attrs.evolve(state, step=step)
-                state = loop.after(state, metrics, StepBatch([], Cursor(step)))
+                state = loop.record(state, metrics, StepBatch([], Cursor(step)))
 
 
 def test_state_that_cannot_be_saved_is_refused_after_the_first_step(tmp_path, capsys):
@@ -174,7 +175,7 @@ def _only_rank_0_can_write(folder):
         def refuse(path):
             raise DiskError(f"make_run_dir: user 7 cannot write {path}")
 
-        runtime.run.make_run_dir = refuse
+        sys.modules[open_run.__module__].make_run_dir = refuse
     try:
         with open_run(folder, **HOW):
             return "opened"
@@ -194,13 +195,13 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     monkeypatch.setattr(startup, "_version", lambda: version)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    keeping = Keeping(save_every=1, background_saves=False)
+    checkpoints = CheckpointOptions(save_every=1, background_saves=False)
     with open_run(folder, **HOW) as run:
         state = run.resume([model], optimizer, facts=facts)
-        around = {"steps": state.step + 1, "replay": None, "keeping": keeping}
+        around = {"steps": state.step + 1, "replay": None, "checkpoints": checkpoints}
         recipe.write_text("edited while it runs")
         with run.loop(state, [model], optimizer, **around) as loop:
-            loop.keep(attrs.evolve(state, step=state.step + 1))
+            loop.checkpoint(attrs.evolve(state, step=state.step + 1))
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     event = [line for line in lines if line["event"] == "resume"][-1]
     return capsys.readouterr().out, event
@@ -214,14 +215,14 @@ def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
     given = tmp_path / "run", monkeypatch, capsys
     _, event = _start(*given, text="decay = 0.4", **how)
     saved = event["software"]
-    assert (event["step"], event["told"]) == (0, [])
+    assert (event["step"], event["messages"]) == (0, [])
     said, event = _start(*given, text="decay = 0.4", **how)
-    assert (event["step"], event["software"], len(event["told"])) == (1, saved, 1)
+    assert (event["step"], event["software"], len(event["messages"])) == (1, saved, 1)
     assert "software" not in said
     said, event = _start(*given, text="decay = 0.9", version="2.0", **how)
     now = event["software"]
     names = ["recipe source", "trainkit"]
     assert [name for name in saved if saved[name] != now[name]] == sorted(names, reverse=True)
     line = "; ".join(f"software: {x} was changed from {saved[x]} to {now[x]}" for x in names)
-    assert (event["step"], event["told"][1:]) == (2, [line])
+    assert (event["step"], event["messages"][1:]) == (2, [line])
     assert line in said.splitlines()

@@ -4,12 +4,12 @@ import attrs
 import pytest
 
 from trainkit import checkpoint, sinks
-from trainkit.files import toml_text
+from trainkit.files import format_toml
 from trainkit.mesh import solo_parallel
 from trainkit.optim import adamw
-from trainkit.run.config import RunConfig, plain_values
+from trainkit.run.config import RunConfig, config_to_dict
 from trainkit.run.errors import report_errors
-from trainkit.run.lock import run_lock
+from trainkit.run.lock import lock_run
 from trainkit.types import DataError, TrainState
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
@@ -26,10 +26,10 @@ def write_all_there_is(out):
     optimizer.step()
     with (
         report_errors(out),
-        run_lock(out, ps.world),
-        sinks.run_sinks(out, ps.world.share, step=0, last=1) as (log, event),
+        lock_run(out, ps.world),
+        sinks.open_run_sinks(out, ps.world.share, step=0, last=1) as (log, event),
     ):
-        (out / "config.toml").write_text(toml_text(plain_values(cfg)))
+        (out / "config.toml").write_text(format_toml(config_to_dict(cfg)))
         log(1, {"loss": 1.0})
         event("save", step=1)
         (out / "lock.copy").write_bytes((out / "lock").read_bytes())

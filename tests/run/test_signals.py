@@ -20,11 +20,11 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.mesh import axis_from_group, solo_parallel
 from trainkit.run import signals
-from trainkit.run.errors import error_code
-from trainkit.run.signals import STOP_SIGNALS, stop_votes, trap_signals
+from trainkit.run.errors import get_exit_code
+from trainkit.run.signals import STOP_SIGNALS, open_stop_vote, trap_signals
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.ranks import RankError
 from trainkit.types import (
@@ -58,7 +58,7 @@ def open_files():
 
 
 def fail_after_a_signal(error, *, agreed=True):
-    with trap_signals() as asked, stop_votes(asked, solo_parallel().world) as stopping:
+    with trap_signals() as asked, open_stop_vote(asked, solo_parallel().world) as stopping:
         signal.raise_signal(signal.SIGTERM)
         if agreed:
             assert stopping() == "SIGTERM on rank 0"
@@ -189,7 +189,7 @@ def test_output_that_nobody_reads_ends_nothing(name, monkeypatch):
                 for _ in range(3):
                     print("x" * 100_000, file=getattr(sys, name), flush=True)
             monkeypatch.undo()
-            signals.point_nowhere(stream)
+            signals.redirect_to_devnull(stream)
 
 
 @pytest.mark.case("E9")
@@ -219,7 +219,7 @@ def test_output_to_a_full_disk_ends_nothing(monkeypatch):
             print("lost", flush=True)
             print("lost, too", flush=True)
         monkeypatch.undo()
-        signals.point_nowhere(stream)
+        signals.redirect_to_devnull(stream)
 
 
 @pytest.mark.case("E1")
@@ -244,7 +244,7 @@ def test_what_keeps_a_save_from_being_made_is_told_apart_from_what_stays_wrong(e
     assert caught.value is error
     with pytest.raises(Exception, match=str(error.args[0][:20])) as caught:
         fail_after_a_signal(error)
-    assert error_code(caught.value) == code
+    assert get_exit_code(caught.value) == code
     if isinstance(error, DiskError):
         assert caught.value.where == "state.json"
         assert "SIGTERM" in str(caught.value)
@@ -268,7 +268,7 @@ def test_a_run_stops_if_anybody_asks_and_names_all_who_do(flags):
 
 
 def test_one_process_is_told_at_once():
-    with trap_signals() as asked, stop_votes(asked, solo_parallel().world) as stopping:
+    with trap_signals() as asked, open_stop_vote(asked, solo_parallel().world) as stopping:
         assert stopping() is None
         signal.raise_signal(signal.SIGINT)
         assert stopping() == stopping() == "SIGINT on rank 0"
@@ -295,13 +295,13 @@ def meet_a_signal_in_a_collective(wire):
     told = threading.Event()
     with trap_signals() as asked:
         if world.index == 1:
-            all_gather_json(all_gather_json_when_told(world), world)
+            all_gather_objects(all_gather_json_when_told(world), world)
             return None
         thread = threading.Thread(target=kill_and_ask)
         threading.Thread(target=release_when_told, args=(told,), daemon=True).start()
         thread.start()
-        all_gather_json(0, world)  # rank 1 comes when the other thread has asked
-        all_gather_json(0, world)
+        all_gather_objects(0, world)  # rank 1 comes when the other thread has asked
+        all_gather_objects(0, world)
         thread.join()
         return heard[0], asked()
 
@@ -313,7 +313,7 @@ def release_when_told(told):
 
 def all_gather_json_when_told(world):
     dist.distributed_c10d._get_default_store().wait(["told"])
-    return all_gather_json(1, world)
+    return all_gather_objects(1, world)
 
 
 @pytest.mark.case("E7")
@@ -394,7 +394,7 @@ CASES = {
 
 @contextlib.contextmanager
 def local_flags(asked, axis):
-    """Let each rank stop when it is asked itself: what `stop_votes` protects from."""
+    """Let each rank stop when it is asked itself: what `open_stop_vote` protects from."""
     del axis
     yield asked
 
@@ -450,7 +450,7 @@ def disagree():
             try:
                 dist.all_reduce(torch.ones(1), group=group)
             except RuntimeError as error:
-                return step, error_code(error)
+                return step, get_exit_code(error)
             if step == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             if stopping():

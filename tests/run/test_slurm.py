@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from trainkit.mesh import solo_parallel
-from trainkit.run.lock import run_lock
+from trainkit.run.lock import lock_run
 from trainkit.tools.testing import run_ranks
 
 SCRIPT = Path(__file__).with_name("stoppable.py")
@@ -107,7 +107,7 @@ def _twice(out, port):
     os.environ["SLURM_JOB_ID"] = "41"
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == 0:
-            stack.enter_context(run_lock(out, solo_parallel().world))
+            stack.enter_context(lock_run(out, solo_parallel().world))
         try:
             return run_as_task(out, None, port)
         except SystemExit as end:  # returned, so that no rank is killed before it has told why

@@ -19,10 +19,10 @@ from threads import run_threads
 
 import trainkit as tk
 from trainkit import mesh
-from trainkit.mesh import meeting, table, twin_axis
+from trainkit.mesh import meeting, open_gloo_axis, table
 from trainkit.mesh.launch import Launch
 from trainkit.mesh.table import Seat, find_trouble, missing_ranks
-from trainkit.run.startup import agree_at_start, code_facts, find_difference
+from trainkit.run.startup import check_ranks_agree, find_difference, make_code_facts
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError, Layout, PeerError, PreemptedError, Share
 
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_is_named_by_both_sides(runs):
 def test_a_rank_with_another_seed_is_named_before_the_first_step(runs):
     run = runs["differ"]
     assert codes(run) == [64, 64], run
-    want = "agree_at_start: ranks differ in seed: rank 1 has 1, the others have 0"
+    want = "check_ranks_agree: ranks differ in seed: rank 1 has 1, the others have 0"
     assert all(want in rank.error for rank in run)
 
 
@@ -186,7 +186,9 @@ def test_who_is_missing_and_what_is_wrong():
 def decide(seed, axis):
     """Return what ranks do that differ in their seed: they are refused."""
     try:
-        agree_at_start(axis, {"seed": seed(axis), "data": {"fingerprint": "f"}} | code_facts())
+        check_ranks_agree(
+            axis, {"seed": seed(axis), "data": {"fingerprint": "f"}} | make_code_facts()
+        )
     except ConfigError as error:
         return str(error)
     torch_seed = torch.tensor(float(seed(axis)))
@@ -202,7 +204,7 @@ def test_what_differs_is_refused_and_what_is_equal_is_not():
 
 @pytest.mark.case("L7")
 def test_without_the_agreement_ranks_with_different_seeds_train_on(monkeypatch):
-    monkeypatch.setitem(globals(), "agree_at_start", lambda *_: None)
+    monkeypatch.setitem(globals(), "check_ranks_agree", lambda *_: None)
     assert run_threads(partial(decide, lambda axis: axis.index // 2), 3) == [1.0] * 3
 
 
@@ -226,10 +228,10 @@ def test_another_copy_of_the_recipe_is_another_code(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.py"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe))
     recipe.write_text("lr = 1")
-    one = code_facts()
-    assert code_facts() == one
+    one = make_code_facts()
+    assert make_code_facts() == one
     recipe.write_text("lr = 2")
-    assert code_facts()["recipe source"] != one["recipe source"]
+    assert make_code_facts()["recipe source"] != one["recipe source"]
 
 
 # ------------------------------------------------------------------------------ twins, first words
@@ -244,7 +246,7 @@ def twins():
     found = []
     with tk.parallel_session(dp_replicate=2) as ps:
         before = len(torch.distributed.distributed_c10d._world.pg_map)
-        with twin_axis(ps.world) as twin, twin_axis(ps.dp_shard, name="pair") as pair:
+        with open_gloo_axis(ps.world) as twin, open_gloo_axis(ps.dp_shard, name="pair") as pair:
             flag = torch.tensor([twin.index])
             under_way = torch.distributed.all_reduce(flag, group=twin.group, async_op=True)
             found += [int(tk.all_sum(torch.tensor(1), ps.world)), pair.name]
@@ -253,7 +255,7 @@ def twins():
         found.append(len(torch.distributed.distributed_c10d._world.pg_map) == before)
         begin = time.monotonic()
         try:
-            with twin_axis(ps.world, timeout=timedelta(seconds=40)) as twin:
+            with open_gloo_axis(ps.world, timeout=timedelta(seconds=40)) as twin:
                 if twin.index == 0:  # a vote that nobody else gives: nobody waits for it
                     torch.distributed.all_reduce(flag, group=twin.group, async_op=True)
                 fail()
@@ -268,7 +270,7 @@ def test_a_twin_axis_communicates_beside_its_original():
     pairs = [1, 1, 5, 5]
     assert found == [[4, "pair", 6, pairs[rank], True, True] for rank in range(4)]
     world = mesh.solo_parallel().world
-    with twin_axis(world) as twin:
+    with open_gloo_axis(world) as twin:
         assert twin is world
 
 

@@ -7,12 +7,13 @@ import attrs
 import pytest
 import torch
 
-from trainkit.run import Limits, open_run
+from trainkit.run import Timeouts, open_run
+from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, DataError, NumericsError, StepBatch
-from trainkit.weights.checkpoint import Keeping, list_checkpoints, verify_checkpoint
+from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints, verify_checkpoint
 from trainkit.weights.checkpoint.manifest import step_of
 
-HOW = {"limits": Limits(start_timeout=60.0)}
+HOW = {"limits": Timeouts(start_timeout=60.0)}
 LAST = 7
 HALF_WRITTEN = ("within the step", "after the step")
 
@@ -29,10 +30,11 @@ def train(folder, code=nothing_fails, *, log_every=1, background=False):
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    keeping = Keeping(save_every=4, background_saves=background, log_every=log_every)
+    checkpoints = CheckpointOptions(save_every=4, background_saves=background)
+    logging = LoggingOptions(log_every=log_every)
     with contextlib.suppress(SystemExit), open_run(folder, **HOW) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": LAST, "replay": None, "keeping": keeping}
+        around = {"steps": LAST, "replay": None, "checkpoints": checkpoints, "logging": logging}
         with run.loop(state, [model], optimizer, **around) as loop:
             while state.step < LAST:
                 step = state.step + 1
@@ -43,9 +45,9 @@ def train(folder, code=nothing_fails, *, log_every=1, background=False):
                 code(step, "after the step")
                 state = attrs.evolve(state, step=step, cursor=Cursor(step))
                 metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
-                state = loop.after(state, metrics, StepBatch([], state.cursor))
+                state = loop.record(state, metrics, StepBatch([], state.cursor))
                 code(step, "after the line")
-                loop.keep(state)
+                loop.checkpoint(state)
     return model.weight.tolist()
 
 

@@ -13,7 +13,7 @@ import pytest
 import rank_processes
 from threads import run_threads
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.mesh import solo_parallel
 from trainkit.run import peers, watchdog
 from trainkit.run.peers import (
@@ -32,7 +32,7 @@ from trainkit.run.peers import (
     this_member,
     write_beat,
 )
-from trainkit.run.watchdog import watch
+from trainkit.run.watchdog import watch_ranks
 from trainkit.types import ConfigError, PeerError, PreemptedError
 from trainkit.weights.checkpoint import background_save as flight
 
@@ -195,7 +195,7 @@ def soon(condition):
 def test_no_thread_and_no_file_is_left_open(tmp_path):
     threads, files = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
     for _ in range(3):
-        with watch(tmp_path, solo_parallel().world) as phase:
+        with watch_ranks(tmp_path, solo_parallel().world) as phase:
             for step in range(10_000):
                 phase(f"step {step}")
             time.sleep(0.3)
@@ -209,7 +209,7 @@ def test_no_thread_and_no_file_is_left_open(tmp_path):
 @pytest.mark.case("Z3")
 def test_sixteen_ranks_watch_each_other(tmp_path):
     def train(axis):
-        with watch(tmp_path, axis) as phase:
+        with watch_ranks(tmp_path, axis) as phase:
             phase("step 1", allow=60)
             return len(list((tmp_path / "ranks").glob("rank_*.json"))) > 0
 
@@ -220,20 +220,23 @@ def test_files_of_an_earlier_run_are_not_believed(tmp_path):
     folder = tmp_path / "ranks"
     folder.mkdir()
     tell_failure(folder, Failure("old", 1, "failed: old"))
-    with watch(tmp_path, solo_parallel().world):
+    with watch_ranks(tmp_path, solo_parallel().world):
         assert not (folder / "failure.json").exists()
         tell_failure(folder, Failure("old", 1, "failed: old"))
         assert read_failure(folder, session_of(folder)) is None
 
 
 def test_an_error_of_one_process_is_raised_as_it_is(tmp_path):
-    with pytest.raises(KeyError, match="x"), watch(tmp_path, solo_parallel().world):
+    with pytest.raises(KeyError, match="x"), watch_ranks(tmp_path, solo_parallel().world):
         raise KeyError("x")
-    with pytest.raises(ConnectionError), watch(tmp_path, solo_parallel().world):
+    with pytest.raises(ConnectionError), watch_ranks(tmp_path, solo_parallel().world):
         raise ConnectionResetError("a server of the recipe's own: connection reset")
-    with pytest.raises(SystemExit), watch(tmp_path, solo_parallel().world):
+    with pytest.raises(SystemExit), watch_ranks(tmp_path, solo_parallel().world):
         sys.exit(0)
-    with pytest.raises(PeerError, match="found before"), watch(tmp_path, solo_parallel().world):
+    with (
+        pytest.raises(PeerError, match="found before"),
+        watch_ranks(tmp_path, solo_parallel().world),
+    ):
         raise PeerError("found before")
 
 
@@ -263,7 +266,7 @@ def clear_away(folder):
 def test_a_directory_that_somebody_removes_is_told_once(remove, tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     warned, folder = [], tmp_path / "run"
-    with watch(folder, solo_parallel().world, tell=warned.append):
+    with watch_ranks(folder, solo_parallel().world, log=warned.append):
         time.sleep(0.1)
         assert not warned
         remove(folder)
@@ -283,9 +286,9 @@ def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch
     def hold():
         calls.append(1)
         if len(calls) == 3:
-            raise ConfigError("run_lock: run is in use by process 7 on a")
+            raise ConfigError("lock_run: run is in use by process 7 on a")
 
-    with watch(tmp_path, solo_parallel().world, hold=hold):
+    with watch_ranks(tmp_path, solo_parallel().world, hold=hold):
         assert soon(lambda: ended)
     assert (ended[0].code, "in use by process 7 on a" in str(ended[0])) == (74, True)
 
@@ -422,7 +425,7 @@ def test_the_time_of_steps_and_saves_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     found, join = [], watchdog._join
     monkeypatch.setattr(watchdog, "_join", lambda *args: found.append(join(*args)) or found[0])
-    with watch(tmp_path, solo_parallel().world) as phase:
+    with watch_ranks(tmp_path, solo_parallel().world) as phase:
         for step in range(1, 4):
             phase(f"step {step}")
             save = threading.Thread(target=time.sleep, args=(0.2,), name=flight.SAVE_THREAD)
@@ -553,14 +556,16 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
     for name in ("_look_around", "_warn_of_stragglers"):
         monkeypatch.setattr(watchdog, name, broken)
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
-    with watch(tmp_path, solo_parallel().world, asked=broken, tell=warned.append) as phase:
+    with watch_ranks(tmp_path, solo_parallel().world, asked=broken, log=warned.append) as phase:
         phase("step 1")
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: warned and read_beat(tmp_path / "ranks", 0, session).count > 9)
     assert len(warned) == 1
     assert "went wrong in the watch itself, which goes on: KeyError" in warned[0]
     monkeypatch.setattr(watchdog, "_doing", broken)
-    with watch(tmp_path, solo_parallel().world, asked=broken, tell=broken):  # not even a warning
+    with watch_ranks(
+        tmp_path, solo_parallel().world, asked=broken, log=broken
+    ):  # not even a warning
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: read_beat(tmp_path / "ranks", 0, session).count > 9)
     assert read_beat(tmp_path / "ranks", 0, session).state == "ended"
@@ -633,12 +638,12 @@ def test_a_stack_is_read_beside_threads_that_begin_and_end_without_python():
 @pytest.mark.case("E1", "E7")
 def test_all_ranks_end_with_the_code_of_the_one_that_was_asked_to_stop(tmp_path):
     def train(axis):
-        with watch(tmp_path, axis) as phase:
+        with watch_ranks(tmp_path, axis) as phase:
             phase("step 1", allow=60)
             if axis.index == 0:
                 session = session_of(tmp_path / "ranks")
                 tell_failure(tmp_path / "ranks", Failure(session, 0, "was asked to stop", code=76))
-            all_gather_json(0, axis)
+            all_gather_objects(0, axis)
             raise RuntimeError("gloo/transport: Connection closed by peer")
 
     with pytest.raises(PreemptedError, match="rank 0 was asked to stop") as caught:

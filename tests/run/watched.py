@@ -15,9 +15,9 @@ from signal import SIGKILL, SIGSTOP
 import torch
 
 import trainkit as tk
-from trainkit.run.errors import leave, report_errors
-from trainkit.run.startup import agree_at_start, code_facts
-from trainkit.run.watchdog import watch
+from trainkit.run.errors import report_errors, run_main
+from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.watchdog import watch_ranks
 
 GIVEN = globals()["given"]
 FAULT, FOLDER, RANK = GIVEN["fault"], GIVEN["folder"], GIVEN["rank"]
@@ -87,7 +87,7 @@ def main():
     limits = {"timeout": timedelta(seconds=60), "start_timeout": start}
     with report_errors(FOLDER), tk.parallel_session(**limits) as ps:
         if FAULT == "differ":
-            agree_at_start(ps.world, {"seed": RANK % 2, "width": 8} | code_facts())
+            check_ranks_agree(ps.world, {"seed": RANK % 2, "width": 8} | make_code_facts())
         if FAULT == "bare":
             train(ps, lambda *_, **__: None)
             return 0
@@ -97,10 +97,10 @@ def main():
         def asked():
             return "SIGTERM" if FAULT == "term" and time.monotonic() > started + 2 else None
 
-        with watch(FOLDER, ps.world, asked=asked, allow=60, grace=3) as phase:
+        with watch_ranks(FOLDER, ps.world, asked=asked, allow=60, grace=3) as phase:
             train(ps, phase)
     return 0
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_main(main)

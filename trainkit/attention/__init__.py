@@ -2,14 +2,14 @@
 
 Every function here is an `Attend` of `trainkit.types`, or makes one: `sdpa` runs anywhere, `varlen`
 uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere; `flex` is one kernel for
-windows and soft caps too; `choose` takes the first of a list that fits, and says why; `ring` and
-`ulysses` attend over rows of which each rank holds a part.
+windows and soft caps too; `choose_kernel` takes the first of a list that fits, and says why; `ring`
+and `ulysses` attend over rows of which each rank holds a part.
 """
 
 from __future__ import annotations
 
-from trainkit.attention.blocks import BlockKernel, BlockSpans, kernel_for, merge_lse
-from trainkit.attention.choose import Chosen, choose
+from trainkit.attention.blocks import BlockKernel, BlockSpans, choose_block_kernel, merge_lse
+from trainkit.attention.choose import Chosen, choose_kernel
 from trainkit.attention.flex import flex
 from trainkit.attention.ring import ring
 from trainkit.attention.sdpa import sdpa
@@ -20,9 +20,9 @@ __all__ = [
     "BlockKernel",
     "BlockSpans",
     "Chosen",
-    "choose",
+    "choose_block_kernel",
+    "choose_kernel",
     "flex",
-    "kernel_for",
     "merge_lse",
     "ring",
     "sdpa",

@@ -96,11 +96,11 @@ def merge_lse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Out
     return out_a * weight_a + out_b * weight_b, lse
 
 
-def kernel_for(q: Tensor) -> BlockKernel:
+def choose_block_kernel(q: Tensor) -> BlockKernel:
     """Return the fastest kernel that takes a tensor's device, dtype and head size.
 
     Examples:
-        >>> kernel_for(torch.ones(4, 2, 8)) is cpu_flash
+        >>> choose_block_kernel(torch.ones(4, 2, 8)) is cpu_flash
         True
     """
     if q.device.type == "cpu":
@@ -399,9 +399,9 @@ def written_out(
     Arguments and result are those of `sdpa`.
 
     Examples:
-        >>> from trainkit.batch import spans_of_rows
+        >>> from trainkit.batch import spans_from_rows
         >>> q, k, v = torch.ones(3, 1, 4, 2, 8)
-        >>> written_out(q, k, v, spans=spans_of_rows(1, 4), scale=1.0).shape
+        >>> written_out(q, k, v, spans=spans_from_rows(1, 4), scale=1.0).shape
         torch.Size([1, 4, 2, 8])
     """
     block = BlockSpans(spans, spans, causal=True, scale=scale, window=window, softcap=softcap)

@@ -15,7 +15,7 @@ from trainkit.attention.inputs import check_inputs
 from trainkit.attention.sdpa import sdpa
 from trainkit.attention.untraced import untraced
 from trainkit.attention.varlen import varlen
-from trainkit.types import Attend, ConfigError, Kernel, Spans, among
+from trainkit.types import Attend, ConfigError, Kernel, Spans, check_choice
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +32,7 @@ class Chosen:
         return f"{self.name} ({why})" if why else self.name
 
 
-def choose(
+def choose_kernel(
     names: Sequence[Kernel],
     *,
     device: torch.device | str,
@@ -62,9 +62,9 @@ def choose(
 
     Examples:
         >>> asked = {"device": "cpu", "dtype": torch.float32, "head_size": 64}
-        >>> print(choose(("varlen", "flash", "math"), **asked))
+        >>> print(choose_kernel(("varlen", "flash", "math"), **asked))
         flash (varlen: it runs on CUDA alone)
-        >>> choose(("varlen", "flash"), **asked, softcap=50.0)
+        >>> choose_kernel(("varlen", "flash"), **asked, softcap=50.0)
         Traceback (most recent call last):
         trainkit.types.ConfigError: attention: none of these kernels takes heads of 64 in fp32 on
         cpu with a soft cap of 50.0: varlen: it runs on CUDA alone; flash: it knows no soft caps
@@ -72,7 +72,7 @@ def choose(
     refused: dict[str, str] = {}
     device = torch.device(device)
     for name in names:
-        among(get_args(Kernel), "attention", kernel=name)
+        check_choice(get_args(Kernel), "attention", kernel=name)
         # On CUDA torch's attention gives flash no mask; its form for packed documents has windows.
         packed = window is not None and (name, device.type) == ("flash", "cuda")
         kernel = "varlen" if packed else name

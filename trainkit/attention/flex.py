@@ -34,8 +34,8 @@ def flex() -> Attend:
         kernels" (2024).
 
     Examples:
-        >>> from trainkit.models import Decoder, decoder_config
-        >>> model = Decoder(decoder_config("tiny", vocab_size=256), attend=flex())
+        >>> from trainkit.models import Decoder, make_decoder_config
+        >>> model = Decoder(make_decoder_config("tiny", vocab_size=256), attend=flex())
     """
     known: WeakKeyDictionary[Spans, dict[int | None, Any]] = WeakKeyDictionary()
 
@@ -97,8 +97,8 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
         window: How many keys a query sees at most, itself among them.
 
     Examples:
-        >>> from trainkit.batch import spans_of_rows
-        >>> block_mask(spans_of_rows(1, 300), 300, window=20).kv_num_blocks
+        >>> from trainkit.batch import spans_from_rows
+        >>> block_mask(spans_from_rows(1, 300), 300, window=20).kv_num_blocks
         tensor([[[1, 2, 2]]], dtype=torch.int32)
     """
     from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415 -- see _attention

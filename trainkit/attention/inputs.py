@@ -42,9 +42,9 @@ def check_inputs(
             below 1.
 
     Examples:
-        >>> from trainkit.batch import spans_of_rows
+        >>> from trainkit.batch import spans_from_rows
         >>> q, k, v = torch.ones(3, 1, 4, 2, 16)
-        >>> *_, scale = check_inputs(q, k, v, spans=spans_of_rows(1, 4))
+        >>> *_, scale = check_inputs(q, k, v, spans=spans_from_rows(1, 4))
         >>> scale
         0.25
     """

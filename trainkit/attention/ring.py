@@ -26,7 +26,7 @@ from trainkit.attention.blocks import (
     BlockSpans,
     OutLse,
     QueryKeyValue,
-    kernel_for,
+    choose_block_kernel,
     matmul,
     merge_lse,
 )
@@ -90,7 +90,7 @@ def _attend(
         seen["window"] = None
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
     views = _views(spans, axis, scale=scale, **seen)
-    kernel = kernel_for(wider(q_, v_)) if kernel is None else kernel
+    kernel = choose_block_kernel(wider(q_, v_)) if kernel is None else kernel
     if kernel.plain_only and not views[0].block.plain:
         kernel = matmul
     tour = _Tour(axis=axis, kernel=kernel, views=views)

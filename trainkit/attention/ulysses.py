@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.attention.inputs import check_inputs
 from trainkit.attention.untraced import untraced
-from trainkit.collectives import exchange
+from trainkit.collectives import all_to_all
 from trainkit.types import Attend, Axis, Spans
 
 
@@ -73,11 +73,11 @@ def _exchanged(
     # All in one message: for each rank its heads of q, of k and of v.
     parts = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in (q, k, v)]
     qkv = torch.cat(parts, dim=3).flatten(2, 3)
-    whole = exchange(qkv, axis, split_dim=2, gather_dim=1)
+    whole = all_to_all(qkv, axis, split_dim=2, gather_dim=1)
     own = whole.split([part.shape[3] for part in parts], dim=2)
     q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(own, (q, k, v), strict=True))
     out = attend(q, k, v, spans=spans, scale=scale, **seen)
-    return exchange(out, axis, split_dim=1, gather_dim=2)
+    return all_to_all(out, axis, split_dim=1, gather_dim=2)
 
 
 def _check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:

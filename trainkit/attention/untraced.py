@@ -17,9 +17,9 @@ def untraced(attend: Attend) -> Attend:
 
     Examples:
         >>> from trainkit.attention import sdpa
-        >>> from trainkit.batch import spans_of_rows
+        >>> from trainkit.batch import spans_from_rows
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
-        >>> spans = spans_of_rows(1, 4)
+        >>> spans = spans_from_rows(1, 4)
         >>> torch.equal(untraced(sdpa)(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
         True
     """

@@ -1,29 +1,35 @@
 """From rows of pieces to tensors, to parts of them, and to what is read off a batch."""
 
 from trainkit.batch.batches import (
+    batch_from_rows,
     batch_hash,
-    batch_of_rows,
-    blank_batch,
-    blank_rows,
     count_documents,
     count_tokens,
     count_valid_tokens,
     count_weights,
+    find_padding_rows,
+    make_padding_batch,
+    make_spans,
     map_tensors,
     shift_labels,
-    spans,
     split_batch,
     to_device,
 )
 from trainkit.batch.buffers import buffer_sorted_order
 from trainkit.batch.collate import collate_bins
-from trainkit.batch.denominators import check_terms, divided, divisor_of, divisors_of, scaled
+from trainkit.batch.denominators import (
+    check_terms,
+    divide_terms,
+    get_divisor,
+    make_divisors,
+    scale_denominator,
+)
 from trainkit.batch.samples import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
     shard_sequence,
-    spans_of_rows,
+    spans_from_rows,
     zigzag_shard,
     zigzag_unshard,
 )
@@ -32,10 +38,8 @@ from trainkit.batch.trees import Along, shard_tree, unshard_tree
 __all__ = [
     "TARGET_FIELDS",
     "Along",
+    "batch_from_rows",
     "batch_hash",
-    "batch_of_rows",
-    "blank_batch",
-    "blank_rows",
     "buffer_sorted_order",
     "check_terms",
     "collate_bins",
@@ -44,20 +48,22 @@ __all__ = [
     "count_tokens",
     "count_valid_tokens",
     "count_weights",
-    "divided",
-    "divisor_of",
-    "divisors_of",
+    "divide_terms",
+    "find_padding_rows",
+    "get_divisor",
+    "make_divisors",
+    "make_padding_batch",
+    "make_spans",
     "map_tensors",
     "pad_stack",
     "pooling_mask",
-    "scaled",
+    "scale_denominator",
     "shard_batch",
     "shard_sequence",
     "shard_tree",
     "shift_labels",
     "shift_tokens",
-    "spans",
-    "spans_of_rows",
+    "spans_from_rows",
     "split_batch",
     "to_device",
     "unshard_tree",

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from trainkit.batch.shards import each_tensor, spans_of_runs
-from trainkit.noise.counters import mix_tensor, signed
-from trainkit.noise.hashing import GOLDEN, key_of
-from trainkit.types import ADDED_TENSORS, IGNORED_LABEL, Batch, Spans, check_range
+from trainkit.noise.counters import mix_bits_tensor, to_int64
+from trainkit.noise.hashing import GOLDEN, make_key
+from trainkit.types import EXTRA_TENSORS, IGNORED_LABEL, Batch, Spans, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
         ValueError: `rows` does not divide B.
 
     Examples:
-        >>> [part.spans.lengths.tolist() for part in split_batch(blank_batch(3, 4), 1)]
+        >>> [part.spans.lengths.tolist() for part in split_batch(make_padding_batch(3, 4), 1)]
         [[4], [4], [4]]
     """
     num_rows, length = batch.input_ids.shape
@@ -55,13 +55,13 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
     return parts
 
 
-def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1) -> Batch:
+def make_padding_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1) -> Batch:
     """Return a batch of row padding: it adds 0 to every sum.
 
     It stands for rows that a rank lacks, and is no input to try a model with: its spans are those
-    of padding, cut to about 96 tokens, across which attention does not see. `batch_of_rows` makes
-    rows of tokens of your own, `spans_of_rows` the spans of plain rows. `blank_rows` tells blank
-    rows from others.
+    of padding, cut to about 96 tokens, across which attention does not see. `batch_from_rows` makes
+    rows of tokens of your own, `spans_from_rows` the spans of plain rows. `find_padding_rows` tells
+    blank rows from others.
 
     Args:
         rows: How many rows.
@@ -73,12 +73,12 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
         ValueError: There would be no tokens, or `multiple_of` is below 1.
 
     Examples:
-        >>> batch = blank_batch(1, 4)
+        >>> batch = make_padding_batch(1, 4)
         >>> batch.labels.tolist(), batch.document_ids.tolist(), batch.spans.lengths.tolist()
         ([[-100, -100, -100, -100]], [[-1, -1, -1, -1]], [4])
     """
-    check_range("blank_batch", at_least=1, rows=rows, length=length)
-    check_range("blank_batch", at_least=1, multiple_of=multiple_of)
+    check_range("make_padding_batch", at_least=1, rows=rows, length=length)
+    check_range("make_padding_batch", at_least=1, multiple_of=multiple_of)
     return Batch(
         torch.full((rows, length), pad_id),
         torch.full((rows, length), IGNORED_LABEL),
@@ -89,24 +89,24 @@ def blank_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1
     )
 
 
-def blank_rows(batch: Mapping[str, Any]) -> Tensor:
+def find_padding_rows(batch: Mapping[str, Any]) -> Tensor:
     """Return which rows of a batch hold nothing but padding, bool `[B]`, without a host sync.
 
-    Such are the rows of a `blank_batch`: every document id is below 0.
+    Such are the rows of a `make_padding_batch`: every document id is below 0.
 
     Args:
         batch: A `Batch`, or any mapping with "document_ids" `[B, S]`.
 
     Examples:
-        >>> blank_rows(blank_batch(2, 4)).tolist()
+        >>> find_padding_rows(make_padding_batch(2, 4)).tolist()
         [True, True]
-        >>> blank_rows({"document_ids": torch.tensor([[0, 0, -1], [-1, -1, -1]])}).tolist()
+        >>> find_padding_rows({"document_ids": torch.tensor([[0, 0, -1], [-1, -1, -1]])}).tolist()
         [False, True]
     """
     return (batch["document_ids"] < 0).all(-1)
 
 
-def batch_of_rows(
+def batch_from_rows(
     input_ids: Tensor,
     *,
     starts: Tensor | None = None,
@@ -141,12 +141,12 @@ def batch_of_rows(
 
     Examples:
         >>> ids = torch.tensor([[5, 6, 7, 8, 0]])
-        >>> batch = batch_of_rows(ids, starts=ids == 7, padding=ids == 0)
+        >>> batch = batch_from_rows(ids, starts=ids == 7, padding=ids == 0)
         >>> batch.labels.tolist(), batch.position_ids.tolist(), batch.spans.lengths.tolist()
         ([[6, -100, 8, -100, -100]], [[0, 1, 0, 1, 0]], [2, 2, 1])
     """
     if starts is not None and position_ids is not None:
-        raise ValueError("batch_of_rows: give starts or position_ids, not both")
+        raise ValueError("batch_from_rows: give starts or position_ids, not both")
     padding = torch.zeros_like(input_ids, dtype=torch.bool) if padding is None else padding
     given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
     for name, x in (given | {"starts": starts, "padding": padding}).items():
@@ -154,7 +154,7 @@ def batch_of_rows(
         if x is None or (x.ndim == 2 and (x.shape, x.dtype) == (input_ids.shape, want)):
             continue
         must = f"must be {want} {list(input_ids.shape)} of two dimensions"
-        raise ValueError(f"batch_of_rows: {name} {must}, got {x.dtype} {list(x.shape)}")
+        raise ValueError(f"batch_from_rows: {name} {must}, got {x.dtype} {list(x.shape)}")
     begins = torch.ones_like(padding)
     begins[:, 1:] = padding[:, 1:] != padding[:, :-1]
     if starts is not None:
@@ -171,7 +171,7 @@ def batch_of_rows(
         position_ids,
         documents,
         torch.arange(input_ids.numel()).view_as(input_ids) + first_row * input_ids.shape[1],
-        spans(documents),
+        make_spans(documents),
         extra or {},
     )
 
@@ -207,7 +207,7 @@ def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
     return labels
 
 
-def spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
+def make_spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
     """Return the spans of rows whose documents are numbered: the runs of equal ids in each row.
 
     The padding of a row, id -1, is cut into short spans, so that attention to it costs little; what
@@ -225,7 +225,7 @@ def spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
         ValueError: `document_ids` is on another device, or not `[B, S]`.
 
     Examples:
-        >>> spans(torch.tensor([[0, 0, 1, -1], [0, 0, 0, -2]])).lengths
+        >>> make_spans(torch.tensor([[0, 0, 1, -1], [0, 0, 0, -2]])).lengths
         array([2, 1, 1, 4])
     """
     if document_ids.device.type != "cpu" or document_ids.ndim != 2:
@@ -249,7 +249,7 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         ValueError: There is no microbatch.
 
     Examples:
-        >>> count_valid_tokens([{"labels": torch.tensor([[4, -100]])}, blank_batch(1, 2)])
+        >>> count_valid_tokens([{"labels": torch.tensor([[4, -100]])}, make_padding_batch(1, 2)])
         tensor(1)
     """
     _check_microbatches("count_valid_tokens", microbatches)
@@ -261,7 +261,8 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
 def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the sum of the weights of the labels that this rank trains on, without a host sync.
 
-    The denominator of `losses.weighted`, once it is summed over the `loss` axis: 0.3 is 0.3.
+    The denominator of `losses.weighted_next_token`, once it is summed over the `loss` axis: 0.3 is
+    0.3.
 
     Args:
         microbatches: `Batch`es, or any mappings with "labels" and floating "weights" of their
@@ -337,7 +338,9 @@ def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         ValueError: There is no microbatch.
 
     Examples:
-        >>> count_tokens([{"document_ids": torch.tensor([[0, -2, 1, -1]])}, blank_batch(1, 2)])
+        >>> count_tokens(
+        ...     [{"document_ids": torch.tensor([[0, -2, 1, -1]])}, make_padding_batch(1, 2)]
+        ... )
         tensor(2)
     """
     _check_microbatches("count_tokens", microbatches)
@@ -350,7 +353,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """Return the batch with all its tensors on a device; itself when it is there already.
 
     Examples:
-        >>> batch = blank_batch(1, 4)
+        >>> batch = make_padding_batch(1, 4)
         >>> to_device(batch, "cpu") is batch
         True
     """
@@ -367,7 +370,7 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """Return the batch with a function applied to each of its tensors, `cu_seqlens` among them.
 
     Examples:
-        >>> map_tensors(blank_batch(1, 2), lambda x: x + 1).labels
+        >>> map_tensors(make_padding_batch(1, 2), lambda x: x + 1).labels
         tensor([[-99, -99]])
     """
     own = attrs.evolve(batch.spans, cu_seqlens=function(batch.spans.cu_seqlens))
@@ -378,8 +381,8 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the hash of what a step trains on, on this rank, without a host sync.
 
     A sum modulo 2^64 over tokens, row padding left out, of a hash of (field, index in the global
-    step, value) for input ids, labels, positions and `extra`, but for what `deal_rows` and
-    `with_noise_keys` add. So hashes of ranks and microbatches add up to the global batch's,
+    step, value) for input ids, labels, positions and `extra`, but for what `make_microbatches` and
+    `add_noise_keys` add. So hashes of ranks and microbatches add up to the global batch's,
     whichever way it was dealt, and blank rows add 0.
 
     Args:
@@ -392,7 +395,7 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         ValueError: There is no microbatch.
 
     Examples:
-        >>> batch_hash([blank_batch(2, 4)])
+        >>> batch_hash([make_padding_batch(2, 4)])
         tensor(0)
     """
     _check_microbatches("batch_hash", microbatches)
@@ -400,11 +403,11 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
 
 
 def _hash_of(batch: Mapping[str, Any]) -> Tensor:
-    index = batch["token_index"] * signed(GOLDEN)
+    index = batch["token_index"] * to_int64(GOLDEN)
     total = torch.zeros_like(index)
     for name in ("input_ids", "labels", "position_ids"):
-        total += mix_tensor(mix_tensor(index + signed(key_of(name))) + batch[name])
-    for name in sorted(getattr(batch, "extra", {}).keys() - {*ADDED_TENSORS}):
+        total += mix_bits_tensor(mix_bits_tensor(index + to_int64(make_key(name))) + batch[name])
+    for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
         total += _hash_of_column(name, batch[name], batch["token_index"])
     return torch.where(batch["document_ids"] != -1, total, 0).sum()
 
@@ -415,8 +418,8 @@ def _hash_of_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
     bits = bits.reshape(*token_index.shape, -1)
     width = bits.shape[2]
     index = token_index.unsqueeze(2) * width + torch.arange(width, device=bits.device)
-    index = index * signed(GOLDEN) + signed(key_of("column", name, width))
-    return mix_tensor(mix_tensor(index) + bits.long()).sum(2)
+    index = index * to_int64(GOLDEN) + to_int64(make_key("column", name, width))
+    return mix_bits_tensor(mix_bits_tensor(index) + bits.long()).sum(2)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

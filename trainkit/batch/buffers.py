@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.sampling.integers import indices_below
 from trainkit.sampling.permutation import permute
 from trainkit.types import check_range
@@ -94,7 +94,7 @@ def _order_of_buffer(keys: np.ndarray[Any, Any], pack_size: int, seed: int, numb
 def _shuffled(count: int, seed: int, number: int, name: str) -> IntArray:
     if count == 0:
         return np.empty(0, np.int64)
-    return permute(np.arange(count), count, key_of(int(seed), "buffer", number, name))
+    return permute(np.arange(count), count, make_key(int(seed), "buffer", number, name))
 
 
 def _checked_keys(keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

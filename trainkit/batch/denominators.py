@@ -11,12 +11,12 @@ from torch import Tensor
 from trainkit.types import Denominator
 
 
-def divisors_of(denominator: Denominator) -> Denominator:
+def make_divisors(denominator: Denominator) -> Denominator:
     """Return what sums are divided by: each denominator, or 1 where it is 0. Once a step will do.
 
     Examples:
         >>> import torch
-        >>> divisors_of(torch.tensor(0)), divisors_of({"loss": torch.tensor(0.3)})
+        >>> make_divisors(torch.tensor(0)), make_divisors({"loss": torch.tensor(0.3)})
         (tensor(1), {'loss': tensor(0.3000)})
     """
     if not isinstance(denominator, Tensor) and isinstance(denominator, Mapping):
@@ -31,7 +31,7 @@ def _never_0(denominator: Tensor) -> Tensor:
     return torch.where(own == 0, 1, own)
 
 
-def scaled(denominator: Denominator, scale: Tensor | float | None) -> Denominator:
+def scale_denominator(denominator: Denominator, scale: Tensor | float | None) -> Denominator:
     """Return the denominator that makes all gradients come out times a scale; None leaves it.
 
     That is how a loss scale enters: nothing else of a step has to know, but who takes it out again,
@@ -39,7 +39,7 @@ def scaled(denominator: Denominator, scale: Tensor | float | None) -> Denominato
 
     Examples:
         >>> import torch
-        >>> scaled(torch.tensor(3), 2.0), scaled(torch.tensor(3), None)
+        >>> scale_denominator(torch.tensor(3), 2.0), scale_denominator(torch.tensor(3), None)
         (tensor(1.5000), tensor(3))
     """
     if scale is None:
@@ -84,12 +84,12 @@ def _shown(returned: Any) -> str:
     return f"a `{type(returned).__name__}`"
 
 
-def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
+def divide_terms(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tensor:
     """Return what a step differentiates: the sum of each term over its divisor.
 
     Args:
         total: What a loss returns first: one sum, or a sum for each term that has a gradient.
-        divisors: What it is divided by, or each of them, from `divisors_of`.
+        divisors: What it is divided by, or each of them, from `make_divisors`.
 
     Raises:
         ValueError: There are divisors for several terms and one sum, a term has none, or the sum is
@@ -98,13 +98,15 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
     Examples:
         >>> import torch
         >>> parts = {"loss": torch.tensor(6.0), "balance": torch.tensor(8.0)}
-        >>> divided(parts, divisors_of({"loss": torch.tensor(2), "balance": torch.tensor(0)}))
+        >>> divide_terms(
+        ...     parts, make_divisors({"loss": torch.tensor(2), "balance": torch.tensor(0)})
+        ... )
         tensor(11.)
     """
     if isinstance(total, Tensor) and isinstance(divisors, Tensor) and total.numel() == 1:
         return total / divisors
     if isinstance(total, Mapping):
-        first, *rest = (x / divisor_of(name, divisors) for name, x in total.items())
+        first, *rest = (x / get_divisor(name, divisors) for name, x in total.items())
         return sum(rest, first)
     if isinstance(divisors, Mapping) and len(divisors) != 1:
         got = f"{len(divisors)} denominators ({', '.join(divisors)})"
@@ -115,10 +117,10 @@ def divided(total: Tensor | Mapping[str, Tensor], divisors: Denominator) -> Tens
             f"tokens, one number; got {_shown(total)}"
         )
     (name,) = divisors if isinstance(divisors, Mapping) else ("",)
-    return total / divisor_of(name, divisors)
+    return total / get_divisor(name, divisors)
 
 
-def divisor_of(name: str, divisors: Denominator) -> Tensor:
+def get_divisor(name: str, divisors: Denominator) -> Tensor:
     """Return what the sum of a term is divided by: the one divisor that there is, or its own.
 
     Raises:
@@ -126,7 +128,7 @@ def divisor_of(name: str, divisors: Denominator) -> Tensor:
 
     Examples:
         >>> import torch
-        >>> divisor_of("loss", torch.tensor(2)), divisor_of("loss", {"loss": torch.tensor(0.3)})
+        >>> get_divisor("loss", torch.tensor(2)), get_divisor("loss", {"loss": torch.tensor(0.3)})
         (tensor(2), tensor(0.3000))
     """
     if not isinstance(divisors, Mapping):

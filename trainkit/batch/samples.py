@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn import functional
 
-from trainkit.types import IGNORED_LABEL, among, check_range
+from trainkit.types import IGNORED_LABEL, check_choice, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -62,7 +62,7 @@ def shift_tokens(
 
     The idea is xorl's, which trusts the first label even where it repeats the token before.
     """
-    among(("auto", "always"), "shift_tokens", mode=mode)
+    check_choice(("auto", "always"), "shift_tokens", mode=mode)
     if not _needs_shift(sample, mode):
         return dict(sample)
     length = len(sample["input_ids"])
@@ -139,7 +139,7 @@ def pad_stack(
     Rows that are packed instead waste next to nothing: `collate_bins`.
     """
     _check_rows(rows, value)
-    among(("left", "right"), "pad_stack", side=side)
+    check_choice(("left", "right"), "pad_stack", side=side)
     check_range("pad_stack", at_least=1, multiple_of=multiple_of)
     width = -(-max(len(row) for row in rows) // multiple_of) * multiple_of
     gaps = [width - len(row) for row in rows]
@@ -191,7 +191,7 @@ def pooling_mask(mask: Tensor, kind: Literal["first", "last", "all"]) -> Tensor:
 
     The three kinds are d9d's.
     """
-    among(("first", "last", "all"), "pooling_mask", kind=kind)
+    check_choice(("first", "last", "all"), "pooling_mask", kind=kind)
     if mask.ndim == 0:
         raise ValueError("pooling_mask: mask must be [..., S], got a scalar")
     tokens = (mask != 0).long()

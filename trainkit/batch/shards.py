@@ -152,8 +152,8 @@ def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> B
             cross rows.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
-        >>> half = shard_batch(blank_batch(2, 8), Share(1, 2))
+        >>> from trainkit.batch import make_padding_batch
+        >>> half = shard_batch(make_padding_batch(2, 8), Share(1, 2))
         >>> half.position_ids.tolist(), half.spans.lengths.tolist()
         ([[2, 3, 4, 5], [2, 3, 4, 5]], [4, 4])
     """
@@ -200,8 +200,8 @@ def shard_sequence(batch: Batch, *, ring: Share, ulysses: Share) -> Batch:
             or spans cross rows.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
-        >>> part = shard_sequence(blank_batch(1, 16), ring=Share(0, 2), ulysses=Share(1, 2))
+        >>> from trainkit.batch import make_padding_batch
+        >>> part = shard_sequence(make_padding_batch(1, 16), ring=Share(0, 2), ulysses=Share(1, 2))
         >>> part.position_ids.tolist(), part.spans.lengths.tolist()
         ([[12, 13, 14, 15]], [8])
     """
@@ -311,10 +311,11 @@ def spans_of_lengths(lengths: IntArray, *, device: torch.device | str = "cpu") -
     return Spans(cu_seqlens, lengths, int(lengths.max(initial=0)))
 
 
-def spans_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Spans:
+def spans_from_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Spans:
     """Return the `Spans` of plain rows: one document in each, and no padding.
 
-    For models and attention functions that are given rows as they are. The spans of a `blank_batch`
+    For models and attention functions that are given rows as they are. The spans of a
+    `make_padding_batch`
     are others: its rows are padding, which is cut into short spans.
 
     Args:
@@ -326,11 +327,11 @@ def spans_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu")
         ValueError: There would be no tokens, or more than int32 `cu_seqlens` can count.
 
     Examples:
-        >>> spans_of_rows(2, 128).lengths.tolist()
+        >>> spans_from_rows(2, 128).lengths.tolist()
         [128, 128]
     """
-    check_range("spans_of_rows", at_least=1, rows=rows, length=length)
-    check_range("spans_of_rows", below=1 << 31, tokens=rows * length)
+    check_range("spans_from_rows", at_least=1, rows=rows, length=length)
+    check_range("spans_from_rows", below=1 << 31, tokens=rows * length)
     return spans_of_lengths(np.full(rows, length), device=device)
 
 

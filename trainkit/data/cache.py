@@ -1,4 +1,4 @@
-"""`cached_bins`: the bins of a corpus, packed once, mapped by every rank and every later run.
+"""`load_or_pack_bins`: the bins of a corpus, packed once, mapped by every rank and every later run.
 
 A plan of rows is one file, `CACHE/KEY.bins`; KEY is 16 hex digits of a hash of everything that
 shapes the bins. Its first line is JSON: the parts of the key in clear, the sizes, and the SHA-256
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from trainkit.collectives import together
-from trainkit.files import disk_errors, open_regular, remove_abandoned, replacing
+from trainkit.collectives import run_on_all_ranks
+from trainkit.files import atomic_write, convert_disk_errors, open_regular, remove_stale_files
 from trainkit.packing import best_fit, pack_bins
 from trainkit.packing.bins import checked_lengths
-from trainkit.types import SOLO, Bins, DataError
+from trainkit.types import SOLO, Bins, DataError, Log, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     _Key = dict[str, Any]
     _Found = tuple[Bins, str]  # and the SHA-256 of its arrays
     _Pack = Callable[[], _Found]
-    _Tell = Callable[[str], object]
 
 FORMAT = 2
 """The version of a plan's file, and of what `pack_bins` does around a fit. It is part of the key:
@@ -45,14 +44,14 @@ _UNUSABLE = (OSError, ValueError, TypeError, AttributeError)  # the last two: a 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
-def cached_bins(
+def load_or_pack_bins(
     cache_dir: Path | str | None,
     lengths: ArrayLike,
     capacity: int,
     *,
     content: str,
     axis: Axis = SOLO,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
     fit: Fit = best_fit,
     group_size: int = 100_000,
     overlong: Overlong = "split",
@@ -72,7 +71,7 @@ def cached_bins(
         capacity: Tokens per row.
         content: A hash of the corpus, such as `fingerprint(corpus)`.
         axis: The ranks that call this together, with equal arguments.
-        tell: Called with one sentence about each thing worth knowing: a plan that was kept, that
+        log: Called with one sentence about each thing worth knowing: a plan that was kept, that
             was damaged, or that cannot be kept.
         fit: As for `pack_bins`. One of your own needs an attribute `version`, an int or a str, to
             be changed with whatever the fit does.
@@ -98,7 +97,7 @@ def cached_bins(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for _ in range(2):
-        ...         bins = cached_bins(folder, [5, 3, 2, 6], 8, content="c0ffee", tell=print)
+        ...         bins = load_or_pack_bins(folder, [5, 3, 2, 6], 8, content="c0ffee", log=print)
         plan of 2 rows kept in ...
         >>> bins[0]
         [(2, 0, 2), (3, 0, 6)]
@@ -112,10 +111,12 @@ def cached_bins(
         "seed": seed,
     }
     kept = cache_dir is not None
-    keys = together(lambda: _key_of(lengths, capacity, content, arguments, kept=kept), axis)
+    keys = run_on_all_ranks(lambda: _key_of(lengths, capacity, content, arguments, kept=kept), axis)
     for rank, key in enumerate(keys):
         if part := _difference(key, keys[0]):
-            raise DataError(f"cached_bins: rank {rank} asks for another plan than rank 0: {part}")
+            raise DataError(
+                f"load_or_pack_bins: rank {rank} asks for another plan than rank 0: {part}"
+            )
     key = keys[0]
     path = Path(cache_dir) / f"{_hash_of(key)[:16]}.bins" if cache_dir is not None else None
 
@@ -123,38 +124,38 @@ def cached_bins(
         bins = pack_bins(lengths, capacity, **arguments)
         return bins, _sha256(bins)
 
-    return _shared(path, key, pack, axis, tell or (lambda _: None))
+    return _shared(path, key, pack, axis, log)
 
 
-def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, tell: _Tell) -> Bins:
+def _shared(path: Path | None, key: _Key, pack: _Pack, axis: Axis, log: Log) -> Bins:
     """Let rank 0 go first, then the others; refuse bins that differ."""
     mine: list[Bins] = []
 
     def lead() -> tuple[str, bool] | None:
         if axis.index > 0:
             return None
-        (bins, sha256), is_kept = _led(path, key, pack, tell) if path else (pack(), False)
+        (bins, sha256), is_kept = _led(path, key, pack, log) if path else (pack(), False)
         mine.append(bins)
         return sha256, is_kept
 
-    want, is_kept = together(lead, axis)[0]
+    want, is_kept = run_on_all_ranks(lead, axis)[0]
 
     def follow() -> str:
         if axis.index == 0:
             return want
-        bins, sha256 = _followed(path, key, pack, tell) if path and is_kept else pack()
+        bins, sha256 = _followed(path, key, pack, log) if path and is_kept else pack()
         mine.append(bins)
         return sha256
 
-    for rank, got in enumerate(together(follow, axis)):
+    for rank, got in enumerate(run_on_all_ranks(follow, axis)):
         if got != want:
             what = f"rank {rank} has other bins than rank 0 for the same lengths"
             must = f"the fit {key['fit']} must be a function of its arguments alone"
-            raise DataError(f"cached_bins: {what}; {must}", got=got, want=want)
+            raise DataError(f"load_or_pack_bins: {what}; {must}", got=got, want=want)
     return mine[0]
 
 
-def _led(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> tuple[_Found, bool]:
+def _led(path: Path, key: _Key, pack: _Pack, log: Log) -> tuple[_Found, bool]:
     """Return the plan of a path, which is packed if there is no whole one, and if it is kept."""
     damage = ""
     try:
@@ -171,20 +172,20 @@ def _led(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> tuple[_Found, bool]
     except _UNUSABLE as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
             raise
-        tell(f"packed in memory, since no plan can be kept in {path}: {error}")
+        log(f"packed in memory, since no plan can be kept in {path}: {error}")
         return plan, False
     done = f"rebuilt the plan of {rows} rows in {path}, which was damaged: {damage}"
-    tell(done if damage else f"plan of {rows} rows kept in {path}")
+    log(done if damage else f"plan of {rows} rows kept in {path}")
     return kept, True
 
 
-def _followed(path: Path, key: _Key, pack: _Pack, tell: _Tell) -> _Found:
+def _followed(path: Path, key: _Key, pack: _Pack, log: Log) -> _Found:
     """Return the plan that rank 0 has kept, or packs in memory where this rank does not see it."""
     try:
         return _open(path, key)
     except _UNUSABLE as error:
         why = f"this rank does not see rank 0's plan in {path}: {error}"
-        tell(f"packed in memory, since {why}")
+        log(f"packed in memory, since {why}")
         return pack()
 
 
@@ -198,12 +199,12 @@ def _keep(path: Path, key: _Key, bins: Bins, sha256: str) -> None:
     header = header.ljust(-(-(len(header) + 1) // 64) * 64 - 1) + b"\n"
     arrays = _arrays(bins)
     needed = len(header) + sum(array.nbytes for array in arrays)
-    with disk_errors(path, by="cached_bins", needed=needed):
+    with convert_disk_errors(path, by="load_or_pack_bins", needed=needed):
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(path.parent.glob(".*.bins.staging-*"))
+        remove_stale_files(path.parent.glob(".*.bins.staging-*"))
     with (
-        replacing(path, by="cached_bins") as file,
-        disk_errors(path, by="cached_bins", needed=needed),
+        atomic_write(path, by="load_or_pack_bins") as file,
+        convert_disk_errors(path, by="load_or_pack_bins", needed=needed),
     ):
         file.write(header)
         for array in arrays:  # through its handle: on a full disk a mapping ends all
@@ -263,7 +264,7 @@ def _key_of(
         what = f"the fit {name} has no attribute `version` that is an int or a str"
         why = "its plan could not be told from its next version's"
         mend = "give it one, or keep no plan (cache_dir=None)"
-        raise ValueError(f"cached_bins: {what}, so {why}: {mend}")
+        raise ValueError(f"load_or_pack_bins: {what}, so {why}: {mend}")
     whole = checked_lengths(lengths)
     pack_bins(whole[:0], capacity, **arguments)
     parts = arguments | {

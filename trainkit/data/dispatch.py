@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from trainkit.batch import to_device
 from trainkit.batch.shards import spans_of_lengths
-from trainkit.collectives import all_gather_json, communication_device, together
+from trainkit.collectives import all_gather_objects, get_comm_device, run_on_all_ranks
 from trainkit.types import BATCH_TENSORS, Batch, Cursor, StepBatch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def dispatch(
+def scatter_batches(
     make_parts: Callable[[Cursor], Sequence[StepBatch] | None],
     axis: Axis,
     share: Share,
@@ -59,16 +59,16 @@ def dispatch(
         a prefetch thread.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import make_padding_batch
         >>> from trainkit.mesh import solo_parallel
         >>> def make_parts(cursor):
-        ...     return [StepBatch([blank_batch(1, 4)], Cursor(cursor.batch + 1))]
+        ...     return [StepBatch([make_padding_batch(1, 4)], Cursor(cursor.batch + 1))]
         >>> ps = solo_parallel()
-        >>> make_batch = dispatch(make_parts, ps.world, ps.dp.share)
+        >>> make_batch = scatter_batches(make_parts, ps.world, ps.dp.share)
         >>> make_batch(Cursor()).cursor
         Cursor(batch=1, stream=())
     """
-    wanted = [tuple(one) for one in all_gather_json([share.index, share.count], axis)]
+    wanted = [tuple(one) for one in all_gather_objects([share.index, share.count], axis)]
     if len({count for _, count in wanted}) > 1:
         raise ValueError(f"dispatch: ranks want parts of different counts: {wanted}")
 
@@ -83,10 +83,10 @@ def dispatch(
             if axis.count == 1:
                 return len(parts)
             # All that can fail is done here: a rank that failed later would leave others waiting.
-            buffers.extend(_sendable(parts, communication_device(axis)))
+            buffers.extend(_sendable(parts, get_comm_device(axis)))
             return max((len(one) for one in buffers), default=0)
 
-        size = together(make, axis)[0]
+        size = run_on_all_ranks(make, axis)[0]
         if size == 0:
             return None
         batch = parts[share.index] if axis.count == 1 else _scatter(buffers, size, axis, wanted)
@@ -97,7 +97,7 @@ def dispatch(
     return make_batch
 
 
-def stop_together(
+def stop_at_shortest(
     batches: Iterator[T], axis: Axis, *, left_over: Callable[[T], object]
 ) -> Iterator[T]:
     """Give every rank's batches until those of one rank have ended; then all stop.
@@ -112,14 +112,15 @@ def stop_together(
         An iterator of as many batches on every rank.
 
     Raises:
-        Exception: What `batches` raised on one rank, on all ranks: see `collectives.together`.
+        Exception: What `batches` raised on one rank, on all ranks: see
+            `collectives.run_on_all_ranks`.
 
     Effects:
-        Communicates for each batch as `collectives.together`.
+        Communicates for each batch as `collectives.run_on_all_ranks`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> list(stop_together(iter([1, 2]), solo_parallel().dp, left_over=print))
+        >>> list(stop_at_shortest(iter([1, 2]), solo_parallel().dp, left_over=print))
         [1, 2]
     """
     found: list[T] = []
@@ -128,7 +129,7 @@ def stop_together(
         found[:] = islice(batches, 1)
         return len(found)
 
-    while all(together(read, axis)):
+    while all(run_on_all_ranks(read, axis)):
         yield found[0]
     for batch in found:
         left_over(batch)
@@ -157,7 +158,7 @@ def _scatter(
     buffers: Sequence[Tensor], size: int, axis: Axis, wanted: Sequence[tuple[int, int]]
 ) -> StepBatch:
     """Send from rank 0 to each rank of an axis the buffer, of `size` bytes, that it wants."""
-    received = torch.empty(size, dtype=torch.uint8, device=communication_device(axis))
+    received = torch.empty(size, dtype=torch.uint8, device=get_comm_device(axis))
     send = [buffers[index] for index, _ in wanted] if axis.index == 0 else None
     dist.scatter(received, send, group=axis.group, group_src=0)
     return _unpacked(received.cpu())

@@ -1,4 +1,4 @@
-"""What a document of tokens must be."""
+"""Checks of a document of tokens, and of the columns that a corpus declares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.types import ADDED_TENSORS, BATCH_TENSORS, DataError, Sample
+from trainkit.types import BATCH_TENSORS, EXTRA_TENSORS, DataError, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     from trainkit.types import Column
 
-_TAKEN = (*BATCH_TENSORS, "spans", *ADDED_TENSORS)
+_RESERVED_NAMES = (*BATCH_TENSORS, "spans", *EXTRA_TENSORS)
 
 
 @attrs.frozen(eq=False)
 class Document:
-    """A document as it was found right: its ids, and what it says of each of them.
+    """A checked document: its ids, its loss mask and its columns.
 
     Attributes:
         ids: Integers `[N]`.
-        trained: uint8 `[N]`, 0 for tokens that no label shall ask for; None where all are trained.
-        values: Of each column `[N]` or `[N, k]`, by name.
+        trained: The loss mask, uint8 `[N]`: 0 for tokens that are never labels. None if all are.
+        values: The values of each column, `[N]` or `[N, k]`, by name.
     """
 
     ids: np.ndarray[Any, Any]
@@ -37,108 +37,140 @@ class Document:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> Document:
-        """Return a part of the document, as views."""
-        trained = None if self.trained is None else self.trained[part]
-        return Document(self.ids[part], trained, {n: x[part] for n, x in self.values.items()})
+        """Return a slice of the document, as views."""
+        return Document(
+            self.ids[part],
+            None if self.trained is None else self.trained[part],
+            {name: x[part] for name, x in self.values.items()},
+        )
 
 
 def smallest_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """Return the smallest dtype that holds a vocabulary's tokens; uint32 if it is unknown."""
-    return np.dtype("uint32" if vocab_size is None else np.min_scalar_type(max(vocab_size - 1, 0)))
+    """Return the smallest unsigned dtype that fits a vocabulary; uint32 if it is unknown."""
+    if vocab_size is None:
+        return np.dtype("uint32")
+    return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
-def checked_columns(by: str, columns: Mapping[str, Column] | None) -> dict[str, Column]:
-    """Return what a corpus has of each token, in the order of the names.
+def check_columns(function: str, columns: Mapping[str, Column] | None) -> dict[str, Column]:
+    """Check the names of a corpus' columns, and return the columns sorted by name.
 
     Raises:
-        ValueError: A name is empty, or a batch has something else under it.
+        ValueError: A name is empty, or is that of a tensor of every batch.
 
     Examples:
         >>> from trainkit.types import Column
-        >>> checked_columns("memory_corpus", {"labels": Column()})
+        >>> check_columns("make_corpus", {"labels": Column()})
         Traceback (most recent call last):
         ...
-        ValueError: memory_corpus: no column can be called 'labels': a batch has its own
+        ValueError: make_corpus: no column can be called 'labels': a batch has its own
     """
     for name in columns or {}:
-        if not isinstance(name, str) or not name or name in _TAKEN:
-            raise ValueError(f"{by}: no column can be called {name!r}: a batch has its own")
+        if not isinstance(name, str) or not name or name in _RESERVED_NAMES:
+            raise ValueError(f"{function}: no column can be called {name!r}: a batch has its own")
     return dict(sorted((columns or {}).items()))
 
 
-def checked_document(
+def check_document(
     document: ArrayLike | Sample,
     limit: int,
-    where: str,
+    origin: str,
     *,
     columns: Mapping[str, Column],
-    with_choice: bool | None = None,
+    has_mask: bool | None = None,
 ) -> Document:
-    """Return a document of ids or a `Sample` as it will be written or collated.
+    """Check a document of ids or a `Sample`, and return it as arrays.
 
     Args:
         document: Ids or a `Sample`.
-        limit: No token may be this large or larger.
-        where: Which document of which function this is.
-        columns: What it must have of each token.
-        with_choice: Whether those before it were `Sample`s; None for the first.
+        limit: Exclusive upper bound of the ids.
+        origin: The function and the document, such as "make_corpus: document 3", for messages.
+        columns: The columns that the document must have.
+        has_mask: Whether the documents before it were `Sample`s; None for the first.
 
     Raises:
-        DataError: It is not what it must be.
+        DataError: The ids, the loss mask or the columns are wrong.
     """
     is_sample = isinstance(document, Sample)
-    if with_choice is not None and is_sample != with_choice:
-        what = f" is {'a' if is_sample else 'no'} Sample, unlike those before it"
-        must = "all documents of a corpus say which tokens are trained on, or none does"
-        raise _wrong(where, f"{what}: {must}")
+    if has_mask is not None and is_sample != has_mask:
+        raise DataError(
+            f"{origin} is {'a' if is_sample else 'no'} Sample, unlike those before it: "
+            "either all documents of a corpus have a loss mask, or none has",
+            where=origin,
+        )
     ids = np.asarray(document.tokens if is_sample else document)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise _wrong(where, f" must be integers in one dimension, got {ids.dtype} {ids.shape}")
+        raise DataError(
+            f"{origin} must be integers in one dimension, got {ids.dtype} {ids.shape}",
+            where=origin,
+        )
     if ids.size and (ids.min() < 0 or ids.max() >= limit):
         worst = int(((ids < 0) | (ids >= limit)).argmax())
-        got = int(ids[worst])
-        raise _wrong(where, f" has token {got} at {worst}, outside [0, {limit})", got)
-    found = (document.columns if is_sample else None) or {}
-    if found.keys() != columns.keys():
-        have, want = (", ".join(sorted(names)) or "none" for names in (found, columns))
-        mend = "say what there is in `columns`, and give every document values of it"
-        raise _wrong(where, f" has the columns {have}; its corpus has {want}: {mend}", have)
+        raise DataError(
+            f"{origin} has token {ids[worst]} at {worst}, outside [0, {limit})",
+            where=origin,
+            got=int(ids[worst]),
+        )
+    actual = (document.columns if is_sample else None) or {}
+    if actual.keys() != columns.keys():
+        raise DataError(
+            f"{origin} has the columns {_format_names(actual)}; "
+            f"its corpus has {_format_names(columns)}: declare the same `columns` for the corpus "
+            "and give each document values for them",
+            where=origin,
+            got=_format_names(actual),
+        )
     values = {
-        name: _checked_values(found[name], column, len(ids), f"{where}: {name}")
+        name: _check_values(actual[name], column, len(ids), f"{origin}: {name}")
         for name, column in columns.items()
     }
     if not is_sample:
         return Document(ids, None, values)
     trained = np.asarray(document.trained)
     if trained.dtype != np.bool_ or trained.shape != ids.shape:
-        got = f"{trained.dtype} {trained.shape}"
-        raise _wrong(where, f": `trained` must be bool {ids.shape}, like its tokens, got {got}")
+        raise DataError(
+            f"{origin}: `trained` must be bool {ids.shape}, like its tokens, "
+            f"got {trained.dtype} {trained.shape}",
+            where=origin,
+        )
     return Document(ids, trained.view(np.uint8), values)
 
 
-def _checked_values(
-    given: ArrayLike, column: Column, length: int, where: str
+def _format_names(columns: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(columns)) or "none"
+
+
+def _check_values(
+    given: ArrayLike, column: Column, length: int, origin: str
 ) -> np.ndarray[Any, Any]:
-    """Return a document's values of a column, in its dtype."""
-    shape, kind = (length, *column.inner), np.dtype(column.dtype)
+    """Return a document's values of a column, in the column's dtype."""
+    shape = (length, *column.inner)
+    dtype = np.dtype(column.dtype)
     try:
         values = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, or on a device
-        raise _wrong(where, f" is no array of {kind} {shape}: {error}") from error
+        raise DataError(
+            f"{origin} is no array of {dtype} {shape}: {error}", where=origin
+        ) from error
     if not length and not values.size:
-        return np.empty(shape, kind)
-    if values.shape != shape or values.dtype.kind not in ("iuf" if kind.kind == "f" else "iu"):
-        got = f"{values.dtype} {values.shape}"
-        raise _wrong(where, f" must be {kind} {shape}, for {length} tokens, got {got}", got)
+        return np.empty(shape, dtype)
+    if values.shape != shape or values.dtype.kind not in ("iuf" if dtype.kind == "f" else "iu"):
+        raise DataError(
+            f"{origin} must be {dtype} {shape}, for {length} tokens, "
+            f"got {values.dtype} {values.shape}",
+            where=origin,
+            got=f"{values.dtype} {values.shape}",
+        )
+    # Integers must survive the cast unchanged; floats may round, but neither overflow nor be NaN.
     with np.errstate(over="ignore"):
-        held = values.astype(kind)
-    fits = np.isfinite(held) if kind.kind == "f" else held == values
+        converted = values.astype(dtype)
+    fits = np.isfinite(converted) if dtype.kind == "f" else converted == values
     if not fits.all():
-        place = int(fits.reshape(length, -1).all(axis=1).argmin())
-        got = values[place].tolist()
-        raise _wrong(where, f" at token {place} is {got}, which no {kind} of a column can be", got)
-    return held
-
-
-def _wrong(where: str, what: str, got: object = None) -> DataError:
-    return DataError(f"{where}{what}", where=where, got=got)
+        worst = int(fits.reshape(length, -1).all(axis=1).argmin())
+        raise DataError(
+            f"{origin} at token {worst} is {values[worst].tolist()}, "
+            f"which does not fit a column of {dtype}",
+            where=origin,
+            got=values[worst].tolist(),
+        )
+    return converted

@@ -1,4 +1,4 @@
-"""Corpora whose documents follow one another, as one."""
+"""Concatenated corpora: the documents of several corpora as one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(eq=False)
-class JoinedCorpus:
-    """Corpora one after the other: a `Corpus` without flat `tokens`. `join_corpora` makes one.
+class ConcatCorpus:
+    """Concatenated corpora: a `Corpus` without flat `tokens`. `concat_corpora` makes one.
 
     Attributes:
-        parts: The corpora; none is a joined one itself.
-        first_documents: int64 `[K+1]`; part k has the documents from `first_documents[k]` up to
+        parts: The corpora, flattened: none of them is concatenated itself.
+        first_documents: int64 `[K+1]`; part k has documents `first_documents[k]` up to
             `first_documents[k + 1]`.
-        offsets: int64 `[N+1]`, in tokens, running on from part to part.
+        offsets: int64 `[N+1]`, in tokens, cumulative over all parts.
     """
 
     parts: tuple[TokenCorpus, ...]
@@ -36,48 +36,48 @@ class JoinedCorpus:
 
     @property
     def tokens(self) -> NoReturn:
-        """Nothing: tokens stay in the parts, so `hasattr` says no."""
-        raise AttributeError("a JoinedCorpus has no flat `tokens`: read its `parts`")
+        """Not available: tokens stay in the parts, and `hasattr` is False."""
+        raise AttributeError("a ConcatCorpus has no flat `tokens`: read its `parts`")
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, int64 `[N]`, computed anew at each call."""
+        """The number of tokens of each document, int64 `[N]`, computed on each access."""
         return np.diff(self.offsets)
 
     @property
     def vocab_size(self) -> int | None:
-        """The largest of the parts'; None where one does not say."""
+        """The largest vocabulary of the parts; None if that of any part is unknown."""
         sizes = [part.vocab_size for part in self.parts if part.vocab_size is not None]
         return max(sizes) if len(sizes) == len(self.parts) else None
 
     @property
     def names(self) -> Sequence[str] | None:
-        """What each document is called; None where those of one part have no names."""
+        """The names of the documents; None if any part has no names."""
         names = [part.names for part in self.parts if part.names is not None]
         return list(chain.from_iterable(names)) if len(names) == len(self.parts) else None
 
     @property
     def digest(self) -> str | None:
-        """A hash of the content; None where one part has none written down."""
+        """A hash of the content; None if any part has no stored hash."""
         digests = [part.digest for part in self.parts if part.digest is not None]
         return joint_digest(digests) if len(digests) == len(self.parts) else None
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """A hash of each file; a name that two parts use has the part's number before it."""
-        found: dict[str, str] = {}
-        for number, part in enumerate(self.parts):
+        """File name -> hash; a name that occurs twice is prefixed with the index of its part."""
+        hashes: dict[str, str] = {}
+        for index, part in enumerate(self.parts):
             for name, value in part.sources.items():
-                found[name if name not in found else f"{number}:{name}"] = value
-        return found
+                hashes[f"{index}:{name}" if name in hashes else name] = value
+        return hashes
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """What there is of each token besides, the same in all parts."""
+        """The further columns of a token, by name, the same in all parts."""
         return self.parts[0].columns
 
     def read(self, document: int, start: int, length: int) -> np.ndarray[Any, Any]:
-        """Return `length` tokens of a document from token `start` on, as a view."""
+        """Return a view of `length` tokens of a document, from token `start` on."""
         if not 0 <= document < len(self.offsets) - 1:
             raise ValueError(f"read: there is no document {document} of {len(self.offsets) - 1}")
         part = int(np.searchsorted(self.first_documents, document, side="right")) - 1
@@ -85,64 +85,65 @@ class JoinedCorpus:
         return self.parts[part].read(document - first, start, length)
 
 
-def join_corpora(parts: Iterable[TokenCorpus | JoinedCorpus]) -> JoinedCorpus:
-    """Return one corpus of the documents of several, in order; joined ones are taken apart.
+def concat_corpora(parts: Iterable[TokenCorpus | ConcatCorpus]) -> ConcatCorpus:
+    """Concatenate corpora: the documents of each one in order, without a copy of the tokens.
 
     Args:
-        parts: At least one corpus.
-
-    Returns:
-        The `JoinedCorpus`; no token is copied.
+        parts: At least one corpus; concatenated ones are flattened.
 
     Raises:
         ValueError: There is no corpus.
-        DataError: They do not have the same columns. The message names two that differ.
+        DataError: The corpora have different columns. The message names two that differ.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> corpus = join_corpora([memory_corpus([[1, 2], [3]]), memory_corpus([[4, 5, 6]])])
+        >>> from trainkit.data.corpus import make_corpus
+        >>> corpus = concat_corpora([make_corpus([[1, 2], [3]]), make_corpus([[4, 5, 6]])])
         >>> corpus.lengths, corpus.first_documents, corpus.read(2, 1, 2)
         (array([2, 1, 3]), array([0, 2, 3]), array([5, 6], dtype=uint32))
     """
     flat = tuple(
         chain.from_iterable(
-            part.parts if isinstance(part, JoinedCorpus) else (part,) for part in parts
+            part.parts if isinstance(part, ConcatCorpus) else (part,) for part in parts
         )
     )
     if not flat:
-        raise ValueError("join_corpora: there is no corpus to join")
-    _check_columns(flat)
-    counts = [len(part.offsets) - 1 for part in flat]
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    offsets, total = np.zeros(first[-1] + 1, np.int64), 0
-    for part, begin in zip(flat, first.tolist(), strict=False):
-        offsets[begin : begin + len(part.offsets)] = part.offsets - part.offsets[0] + total
-        total = int(offsets[begin + len(part.offsets) - 1])
-    return JoinedCorpus(flat, first, offsets)
-
-
-def _check_columns(parts: Sequence[TokenCorpus]) -> None:
-    for number, part in enumerate(parts):
-        if part.columns != parts[0].columns:
-            (have, one), (want, first) = (
-                (", ".join(f"{name}: {x}" for name, x in p.columns.items()) or "none", [*p.sources])
-                for p in (part, parts[0])
+        raise ValueError("concat_corpora: there is no corpus to join")
+    for index, part in enumerate(flat):
+        if part.columns != flat[0].columns:
+            raise DataError(
+                f"concat_corpora: corpus {index} {[*part.sources]} has the columns "
+                f"{_format_columns(part)}; corpus 0 {[*flat[0].sources]} has "
+                f"{_format_columns(flat[0])}: rows of a batch need equal columns, so write both "
+                "corpora with the same ones",
+                where=index,
+                got=_format_columns(part),
+                want=_format_columns(flat[0]),
             )
-            what = f"corpus {number} {one} has the columns {have}; corpus 0 {first} has {want}"
-            mend = "a row of one cannot stand beside a row of the other: write them alike"
-            raise DataError(f"join_corpora: {what}: {mend}", where=number, got=have, want=want)
+    counts = [len(part.offsets) - 1 for part in flat]
+    first_documents = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    offsets = np.zeros(first_documents[-1] + 1, np.int64)
+    total = 0
+    for part, first in zip(flat, first_documents.tolist(), strict=False):
+        # A view of a longer corpus may begin anywhere in its tokens, so the first offset goes.
+        offsets[first : first + len(part.offsets)] = part.offsets - part.offsets[0] + total
+        total = int(offsets[first + len(part.offsets) - 1])
+    return ConcatCorpus(flat, first_documents, offsets)
+
+
+def _format_columns(corpus: TokenCorpus) -> str:
+    return ", ".join(f"{name}: {column}" for name, column in corpus.columns.items()) or "none"
 
 
 def joint_digest(digests: Iterable[str]) -> str:
-    """Return the hash of several hashes, in order: of 16 digits each, as `fingerprint` gives."""
+    """Return the SHA-256 of several hashes in order, each cut to the 16 digits of `fingerprint`."""
     return hashlib.sha256("\n".join(digest[:16] for digest in digests).encode()).hexdigest()
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Return a hash of all that a corpus holds: 16 hex digits, to see that it is the same.
+    """Hash the content of a corpus to 16 hex digits, so that a resumed run can compare it.
 
-    A token file's is read from its header, since a large one takes long to hash; `verify_corpus`
-    says whether the content still has that hash.
+    The hash of a token file is read from its header, since hashing a large one takes long;
+    `verify_corpus` compares the content with that hash.
 
     Examples:
         >>> fingerprint(TokenCorpus(np.arange(4), np.array([0, 4]))) == fingerprint(
@@ -158,8 +159,11 @@ def fingerprint(corpus: Corpus) -> str:
     trained = getattr(corpus, "trained", None)
     if trained is not None:
         arrays["trained"] = np.asarray(trained)
+    values: Mapping[str, Any] = getattr(corpus, "values", {})
     for name, column in getattr(corpus, "columns", {}).items():
-        own: Any = corpus
-        arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(own.values[name])
-    parts = (hash_box(name, x, shape=x.shape, offset=[0] * x.ndim) for name, x in arrays.items())
-    return f"{sum(parts) & MASK64:016x}"
+        arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(values[name])
+    total = sum(
+        hash_box(name, array, shape=array.shape, offset=[0] * array.ndim)
+        for name, array in arrays.items()
+    )
+    return f"{total & MASK64:016x}"

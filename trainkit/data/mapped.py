@@ -1,4 +1,4 @@
-"""Files mapped into memory without keeping a descriptor, and how to see that one was changed."""
+"""Memory-mapped files that need no open descriptor, and the check that none was changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import attrs
 import numpy as np
 
-from trainkit.files import bad_file
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,13 +24,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @attrs.frozen
 class MappedFile:
-    """What a mapped file was when it was opened.
+    """The metadata of a mapped file at the time it was opened.
 
     Attributes:
-        path: Where it lay, absolute.
-        size: Its bytes.
-        identity: Its device and inode: a file that is put in its place has others.
-        modified: When it was last written to, in nanoseconds.
+        path: The absolute path.
+        size: The size in bytes.
+        identity: Device and inode, which differ for a file that replaces this one.
+        modified: The time of the last write, in nanoseconds.
     """
 
     path: str
@@ -40,55 +40,58 @@ class MappedFile:
 
 
 def map_file(file: BinaryIO, path: Path) -> tuple[np.ndarray[Any, Any], MappedFile]:
-    """Map an open file; the array, uint8, read-only, outlives the descriptor.
-
-    Python's own `mmap` keeps a descriptor per file (before 3.13), and a corpus of 10,000 shards has
-    more files than a process may keep open.
+    """Map an open file into a read-only uint8 array that outlives the descriptor.
 
     Raises:
-        DataError: The system maps no more files.
+        DataError: The system refuses to map the file.
     """
-    facts = os.fstat(file.fileno())
-    told = MappedFile(
+    # Before 3.13, Python's own `mmap` keeps a descriptor for each file, and a corpus of 10,000
+    # shards has more files than a process may have open. So this calls the C function.
+    stat = os.fstat(file.fileno())
+    metadata = MappedFile(
         os.path.abspath(path),  # noqa: PTH100 (Path.absolute leaves `..` in, 10 times slower)
-        facts.st_size,
-        (facts.st_dev, facts.st_ino),
-        facts.st_mtime_ns,
+        stat.st_size,
+        (stat.st_dev, stat.st_ino),
+        stat.st_mtime_ns,
     )
-    if not facts.st_size:
-        return np.empty(0, np.uint8), told
+    if not stat.st_size:
+        return np.empty(0, np.uint8), metadata
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = system.mmap(None, facts.st_size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    address = system.mmap(None, stat.st_size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == _FAILED:
         code = ctypes.get_errno()
-        hint = "a process maps some 65,000 files (vm.max_map_count): join small shards"
-        hint = hint if code == errno.ENOMEM else None
-        raise bad_file(path, f"cannot be mapped: {os.strerror(code)}", hint=hint)
-    memory = (ctypes.c_uint8 * facts.st_size).from_address(address)
-    unmap: Any = weakref.finalize(memory, system.munmap, address, facts.st_size)
-    unmap.atexit = False  # arrays may be read while the interpreter ends
-    return np.frombuffer(memoryview(memory).toreadonly(), np.uint8), told
+        raise DataError(
+            f"{path}: cannot be mapped: {os.strerror(code)}",
+            where=path,
+            hint="a process maps some 65,000 files (vm.max_map_count): merge small shards"
+            if code == errno.ENOMEM
+            else None,
+        )
+    memory = (ctypes.c_uint8 * stat.st_size).from_address(address)
+    unmap: Any = weakref.finalize(memory, system.munmap, address, stat.st_size)
+    unmap.atexit = False  # other exit handlers may still read the array
+    return np.frombuffer(memoryview(memory).toreadonly(), np.uint8), metadata
 
 
 def check_unchanged(corpus: Corpus) -> None:
-    """Refuse a corpus of which a file was cut, grown or written to since it was opened.
+    """Raise DataError if a file of a corpus has changed since it was opened.
 
-    To read what a file no longer holds ends the process (SIGBUS), so ask before a batch is made: it
-    takes about 2 us per file. A file that another was put in the place of is safe, as the old one
-    stays mapped.
+    Reading past the end of a truncated file kills the process (SIGBUS), so call this before each
+    batch; it takes about 2 us a file. Replacing a file by a rename is safe: the old one stays
+    mapped.
 
     Args:
-        corpus: Any; what was not mapped from a file cannot change.
+        corpus: Any corpus; one that is not mapped from a file always passes.
 
     Raises:
-        DataError: A file is not what it was. The message names it.
+        DataError: A file was changed. The message names it.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> check_unchanged(memory_corpus([[1, 2]]))
+        >>> from trainkit.data.corpus import make_corpus
+        >>> check_unchanged(make_corpus([[1, 2]]))
     """
     for part in getattr(corpus, "parts", (corpus,)):
         file = getattr(part, "file", None)
@@ -98,16 +101,26 @@ def check_unchanged(corpus: Corpus) -> None:
 
 def _check_file(file: MappedFile) -> None:
     try:
-        facts = os.stat(file.path)  # noqa: PTH116 (half the time of Path.stat)
+        stat = os.stat(file.path)  # noqa: PTH116 (half the time of Path.stat)
     except OSError:
-        return  # moved or deleted: the map holds on to it
-    if (facts.st_dev, facts.st_ino) != file.identity:
+        return  # moved or deleted: the mapping stays valid
+    if (stat.st_dev, stat.st_ino) != file.identity:
         return
-    if facts.st_size != file.size:
-        what = f"the file has {facts.st_size} bytes, it had {file.size} when it was opened"
-        hint = "put a new file in its place instead of changing it while it is read"
-        raise bad_file(file.path, what, got=facts.st_size, want=file.size, hint=hint)
-    if facts.st_mtime_ns != file.modified:
-        what = "the file was written to while it was open, so its content may have changed"
-        hint = "start again, which checks the content; write beside a file and rename instead"
-        raise bad_file(file.path, what, got=facts.st_mtime_ns, want=file.modified, hint=hint)
+    if stat.st_size != file.size:
+        raise DataError(
+            f"{file.path}: the file has {stat.st_size} bytes, but had {file.size} when it was "
+            "opened",
+            where=file.path,
+            got=stat.st_size,
+            want=file.size,
+            hint="replace a file by a rename instead of changing it while it is read",
+        )
+    if stat.st_mtime_ns != file.modified:
+        raise DataError(
+            f"{file.path}: the file was written to while it was open, so its content may have "
+            "changed",
+            where=file.path,
+            got=stat.st_mtime_ns,
+            want=file.modified,
+            hint="start again, which checks the content; write a new file and rename it instead",
+        )

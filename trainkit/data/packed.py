@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from trainkit.data.cache import cached_bins
-from trainkit.data.joined import JoinedCorpus, fingerprint, join_corpora
+from trainkit.data.cache import load_or_pack_bins
+from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.packing import bins_hash
-from trainkit.types import SOLO, Bins
+from trainkit.types import SOLO, Bins, Log, log_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(eq=False)
-class Packed:
+class PackedCorpus:
     """A corpus and the rows that it is packed into: what there is to read.
 
     Attributes:
@@ -54,18 +54,18 @@ class Packed:
         return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
 
 
-def pack_apart(
-    corpus: TokenCorpus | JoinedCorpus,
+def split_held_out(
+    corpus: TokenCorpus | ConcatCorpus,
     held_out: ArrayLike,
     capacity: int,
     *,
     cache_dir: Path | str | None = None,
     axis: Axis = SOLO,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
     overlong: Overlong = "split",
     multiple_of: int = 1,
     seed: int | None = None,
-) -> tuple[Packed, Packed]:
+) -> tuple[PackedCorpus, PackedCorpus]:
     """Pack a corpus into rows to train on and rows that are held out: no document is in both.
 
     Args:
@@ -73,9 +73,9 @@ def pack_apart(
         held_out: Which documents are held out, bool `[N]`: `corpora.held_out_documents`, or
             `corpora.hold_out`.
         capacity: Tokens per row.
-        cache_dir: As in `cached_bins`, and so all that follow.
+        cache_dir: As in `load_or_pack_bins`, and so all that follow.
         axis: The ranks that call this together.
-        tell: Called with one sentence about each thing worth knowing.
+        log: Called with one sentence about each thing worth knowing.
         overlong: What becomes of a document longer than the capacity.
         multiple_of: A piece takes the next multiple of this many tokens.
         seed: The seed of the packing.
@@ -84,30 +84,30 @@ def pack_apart(
         The rows to train on, and those held out.
 
     Raises:
-        ValueError: As `cached_bins`.
-        DataError: As `cached_bins`.
-        DiskError: As `cached_bins`.
+        ValueError: As `load_or_pack_bins`.
+        DataError: As `load_or_pack_bins`.
+        DiskError: As `load_or_pack_bins`.
 
     Effects:
-        Those of `cached_bins`, twice: it keeps two plans, and communicates on `axis`.
+        Those of `load_or_pack_bins`, twice: it keeps two plans, and communicates on `axis`.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> rows, held = pack_apart(memory_corpus([[1, 2], [3], [4, 5]]), [False, True, False], 4)
+        >>> from trainkit.data.corpus import make_corpus
+        >>> rows, held = split_held_out(make_corpus([[1, 2], [3], [4, 5]]), [False, True, False], 4)
         >>> rows.bins[0], held.bins[0]
         ([(0, 0, 2), (2, 0, 2)], [(1, 0, 1)])
     """
-    how: dict[str, Any] = {"axis": axis, "tell": tell, "overlong": overlong, "seed": seed}
+    how: dict[str, Any] = {"axis": axis, "log": log, "overlong": overlong, "seed": seed}
     how |= {"content": fingerprint(corpus), "multiple_of": multiple_of}
     trained = np.where(held_out, 0, corpus.lengths)
     rows, held = (
-        Packed(corpus, cached_bins(cache_dir, lengths, capacity, **how))
+        PackedCorpus(corpus, load_or_pack_bins(cache_dir, lengths, capacity, **how))
         for lengths in (trained, corpus.lengths - trained)
     )
     return rows, held
 
 
-def packed_facts(packed: Packed) -> dict[str, Any]:
+def make_data_facts(packed: PackedCorpus) -> dict[str, Any]:
     """Return what a run must be continued with of what it reads, as facts for its checkpoints.
 
     Args:
@@ -115,12 +115,13 @@ def packed_facts(packed: Packed) -> dict[str, Any]:
 
     Returns:
         "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows". The
-        fingerprint is that of all that is in the files, which may be renamed: see `changes_of`.
+        fingerprint is that of all that is in the files, which may be renamed: see
+            `make_resume_rules`.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
+        >>> from trainkit.data.corpus import make_corpus
         >>> from trainkit.packing import pack_bins
-        >>> facts = packed_facts(Packed(memory_corpus([[1, 2]]), pack_bins([2], 4)))
+        >>> facts = make_data_facts(PackedCorpus(make_corpus([[1, 2]]), pack_bins([2], 4)))
         >>> list(facts), facts["files"]
         (['files', 'fingerprint', 'rows'], {})
     """
@@ -129,7 +130,7 @@ def packed_facts(packed: Packed) -> dict[str, Any]:
     return facts | {"rows": bins_hash(packed.bins)}
 
 
-def join_packed(packed: Mapping[str, Packed]) -> Packed:
+def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
     """Join corpora that are packed each on its own into one table of rows.
 
     Packing each alone keeps a row to one corpus, so that a mixture of rows is one of tokens, as far
@@ -148,37 +149,40 @@ def join_packed(packed: Mapping[str, Packed]) -> Packed:
             that their corpus does not have.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
+        >>> from trainkit.data.corpus import make_corpus
         >>> from trainkit.packing import pack_bins
-        >>> web, code = memory_corpus([[1, 2, 3], [4]]), memory_corpus([[5, 6]])
-        >>> mix = join_packed(
-        ...     {"web": Packed(web, pack_bins([3, 1], 3)), "code": Packed(code, pack_bins([2], 3))}
+        >>> web, code = make_corpus([[1, 2, 3], [4]]), make_corpus([[5, 6]])
+        >>> mix = concat_packed(
+        ...     {
+        ...         "web": PackedCorpus(web, pack_bins([3, 1], 3)),
+        ...         "code": PackedCorpus(code, pack_bins([2], 3)),
+        ...     }
         ... )
         >>> mix.num_rows, mix.source_of([0, 1, 2]), mix.bins[2]
         ({'web': 2, 'code': 1}, array([0, 0, 1]), [(2, 0, 2)])
     """
     if not packed:
-        raise ValueError("join_packed: there is no corpus to join")
+        raise ValueError("concat_packed: there is no corpus to join")
     _check_measures({name: part.bins for name, part in packed.items()})
     for name, part in packed.items():
         last, documents = part.bins.documents.max(initial=-1), len(part.corpus.offsets) - 1
         if last >= documents:
             what = f"the bins of {name!r} hold document {last}, its corpus has {documents}"
-            raise ValueError(f"join_packed: {what}; pack this corpus' own lengths")
+            raise ValueError(f"concat_packed: {what}; pack this corpus' own lengths")
     corpora: list[Any] = [part.corpus for part in packed.values()]
     tables = [part.bins for part in packed.values()]
     num_rows = {name: len(part) for name, part in packed.items()}
     if len(tables) == 1:
-        return Packed(_as_joined(corpora[0]), tables[0], num_rows)
+        return PackedCorpus(_as_joined(corpora[0]), tables[0], num_rows)
     bins = _join_bins(tables, [len(corpus.offsets) - 1 for corpus in corpora])
-    return Packed(join_corpora(corpora), bins, num_rows)
+    return PackedCorpus(concat_corpora(corpora), bins, num_rows)
 
 
-def _as_joined(corpus: TokenCorpus | JoinedCorpus) -> JoinedCorpus:
+def _as_joined(corpus: TokenCorpus | ConcatCorpus) -> ConcatCorpus:
     """Return one corpus as a joined one, with its own offsets instead of a copy."""
-    if isinstance(corpus, JoinedCorpus):
+    if isinstance(corpus, ConcatCorpus):
         return corpus
-    return JoinedCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
+    return ConcatCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
 
 
 def _join_bins(tables: Sequence[Bins], documents: Sequence[int]) -> Bins:
@@ -210,4 +214,4 @@ def _check_measures(bins: Mapping[str, Bins]) -> None:
             have, want = getattr(other, measure), getattr(one, measure)
             if have != want:
                 what = f"bins must have one {measure}: {first!r} has {want}, {name!r} has {have}"
-                raise ValueError(f"join_packed: {what}; pack them alike")
+                raise ValueError(f"concat_packed: {what}; pack them alike")

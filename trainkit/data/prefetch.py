@@ -38,7 +38,7 @@ class NextBatch(Protocol):
 
 
 @contextmanager
-def prefetch(
+def prefetch_batches(
     make_batch: Callable[[Cursor], StepBatch | None],
     cursor: Cursor,
     *,
@@ -78,7 +78,7 @@ def prefetch(
         >>> from trainkit.types import Cursor
         >>> def make_batch(cursor):
         ...     return StepBatch([], Cursor(cursor.batch + 1)) if cursor.batch < 2 else None
-        >>> with prefetch(make_batch, Cursor()) as next_batch:
+        >>> with prefetch_batches(make_batch, Cursor()) as next_batch:
         ...     while (batch := next_batch()) is not None:
         ...         batch.cursor.batch
         1

@@ -11,32 +11,32 @@ import torch
 
 from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
-from trainkit.data.corpus import gathered
-from trainkit.data.documents import checked_columns
+from trainkit.data.corpus import collect_documents
+from trainkit.data.documents import check_columns
 from trainkit.data.mapped import check_unchanged
-from trainkit.noise.counters import token_keys
-from trainkit.packing import pack_bins, row_costs, sequential, take_rows
-from trainkit.sampling import share_of_rows
+from trainkit.noise.counters import make_token_keys
+from trainkit.packing import next_fit, pack_bins, row_costs, select_rows
+from trainkit.sampling import assign_rows
 from trainkit.sampling.integers import indices_below
-from trainkit.types import ConfigError, DataError, Place, StepBatch, among, check_range
+from trainkit.types import ConfigError, DataError, DataShard, StepBatch, check_choice, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike
 
-    from trainkit.data.packed import Packed
+    from trainkit.data.packed import PackedCorpus
     from trainkit.types import Batch, Bins, Column, Corpus, Cursor, IntArray, RowsAt, Sample
 
-WHOLE = Place()
+WHOLE = DataShard()
 
 
-def step_batch(
-    packed: Packed,
+def make_step_batch(
+    packed: PackedCorpus,
     rows_at: RowsAt,
     cursor: Cursor,
     *,
-    place: Place = WHOLE,
+    place: DataShard = WHOLE,
     rows_per_microbatch: int,
     pad_id: int = 0,
     device: torch.device | str | None = None,
@@ -44,43 +44,44 @@ def step_batch(
 ) -> StepBatch:
     """Return one rank's microbatches of the global batch at a cursor, and the cursor after it.
 
-    Two things in one: `rows_at` says which rows make up the batch, `deal_rows` gives each rank its
+    Two things in one: `rows_at` says which rows make up the batch, `make_microbatches` gives each
+        rank its
     part of them.
 
     Args:
         packed: What there is to read.
         rows_at: The rows of a global batch as a function of its number, the same on all ranks:
-            `sampling.rows_of_epochs`, `sampling.rows_of_mixture` and others make one.
+            `sampling.shuffle_epochs`, `sampling.sample_mixture` and others make one.
         cursor: `cursor.batch` is the number of the global batch.
-        place: As in `deal_rows`, and so the next three.
+        place: As in `make_microbatches`, and so the next three.
         rows_per_microbatch: Rows in each microbatch.
         pad_id: The token id of padding.
         device: Where the microbatches shall be.
-        noise_seed: For dropout: each microbatch then carries the keys of `with_noise_keys`.
+        noise_seed: For dropout: each microbatch then carries the keys of `add_noise_keys`.
 
     Returns:
         The `StepBatch`, with the same number of microbatches on every rank.
 
     Raises:
-        ValueError: As `deal_rows`.
-        ConfigError: As `deal_rows`.
-        DataError: As `deal_rows`.
+        ValueError: As `make_microbatches`.
+        ConfigError: As `make_microbatches`.
+        DataError: As `make_microbatches`.
 
     Examples:
         >>> from trainkit.data import TokenCorpus
-        >>> from trainkit.data import Packed
+        >>> from trainkit.data import PackedCorpus
         >>> from trainkit.packing import pack_bins
-        >>> from trainkit.sampling import rows_of_epochs
+        >>> from trainkit.sampling import shuffle_epochs
         >>> from trainkit.types import Cursor, Share
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 4))
-        >>> packed = Packed(corpus, pack_bins(corpus.lengths, 8))
-        >>> rows_at = rows_of_epochs(len(packed), rows_per_step=3, seed=0)
-        >>> place = Place(Share(0, 2))
-        >>> batch = step_batch(packed, rows_at, Cursor(), place=place, rows_per_microbatch=1)
+        >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 8))
+        >>> rows_at = shuffle_epochs(len(packed), rows_per_step=3, seed=0)
+        >>> place = DataShard(Share(0, 2))
+        >>> batch = make_step_batch(packed, rows_at, Cursor(), place=place, rows_per_microbatch=1)
         >>> len(batch.microbatches), batch.cursor.batch
         (2, 1)
     """
-    microbatches = deal_rows(
+    microbatches = make_microbatches(
         packed,
         rows_at(cursor.batch),
         place=place,
@@ -91,14 +92,14 @@ def step_batch(
     return _finish_step(microbatches, cursor, noise_seed)
 
 
-def strided_batch(
+def make_dataset_batch(
     dataset: Any,
     rows_at: RowsAt,
     cursor: Cursor,
     *,
     capacity: int,
     encode: Callable[[Any], ArrayLike | Sample] | None = None,
-    place: Place = WHOLE,
+    place: DataShard = WHOLE,
     rows_per_microbatch: int,
     overlong: Literal["error", "truncate"] = "error",
     multiple_of: int = 1,
@@ -114,12 +115,12 @@ def strided_batch(
     batch, rank r of n reads items r, r + n, r + 2n, ... and no others. The global batch is the same
     for every n, and a cursor is all that a run needs to go on. Rows are not packed, since no rank
     knows the lengths of the others' items; what can be read as a whole is better packed, as a
-    `data.memory_corpus` by `step_batch`, and what has no length by `stream_steps`.
+    `data.make_corpus` by `make_step_batch`, and what has no length by `pack_stream`.
 
     Args:
         dataset: Has a length, and an item at each number below it, the same on all ranks.
         rows_at: The items of a global batch as a function of its number, the same on all ranks:
-            `sampling.rows_of_epochs(len(dataset), ...)` and others make one.
+            `sampling.shuffle_epochs(len(dataset), ...)` and others make one.
         cursor: `cursor.batch` is the number of the global batch.
         capacity: Tokens per row.
         encode: From an item to token ids or a `Sample`; by default items are such.
@@ -132,7 +133,7 @@ def strided_batch(
         vocab_size: No token may be this large or larger.
         columns: What there is of each token besides, by name; each `Sample` has its values.
         device: Where the microbatches shall be; the host by default.
-        noise_seed: For dropout, as in `step_batch`.
+        noise_seed: For dropout, as in `make_step_batch`.
 
     Returns:
         The `StepBatch`, with the same number of microbatches on every rank. An item without tokens
@@ -147,43 +148,44 @@ def strided_batch(
         Exception: What the dataset or `encode` raised, with a note of the item's number.
 
     Examples:
-        >>> from trainkit.sampling import rows_of_epochs
+        >>> from trainkit.sampling import shuffle_epochs
         >>> from trainkit.types import Cursor, Share
         >>> dataset = [{"ids": [n] * (n + 1)} for n in range(1, 5)]
-        >>> rows_at = rows_of_epochs(len(dataset), rows_per_step=4, seed=0)
+        >>> rows_at = shuffle_epochs(len(dataset), rows_per_step=4, seed=0)
         >>> rows_at(0).tolist()
         [3, 0, 2, 1]
-        >>> batch = strided_batch(
+        >>> batch = make_dataset_batch(
         ...     dataset,
         ...     rows_at,
         ...     Cursor(),
         ...     capacity=6,
         ...     encode=lambda item: item["ids"],
-        ...     place=Place(Share(1, 2)),
+        ...     place=DataShard(Share(1, 2)),
         ...     rows_per_microbatch=2,
         ... )
         >>> batch.microbatches[0].input_ids.tolist()
         [[1, 1, 0, 0, 0, 0], [2, 2, 2, 0, 0, 0]]
     """
-    check_range("strided_batch", at_least=1, rows_per_microbatch=rows_per_microbatch)
-    among(("error", "truncate"), "strided_batch", overlong=overlong)
-    items = indices_below(len(dataset), "strided_batch", rows_at(cursor.batch))
+    check_range("make_dataset_batch", at_least=1, rows_per_microbatch=rows_per_microbatch)
+    check_choice(("error", "truncate"), "make_dataset_batch", overlong=overlong)
+    items = indices_below(len(dataset), "make_dataset_batch", rows_at(cursor.batch))
     share = place.rows
     if share.count > len(items):
         raise ValueError(
-            f"strided_batch: {share.count} ranks read different items, and the global batch has "
+            f"make_dataset_batch: {share.count} ranks read different items, and the batch has "
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
     positions = np.arange(share.index, len(items), share.count)
-    corpus = gathered(
+    corpus = collect_documents(
         _encoded_items(dataset, items[positions].tolist(), encode),
         vocab_size=vocab_size,
-        columns=checked_columns("strided_batch", columns),
+        columns=check_columns("make_dataset_batch", columns),
     )
     if overlong == "error" and (corpus.lengths > capacity).any():
         worst = int(corpus.lengths.argmax())
         raise DataError(
-            f"strided_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} tokens; "
+            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} "
+            f"tokens; "
             f'the capacity is {capacity}: raise it, or ask for overlong="truncate"',
             got=int(corpus.lengths[worst]),
             want=capacity,
@@ -191,7 +193,7 @@ def strided_batch(
     bins = pack_bins(
         corpus.lengths,
         capacity,
-        fit=sequential,
+        fit=next_fit,
         overlong=overlong,
         multiple_of=multiple_of,
         max_documents=1,
@@ -211,7 +213,7 @@ def strided_batch(
 def _finish_step(microbatches: list[Batch], cursor: Cursor, noise_seed: int | None) -> StepBatch:
     """Return the step at a cursor, with noise keys if there is a seed for them."""
     if noise_seed is not None:
-        microbatches = with_noise_keys(microbatches, seed=noise_seed, batch=cursor.batch)
+        microbatches = add_noise_keys(microbatches, seed=noise_seed, batch=cursor.batch)
     return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
 
 
@@ -224,23 +226,23 @@ def _encoded_items(
             item = dataset[number]
             document = item if encode is None else encode(item)
         except Exception as error:
-            error.add_note(f"strided_batch: while reading item {number}")
+            error.add_note(f"make_dataset_batch: while reading item {number}")
             raise
-        yield f"strided_batch: item {number}", document
+        yield f"make_dataset_batch: item {number}", document
 
 
-def deal_rows(
-    packed: Packed,
+def make_microbatches(
+    packed: PackedCorpus,
     rows: ArrayLike,
     *,
-    place: Place = WHOLE,
+    place: DataShard = WHOLE,
     rows_per_microbatch: int,
     pad_id: int = 0,
     device: torch.device | str | None = None,
 ) -> list[Batch]:
     """Return one rank's microbatches of a global batch that consists of these rows.
 
-    Ranks get rows of equal cost, see `share_of_rows`, and what they get together does not depend on
+    Ranks get rows of equal cost, see `assign_rows`, and what they get together does not depend on
     how many they are. All microbatches are collated at once, so they are views of one batch where
     no ring cuts them.
 
@@ -267,26 +269,28 @@ def deal_rows(
 
     Examples:
         >>> from trainkit.data import TokenCorpus
-        >>> from trainkit.data import Packed
+        >>> from trainkit.data import PackedCorpus
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.types import Share
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 4))
-        >>> packed = Packed(corpus, pack_bins(corpus.lengths, 4))
-        >>> [part] = deal_rows(packed, [7, 0], place=Place(Share(1, 2)), rows_per_microbatch=1)
+        >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 4))
+        >>> [part] = make_microbatches(
+        ...     packed, [7, 0], place=DataShard(Share(1, 2)), rows_per_microbatch=1
+        ... )
         >>> part.input_ids.tolist()
         [[0, 1, 2, 3]]
     """
     _check_row_length(packed.bins, place)
     chosen = _checked_rows(rows, packed.bins)
-    bins, sources = take_rows(packed.bins, chosen), packed.source_of(chosen)
-    positions = share_of_rows(
+    bins, sources = select_rows(packed.bins, chosen), packed.source_of(chosen)
+    positions = assign_rows(
         len(bins), place.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
     )
     batch = _collate(packed.corpus, bins, positions.reshape(-1), sources, pad_id=pad_id)
     return [_placed(part, place, device) for part in split_batch(batch, positions.shape[1])]
 
 
-def with_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> list[Batch]:
+def add_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> list[Batch]:
     """Return microbatches that carry one "noise_key" per token, which dropout needs.
 
     Args:
@@ -295,23 +299,23 @@ def with_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> 
         batch: The number of the global batch, `cursor.batch`.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
-        >>> [part] = with_noise_keys([blank_batch(2, 8)], seed=0, batch=3)
+        >>> from trainkit.batch import make_padding_batch
+        >>> [part] = add_noise_keys([make_padding_batch(2, 8)], seed=0, batch=3)
         >>> part["noise_key"].shape
         torch.Size([2, 8])
     """
 
     def with_keys(part: Batch) -> Batch:
-        keys = token_keys(part.token_index, seed=seed, step=batch)
+        keys = make_token_keys(part.token_index, seed=seed, step=batch)
         return attrs.evolve(part, extra={**part.extra, "noise_key": keys})
 
     return [with_keys(part) for part in microbatches]
 
 
-def eval_batches(
-    packed: Packed,
+def make_eval_batches(
+    packed: PackedCorpus,
     *,
-    place: Place = WHOLE,
+    place: DataShard = WHOLE,
     rows_per_batch: int,
     device: torch.device | str | None = None,
 ) -> Iterator[Batch]:
@@ -323,7 +327,7 @@ def eval_batches(
 
     Args:
         packed: What there is to read.
-        place: As in `deal_rows`.
+        place: As in `make_microbatches`.
         rows_per_batch: Rows in each batch, and no more than `packed` has.
         device: Where the batches shall be; the host by default.
 
@@ -337,19 +341,22 @@ def eval_batches(
 
     Examples:
         >>> from trainkit.data import TokenCorpus
-        >>> from trainkit.data import Packed
+        >>> from trainkit.data import PackedCorpus
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.types import Share
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 8))
         >>> packed, places = (
-        ...     Packed(corpus, pack_bins(corpus.lengths, 8)),
+        ...     PackedCorpus(corpus, pack_bins(corpus.lengths, 8)),
         ...     [Share(0, 2), Share(1, 2)],
         ... )
-        >>> [len(list(eval_batches(packed, place=Place(x), rows_per_batch=2))) for x in places]
+        >>> [
+        ...     len(list(make_eval_batches(packed, place=DataShard(x), rows_per_batch=2)))
+        ...     for x in places
+        ... ]
         [2, 1]
     """
     share, bins = place.rows, packed.bins
-    check_range("eval_batches", at_least=1, rows_per_batch=rows_per_batch)
+    check_range("make_eval_batches", at_least=1, rows_per_batch=rows_per_batch)
     _check_row_length(bins, place)
     sources = packed.source_of(np.arange(len(bins)))
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
@@ -363,7 +370,7 @@ def eval_batches(
     )
 
 
-def _check_row_length(bins: Bins, place: Place) -> None:
+def _check_row_length(bins: Bins, place: DataShard) -> None:
     ring, ulysses = place.ring.count, place.ulysses.count
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
@@ -371,21 +378,21 @@ def _check_row_length(bins: Bins, place: Place) -> None:
         what = f"rows of {bins.capacity} tokens do not divide by {degrees}"
         mend, where = f"choose a row length that is a multiple of {multiple}", "ring, ulysses"
         facts = {"got": bins.capacity, "want": f"a multiple of {multiple}"}
-        raise ConfigError(f"step_batch: {what}; {mend}", where=where, **facts)
+        raise ConfigError(f"make_step_batch: {what}; {mend}", where=where, **facts)
 
 
 def _checked_rows(rows: ArrayLike, bins: Bins) -> IntArray:
     chosen = np.asarray(rows)
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
         must = "the rows of a step must be integers in one dimension"
-        raise ValueError(f"deal_rows: {must}, got {chosen.dtype} {chosen.shape}")
+        raise ValueError(f"make_microbatches: {must}, got {chosen.dtype} {chosen.shape}")
     if len(chosen) > len(bins):
         has = f"the corpus has {len(bins)} of {bins.capacity} tokens"
         mend = "ask for fewer or shorter rows, or bring more text"
-        raise ValueError(f"deal_rows: a step takes {len(chosen)} rows, {has}; {mend}")
+        raise ValueError(f"make_microbatches: a step takes {len(chosen)} rows, {has}; {mend}")
     if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(bins):
         must = f"the rows of a step must be from 0 to {len(bins) - 1}"
-        raise ValueError(f"deal_rows: {must}, got {chosen.min()} to {chosen.max()}")
+        raise ValueError(f"make_microbatches: {must}, got {chosen.min()} to {chosen.max()}")
     return chosen
 
 
@@ -393,7 +400,7 @@ def _collate(
     corpus: Corpus, bins: Bins, rows: IntArray, sources: IntArray | None, *, pad_id: int
 ) -> Batch:
     """Return rows as a batch; their numbers are their positions in the step, -1 is a blank one."""
-    for part in _parts_of(corpus, take_rows(bins, rows[rows >= 0])):
+    for part in _parts_of(corpus, select_rows(bins, rows[rows >= 0])):
         check_unchanged(part)
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=rows)
     if sources is None:
@@ -411,7 +418,7 @@ def _parts_of(corpus: Any, bins: Bins) -> Sequence[Corpus]:
     return [corpus.parts[number] for number in np.unique(numbers) if number < len(corpus.parts)]
 
 
-def _placed(batch: Batch, place: Place, device: torch.device | str | None) -> Batch:
+def _placed(batch: Batch, place: DataShard, device: torch.device | str | None) -> Batch:
     """Return what a rank of ring and Ulysses holds of a batch, on its device."""
     batch = shard_sequence(batch, ring=place.ring, ulysses=place.ulysses)
     return batch if device is None else to_device(batch, device)

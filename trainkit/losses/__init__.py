@@ -1,53 +1,53 @@
 """Losses: sums over the tokens that are trained on, and how they combine for a training step."""
 
-from trainkit.losses.experts import routed
-from trainkit.losses.linear import Columns, OfScores, TokenScores, linear_cross_entropy
+from trainkit.losses.experts import add_router_losses
+from trainkit.losses.linear import LabelColumns, OfScores, TokenScores, linear_cross_entropy
 from trainkit.losses.logits import cross_entropy, cross_entropy_per_token, z_loss
 from trainkit.losses.logprobs import token_logprobs
 from trainkit.losses.shaping import Shaping
-from trainkit.losses.softmax import vocabulary_axis
-from trainkit.losses.sources import by_source
+from trainkit.losses.softmax import make_vocabulary_axis
+from trainkit.losses.sources import report_by_source
 from trainkit.losses.terms import (
     NamedLoss,
     PerToken,
     Terms,
     add_terms,
-    in_chunks,
-    loss_of_scores,
-    mean_terms,
+    average_terms,
+    chunk_loss,
+    declare_terms,
+    make_score_loss,
     next_token,
     next_token_linear,
-    weighted,
-    with_terms,
+    weighted_next_token,
     z_term,
 )
-from trainkit.losses.weights import document_mean, microbatch_mean
+from trainkit.losses.weights import weight_by_document, weight_by_microbatch
 
 __all__ = [
-    "Columns",
+    "LabelColumns",
     "NamedLoss",
     "OfScores",
     "PerToken",
     "Shaping",
     "Terms",
     "TokenScores",
+    "add_router_losses",
     "add_terms",
-    "by_source",
+    "average_terms",
+    "chunk_loss",
     "cross_entropy",
     "cross_entropy_per_token",
-    "document_mean",
-    "in_chunks",
+    "declare_terms",
     "linear_cross_entropy",
-    "loss_of_scores",
-    "mean_terms",
-    "microbatch_mean",
+    "make_score_loss",
+    "make_vocabulary_axis",
     "next_token",
     "next_token_linear",
-    "routed",
+    "report_by_source",
     "token_logprobs",
-    "vocabulary_axis",
-    "weighted",
-    "with_terms",
+    "weight_by_document",
+    "weight_by_microbatch",
+    "weighted_next_token",
     "z_loss",
     "z_term",
 ]

@@ -22,12 +22,12 @@ from trainkit.losses.softmax import (
     Scores,
     accumulation_dtype,
     entropies_of,
+    make_vocabulary_axis,
     run_untraced,
     scores_,
     slopes_,
-    vocabulary_axis,
 )
-from trainkit.types import IGNORED_LABEL, SOLO, Axis, VocabularyAxis, capped, check_range
+from trainkit.types import IGNORED_LABEL, SOLO, Axis, VocabularyAxis, apply_softcap, check_range
 
 
 class Factors(NamedTuple):
@@ -64,7 +64,7 @@ class TokenScores:
         return [*own, self.entropies] if "entropies" in vars(self) else own
 
 
-class Columns(Mapping[str, Tensor]):
+class LabelColumns(Mapping[str, Tensor]):
     """The columns of a batch that hold a value for each label, by name.
 
     Where a token is ignored, what is read is 0, whatever the batch holds there. What is not read is
@@ -72,9 +72,9 @@ class Columns(Mapping[str, Tensor]):
 
     Examples:
         >>> weights, ignored = torch.tensor([0.5, torch.nan]), torch.tensor([False, True])
-        >>> Columns({"weights": weights}, ignored)["weights"]
+        >>> LabelColumns({"weights": weights}, ignored)["weights"]
         tensor([0.5000, 0.0000])
-        >>> Columns({"weights": torch.ones(2)})["advantages"]
+        >>> LabelColumns({"weights": torch.ones(2)})["advantages"]
         Traceback (most recent call last):
         ...
         ValueError: the batch has no "advantages" for each of its labels (it has weights); ...
@@ -108,7 +108,7 @@ class Columns(Mapping[str, Tensor]):
         return len(self._columns)
 
 
-OfScores = Callable[[TokenScores, Columns], Tensor]
+OfScores = Callable[[TokenScores, LabelColumns], Tensor]
 """From the scores of T tokens and what stands beside them in the batch to what each adds, `[T]`."""
 
 OfLogits = Callable[[Tensor, slice, bool], Tensor]
@@ -146,7 +146,7 @@ def linear_cross_entropy(
     otherwise keep several of them at a time.
 
     Over an `axis` of several ranks, the gradient of `hidden` is this rank's part, of its words
-    alone. Let `hidden` come from `collectives.gather_dim` or go through `collectives.sum_grad`:
+    alone. Let `hidden` come from `collectives.all_gather` or go through `collectives.sum_grad`:
     these sum it, once.
 
     Args:
@@ -156,7 +156,8 @@ def linear_cross_entropy(
         labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
         bias: The output layer's bias `[V]` or `[V_r]`, of the same dtype.
         softcap: What logits are kept between by tanh, above 0.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a `vocabulary_axis`.
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a
+            `make_vocabulary_axis`.
         chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
             memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
             all fit into that, the plain path is taken, which has less overhead.
@@ -170,7 +171,7 @@ def linear_cross_entropy(
 
     Effects:
         Communicates: two all-reduces on `axis` per chunk, of one and of two numbers per token; as
-        `vocabulary_axis`.
+        `make_vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -188,7 +189,7 @@ def linear_cross_entropy(
 
     The idea of the gradient in the forward pass is Liger Kernel's (Hsu et al. 2024).
     """
-    axis = vocabulary_axis(weight, axis)
+    axis = make_vocabulary_axis(weight, axis)
     factors = cast_factors(
         "linear_cross_entropy",
         hidden,
@@ -224,7 +225,7 @@ def cast_factors(
         ValueError: As `linear_cross_entropy`.
 
     Effects:
-        Communicates as `vocabulary_axis`.
+        Communicates as `make_vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -233,7 +234,7 @@ def cast_factors(
         ...
         ValueError: mine: weight must have shape (vocabulary, 8) for ... got (4, 9)
     """
-    check_labels(where, hidden, labels, words=vocabulary_axis(weight, axis).total)
+    check_labels(where, hidden, labels, words=make_vocabulary_axis(weight, axis).total)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         must = f"(vocabulary, {hidden.shape[-1]}) for hidden states of shape {tuple(hidden.shape)}"
         raise ValueError(f"{where}: weight must have shape {must}, got {tuple(weight.shape)}")
@@ -275,7 +276,7 @@ def linear_sum(
 
 def _whole_logits(factors: Factors) -> Tensor:
     hidden, weight, bias, softcap = factors
-    return capped(nn.functional.linear(hidden, weight, bias), softcap)
+    return apply_softcap(nn.functional.linear(hidden, weight, bias), softcap)
 
 
 def linear_sum_and_parts(
@@ -393,7 +394,7 @@ def weigh_terms(
         (tensor([1., 0.]), [tensor([0.5000, 0.0000])])
     """
     ignored = labels == IGNORED_LABEL
-    known = Columns(columns, ignored)
+    known = LabelColumns(columns, ignored)
     values = [term(scores, known).masked_fill(ignored, 0) for term, _ in terms]
     weighted = [w * x for (_, w), x in zip(terms, values, strict=True) if w]
     total = torch.stack(weighted).sum(0) if weighted else torch.zeros_like(scores.losses)
@@ -420,23 +421,23 @@ def columns_of(batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:
     }
 
 
-def token_loss(scores: TokenScores, _: Columns) -> Tensor:
+def token_loss(scores: TokenScores, _: LabelColumns) -> Tensor:
     """Return the cross entropy of each token: an `OfScores`.
 
     Examples:
         >>> one = torch.ones(1)
-        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), Columns({}))
+        >>> token_loss(TokenScores(one, 2 * one, lambda: 3 * one), LabelColumns({}))
         tensor([1.])
     """
     return scores.losses
 
 
-def squared_normalizer(scores: TokenScores, _: Columns) -> Tensor:
+def squared_normalizer(scores: TokenScores, _: LabelColumns) -> Tensor:
     """Return the squared log-sum-exp of each token's logits: an `OfScores`, the z-loss.
 
     Examples:
         >>> three = torch.full((1,), 3.0)
-        >>> squared_normalizer(TokenScores(three, three, lambda: three), Columns({}))
+        >>> squared_normalizer(TokenScores(three, three, lambda: three), LabelColumns({}))
         tensor([9.])
     """
     return scores.normalizers.square()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batch.denominators import on_host
-from trainkit.losses.softmax import scores_of_logits, vocabulary_axis
+from trainkit.losses.softmax import make_vocabulary_axis, scores_of_logits
 from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
 
@@ -35,7 +35,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
             may have unequal numbers of words, or none.
         labels: The next token of each position among all V words, int64 `[...]`, equal on all ranks
             of the axis; -100 is ignored.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`. A `vocabulary_axis`
+        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`. A `make_vocabulary_axis`
             saves asking the ranks of a plain one how many words they have.
 
     Returns:
@@ -47,7 +47,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
 
     Effects:
         Communicates: two all-reduces on `axis`, of one and of two numbers per token; as
-        `vocabulary_axis`.
+        `make_vocabulary_axis`.
 
     Examples:
         >>> import torch
@@ -85,7 +85,7 @@ def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO
         >>> cross_entropy_per_token(torch.zeros(3, 4), torch.tensor([0, -100, 2]))
         tensor([1.3863, 0.0000, 1.3863])
     """
-    axis = vocabulary_axis(logits, axis, dim=-1)
+    axis = make_vocabulary_axis(logits, axis, dim=-1)
     check_labels("cross_entropy_per_token", logits, labels, words=axis.total)
     return _each(logits, labels, axis).view(labels.shape)
 
@@ -124,7 +124,7 @@ def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tup
         >>> sum_and_parts("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]), SOLO)
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
-    axis = vocabulary_axis(logits, axis, dim=-1)
+    axis = make_vocabulary_axis(logits, axis, dim=-1)
     check_labels(where, logits, labels, words=axis.total)
     if axis.count > 1:
         parts = _each(logits, labels, axis)
@@ -160,7 +160,7 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
         >>> float(z_loss(torch.zeros(3, 4), torch.tensor([0, -100, 2])))  # 2 (log 4)^2
         3.84...
     """
-    axis = vocabulary_axis(logits, axis, dim=-1)
+    axis = make_vocabulary_axis(logits, axis, dim=-1)
     check_labels("z_loss", logits, labels, words=axis.total)
     flat = labels.flatten()
     if axis.count == 1:
@@ -262,21 +262,22 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
 
 _CURES = {
     "labels": "collate_bins makes them, and shift_labels those of rows of your own",
-    "document_ids": "collate_bins and batch_of_rows make them: the number of each token's document "
+    "document_ids": "collate_bins and batch_from_rows make them: each token's document "
     "in its row, below 0 for padding",
-    "position_ids": "collate_bins and batch_of_rows make them: the place of each token in its "
+    "position_ids": "collate_bins and batch_from_rows make them: the place of each token in its "
     "document, from 0",
-    "old_logprobs": "parallel.with_columns(stages, microbatches, generation.old_logprobs) adds it, "
+    "old_logprobs": "parallel.add_columns(stages, microbatches, "
+    "generation.compute_old_logprobs) adds it, "
     "before the first update",
-    "sampler_logprobs": "generation.answer_corpus adds it where answers have logprobs",
-    "advantages": "generation.answer_corpus adds it",
-    "reference_logprobs": "evaluation.score_corpus with logprob_columns writes a corpus with it",
+    "sampler_logprobs": "generation.make_answer_corpus adds it where answers have logprobs",
+    "advantages": "generation.make_answer_corpus adds it",
+    "reference_logprobs": "evaluation.score_corpus with make_logprob_columns writes it",
     "desirable": "put 1 at the labels of good answers and 0 at those of bad ones",
-    "kl": "objectives.with_reference_point adds it",
-    "weights": "losses.document_mean makes them, or a Column of the corpus named weights",
-    "teacher_hidden": "parallel.with_columns(teacher, microbatches, ...) adds it",
-    "teacher_ids": "evaluation.score_corpus with top_columns writes a corpus that has it",
-    "teacher_logprobs": "evaluation.score_corpus with top_columns writes a corpus that has it",
+    "kl": "objectives.add_reference_point adds it",
+    "weights": "losses.weight_by_document makes them, or a Column of the corpus named weights",
+    "teacher_hidden": "parallel.add_columns(teacher, microbatches, ...) adds it",
+    "teacher_ids": "evaluation.score_corpus with make_top_k_columns writes a corpus that has it",
+    "teacher_logprobs": "evaluation.score_corpus with make_top_k_columns writes it",
 }
 
 
@@ -285,7 +286,7 @@ def cure_of(name: str) -> str:
 
     Examples:
         >>> cure_of("kl"), cure_of("mine")
-        ('objectives.with_reference_point adds it', 'put a tensor of the shape of the labels ...')
+        ('objectives.add_reference_point adds it', 'put a tensor of the shape of the labels ...')
     """
     return _CURES.get(name, "put a tensor of the shape of the labels under this name")
 

@@ -28,10 +28,10 @@ from trainkit.losses.softmax import (
     Partial,
     accumulation_dtype,
     add_to_own_,
+    make_vocabulary_axis,
     own_words,
     partial_scores_,
     run_untraced,
-    vocabulary_axis,
     whole_scores,
 )
 from trainkit.types import IGNORED_LABEL, SOLO, Axis, VocabularyAxis
@@ -74,7 +74,7 @@ def token_logprobs(
         min_p: Words that are at least this likely, relative to the likeliest.
         softcap: What logits are kept between by tanh, before all else.
         axis: The axis over which the vocabulary is cut. Over several ranks the gradient of `hidden`
-            is this rank's part, of its words alone: let `hidden` come from `collectives.gather_dim`
+            is this rank's part, of its words alone: let `hidden` come from `collectives.all_gather`
             or go through `collectives.sum_grad`, which sum it, once.
         chunk: Not more logits exist at a time than so many tokens have. By default those that fit
             into 16 MiB, and where words are left out as in `linear_cross_entropy`.
@@ -97,7 +97,7 @@ def token_logprobs(
         >>> token_logprobs(hidden, weight, torch.tensor([0, -100, 2]), top_k=2)
         tensor([-0.6931,  0.0000,    -inf])
     """
-    axis = vocabulary_axis(weight, axis)
+    axis = make_vocabulary_axis(weight, axis)
     factors = cast_factors(
         "token_logprobs",
         hidden,

@@ -147,7 +147,7 @@ def reshaped(logits: Tensor, how: Shaping) -> Tensor:
         [[-inf, 6.0, 4.0]]
     """
     return filtered(
-        logits if _is(how.temperature, 1.0) else temperature(logits, how.temperature), how
+        logits if _is(how.temperature, 1.0) else scale_temperature(logits, how.temperature), how
     )
 
 
@@ -159,29 +159,29 @@ def filtered(logits: Tensor, how: Shaping) -> Tensor:
         [[-inf, 3.0, 2.0]]
     """
     if how.top_k is not None:
-        logits = top_k(logits, how.top_k)
+        logits = filter_top_k(logits, how.top_k)
     if not _is(how.top_p, 1.0):
-        logits = top_p(logits, how.top_p)
-    return logits if _is(how.min_p, 0.0) else min_p(logits, how.min_p)
+        logits = filter_top_p(logits, how.top_p)
+    return logits if _is(how.min_p, 0.0) else filter_min_p(logits, how.min_p)
 
 
-def temperature(logits: Tensor, value: Each) -> Tensor:
+def scale_temperature(logits: Tensor, value: Each) -> Tensor:
     """Divide logits by a temperature above 0: below 1 likely tokens become likelier.
 
     Examples:
-        >>> temperature(torch.tensor([[1.0, 2.0]]), 0.5).tolist()
+        >>> scale_temperature(torch.tensor([[1.0, 2.0]]), 0.5).tolist()
         [[2.0, 4.0]]
     """
     return logits / _column(value)
 
 
-def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
+def filter_top_k(logits: Tensor, k: int | Tensor) -> Tensor:
     """Leave out tokens that are less likely than the k-th; of equals there may be more than k.
 
     Examples:
-        >>> top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2).tolist()
+        >>> filter_top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2).tolist()
         [[-inf, 3.0, 2.0]]
-        >>> top_k(torch.tensor([[1.0, 3.0, 2.0]] * 2), torch.tensor([1, 3])).tolist()
+        >>> filter_top_k(torch.tensor([[1.0, 3.0, 2.0]] * 2), torch.tensor([1, 3])).tolist()
         [[-inf, 3.0, -inf], [1.0, 3.0, 2.0]]
     """
     words = logits.shape[-1]
@@ -193,11 +193,11 @@ def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def top_p(logits: Tensor, p: Each) -> Tensor:
+def filter_top_p(logits: Tensor, p: Each) -> Tensor:
     """Leave out the least likely tokens, as long as they have at most 1 - p together.
 
     Examples:
-        >>> top_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.8).exp().tolist()[0][2]
+        >>> filter_top_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.8).exp().tolist()[0][2]
         0.0
     """
     rising, order = logits.sort()
@@ -207,11 +207,11 @@ def top_p(logits: Tensor, p: Each) -> Tensor:
     return logits.masked_fill(out.scatter(1, order, out), -torch.inf)
 
 
-def min_p(logits: Tensor, p: Each) -> Tensor:
+def filter_min_p(logits: Tensor, p: Each) -> Tensor:
     """Leave out tokens that are less likely than the likeliest times p.
 
     Examples:
-        >>> min_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.4).exp().tolist()[0][2]
+        >>> filter_min_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.4).exp().tolist()[0][2]
         0.0
     """
     chances = logits.softmax(-1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainkit.collectives import all_max, all_sum, communication_device, gather_replicated
+from trainkit.collectives import all_gather_replicated, all_max, all_sum, get_comm_device
 from trainkit.types import IGNORED_LABEL, Axis, VocabularyAxis
 
 _GATHERED: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = (
@@ -26,11 +26,11 @@ _GATHERED: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary]
 )
 
 
-def vocabulary_axis(own: Tensor, axis: Axis, *, dim: int = 0) -> VocabularyAxis:
+def make_vocabulary_axis(own: Tensor, axis: Axis, *, dim: int = 0) -> VocabularyAxis:
     """Return an axis that knows how many words of the vocabulary each of its ranks has.
 
     Losses call this themselves. For logits, which are new tensors in every step, a call before the
-    first step saves the exchange in each: `axis = vocabulary_axis(logits, axis, dim=-1)`.
+    first step saves the exchange in each: `axis = make_vocabulary_axis(logits, axis, dim=-1)`.
 
     Args:
         own: This rank's rows of the output weight `[V_r, D]`, or its logits `[..., V_r]`.
@@ -44,7 +44,7 @@ def vocabulary_axis(own: Tensor, axis: Axis, *, dim: int = 0) -> VocabularyAxis:
 
     Examples:
         >>> from trainkit.types import SOLO
-        >>> vocabulary_axis(torch.zeros(9, 2), SOLO).words
+        >>> make_vocabulary_axis(torch.zeros(9, 2), SOLO).words
         (9,)
     """
     if isinstance(axis, VocabularyAxis):
@@ -66,8 +66,8 @@ def _gather_words(own: Tensor, words: int, axis: Axis) -> tuple[int, ...]:
     known = _GATHERED.setdefault(axis.group, WeakTensorKeyDictionary())
     counts = known.get(own)
     if counts is None or counts[axis.index] != words:
-        mine = torch.tensor([words], device=communication_device(axis))
-        counts = tuple(gather_replicated(mine, axis, dim=0).tolist())
+        mine = torch.tensor([words], device=get_comm_device(axis))
+        counts = tuple(all_gather_replicated(mine, axis, dim=0).tolist())
         known[own] = counts
     return counts
 
@@ -82,7 +82,7 @@ def _first_and_total(words: int, axis: Axis) -> tuple[int, int]:
 def gather_words(logits: Tensor, axis: Axis) -> Tensor:
     """Return the logits `[..., V]` of all words, of this rank's `[..., V_r]`.
 
-    Backward takes this rank's part, as that of `collectives.gather_replicated`.
+    Backward takes this rank's part, as that of `collectives.all_gather_replicated`.
 
     Effects:
         Communicates: one all-gather on `axis`; parts of unequal size are padded to the largest.
@@ -93,9 +93,9 @@ def gather_words(logits: Tensor, axis: Axis) -> Tensor:
         torch.Size([1, 4])
     """
     if not isinstance(axis, VocabularyAxis) or len(set(axis.words)) == 1:
-        return gather_replicated(logits, axis, dim=-1)
+        return all_gather_replicated(logits, axis, dim=-1)
     padded = nn.functional.pad(logits, (0, axis.largest - logits.shape[-1]))
-    parts = gather_replicated(padded, axis, dim=-1).split(axis.largest, dim=-1)
+    parts = all_gather_replicated(padded, axis, dim=-1).split(axis.largest, dim=-1)
     return torch.cat([x[..., :n] for x, n in zip(parts, axis.words, strict=True)], dim=-1)
 
 

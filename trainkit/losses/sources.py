@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.losses.logits import read_field
-from trainkit.losses.terms import next_token, with_terms
+from trainkit.losses.terms import declare_terms, next_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit.losses.terms import NamedLoss, Terms
 
 
-def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
+def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     """Return a loss that also reports the loss of each corpus: the same sum, and two sums more.
 
     For each name there are the terms `loss/{name}`, the sum over the tokens of that corpus, and
@@ -37,7 +37,7 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
             its parts; later, a batch has no "source".
 
     Examples:
-        >>> loss = by_source(["web", "code"])
+        >>> loss = report_by_source(["web", "code"])
         >>> loss.terms
         ('loss', 'loss/web', 'loss/web/count', 'loss/code', 'loss/code/count')
         >>> batch = {"labels": torch.tensor([[1, 2, -100]]), "source": torch.tensor([[0, 1, 1]])}
@@ -49,27 +49,31 @@ def by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
     first, *rest = loss.terms
     if per_token is None or rest not in ([], [f"{first}/count"]):
         what = f"{getattr(loss, '__name__', loss)} does not say what each token adds"
-        mend = "take next_token or next_token_linear, or with_terms(name, per_token=...)"
-        others = "add other terms outside: add_terms((by_source(...), 1.0), ...)"
-        raise ValueError(f"by_source: {what}; {mend}, and {others}")
+        mend = "take next_token or next_token_linear, or declare_terms(name, per_token=...)"
+        others = "add other terms outside: add_terms((report_by_source(...), 1.0), ...)"
+        raise ValueError(f"report_by_source: {what}; {mend}, and {others}")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if isinstance(names, str) or not names or twice:
-        raise ValueError(f"by_source: names must be different names, at least one, got {names!r}")
+        raise ValueError(
+            f"report_by_source: names must be different names, at least one, got {names!r}"
+        )
     counts = [source for source in names if source.split("/")[-1] == "count"]
     if counts:  # loss/count would be taken for the denominator of loss
-        raise ValueError(f"by_source: {counts} must not be called count, which ends denominators")
+        raise ValueError(
+            f"report_by_source: {counts} must not be called count, which ends denominators"
+        )
     own = tuple(f"{first}/{source}{end}" for source in names for end in ("", "/count"))
 
-    @with_terms(*loss.terms, *own)
+    @declare_terms(*loss.terms, *own)
     def loss_by_source(output: Any, batch: Mapping[str, Any]) -> Terms:
         if "source" not in batch:
-            mend = "step_batch and eval_batches add it where Packed has num_rows (see join_packed)"
-            raise ValueError(f'by_source: the batch has no "source"; {mend}')
-        labels = read_field("by_source", batch, "labels")
+            mend = "make_step_batch and make_eval_batches add it where PackedCorpus has num_rows"
+            raise ValueError(f'report_by_source: the batch has no "source"; {mend}')
+        labels = read_field("report_by_source", batch, "labels")
         want, got = tuple(labels.shape), tuple(batch["source"].shape)
         if got != want:
             must = f"must have the shape of labels {want}, one for each token"
-            raise ValueError(f"by_source: source {must}, got {got}")
+            raise ValueError(f"report_by_source: source {must}, got {got}")
         total, parts, counted = per_token(output, batch)
         sums, counts = (_sums(x, batch["source"], len(names)) for x in (parts, counted))
         values = [value for pair in zip(sums, counts, strict=True) for value in pair]

@@ -5,7 +5,7 @@ A `Loss` returns the sum to differentiate and a dict of detached sums to report.
 sums. A term with a denominator of its own reports two sums, `name` and `name/count`. A loss that
 knows what each token adds has a second function for it in its attribute `per_token`; one that is a
 function of a token's cross entropy, log-sum-exp and entropy, and of what stands beside it in the
-batch, says so in `of_scores`: `loss_of_scores` makes such losses.
+batch, says so in `of_scores`: `make_score_loss` makes such losses.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from trainkit.batch import divisor_of, divisors_of
+from trainkit.batch import get_divisor, make_divisors
 from trainkit.losses.linear import (
-    Columns,
     Factors,
+    LabelColumns,
     OfScores,
     TokenScores,
     cast_factors,
@@ -47,7 +47,7 @@ from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
 from trainkit.losses.softmax import (
     accumulation_dtype,
     gather_words,
-    vocabulary_axis,
+    make_vocabulary_axis,
     words_of_rank,
 )
 from trainkit.types import (
@@ -57,7 +57,7 @@ from trainkit.types import (
     Hidden,
     VocabularyAxis,
     check_range,
-    unrouted,
+    drop_routing,
 )
 
 Terms = tuple[Tensor, dict[str, Tensor]]
@@ -84,7 +84,7 @@ class NamedLoss(Protocol):
         ...
 
 
-def with_terms(
+def declare_terms(
     *terms: str,
     per_token: PerToken | None = None,
     of_scores: Sequence[tuple[OfScores, float]] = (),
@@ -93,14 +93,14 @@ def with_terms(
 
     Args:
         terms: The keys of the dict that the function returns.
-        per_token: The same loss with its parts, for `by_source`.
+        per_token: The same loss with its parts, for `report_by_source`.
         of_scores: For each term what a token adds, as a function of its scores and what stands
             beside it, and the term's weight in the sum: `add_terms` then takes all such terms of a
             `Hidden` from one pass.
 
     Examples:
         >>> import torch
-        >>> @with_terms("squares")
+        >>> @declare_terms("squares")
         ... def squares(output, batch):
         ...     total = (output - batch["targets"]).square().sum()
         ...     return total, {"squares": total.detach()}
@@ -131,7 +131,7 @@ def read_output(
         ...
         ValueError: mine: a Hidden or a pair (hidden, weight), ... got a Tensor; ...
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     if not isinstance(output, tuple):
         must = (
             'a Hidden or a pair (hidden, weight), as of a decoder with head="hidden", was expected'
@@ -139,13 +139,13 @@ def read_output(
         what = f"{must}, got a {type(output).__name__}; for logits take next_token"
         raise ValueError(f"{where}: {what}")  # noqa: TRY004 (a bad argument, as all others)
     hidden, weight, axis, softcap = Hidden(*output)
-    labels, axis = read_field(where, batch, "labels"), vocabulary_axis(weight, axis)
+    labels, axis = read_field(where, batch, "labels"), make_vocabulary_axis(weight, axis)
     factors = cast_factors(where, hidden, weight, labels, softcap=softcap, axis=axis)
     return factors, labels, axis
 
 
 def _logits_and_labels(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    logits = unrouted(logits)
+    logits = drop_routing(logits)
     if not isinstance(logits, Tensor):
         got = type(logits).__name__
         mend = "take next_token_linear for a Hidden, for other records a call that returns logits"
@@ -164,7 +164,7 @@ def _of_hidden(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, T
     return *parts, (labels != IGNORED_LABEL).long()
 
 
-@with_terms("loss", per_token=_of_logits)
+@declare_terms("loss", per_token=_of_logits)
 def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
     """Return the summed cross entropy of a batch, for a model that returns logits `[B, S, V]`.
 
@@ -178,7 +178,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
     return total, {"loss": total.detach()}
 
 
-@with_terms("loss", per_token=_of_hidden, of_scores=[(token_loss, 1.0)])
+@declare_terms("loss", per_token=_of_hidden, of_scores=[(token_loss, 1.0)])
 def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Terms:
     """Return what `next_token` does, of a `Hidden`: the whole logits exist nowhere.
 
@@ -196,7 +196,7 @@ def next_token_linear(output: tuple[Any, ...], batch: Mapping[str, Any]) -> Term
     return total, {"loss": total.detach()}
 
 
-def loss_of_scores(
+def make_score_loss(
     terms: Mapping[str, tuple[OfScores, float]],
     *,
     shaping: Shaping | ShapingOf = UNSHAPED,
@@ -221,14 +221,14 @@ def loss_of_scores(
     Examples:
         >>> def focal(scores, columns):  # Lin et al. 2017, "Focal loss"
         ...     return (1 - (-scores.losses).exp()) ** columns["gamma"] * scores.losses
-        >>> loss = loss_of_scores({"focal": (focal, 1.0)})
+        >>> loss = make_score_loss({"focal": (focal, 1.0)})
         >>> batch = {"labels": torch.tensor([[1, -100]]), "gamma": torch.full((1, 2), 2.0)}
         >>> total, terms = loss(torch.zeros(1, 2, 4), batch)
         >>> float(total)  # (3 / 4)^2 log 4
         0.77...
     """
     for name, (_, weight) in terms.items():
-        check_range("loss_of_scores", **{name: weight})
+        check_range("make_score_loss", **{name: weight})
     names, of_scores = tuple(terms), tuple(terms.values())
     one_for_all = shaping if isinstance(shaping, Shaping) else None
 
@@ -245,7 +245,7 @@ def loss_of_scores(
     alone = names in {names[:1], (names[0], f"{names[0]}/count")}
     known = of_scores if shaping is UNSHAPED else ()
 
-    @with_terms(*names, per_token=per_token if alone else None, of_scores=known)
+    @declare_terms(*names, per_token=per_token if alone else None, of_scores=known)
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         total, values = values_of(output, batch)
         return total, dict(zip(names, values.sum(0).unbind(), strict=True))
@@ -261,7 +261,7 @@ def _values(
     shaping: Shaping = UNSHAPED,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of terms of an output, and each token's part of each, `[T, K]`, detached."""
-    output = unrouted(output)
+    output = drop_routing(output)
     if isinstance(output, tuple):
         factors, labels, axis = read_output(where, output, batch)
         how: dict[str, Any] = {"beside": batch, "shaping": shaping, "axis": axis}
@@ -284,7 +284,9 @@ def _values(
     return total.sum(), torch.stack(values, dim=-1).detach()
 
 
-def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Columns]:
+def output_logprobs(
+    where: str, output: Any, batch: Mapping[str, Any]
+) -> tuple[Tensor, LabelColumns]:
     """Return the log-probability of each label `[B, S]` of logits or of a `Hidden`, differentiable.
 
     Beside it stand the batch's columns, `[T, *]`. Where the label is -100 a log-probability is 0.
@@ -294,29 +296,29 @@ def output_logprobs(where: str, output: Any, batch: Mapping[str, Any]) -> tuple[
         >>> output_logprobs("mine", torch.zeros(1, 2, 4), batch)[0]
         tensor([[-1.3863, -0.0000]])
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     if isinstance(output, tuple):
         factors, labels, axis = read_output(where, output, batch)
         logprobs = logprobs_of(factors, labels, axis=axis)
     else:
         labels = read_field(where, batch, "labels")
         logprobs = -cross_entropy_per_token(output, labels)
-    return logprobs, Columns(columns_of(batch, labels))
+    return logprobs, LabelColumns(columns_of(batch, labels))
 
 
-def _weighted_losses(scores: TokenScores, columns: Columns) -> Tensor:
+def _weighted_losses(scores: TokenScores, columns: LabelColumns) -> Tensor:
     return columns["weights"].to(scores.losses.dtype) * scores.losses
 
 
-def _weights(_: TokenScores, columns: Columns) -> Tensor:
+def _weights(_: TokenScores, columns: LabelColumns) -> Tensor:
     return columns["weights"]
 
 
-_WEIGHTED = loss_of_scores({"loss": (_weighted_losses, 1.0), "loss/count": (_weights, 0.0)})
+_WEIGHTED = make_score_loss({"loss": (_weighted_losses, 1.0), "loss/count": (_weights, 0.0)})
 
 
-@with_terms(*_WEIGHTED.terms, per_token=_WEIGHTED.per_token, of_scores=_WEIGHTED.of_scores)
-def weighted(output: Any, batch: Mapping[str, Any]) -> Terms:
+@declare_terms(*_WEIGHTED.terms, per_token=_WEIGHTED.per_token, of_scores=_WEIGHTED.of_scores)
+def weighted_next_token(output: Any, batch: Mapping[str, Any]) -> Terms:
     """Return each token's cross entropy times `batch["weights"]`, of logits or of a `Hidden`.
 
     Weights are floating, one for each label. The denominator is their sum over the global batch,
@@ -325,14 +327,14 @@ def weighted(output: Any, batch: Mapping[str, Any]) -> Terms:
 
     Examples:
         >>> batch = {"labels": torch.tensor([[1, 2]]), "weights": torch.tensor([[0.25, 0.05]])}
-        >>> total, terms = weighted(torch.zeros(1, 2, 4), batch)
+        >>> total, terms = weighted_next_token(torch.zeros(1, 2, 4), batch)
         >>> float(terms["loss"] / terms["loss/count"])  # log 4
         1.38...
     """
     return _WEIGHTED(output, batch)
 
 
-@with_terms("z_loss", of_scores=[(squared_normalizer, 1.0)])
+@declare_terms("z_loss", of_scores=[(squared_normalizer, 1.0)])
 def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
     """Return `z_loss` of a batch as a `Loss`, of logits `[B, S, V]` or of a `Hidden`.
 
@@ -342,7 +344,7 @@ def z_term(output: Any, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["z_loss"])  # (log 4)^2
         1.92...
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     if isinstance(output, tuple):
         return _in_one_pass(z_term, output, batch)
     total = z_loss(output, read_field("z_term", batch, "labels"))
@@ -355,12 +357,12 @@ def _in_one_pass(loss: NamedLoss, output: Any, batch: Mapping[str, Any]) -> Term
     return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
 
 
-def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
+def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
     """Return a loss on logits as one of a `Hidden`: it gets whole logits, some tokens at a time.
 
     For terms that are no function of cross entropy and log-sum-exp, beside `next_token_linear`:
-    `add_terms((next_token_linear, 0.9), (in_chunks(uniform), 0.1))`. They cost a pass of their own.
-    Under tensor parallelism the logits of a chunk are gathered.
+    `add_terms((next_token_linear, 0.9), (chunk_loss(uniform), 0.1))`. They cost a pass of their
+    own. Under tensor parallelism the logits of a chunk are gathered.
 
     Args:
         loss: A sum over tokens, each of which needs its own logits alone. It is called with logits
@@ -375,15 +377,15 @@ def in_chunks(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         >>> import torch
         >>> batch = {"labels": torch.tensor([[1, -100]])}
         >>> hidden, weight = torch.ones(1, 2, 8), torch.ones(4, 8)
-        >>> one, _ = in_chunks(z_term, chunk=1)(Hidden(hidden, weight), batch)
+        >>> one, _ = chunk_loss(z_term, chunk=1)(Hidden(hidden, weight), batch)
         >>> bool(torch.isclose(one, z_term(hidden @ weight.T, batch)[0]))
         True
     """
-    check_range("in_chunks", at_least=1, chunk=chunk)
+    check_range("chunk_loss", at_least=1, chunk=chunk)
 
-    @with_terms(*loss.terms)
+    @declare_terms(*loss.terms)
     def chunked(output: Any, batch: Mapping[str, Any]) -> Terms:
-        factors, labels, axis = read_output(f"in_chunks of {loss.terms}", output, batch)
+        factors, labels, axis = read_output(f"chunk_loss of {loss.terms}", output, batch)
         tokens = columns_of(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
@@ -430,13 +432,13 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     of_scores = [(of, own * weight) for loss, weight in scored for of, own in loss.of_scores]
     names = tuple(term for loss, _ in weighted for term in loss.terms)
 
-    @with_terms(*(term for loss, _ in scored for term in loss.terms), of_scores=of_scores)
+    @declare_terms(*(term for loss, _ in scored for term in loss.terms), of_scores=of_scores)
     def together(output: Any, batch: Mapping[str, Any]) -> Terms:
         return _in_one_pass(together, output, batch)
 
-    @with_terms(*names, of_scores=() if others else of_scores)
+    @declare_terms(*names, of_scores=() if others else of_scores)
     def total_loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        output = unrouted(output)
+        output = drop_routing(output)
         one_pass = len(scored) > 1 and isinstance(output, tuple)
         pairs = [(together, 1.0), *others] if one_pass else weighted
         parts = [(loss(output, batch), weight) for loss, weight in pairs]
@@ -447,11 +449,11 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     return total_loss
 
 
-def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:
+def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:
     """Return the means of summed terms: `name` over `name/count` if there is one, else over tokens.
 
-    What is more than one number counts things of many kinds, such as the `load` of `losses.routed`,
-    and stays a sum.
+    What is more than one number counts things of many kinds, such as the `load` of
+    `losses.add_router_losses`, and stays a sum.
 
     Args:
         sums: Values by name, summed over microbatches and ranks.
@@ -465,16 +467,16 @@ def mean_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Ten
     Examples:
         >>> import torch
         >>> sums = {"loss": torch.tensor(6.0), "loss/web": torch.tensor(4.0)}
-        >>> mean_terms(sums | {"loss/web/count": torch.tensor(2)}, torch.tensor(4))
+        >>> average_terms(sums | {"loss/web/count": torch.tensor(2)}, torch.tensor(4))
         {'loss': tensor(1.5000), 'loss/web': tensor(2.)}
     """
-    divisors = divisors_of(tokens)
+    divisors = make_divisors(tokens)
 
     def mean(name: str, total: Tensor) -> Tensor:
         count = sums.get(f"{name}/count")
         if count is None and total.ndim:
             return total
-        return total / (divisor_of(name, divisors) if count is None else count)
+        return total / (get_divisor(name, divisors) if count is None else count)
 
     named = {name: x for name, x in sums.items() if not name.endswith("/count")}
     return {name: mean(name, total) for name, total in named.items()}
@@ -486,7 +488,7 @@ def _check(weighted: tuple[tuple[NamedLoss, float], ...]) -> None:
     for loss, weight in weighted:
         if not hasattr(loss, "terms"):
             what = f"{loss!r} does not say which terms it reports"
-            raise ValueError(f"add_terms: {what}; decorate it with with_terms(...)")
+            raise ValueError(f"add_terms: {what}; decorate it with declare_terms(...)")
         if not math.isfinite(weight):
             raise ValueError(f"add_terms: the weight of {loss.terms} must be finite, got {weight}")
     counts = Counter(term for loss, _ in weighted for term in loss.terms)

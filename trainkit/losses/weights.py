@@ -1,6 +1,7 @@
 """Weights that make a weighted sum of tokens a mean of means, still with one denominator.
 
-Each token weighs 1 over the tokens that its unit has, wherever they lie: so `losses.weighted`, and
+Each token weighs 1 over the tokens that its unit has, wherever they lie: so
+    `losses.weighted_next_token`, and
 other losses that are weighted, add up the means of units, and `batch.count_weights` counts these.
 A unit without a trained token is in neither.
 """
@@ -19,7 +20,7 @@ from trainkit.losses.logits import read_field
 from trainkit.types import IGNORED_LABEL, Axis, Batch
 
 
-def microbatch_mean(
+def weight_by_microbatch(
     microbatches: Sequence[Mapping[str, Any]], *, axis: Axis
 ) -> list[Mapping[str, Any]]:
     """Weigh tokens so that the loss is the mean of the means of microbatches, as elsewhere.
@@ -40,17 +41,17 @@ def microbatch_mean(
     Examples:
         >>> from trainkit.types import SOLO
         >>> batch = {"labels": torch.tensor([[4, -100, 5]])}
-        >>> microbatch_mean([batch], axis=SOLO)[0]["weights"]
+        >>> weight_by_microbatch([batch], axis=SOLO)[0]["weights"]
         tensor([[0.5000, 0.0000, 0.5000]], dtype=torch.float64)
     """
-    labels = [read_field("microbatch_mean", batch, "labels") for batch in microbatches]
+    labels = [read_field("weight_by_microbatch", batch, "labels") for batch in microbatches]
     return [
         _weighed(batch, x, torch.zeros_like(x), 1, axis=axis)
         for batch, x in zip(microbatches, labels, strict=True)
     ]
 
 
-def document_mean(
+def weight_by_document(
     microbatches: Sequence[Mapping[str, Any]], *, axis: Axis
 ) -> list[Mapping[str, Any]]:
     """Weigh tokens so that the loss is a mean of the means of documents: each counts once.
@@ -71,18 +72,18 @@ def document_mean(
     Examples:
         >>> from trainkit.types import SOLO
         >>> labels, ids = torch.tensor([[4, 5, 6, -100]]), torch.tensor([[0, 0, 1, 1]])
-        >>> document_mean([{"labels": labels, "document_ids": ids}], axis=SOLO)[0]["weights"]
+        >>> weight_by_document([{"labels": labels, "document_ids": ids}], axis=SOLO)[0]["weights"]
         tensor([[0.5000, 0.5000, 1.0000, 0.0000]], dtype=torch.float64)
     """
 
     def units(batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        ids = read_field("document_mean", batch, "document_ids")
+        ids = read_field("weight_by_document", batch, "document_ids")
         most = ids.shape[1] * axis.count
         rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
         return rows * most + ids.clamp(min=0), len(ids) * most
 
     return [
-        _weighed(batch, read_field("document_mean", batch, "labels"), *units(batch), axis=axis)
+        _weighed(batch, read_field("weight_by_document", batch, "labels"), *units(batch), axis=axis)
         for batch in microbatches
     ]
 

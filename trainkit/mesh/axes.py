@@ -181,7 +181,7 @@ def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
 
 
 @contextmanager
-def twin_axis(
+def open_gloo_axis(
     axis: Axis, *, name: str = "control", timeout: timedelta = timedelta(minutes=30)
 ) -> Iterator[Axis]:
     """Open an axis over the same ranks that has a gloo group of its own, for a `with` block.
@@ -202,7 +202,7 @@ def twin_axis(
         under way, whose peers may be gone.
 
     Examples:
-        >>> with twin_axis(solo_parallel().world) as control:
+        >>> with open_gloo_axis(solo_parallel().world) as control:
         ...     control.count
         1
     """

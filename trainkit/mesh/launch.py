@@ -117,17 +117,17 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     return Launch(0, 1, 0)
 
 
-def launch_notes(env: Mapping[str, str]) -> list[str]:
+def describe_launch(env: Mapping[str, str]) -> list[str]:
     """Return what a user should know of how this process was started, one sentence each.
 
     Torchrun's variables win over SLURM's, and the two are never mixed: where they disagree, which
     is usual under `srun torchrun`, a note says what counts.
 
     Examples:
-        >>> launch_notes({"SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "2"})
+        >>> describe_launch({"SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "2"})
         ['SLURM has started this job again (SLURM_RESTART_COUNT=2)']
         >>> both = {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
-        >>> launch_notes(both)[0]
+        >>> describe_launch(both)[0]
         'RANK=3 of WORLD_SIZE=8 counts; SLURM_PROCID=1 of SLURM_NTASKS=2 does not'
     """
     notes = []

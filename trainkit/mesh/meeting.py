@@ -22,7 +22,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from trainkit.collectives import backends_of
+from trainkit.collectives import get_backends
 from trainkit.mesh.launch import Launch
 from trainkit.mesh.table import SLACK, clear_table, session_name, waiting_lines
 from trainkit.types import ConfigError, PeerError, PreemptedError
@@ -129,7 +129,7 @@ def first_words(
     """
     places = {device.type: device, "cpu": torch.device("cpu")}
     for group in groups:
-        for kind, backend in backends_of(group).items():
+        for kind, backend in get_backends(group).items():
             if kind not in places:
                 continue
             try:

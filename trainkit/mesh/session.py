@@ -13,14 +13,14 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from trainkit.collectives import agree
+from trainkit.collectives import any_rank
 from trainkit.mesh import axes
 from trainkit.mesh.launch import Launch, read_launch, require_torch
 from trainkit.mesh.meeting import first_words, open_world
 from trainkit.types import ConfigError, Layout, ParallelState
 
 
-def world_size() -> int:
+def get_world_size() -> int:
     """Return the number of processes of the run: of an existing process group, else the launcher's.
 
     It is what `parallel_session` will find, so that a layout can be checked before it is opened.
@@ -29,7 +29,7 @@ def world_size() -> int:
         ConfigError: The environment is wrong.
 
     Examples:
-        >>> world_size()
+        >>> get_world_size()
         1
     """
     return _find_launch().world
@@ -78,10 +78,10 @@ def parallel_session(
     Args:
         layout: The degrees, and `fold_sp`; the other fields change nothing here. It may be left
             out, and single fields given by name: `parallel_session(dp_shard=4, tp=2)`.
-        timeout: How long a collective may wait for a peer. Where `runtime.watch` stands guard it
+        timeout: How long a collective may wait for a peer. Where `run.watch_ranks` stands guard it
             may be long: the watch ends a hang earlier, and says who is stuck.
         start_timeout: How long ranks may take to find each other.
-        asked: Tells why this process shall stop, or None, as `runtime.trap_signals` yields it: who
+        asked: Tells why this process shall stop, or None, as `run.trap_signals` yields it: who
             was asked does not wait for missing ranks for longer than 20 s more.
         **fields: Fields of `Layout`, which take the place of those of `layout`.
 
@@ -118,7 +118,7 @@ def parallel_session(
         groups = axes.make_groups(partitions, launch.rank, timeout)
         state = axes.make_state(layout, partitions, groups, rank=launch.rank, device=device)
         first_words(groups.values(), device, seconds=start_timeout.total_seconds())
-        agree(False, state.world)  # all have connected before the first may leave
+        any_rank(False, state.world)  # all have connected before the first may leave
         yield state
     except BaseException:
         axes.let_go_later([*groups.values(), *([axes.default_group()] if opened else [])])

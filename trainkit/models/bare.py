@@ -40,8 +40,8 @@ def bare(module: Any) -> Any:
         An object that is called as the module is, without gradients, and is for nothing else.
 
     Examples:
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> attention = build_decoder(decoder_config("tiny"), seed=0).layers["0"].attention
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> attention = build_decoder(make_decoder_config("tiny"), seed=0).layers["0"].attention
         >>> with torch.no_grad():
         ...     [x.shape[-1] for x in bare(attention).projected(torch.ones(1, 1, 128))]
         [128, 128, 128]

@@ -14,7 +14,7 @@ from trainkit.types import Attend, Spans
 
 
 @attrs.frozen(eq=False)
-class Cache:
+class KVCache:
     """Keys and values of R rows of text, and where the tokens of a batch stand among them.
 
     All rows end at the same slot, the shorter ones begin later. So the newest tokens stand side by
@@ -37,11 +37,11 @@ class Cache:
         seen: bool `[R, 1, 1, L]`, False before the beginning of a row; None if all begin at 0.
 
     Examples:
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> from trainkit.batch import batch_of_rows
-        >>> model = build_decoder(decoder_config("tiny"), seed=0)
-        >>> batch, places = batch_of_rows(torch.tensor([[5, 6, 7]])), torch.arange(3)
-        >>> cache = Cache(8, end=3, rows=0 * places, slots=places, last=torch.tensor([2]))
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.batch import batch_from_rows
+        >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
+        >>> batch, places = batch_from_rows(torch.tensor([[5, 6, 7]])), torch.arange(3)
+        >>> cache = KVCache(8, end=3, rows=0 * places, slots=places, last=torch.tensor([2]))
         >>> how = {"position_ids": batch.position_ids, "spans": batch.spans}
         >>> model(batch.input_ids, **how, cache=cache).shape, cache.keys["layers.0"].shape
         (torch.Size([1, 1, 272]), torch.Size([1, 4, 8, 32]))
@@ -60,7 +60,7 @@ class Cache:
         """Return the attention of a layer: over a prompt by itself, or from new tokens to all."""
         return partial(_attend, self, layer)
 
-    def of_rows(self, kept: Tensor) -> Cache:
+    def of_rows(self, kept: Tensor) -> KVCache:
         """Return a cache of some of the rows.
 
         Args:
@@ -77,7 +77,7 @@ class Cache:
 
 
 def _attend(
-    cache: Cache,
+    cache: KVCache,
     layer: str,
     q: Tensor,
     k: Tensor,
@@ -111,7 +111,7 @@ def _attend(
     return nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
-def _write_prompts(cache: Cache, layer: str, k: Tensor, v: Tensor) -> None:
+def _write_prompts(cache: KVCache, layer: str, k: Tensor, v: Tensor) -> None:
     """Write keys and values of prompts to their slots, in tensors that are made if none are there.
 
     They begin as zeros: what no row has written is masked, but not if it were NaN.

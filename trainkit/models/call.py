@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from trainkit.models.experts import Tape
+from trainkit.models.experts import RoutingTape
 from trainkit.types import Call
 
 
@@ -43,7 +43,7 @@ def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         spans=batch["spans"],
         noise_key=batch.get("noise_key"),
         is_token=batch["document_ids"] >= 0,
-        tape=Tape(),
+        tape=RoutingTape(),
         choices=batch.get("choices"),
     )
 
@@ -84,14 +84,14 @@ class CachedCall:
         return self.call(model, batch)
 
 
-def call_cached(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+def call_with_cache(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Enter a batch and its "cache" into a decoder, with experts or without.
 
     Examples:
         >>> import torch
         >>> seen = lambda ids, *, cache, **more: (ids, cache)
         >>> batch = {"input_ids": 1, "position_ids": 2, "spans": 3, "cache": 4}
-        >>> call_cached(seen, batch | {"document_ids": torch.tensor([[0]])})
+        >>> call_with_cache(seen, batch | {"document_ids": torch.tensor([[0]])})
         (1, 4)
     """
     return model(

@@ -12,9 +12,9 @@ from typing import Literal
 import attrs
 from attrs.validators import optional
 
-from trainkit.types import ConfigError, check_range, non_negative, one_of, rule
+from trainkit.types import ConfigError, check_range, non_negative, one_of, satisfies
 
-_POSITIVE = rule(lambda value: 0 < value < math.inf, "above 0 and finite")
+_POSITIVE = satisfies(lambda value: 0 < value < math.inf, "above 0 and finite")
 
 
 @attrs.frozen
@@ -90,7 +90,7 @@ class LinearScaling:
         8.0
     """
 
-    factor: float = attrs.field(validator=rule(lambda x: 1 <= x < math.inf, "at least 1"))
+    factor: float = attrs.field(validator=satisfies(lambda x: 1 <= x < math.inf, "at least 1"))
 
 
 @attrs.frozen
@@ -165,7 +165,7 @@ class Sliding:
     """Layers full_every - 1, 2 * full_every - 1, and so on see all; 0 for none."""
 
     rope_theta: float | None = attrs.field(
-        default=None, validator=optional(rule(lambda x: 1 < x < math.inf, "above 1"))
+        default=None, validator=optional(satisfies(lambda x: 1 < x < math.inf, "above 1"))
     )
     """The base of these layers' rotary wavelengths, which are then not stretched (Gemma 3); None
     for those of the other layers."""
@@ -258,7 +258,7 @@ class Latents:
     """The size of the part of a head of queries and keys that has no positions."""
 
     rotary: int = attrs.field(
-        validator=rule(lambda x: x >= 2 and x % 2 == 0, "even and at least 2")
+        validator=satisfies(lambda x: x >= 2 and x % 2 == 0, "even and at least 2")
     )
     """The size of the part that has."""
 
@@ -309,7 +309,7 @@ class Experts:
     """Whether a token's weights are divided by their sum."""
 
     biased: bool = False
-    """Whether a bias, which `advance_routers_` moves, is added to the scores for the choice."""
+    """Whether a bias, which `update_routers_` moves, is added to the scores for the choice."""
 
     groups: int = 1
     """Into how many groups the experts are divided."""
@@ -321,14 +321,15 @@ class Experts:
     """What weights are multiplied by, after all."""
 
     capacity: float = attrs.field(
-        default=0.0, validator=rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")
+        default=0.0,
+        validator=satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
     )
     """How many times its even part of the choices an expert may take; what is above is dropped. 0
     drops nothing. Each rank limits those of its own microbatch, so by its nature what is dropped
     depends on the layout; see `limited`."""
 
     jitter: float = attrs.field(
-        default=0.0, validator=rule(lambda value: 0 <= value < 1, "in [0, 1)")
+        default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
     """By how much at most, as a part of it, noise moves what a router sees, while training; see
     `jittered`."""

@@ -19,16 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.attention.varlen import varlen
-from trainkit.losses.softmax import gather_words, vocabulary_axis
-from trainkit.models.cache import Cache
+from trainkit.losses.softmax import gather_words, make_vocabulary_axis
+from trainkit.models.cache import KVCache
 from trainkit.models.config import DecoderConfig
-from trainkit.models.experts import Balance, ExpertMlp, Tape, check_tape, preload_
+from trainkit.models.experts import Balance, ExpertMlp, RoutingTape, check_tape, preload_
 from trainkit.models.initial import init_weights
 from trainkit.models.latent import LatentAttention
-from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, norm_of
+from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm
 from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotated
 from trainkit.noise import counters
-from trainkit.types import Attend, Hidden, Routed, Spans, among, capped, unrouted
+from trainkit.types import (
+    Attend,
+    Hidden,
+    RoutedOutput,
+    Spans,
+    apply_softcap,
+    check_choice,
+    drop_routing,
+)
 
 
 class Head(Linear):
@@ -72,23 +80,23 @@ def project(
     if hasattr(weight, "to_local"):  # tensor parallel: this rank's part of the vocabulary
         weight = weight.to_local()
     if output == "logits":
-        return capped(nn.functional.linear(hidden, weight), softcap)
+        return apply_softcap(nn.functional.linear(hidden, weight), softcap)
     return Hidden(hidden, _PassedOn.apply(weight), softcap=softcap)
 
 
 def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
-    """Return logits `[B, S, V]` of what a decoder returns: these, a `Hidden`, or a `Routed` of one.
+    """Return logits `[B, S, V]` of logits, of a `Hidden`, or of a `RoutedOutput` of either.
 
     Examples:
         >>> whole_logits(Hidden(torch.ones(1, 2, 4), torch.ones(8, 4))).shape
         torch.Size([1, 2, 8])
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     if isinstance(output, Tensor):
         return output
     hidden, weight, axis, softcap = Hidden(*output)
-    own = capped(nn.functional.linear(hidden, weight), softcap)
-    return gather_words(own, vocabulary_axis(weight, axis))
+    own = apply_softcap(nn.functional.linear(hidden, weight), softcap)
+    return gather_words(own, make_vocabulary_axis(weight, axis))
 
 
 class _PassedOn(torch.autograd.Function):
@@ -158,7 +166,7 @@ def _norms_of_heads(config: DecoderConfig) -> tuple[nn.Module, nn.Module]:
         sizes = config.heads * size, config.kv_heads * size
         return WideNorm(sizes[0], config.norm_eps), WideNorm(sizes[1], config.norm_eps)
     if config.qk_norm:
-        return norm_of(config, size), norm_of(config, size)
+        return make_norm(config, size), make_norm(config, size)
     return nn.Identity(), nn.Identity()
 
 
@@ -176,7 +184,7 @@ class Block(nn.Module):
         self.slides = int(name.rpartition(".")[2]) in config.sliding_layers
         window = config.sliding.window if config.sliding and self.slides else None
         before, after = (
-            partial(norm_of, config, config.width) if wanted else nn.Identity
+            partial(make_norm, config, config.width) if wanted else nn.Identity
             for wanted in (config.how_normed.before, config.how_normed.after)
         )
         self.normed_after = config.how_normed.after
@@ -199,8 +207,8 @@ class Block(nn.Module):
         spans: Spans,
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
-        tape: Tape | None = None,
-        cache: Cache | None = None,
+        tape: RoutingTape | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped.
 
@@ -282,8 +290,8 @@ class Decoder(nn.Module):
         balance: Balance = "batch",
     ) -> None:
         super().__init__()
-        among(("logits", "hidden"), "Decoder", head=head)
-        among(get_args(Balance), "Decoder", balance=balance)
+        check_choice(("logits", "hidden"), "Decoder", head=head)
+        check_choice(get_args(Balance), "Decoder", balance=balance)
         self.config = config
         self.output: Literal["logits", "hidden"] = head
         # What a pipeline stage does not own is None: only the first embeds, only the last projects.
@@ -299,7 +307,7 @@ class Decoder(nn.Module):
                 for i, mlp in enumerate(_mlps(config, balance))
             }
         )
-        self.norm: nn.Module | None = norm_of(config, config.width)
+        self.norm: nn.Module | None = make_norm(config, config.width)
         how: dict[str, Any] = {"output": head, "softcap": config.logit_softcap}
         self.head = None if config.tied else Head(config.width, config.vocab_size, **how)
 
@@ -311,22 +319,22 @@ class Decoder(nn.Module):
         spans: Spans,
         noise_key: Tensor | None = None,
         is_token: Tensor | None = None,
-        tape: Tape | None = None,
+        tape: RoutingTape | None = None,
         choices: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor | Hidden | Routed:
+        cache: KVCache | None = None,
+    ) -> Tensor | Hidden | RoutedOutput:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
 
-        With experts it is a `Routed` of one of these.
+        With experts it is a `RoutedOutput` of one of these.
 
         Args:
             input_ids: int64 `[B, S]`; for a pipeline stage after the first, the hidden states `[B,
-                S, D]` that it receives, or a `Routed` of them. A stage before the last returns
-                such.
+                S, D]` that it receives, or a `RoutedOutput` of them. A stage before the last
+                returns such.
             position_ids: int64 `[B, S]`, the position of each token in its document.
             spans: The documents, over the flattened rows.
-            noise_key: int64 `[B, S]`, from `noise.token_keys`; needed only for dropout, and for the
-                jitter of routers, while training.
+            noise_key: int64 `[B, S]`, from `noise.make_token_keys`; needed only for dropout, and
+                for the jitter of routers, while training.
             is_token: bool `[B, S]`, False for padding, which goes to no expert; needed with
                 experts.
             tape: The choices of the expert layers; by default a new one.
@@ -352,7 +360,7 @@ class Decoder(nn.Module):
             mend = "models.call_routed passes it: call=tk.models.call_routed"
             raise ValueError(f"Decoder: with experts it needs is_token, False for padding; {mend}")
         nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        tape, rows = tape or Tape(), [*(before[0] if before else nothing)]
+        tape, rows = tape or RoutingTape(), [*(before[0] if before else nothing)]
         names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
         if choices is not None:
             preload_(tape, names, choices)
@@ -363,9 +371,9 @@ class Decoder(nn.Module):
             if isinstance(x, tuple):
                 number = cast("ExpertMlp", block.mlp).number
                 x, rows[number] = x
-        return Routed(self._projected(x, cache), torch.stack(rows))
+        return RoutedOutput(self._projected(x, cache), torch.stack(rows))
 
-    def _projected(self, x: Tensor, cache: Cache | None) -> Tensor | Hidden:
+    def _projected(self, x: Tensor, cache: KVCache | None) -> Tensor | Hidden:
         """Return what leaves this stage: hidden states, or what the head makes of them."""
         if self.norm is None:
             return x
@@ -378,10 +386,10 @@ class Decoder(nn.Module):
         how: dict[str, Any] = {"output": self.output, "softcap": self.config.logit_softcap}
         return project(x, self.embedding.weight, **how)
 
-    def boundary(self, batch: Mapping[str, Any]) -> Tensor | Routed:
+    def boundary(self, batch: Mapping[str, Any]) -> Tensor | RoutedOutput:
         """Return what crosses from one pipeline stage to the next: `[B, S, D]`, on the meta device.
 
-        With experts it is a `Routed` of that.
+        With experts it is a `RoutedOutput` of that.
 
         Args:
             batch: A microbatch. Under sequence-parallel norms S is this rank's part of it.
@@ -393,7 +401,7 @@ class Decoder(nn.Module):
         if self.config.experts is None:
             return hidden
         wide = torch.promote_types(dtype, torch.float32)
-        return Routed(hidden, torch.empty(self._sums_shape, dtype=wide, device="meta"))
+        return RoutedOutput(hidden, torch.empty(self._sums_shape, dtype=wide, device="meta"))
 
     @property
     def _sums_shape(self) -> tuple[int, int]:
@@ -423,7 +431,7 @@ class Decoder(nn.Module):
         if noise_key is None and used:
             raise ValueError(
                 f"Decoder: {' and '.join(used)} and the model is training, but there is no "
-                "noise_key; put noise.token_keys(...) into the batch, or call model.eval()"
+                "noise_key; put noise.make_token_keys(...) into the batch, or call model.eval()"
             )
         return noise_key
 

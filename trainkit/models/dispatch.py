@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.collectives import exchange_rows
+from trainkit.collectives import all_to_all_rows
 from trainkit.models.routers import on_host
 from trainkit.types import SOLO, Axis
 
@@ -108,7 +108,7 @@ def ep_dispatch(
         counts = torch.cat([counts[:-1], len(order) - counts[:-1].sum(0, keepdim=True)])
         return Dispatched(rows, counts, Route(order, inverse))
     equal = [len(counts) // axis.count] * axis.count
-    arriving = exchange_rows(counts, axis, sent=equal, received=equal, length=len(counts))
+    arriving = all_to_all_rows(counts, axis, sent=equal, received=equal, length=len(counts))
     both = torch.stack([counts, arriving]).unflatten(1, (axis.count, -1))
     sent, received = both.sum(-1).tolist()  # the host sync
     own = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
@@ -117,7 +117,7 @@ def ep_dispatch(
     route = Route(order, inverse, tuple(sent), tuple(received), arrived, _inverse(arrived))
     how: dict[str, Any] = {"sent": sent, "received": received, "length": sum(received)}
     wide = rows.dtype
-    rows = exchange_rows(rows.to(wire_dtype or wide), axis, **how).to(wide)
+    rows = all_to_all_rows(rows.to(wire_dtype or wide), axis, **how).to(wide)
     return Dispatched(_gathered(rows, arrived, route.back), both[1].sum(0), route)
 
 
@@ -125,7 +125,7 @@ def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
     """Send a noise key for each choice after the rows, for adapters of experts with dropout.
 
     Args:
-        keys: int64 `[T, k]`, from `noise.numbered_keys`: those of the tokens at the experts that
+        keys: int64 `[T, k]`, from `noise.split_keys`: those of the tokens at the experts that
             they chose, so that it does not matter which rank draws from them.
         route: What `ep_dispatch` returned.
         axis: As there.
@@ -156,7 +156,7 @@ def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
         return rows
     how: dict[str, Any] = {"sent": route.sent, "received": route.received}
     how["length"] = len(route.arrived)
-    return exchange_rows(rows, axis, **how).index_select(0, route.arrived)
+    return all_to_all_rows(rows, axis, **how).index_select(0, route.arrived)
 
 
 def ep_combine(
@@ -194,7 +194,7 @@ def ep_combine(
         rows = _gathered(rows, route.back, route.arrived).to(wire_dtype or wide)
         how: dict[str, Any] = {"sent": route.received, "received": route.sent}
         how["length"] = len(route.order)
-        rows = exchange_rows(rows, axis, **how).to(wide)
+        rows = all_to_all_rows(rows, axis, **how).to(wide)
     return _WeightedSum.apply(rows, weights, route.order, route.inverse)
 
 

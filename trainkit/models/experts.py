@@ -25,9 +25,9 @@ from trainkit.models.dispatch import (
 from trainkit.models.layers import Mlp
 from trainkit.models.routers import (
     Routing,
-    capacity_of,
-    jittered,
-    limited,
+    add_jitter,
+    apply_capacity,
+    expert_capacity,
     on_host,
     sigmoid_topk,
     softmax_topk,
@@ -42,7 +42,7 @@ nature is not; or each document."""
 
 
 @attrs.frozen(eq=False)
-class Tape:
+class RoutingTape:
     """The choices of a model's expert layers in one forward pass, by the layer's name.
 
     A layer that finds a choice takes it, and one that finds none writes its own down: so a
@@ -51,14 +51,14 @@ class Tape:
     router's. One tape belongs to one microbatch: make it anew for each.
 
     Examples:
-        >>> Tape().choices
+        >>> RoutingTape().choices
         {}
     """
 
     choices: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
+def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
     """Write choices that came with a batch to its tape.
 
     Args:
@@ -78,7 +78,7 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
         routers" (2025).
 
     Examples:
-        >>> tape = Tape()
+        >>> tape = RoutingTape()
         >>> preload_(tape, ["layers.0.mlp"], torch.zeros(2, 3, 1, 2, dtype=torch.int64))
         >>> tape.choices["layers.0.mlp"].shape
         torch.Size([6, 2])
@@ -87,12 +87,14 @@ def preload_(tape: Tape, layers: Sequence[str], choices: Tensor) -> None:
         choices = choices.unflatten(2, (len(layers), -1))
     if choices.ndim != 4 or choices.shape[2] != len(layers):
         got, own = list(choices.shape), len(layers)
-        raise ValueError(f"Tape: choices must be [B, S, {own}, k], for {own} layers, got {got}")
+        raise ValueError(
+            f"RoutingTape: choices must be [B, S, {own}, k], for {own} layers, got {got}"
+        )
     tape.choices.update(zip(layers, choices.flatten(0, 1).unbind(1), strict=True))
 
 
 def check_tape(
-    tape: Tape,
+    tape: RoutingTape,
     layers: Sequence[str],
     experts: Experts,
     *,
@@ -119,16 +121,21 @@ def check_tape(
         None on a CPU. On a GPU queues kernels and one assertion, without a host sync.
 
     Examples:
-        >>> how, tape = Experts(count=4, chosen=2, width=8), Tape({"0": torch.tensor([[0, 9]])})
+        >>> how, tape = (
+        ...     Experts(count=4, chosen=2, width=8),
+        ...     RoutingTape({"0": torch.tensor([[0, 9]])}),
+        ... )
         >>> check_tape(tape, ["0"], how, is_token=torch.tensor([True]))
         Traceback (most recent call last):
         ...
-        ValueError: Tape: 0: choices must be int64 [1, 2], of each token distinct ones in [0, 4)...
+        ValueError: RoutingTape: 0: choices must be int64 [1, 2], of each token distinct ...
     """
     has, wanted = {*tape.choices}, {*(layers if own is None else own)}
     if has and (has - {*layers} or wanted - has):
         got, want = ", ".join(tape.choices), ", ".join(layers)
-        raise ValueError(f"Tape: it has the choices of {got}; the model's expert layers are {want}")
+        raise ValueError(
+            f"RoutingTape: it has the choices of {got}; the model's expert layers are {want}"
+        )
     shape = is_token.numel(), experts.chosen
     want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
     unread: list[Tensor] = []
@@ -142,9 +149,9 @@ def check_tape(
                 fits, seen = False, x[is_token.flatten()]
                 got = f"{got} from {int(seen.min())} to {int(seen.max())}"
         if not fits:
-            raise ValueError(f"Tape: {name}: choices must be {want}, got {got}")
+            raise ValueError(f"RoutingTape: {name}: choices must be {want}, got {got}")
     if unread:
-        torch._assert_async(torch.stack(unread).all(), f"Tape: choices must be {want}")  # noqa: SLF001 (no public name)
+        torch._assert_async(torch.stack(unread).all(), f"RoutingTape: choices must be {want}")  # noqa: SLF001 (no public name)
 
 
 def _are_distinct(choices: Tensor, is_token: Tensor, experts: int) -> Tensor:
@@ -291,7 +298,7 @@ class ExpertWeights(nn.Module):
 class Router(nn.Module):
     """Scores experts for each token.
 
-    `load` and `bias` are fp32 buffers, which `advance_routers_` moves once a step, and which are
+    `load` and `bias` are fp32 buffers, which `update_routers_` moves once a step, and which are
     saved with a model: what share of the choices each expert had in the last global batch, and what
     is added to its score when experts are chosen.
     """
@@ -336,7 +343,7 @@ class ExpertMlp(nn.Module):
         self.router = Router(width, experts)
         self.experts = ExpertWeights(experts.count, width, experts.width)
         self.shared = Mlp(width, experts.shared) if experts.shared else None
-        self.dispatch: Dispatch = ep_dispatch  # `parallel.expert` binds an axis
+        self.dispatch: Dispatch = ep_dispatch  # `parallel.expert_parallel` binds an axis
         self.dispatch_keys: DispatchKeys = ep_dispatch_keys
         self.combine: Combine = ep_combine
 
@@ -346,31 +353,33 @@ class ExpertMlp(nn.Module):
         *,
         spans: Spans,
         is_token: Tensor,
-        tape: Tape,
+        tape: RoutingTape,
         noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
         tokens, how = x.flatten(0, 1), self.router.experts
         seen, known = tokens, tape.choices.get(self.name)
         if noise_key is not None and how.jitter:
-            seen = jittered(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
+            seen = add_jitter(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
         places = is_token.flatten()
         # Most batches have no padding, and a pass over all scores is saved where that can be seen.
         padded = not on_host(places) or not bool(places.all())
         routing, logits = self.router(seen, places if padded else None, known)
         tape.choices[self.name] = routing.indices
         kept = (
-            limited(routing, capacity_of(routing.counts, how.capacity)) if how.capacity else routing
+            apply_capacity(routing, expert_capacity(routing.counts, how.capacity))
+            if how.capacity
+            else routing
         )
         rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)
         noise: tuple[Tensor, ...] = ()
         if noise_key is not None and self.experts.needs_keys():
-            keys = counters.numbered_keys(noise_key.flatten(), kept.indices)
+            keys = counters.split_keys(noise_key.flatten(), kept.indices)
             noise = (self.dispatch_keys(keys, route),)
         y = self.combine(self.experts(rows, counts, *noise), kept.weights, route).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        balance = balance_sum(routing, self._load(routing, spans), experts=how.count)
+        balance = balance_loss_sum(routing, self._load(routing, spans), experts=how.count)
         z = (logits.logsumexp(-1).square() * places).sum()
         dropped = (routing.counts - kept.counts).sum().to(z.dtype)
         return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
@@ -391,7 +400,7 @@ class ExpertMlp(nn.Module):
         return parts.repeat_interleave(lengths, 0, output_size=len(chosen))
 
 
-def balance_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
+def balance_loss_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
     """Return E * sum of load_e * share_e over tokens and experts: T where all have the same load.
 
     Its gradient makes experts that are chosen often be wanted less. `load` has none, so this is a
@@ -408,10 +417,10 @@ def balance_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
 
     Examples:
         >>> routing = softmax_topk(torch.zeros(3, 4), 1)
-        >>> balance_sum(routing, torch.full((4,), 0.25), experts=4)
+        >>> balance_loss_sum(routing, torch.full((4,), 0.25), experts=4)
         tensor(3.)
     """
-    check_range("balance_sum", at_least=1, experts=experts)
+    check_range("balance_loss_sum", at_least=1, experts=experts)
     return experts * (routing.shares * load).sum()
 
 
@@ -459,7 +468,7 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
 
 
 @torch.no_grad()
-def advance_routers_(
+def update_routers_(
     stages: Iterable[nn.Module], counts: Tensor, *, rate: float, applied: Tensor | bool = True
 ) -> Tensor:
     """Tell the routers of a model how often their experts were chosen in a step, once a step.
@@ -467,7 +476,7 @@ def advance_routers_(
     Args:
         stages: This rank's stages of the model.
         counts: `[L, E]`, for all expert layers of the whole model, summed over the microbatches and
-            over all ranks that hold distinct tokens: the term "load" of `losses.routed`.
+            over all ranks that hold distinct tokens: the term "load" of `losses.add_router_losses`.
         rate: By how much biases move; see `update_expert_bias`. 0 leaves them.
         applied: Whether the step was taken; otherwise nothing moves.
 
@@ -485,22 +494,22 @@ def advance_routers_(
     Examples:
         >>> experts = Experts(count=4, chosen=2, width=8, scores="sigmoid", biased=True)
         >>> layer = ExpertMlp(8, experts, name="layers.0.mlp", number=0, balance="batch")
-        >>> advance_routers_([layer], torch.tensor([[6, 0, 1, 1]]), rate=0.01)
+        >>> update_routers_([layer], torch.tensor([[6, 0, 1, 1]]), rate=0.01)
         tensor([[-0.0100,  0.0100,  0.0100,  0.0100]])
         >>> layer.router.load
         tensor([0.7500, 0.0000, 0.1250, 0.1250])
     """
-    check_range("advance_routers_", at_least=0, rate=rate)
+    check_range("update_routers_", at_least=0, rate=rate)
     biases = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
         router, experts = layer.router, len(layer.router.load)
         if counts.ndim != 2 or layer.number >= len(counts) or counts.shape[1] != experts:
             want = f"[L, {experts}] with L above {layer.number}, for {layer.name}"
             got = tuple(counts.shape)
-            raise ValueError(f"advance_routers_: counts must be {want}, got {got}")
+            raise ValueError(f"update_routers_: counts must be {want}, got {got}")
         if router.load.itemsize < 4:
             what = f"the routers' buffers are {router.load.dtype}, which loses small moves"
-            raise ValueError(f"advance_routers_: {what}; keep them in fp32")
+            raise ValueError(f"update_routers_: {what}; keep them in fp32")
         own = counts[layer.number]
         if isinstance(applied, bool):
             applied = torch.full((), applied, device=own.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.noise import counters
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.types import Weights
 
 
@@ -47,7 +47,7 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
         if name.endswith(".bias"):
             return torch.zeros(tuple(shape))
         std = _initial_std(name, fan_in=shapes[name][-1], layers=config.layers)
-        return counters.normal(key_of(seed, name), shape, offset).mul_(std)
+        return counters.normal(make_key(seed, name), shape, offset).mul_(std)
 
     return weights
 

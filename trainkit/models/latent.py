@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.config import DecoderConfig
-from trainkit.models.layers import Linear, norm_of
+from trainkit.models.layers import Linear, make_norm
 from trainkit.models.rotary import Table, rotate
 from trainkit.types import Attend, Spans
 
@@ -34,10 +34,10 @@ class LatentAttention(nn.Module):
         self.q_latent_norm: nn.Module = nn.Identity()
         if made.query_rank is not None:
             self.q_latent = Linear(width, made.query_rank, bias=False)
-            self.q_latent_norm = norm_of(config, made.query_rank)
+            self.q_latent_norm = make_norm(config, made.query_rank)
         self.wq = Linear(made.query_rank or width, heads * config.head_size, bias=False)
         self.kv_latent = Linear(width, made.kv_rank, bias=False)
-        self.kv_latent_norm = norm_of(config, made.kv_rank)
+        self.kv_latent_norm = make_norm(config, made.kv_rank)
         self.wkv = Linear(made.kv_rank, heads * (made.plain + made.values), bias=False)
         self.wq.head_size, self.wkv.head_size = config.head_size, made.plain + made.values
         self.wkv.parts = made.plain, made.values

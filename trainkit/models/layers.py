@@ -71,14 +71,14 @@ class Mlp(nn.Module):
 # ------------------------------------------------------------------------------------------- norms
 
 
-def norm_of(config: DecoderConfig, size: int) -> nn.Module:
+def make_norm(config: DecoderConfig, size: int) -> nn.Module:
     """Return a decoder's kind of norm, for vectors of a size.
 
     Examples:
         >>> config = DecoderConfig(
         ...     vocab_size=259, width=64, layers=2, heads=4, kv_heads=2, mlp_width=128
         ... )
-        >>> norm_of(config, 16)
+        >>> make_norm(config, 16)
         RMSNorm((16,), eps=1e-05, elementwise_affine=True)
     """
     kinds = {"rms": nn.RMSNorm, "offset": OffsetNorm, "layer": nn.LayerNorm}

@@ -2,7 +2,7 @@
 
 Functions of scores alone, in fp32 whatever the model computes in. They write nothing: how many
 tokens each expert gets is an output, so that a recomputed forward pass cannot count twice. Before
-them tokens may be moved a little (`jittered`), after them experts may be full (`limited`).
+them tokens may be moved a little (`add_jitter`), after them experts may be full (`apply_capacity`).
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def counts_of(indices: Tensor, experts: int) -> Tensor:
 # ---------------------------------------------------------------------------------------- capacity
 
 
-def capacity_of(counts: Tensor, factor: float) -> Tensor:
+def expert_capacity(counts: Tensor, factor: float) -> Tensor:
     """Return how many choices an expert may take: `factor` times the mean, rounded up, at least 1.
 
     Args:
@@ -201,14 +201,17 @@ def capacity_of(counts: Tensor, factor: float) -> Tensor:
         Fedus et al., "Switch transformers" (2021), section 2.2.
 
     Examples:
-        >>> capacity_of(torch.tensor([6, 0, 1, 1]), 1.25), capacity_of(torch.tensor([0, 0]), 1.25)
+        >>> (
+        ...     expert_capacity(torch.tensor([6, 0, 1, 1]), 1.25),
+        ...     expert_capacity(torch.tensor([0, 0]), 1.25),
+        ... )
         (tensor(3), tensor(1))
     """
-    check_range("capacity_of", above=0, factor=factor)
+    check_range("expert_capacity", above=0, factor=factor)
     return (counts.sum().double() * factor / len(counts)).ceil().clamp(min=1).long()
 
 
-def limited(routing: Routing, capacity: Tensor | int) -> Routing:
+def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
     """Keep what experts have room for: of each one's choices the first, in the order of tokens.
 
     A choice that is dropped has an index of E and a weight of 0; the token's other weights stay as
@@ -218,7 +221,7 @@ def limited(routing: Routing, capacity: Tensor | int) -> Routing:
 
     Args:
         routing: What a router decided. Its padding takes no room.
-        capacity: How many choices an expert may take; see `capacity_of`.
+        capacity: How many choices an expert may take; see `expert_capacity`.
 
     Returns:
         What is left of it, with counts of that. No host sync.
@@ -228,7 +231,7 @@ def limited(routing: Routing, capacity: Tensor | int) -> Routing:
 
     Examples:
         >>> routing = softmax_topk(torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]), 1)
-        >>> kept = limited(routing, 1)
+        >>> kept = apply_capacity(routing, 1)
         >>> kept.indices.tolist(), kept.weights.tolist(), (routing.counts - kept.counts).tolist()
         ([[0], [2], [1]], [[1.0], [0.0], [1.0]], [1, 0])
     """
@@ -251,7 +254,7 @@ def limited(routing: Routing, capacity: Tensor | int) -> Routing:
 # ------------------------------------------------------------------------------------------- noise
 
 
-def jittered(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Tensor:
+def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Tensor:
     """Multiply what a router sees by uniform noise in [1 - amount, 1 + amount], for training.
 
     The noise is a function of the token's key, the layer's name and the feature: recomputation, and
@@ -259,7 +262,7 @@ def jittered(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Tenso
 
     Args:
         x: Tokens `[..., D]`, all features of each.
-        noise_key: int64 `[...]`, from `noise.token_keys`.
+        noise_key: int64 `[...]`, from `noise.make_token_keys`.
         name: The expert layer in the whole model, "layers.3.mlp" for instance.
         amount: In [0, 1), 0.01 for instance.
 
@@ -273,9 +276,9 @@ def jittered(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Tenso
         Fedus et al., "Switch transformers" (2021), section 2.4.
 
     Examples:
-        >>> from trainkit.noise import token_keys
-        >>> keys = token_keys(torch.arange(3), seed=0, step=4)
-        >>> noisy = jittered(torch.ones(3, 8), keys, name="layers.0.mlp", amount=0.1)
+        >>> from trainkit.noise import make_token_keys
+        >>> keys = make_token_keys(torch.arange(3), seed=0, step=4)
+        >>> noisy = add_jitter(torch.ones(3, 8), keys, name="layers.0.mlp", amount=0.1)
         >>> bool(noisy.min() >= 0.9), bool(noisy.max() <= 1.1), noisy.unique().numel()
         (True, True, 24)
     """
@@ -285,7 +288,7 @@ def jittered(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Tenso
         want, got = list(x.shape[:-1]), list(noise_key.shape)
         raise ValueError(f"jittered: noise_key must be {want}, one for each token, got {got}")
     # A name of its own: dropout after the layer has the layer's.
-    bits = counters.feature_bits(noise_key, name=f"{name}.jitter", features=x.shape[-1])
+    bits = counters.make_random_bits(noise_key, name=f"{name}.jitter", features=x.shape[-1])
     wide = _wide(x)
     return wide * (1 + amount * (bits.double() * 2.0**-52 - 1)).to(wide.dtype)
 

@@ -21,7 +21,7 @@ from trainkit.models.config import (
 from trainkit.types import check_range
 
 
-def decoder_sizes() -> dict[str, DecoderConfig]:
+def list_decoder_sizes() -> dict[str, DecoderConfig]:
     """Return every named size, smallest first within its family.
 
     "tiny" and "10m" read bytes (256, and up to 16 special tokens); "60m" to "350m" have a
@@ -29,33 +29,33 @@ def decoder_sizes() -> dict[str, DecoderConfig]:
     vocabulary of all of them divide by 4.
 
     Examples:
-        >>> list(decoder_sizes())[:5]
+        >>> list(list_decoder_sizes())[:5]
         ['tiny', '10m', '60m', '125m', '350m']
     """
     return {**_small(), **_llama(), **_qwen3(), **_mixtures()}
 
 
-def decoder_config(name: str, **overrides: Any) -> DecoderConfig:
+def make_decoder_config(name: str, **overrides: Any) -> DecoderConfig:
     """Return the named size, with some fields replaced.
 
     Raises:
         ValueError: There is no such size, or the result breaks a rule of `DecoderConfig`.
 
     Examples:
-        >>> decoder_config("tiny", layers=2).layers
+        >>> make_decoder_config("tiny", layers=2).layers
         2
     """
-    sizes = decoder_sizes()
+    sizes = list_decoder_sizes()
     if name not in sizes:
         near = difflib.get_close_matches(name, sizes, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"decoder_config: no size is named {name!r}, the nearest is {near!r}; "
+            f"make_decoder_config: no size is named {name!r}, the nearest is {near!r}; "
             f"there are {', '.join(sizes)}"
         )
     return attrs.evolve(sizes[name], **overrides)
 
 
-def round_up_vocabulary(size: int, *, multiple_of: int = 16) -> int:
+def pad_vocab_size(size: int, *, multiple_of: int = 16) -> int:
     """Return the number of rows that an embedding for `size` token ids should have.
 
     A tokenizer has any number of ids, 271 for instance, and a matrix that is split over ranks needs
@@ -67,12 +67,12 @@ def round_up_vocabulary(size: int, *, multiple_of: int = 16) -> int:
         ValueError: A number is below 1.
 
     Examples:
-        >>> round_up_vocabulary(271)
+        >>> pad_vocab_size(271)
         272
-        >>> round_up_vocabulary(50_257, multiple_of=128)
+        >>> pad_vocab_size(50_257, multiple_of=128)
         50304
     """
-    check_range("round_up_vocabulary", at_least=1, size=size, multiple_of=multiple_of)
+    check_range("pad_vocab_size", at_least=1, size=size, multiple_of=multiple_of)
     return -(-size // multiple_of) * multiple_of
 
 
@@ -83,7 +83,7 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
         ValueError: A field is unknown or missing.
 
     Examples:
-        >>> config = decoder_config("llama-3.1-8b")
+        >>> config = make_decoder_config("llama-3.1-8b")
         >>> config_from_facts(attrs.asdict(config)) == config
         True
     """

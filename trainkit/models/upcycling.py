@@ -13,7 +13,9 @@ from trainkit.models.initial import init_weights
 from trainkit.types import ConfigError, Weights, check_range
 
 
-def upcycled(weights: Weights, config: DecoderConfig, *, seed: int, noise: float = 0.0) -> Weights:
+def upcycle_weights(
+    weights: Weights, config: DecoderConfig, *, seed: int, noise: float = 0.0
+) -> Weights:
     """Return the weights of a decoder with experts, each of which begins as the dense MLP.
 
     Routers are drawn as `init_weights` does, and all else is taken over. With experts as wide as
@@ -23,7 +25,7 @@ def upcycled(weights: Weights, config: DecoderConfig, *, seed: int, noise: float
     divided by `Experts.scale`, for that.
 
     Args:
-        weights: The values of the dense decoder, by `init_weights` or `checkpoint.weights_from` for
+        weights: The values of the dense decoder, by `init_weights` or `checkpoint.open_weights` for
             instance.
         config: The decoder with experts; but for these it is the dense one.
         seed: The seed of the routers and of the noise.
@@ -47,7 +49,7 @@ def upcycled(weights: Weights, config: DecoderConfig, *, seed: int, noise: float
         ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
         ... )
         >>> sparse = attrs.evolve(dense, experts=Experts(count=4, chosen=2, width=32))
-        >>> found = upcycled(init_weights(dense, seed=0), sparse, seed=1)
+        >>> found = upcycle_weights(init_weights(dense, seed=0), sparse, seed=1)
         >>> first, third = (
         ...     found("layers.0.mlp.experts.up", (1, 32, 16), (e, 0, 0)) for e in (0, 2)
         ... )

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.noise.hashing import GOLDEN, MASK64, key_of, mix
+from trainkit.noise.hashing import GOLDEN, MASK64, make_key, mix_bits
 from trainkit.noise.jit import jit
 from trainkit.types import Share
 
 
-def signed(key: int) -> int:
+def to_int64(key: int) -> int:
     """Return the int64 that has the bits of a 64-bit key, which is how torch holds it.
 
     Examples:
-        >>> signed(2**64 - 1), signed(7)
+        >>> to_int64(2**64 - 1), to_int64(7)
         (-1, 7)
     """
     key &= MASK64
@@ -38,15 +38,15 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def mix_tensor(x: Tensor) -> Tensor:
+def mix_bits_tensor(x: Tensor) -> Tensor:
     """Return `hashing.mix` of every element of an int64 tensor, on its device.
 
     Examples:
-        >>> int(mix_tensor(torch.tensor([1]))[0]) == signed(int(mix(np.uint64(1))))
+        >>> int(mix_bits_tensor(torch.tensor([1]))[0]) == to_int64(int(mix_bits(np.uint64(1))))
         True
     """
-    x = (x ^ _shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    x = (x ^ _shift_right(x, 30)) * to_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * to_int64(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
 
 
@@ -61,8 +61,8 @@ def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
     for row in range(out.shape[0]):
         for column in range(out.shape[1]):
             place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
-            bits = mix(row_keys[row] + place)
-            more = mix(bits + np.uint64(0x9E3779B97F4A7C15))
+            bits = mix_bits(row_keys[row] + place)
+            more = mix_bits(bits + np.uint64(0x9E3779B97F4A7C15))
             radius = math.sqrt(-2.0 * math.log((float(bits >> np.uint64(11)) + 0.5) * 2.0**-53))
             angle = 2.0 * math.pi * float(more >> np.uint64(11)) * 2.0**-53
             out[row, column] = radius * math.cos(angle)
@@ -73,7 +73,7 @@ def _fill_symmetric(out: Any, row_keys: Any, first_column: int) -> None:
     for row in range(out.shape[0]):
         for column in range(out.shape[1]):
             place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
-            bits = mix(row_keys[row] + place)
+            bits = mix_bits(row_keys[row] + place)
             out[row, column] = float(bits >> np.uint64(11)) * 2.0**-52 - 1.0
 
 
@@ -90,7 +90,7 @@ def row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarra
 def _mix_array(x: Any) -> Any:
     out = np.empty_like(x)
     for i in range(x.size):
-        out[i] = mix(x[i])
+        out[i] = mix_bits(x[i])
     return out
 
 
@@ -101,7 +101,7 @@ def normal(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) 
     exactly the bits that the whole tensor has there, whatever its shape and whoever fills it.
 
     Args:
-        key: The tensor's 64-bit key, for instance `key_of(seed, name)`.
+        key: The tensor's 64-bit key, for instance `make_key(seed, name)`.
         shape: The shape of the box; a scalar's is `()`.
         offset: Where the box begins in the whole tensor; zeros by default.
 
@@ -109,19 +109,21 @@ def normal(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) 
         An fp32 tensor of `shape` on the CPU.
 
     Examples:
-        >>> whole = normal(key_of(0, "w"), (4, 6))
-        >>> torch.equal(normal(key_of(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
+        >>> whole = normal(make_key(0, "w"), (4, 6))
+        >>> torch.equal(normal(make_key(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
         True
     """
     return _filled(_fill_normal, key, shape, offset)
 
 
-def symmetric(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) -> Tensor:
+def uniform_symmetric(
+    key: int, shape: Sequence[int], offset: Sequence[int] | None = None
+) -> Tensor:
     """Return numbers that are uniform in [-1, 1) for one box of a tensor, as `normal` does.
 
     Examples:
-        >>> whole = symmetric(key_of(0, "w"), (4, 6))
-        >>> torch.equal(symmetric(key_of(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
+        >>> whole = uniform_symmetric(make_key(0, "w"), (4, 6))
+        >>> torch.equal(uniform_symmetric(make_key(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
         True
         >>> bool((whole.abs() <= 1).all())
         True
@@ -139,7 +141,7 @@ def _filled(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | N
     return torch.from_numpy(out).reshape(tuple(shape))
 
 
-def token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
+def make_token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
     """Return one 64-bit key per token of the global step: "noise_key" in a batch's `extra`.
 
     Args:
@@ -151,40 +153,40 @@ def token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
         int64 `[B, S]`.
 
     Examples:
-        >>> keys = token_keys(torch.arange(6).reshape(2, 3), seed=0, step=4)
-        >>> torch.equal(keys[1:], token_keys(torch.tensor([[3, 4, 5]]), seed=0, step=4))
+        >>> keys = make_token_keys(torch.arange(6).reshape(2, 3), seed=0, step=4)
+        >>> torch.equal(keys[1:], make_token_keys(torch.tensor([[3, 4, 5]]), seed=0, step=4))
         True
     """
-    return mix_tensor(token_index * signed(GOLDEN) + signed(key_of(seed, "token", step)))
+    return mix_bits_tensor(token_index * to_int64(GOLDEN) + to_int64(make_key(seed, "token", step)))
 
 
-def numbered_keys(keys: Tensor, numbers: Tensor) -> Tensor:
+def split_keys(keys: Tensor, numbers: Tensor) -> Tensor:
     """Return the keys that tokens have at numbered places that share a name, as experts do.
 
     A token's keys at two numbers differ, and so does all noise drawn from them.
 
     Args:
-        keys: int64 `[...]`, from `token_keys`.
+        keys: int64 `[...]`, from `make_token_keys`.
         numbers: int64 `[..., k]`, for each token those of k places in the whole model.
 
     Returns:
         int64 `[..., k]`.
 
     Examples:
-        >>> keys = token_keys(torch.tensor([7, 8]), seed=0, step=0)
+        >>> keys = make_token_keys(torch.tensor([7, 8]), seed=0, step=0)
         >>> chosen = torch.tensor([[0, 3], [3, 1]])
-        >>> own = numbered_keys(keys, chosen)
-        >>> torch.equal(own[1].flip(0), numbered_keys(keys[1], torch.tensor([1, 3])))
+        >>> own = split_keys(keys, chosen)
+        >>> torch.equal(own[1].flip(0), split_keys(keys[1], torch.tensor([1, 3])))
         True
     """
-    return mix_tensor(keys.unsqueeze(-1) + (numbers + 1) * signed(GOLDEN))
+    return mix_bits_tensor(keys.unsqueeze(-1) + (numbers + 1) * to_int64(GOLDEN))
 
 
-def feature_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> Tensor:
+def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> Tensor:
     """Return 53 random bits for each feature of each token at a place in the model.
 
     Args:
-        keys: int64 `[...]`, from `token_keys`.
+        keys: int64 `[...]`, from `make_token_keys`.
         name: The place in the whole model.
         features: How many features there are, or how many of them are asked for.
         first: The index of the first of these in the whole model.
@@ -193,14 +195,14 @@ def feature_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> T
         int64 `[..., features]`, below 2^53.
 
     Examples:
-        >>> keys = token_keys(torch.tensor([7, 8]), seed=0, step=0)
-        >>> bits = feature_bits(keys, name="mlp", features=6)
-        >>> torch.equal(bits[1:, 4:], feature_bits(keys[1:], name="mlp", features=2, first=4))
+        >>> keys = make_token_keys(torch.tensor([7, 8]), seed=0, step=0)
+        >>> bits = make_random_bits(keys, name="mlp", features=6)
+        >>> torch.equal(bits[1:, 4:], make_random_bits(keys[1:], name="mlp", features=2, first=4))
         True
     """
-    feature = torch.arange(first, first + features, device=keys.device) * signed(GOLDEN)
-    site = mix_tensor(keys ^ signed(key_of(name)))
-    return _shift_right(mix_tensor(site.unsqueeze(-1) + feature), 11)
+    feature = torch.arange(first, first + features, device=keys.device) * to_int64(GOLDEN)
+    site = mix_bits_tensor(keys ^ to_int64(make_key(name)))
+    return _shift_right(mix_bits_tensor(site.unsqueeze(-1) + feature), 11)
 
 
 def dropout(
@@ -214,7 +216,7 @@ def dropout(
 
     Args:
         x: `[..., D]`, floating point; or a part of the features, `[..., D / N]`.
-        keys: int64 `[...]`, from `token_keys`, or those of experts' rows, from `numbered_keys`.
+        keys: int64 `[...]`, from `make_token_keys`, or those of experts' rows, from `split_keys`.
         name: The place in the whole model, for instance "layers.3.attention".
         p: The probability, in [0, 1).
         width: D, the number of features in the whole model: not that of `x` inside a region that
@@ -230,7 +232,7 @@ def dropout(
             and does not say which.
 
     Examples:
-        >>> x, keys = torch.ones(1, 2, 8), token_keys(torch.tensor([[0, 1]]), seed=0, step=0)
+        >>> x, keys = torch.ones(1, 2, 8), make_token_keys(torch.tensor([[0, 1]]), seed=0, step=0)
         >>> dropped = dropout(x, keys, name="mlp", p=0.5, width=8)
         >>> sorted(set(dropped.flatten().tolist()))
         [0.0, 2.0]
@@ -254,12 +256,12 @@ def dropout(
         )
     if p == 0:
         return x
-    bits = feature_bits(keys, name=name, features=features, first=first)
+    bits = make_random_bits(keys, name=name, features=features, first=first)
     return torch.where(bits < int((1 - p) * 2**53), x / (1 - p), 0.0)
 
 
 @contextmanager
-def seeded_generators(
+def seed_generators(
     seed: int, *, step: int, share: Share, stage: int = 0, device: torch.device | str = "cpu"
 ) -> Iterator[None]:
     """Seed torch's generators for a step, for models whose dropout is torch's own.
@@ -287,12 +289,12 @@ def seeded_generators(
 
     Examples:
         >>> def drawn(step):
-        ...     with seeded_generators(0, step=step, share=Share(0, 1)):
+        ...     with seed_generators(0, step=step, share=Share(0, 1)):
         ...         return torch.rand(2)
         >>> torch.equal(drawn(3), drawn(3)), torch.equal(drawn(3), drawn(4))
         (True, False)
     """
-    key = key_of(seed, "generators", step, share.index, stage)
+    key = make_key(seed, "generators", step, share.index, stage)
     kind = torch.device(device).type
     module = torch.get_device_module(kind)
     devices: list[int] = [] if kind == "cpu" else [module.current_device()]

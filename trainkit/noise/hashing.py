@@ -2,8 +2,8 @@
 
 A *key* is 64 bits made from a seed and names. A *hash* of a tensor is a sum modulo 2^64 over its
 elements, so hashes of disjoint parts combine by `+`, in any order: every layout that holds the same
-values prints the same number. `mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014).
+values prints the same number. `mix_bits` is the finaliser of SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 @partial(jit, inline=True)
-def mix(x: np.uint64) -> np.uint64:
+def mix_bits(x: np.uint64) -> np.uint64:
     """Return a permutation of the 64-bit numbers in which every input bit moves every output bit.
 
     Examples:
-        >>> mix(np.uint64(1)) == mix(np.uint64(1)), mix(np.uint64(1)) == mix(np.uint64(2))
+        >>> (
+        ...     mix_bits(np.uint64(1)) == mix_bits(np.uint64(1)),
+        ...     mix_bits(np.uint64(1)) == mix_bits(np.uint64(2)),
+        ... )
         (True, False)
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -36,7 +39,7 @@ def mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(31))
 
 
-def key_of(*parts: int | str) -> int:
+def make_key(*parts: int | str) -> int:
     """Return the 64-bit key of a sequence of integers and names.
 
     Returns:
@@ -44,7 +47,7 @@ def key_of(*parts: int | str) -> int:
         "c").
 
     Examples:
-        >>> key_of(0, "dropout") == key_of(0, "dropout"), key_of(0, "a") == key_of(1, "a")
+        >>> make_key(0, "dropout") == make_key(0, "dropout"), make_key(0, "a") == make_key(1, "a")
         (True, False)
     """
     texts = [part if isinstance(part, str) else f"{index(part)}" for part in parts]
@@ -61,8 +64,8 @@ def _sum_of_mixed(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int
     for row in range(first.size):
         index = first[row]
         for column in range(inner):
-            place = mix(key + index * np.uint64(0x9E3779B97F4A7C15))
-            total += mix(place + np.uint64(bits[row * inner + column]))
+            place = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))
+            total += mix_bits(place + np.uint64(bits[row * inner + column]))
             index += stride
     return total
 
@@ -101,7 +104,7 @@ def hash_box(
     first += np.uint64(offset[-1])
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
     bits.flags.writeable = False  # a view: numba compiles a loop anew for what can be written
-    key = np.uint64(key_of(name, *shape))
+    key = np.uint64(make_key(name, *shape))
     return int(_sum_of_mixed(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
 
 

@@ -13,13 +13,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from trainkit.noise.counters import mix_tensor, signed
+from trainkit.noise.counters import mix_bits_tensor, to_int64
 from trainkit.noise.hashing import GOLDEN
 
 _LEVELS = 1 << 16
 
 
-def normal_quantiles(key: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Return standard normal numbers for one box of a tensor, on the device of the key.
 
     An element is a function of the key and of its position in the whole tensor, so any box holds
@@ -39,18 +39,18 @@ def normal_quantiles(key: Tensor, shape: Sequence[int], offset: Sequence[int]) -
         distribution function.
 
     Examples:
-        >>> whole = normal_quantiles(torch.tensor(7), (4, 9), (0, 0))
-        >>> part = normal_quantiles(torch.tensor(7), (2, 3), (1, 5))
+        >>> whole = normal_by_quantile(torch.tensor(7), (4, 9), (0, 0))
+        >>> part = normal_by_quantile(torch.tensor(7), (2, 3), (1, 5))
         >>> torch.equal(part, whole[1:3, 5:8])
         True
     """
-    keys = mix_tensor(key)
+    keys = mix_bits_tensor(key)
     for size, start in zip(shape[:-1], offset[:-1], strict=True):
-        index = torch.arange(start + 1, start + 1 + size, device=key.device) * signed(GOLDEN)
-        keys = mix_tensor(keys.unsqueeze(-1) ^ index)
+        index = torch.arange(start + 1, start + 1 + size, device=key.device) * to_int64(GOLDEN)
+        keys = mix_bits_tensor(keys.unsqueeze(-1) ^ index)
     begin, end = offset[-1], offset[-1] + shape[-1]
-    words = torch.arange(begin // 4, -(-end // 4), device=key.device) * signed(GOLDEN)
-    hashes = mix_tensor(keys.unsqueeze(-1) + words)  # four elements from each
+    words = torch.arange(begin // 4, -(-end // 4), device=key.device) * to_int64(GOLDEN)
+    hashes = mix_bits_tensor(keys.unsqueeze(-1) + words)  # four elements from each
     bits = hashes.view(torch.int16)[..., begin % 4 : begin % 4 + shape[-1]]
     table = _table().to(key.device)
     return nn.functional.embedding(bits.to(torch.int32) & (_LEVELS - 1), table).squeeze(-1)

@@ -10,14 +10,14 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from trainkit.noise.counters import mix_tensor, row_keys, signed
+from trainkit.noise.counters import mix_bits_tensor, row_keys, to_int64
 from trainkit.noise.hashing import GOLDEN
 from trainkit.noise.jit import jit
 
 _CHUNK = 2**22  # elements at a time: what is made of them beside takes some 20 bytes for each
 
 
-def rounded_bf16(x: Tensor, key: Tensor) -> Tensor:
+def round_bf16_stochastic(x: Tensor, key: Tensor) -> Tensor:
     """Round each element up or down to bf16, such that its mean over keys is the element.
 
     An element's 16 random bits are a function of the key and of its index. One that is a bf16
@@ -39,13 +39,13 @@ def rounded_bf16(x: Tensor, key: Tensor) -> Tensor:
 
     Examples:
         >>> x = torch.full((4096,), 1 + 2.0**-9)  # a quarter of the way from 1 to the next
-        >>> rounded = rounded_bf16(x, torch.tensor(7))
+        >>> rounded = round_bf16_stochastic(x, torch.tensor(7))
         >>> rounded.unique().tolist(), 0.23 < float((rounded > 1).float().mean()) < 0.27
         ([1.0, 1.0078125], True)
     """
     if x.dtype != torch.float32 or key.dtype != torch.int64 or key.ndim:
         got = f"{x.dtype}, and a key {key.dtype} {tuple(key.shape)}"
-        raise ValueError(f"rounded_bf16: it rounds fp32 by a key int64 (), got {got}")
+        raise ValueError(f"round_bf16_stochastic: it rounds fp32 by a key int64 (), got {got}")
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     parts = zip(out.view(-1).split(_CHUNK), x.reshape(-1).split(_CHUNK), strict=True)
     for number, (rounded, part) in enumerate(parts):
@@ -57,8 +57,8 @@ def rounded_bf16(x: Tensor, key: Tensor) -> Tensor:
 
 def _noise(part: Tensor, key: Tensor) -> Tensor:
     """Return 16 random bits for each element, four from each hash."""
-    words = torch.arange(-(-part.numel() // 4), device=part.device) * signed(GOLDEN)
-    hashes = mix_tensor(mix_tensor(key) + words)
+    words = torch.arange(-(-part.numel() // 4), device=part.device) * to_int64(GOLDEN)
+    hashes = mix_bits_tensor(mix_bits_tensor(key) + words)
     return hashes.view(torch.int16)[: part.numel()].to(torch.int32) & 0xFFFF
 
 
@@ -114,7 +114,7 @@ def _mixed_32(x: Tensor) -> Tensor:
 def rounded_rows(
     x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int, lower: bool = False
 ) -> Tensor:
-    """Round a part of a tensor to bf16 as `rounded_bf16` does, by the whole tensor's indices.
+    """Round a shard to bf16 as `round_bf16_stochastic` rounds it in the full tensor.
 
     An element's 16 random bits are a function of its row's key and of its column, so any part of a
     tensor is rounded as it is in the whole. Each key gives 32 bits: two tensors can be rounded

@@ -1,33 +1,39 @@
 """Optimizers, all plain `torch.optim.Optimizer`, and parameter groups."""
 
 from trainkit.optim.adamw import adamw
-from trainkit.optim.combine import averaged, together
-from trainkit.optim.elementwise import Elementwise
+from trainkit.optim.combine import combine_optimizers, use_averaged_parameters
+from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.groups import decay_groups, split_by_pattern
-from trainkit.optim.muon import Muon, hidden_matrices, orthogonalized
-from trainkit.optim.offload import offload_state_
-from trainkit.optim.rules import Lion, Momentum, NarrowAdamW, ScheduleFree, SignSGD
-from trainkit.optim.table import OPTIMIZERS, make_optimizer, read_groups, read_options, state_bytes
+from trainkit.optim.muon import Muon, hidden_matrices, orthogonalize
+from trainkit.optim.offload import offload_optimizer_
+from trainkit.optim.rules import Lion, LowPrecisionAdamW, Momentum, ScheduleFree, SignSGD
+from trainkit.optim.table import (
+    OPTIMIZERS,
+    make_optimizer,
+    parse_groups,
+    parse_options,
+    state_bytes,
+)
 
 __all__ = [
     "OPTIMIZERS",
-    "Elementwise",
+    "ElementwiseOptimizer",
     "Lion",
+    "LowPrecisionAdamW",
     "Momentum",
     "Muon",
-    "NarrowAdamW",
     "ScheduleFree",
     "SignSGD",
     "adamw",
-    "averaged",
+    "combine_optimizers",
     "decay_groups",
     "hidden_matrices",
     "make_optimizer",
-    "offload_state_",
-    "orthogonalized",
-    "read_groups",
-    "read_options",
+    "offload_optimizer_",
+    "orthogonalize",
+    "parse_groups",
+    "parse_options",
     "split_by_pattern",
     "state_bytes",
-    "together",
+    "use_averaged_parameters",
 ]

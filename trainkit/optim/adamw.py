@@ -139,10 +139,12 @@ def adamw(
     groups = [{**group, "params": _listed(group["params"])} for group in groups]
     narrow = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
     if cautious or narrow or moments != "fp32" or rounding != "nearest":
-        from trainkit.optim.rules import NarrowAdamW  # noqa: PLC0415 -- it needs numba
+        from trainkit.optim.rules import LowPrecisionAdamW  # noqa: PLC0415 -- it needs numba
 
         how = {"cautious": cautious, "moments": moments, "rounding": rounding, "seed": seed}
-        return NarrowAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how)
+        return LowPrecisionAdamW(
+            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how
+        )
     one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)
     can_fuse = one_kind and all(_is_dense(p) for group in groups for p in group["params"])
     return AdamW(

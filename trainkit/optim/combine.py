@@ -14,7 +14,7 @@ from trainkit.types import check_range
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers that step, save and load as one; see `together`."""
+    """Several optimizers that step, save and load as one; see `combine_optimizers`."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], mean: float | None) -> None:
         """Take the parts, whose groups and state are those of the whole from now on."""
@@ -94,7 +94,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
 
-def together(
+def combine_optimizers(
     parts: Sequence[torch.optim.Optimizer], *, mean: float | None = None
 ) -> torch.optim.Optimizer:
     """Return one optimizer of several: a step of it is a step of each, in order.
@@ -107,8 +107,8 @@ def together(
         parts: The optimizers, one or more.
         mean: Keep an exponentially weighted mean of the parameters over steps, of which this much
             stays in a step: 0.999 say. It begins as the parameters are after the first step, is
-            held in fp32, and `averaged` puts it in their place. A part that keeps a mean of its own
-            (`ScheduleFree`) goes on with that.
+            held in fp32, and `use_averaged_parameters` puts it in their place. A part that keeps a
+            mean of its own (`ScheduleFree`) goes on with that.
 
     Raises:
         ValueError: There is no part, one is one of several already, a parameter is in two of them,
@@ -116,7 +116,9 @@ def together(
 
     Examples:
         >>> a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-        >>> optimizer = together([torch.optim.SGD([a], lr=0.1), torch.optim.AdamW([b], lr=0.2)])
+        >>> optimizer = combine_optimizers(
+        ...     [torch.optim.SGD([a], lr=0.1), torch.optim.AdamW([b], lr=0.2)]
+        ... )
         >>> (a + b).backward()
         >>> optimizer.param_groups[0]["lr"] = 0.5
         >>> optimizer.step()
@@ -132,11 +134,11 @@ def together(
 
 @contextmanager
 @torch.no_grad()
-def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def use_averaged_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put what an optimizer evaluates into the place of the parameters, and put them back after.
 
-    That is its state "mean": of `together(mean=)`, or x of `ScheduleFree`; parameters without one
-    stay. Evaluate and export inside; a step or a save inside would take it for the
+    That is its state "mean": of `combine_optimizers(mean=)`, or x of `ScheduleFree`; parameters
+    without one stay. Evaluate and export inside; a step or a save inside would take it for the
     parameters.
 
     Args:
@@ -147,12 +149,12 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     Examples:
         >>> weight = nn.Parameter(torch.tensor([1.0]))
-        >>> optimizer = together([torch.optim.SGD([weight], lr=0.5)], mean=0.75)
+        >>> optimizer = combine_optimizers([torch.optim.SGD([weight], lr=0.5)], mean=0.75)
         >>> for _ in range(2):
         ...     optimizer.zero_grad()
         ...     weight.sum().backward()
         ...     optimizer.step()
-        >>> with averaged(optimizer):
+        >>> with use_averaged_parameters(optimizer):
         ...     weight.detach().clone()
         tensor([0.3750])
         >>> weight.detach()

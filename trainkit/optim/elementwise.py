@@ -33,9 +33,9 @@ from trainkit.optim.storage import (
     wide,
     written_moment,
 )
-from trainkit.parallel.names import PlacedAlike, box_of, placed_as
+from trainkit.parallel.names import PlacedAlike, get_local_box, placed_as
 from trainkit.parallel.reduction import check_dense, local_of
-from trainkit.types import among
+from trainkit.types import check_choice
 
 Numbers = tuple[tuple[Any, ...], dict[str, Any]]
 """What a rule is told in a step, and the counts after it: 0-d tensors on an accelerator."""
@@ -99,7 +99,7 @@ def decayed(u: Any, p: Any, decay: Any, against: Any) -> Any:
 # ------------------------------------------------------------------------------------- optimizer
 
 
-class Elementwise(torch.optim.Optimizer):
+class ElementwiseOptimizer(torch.optim.Optimizer):
     """What all optimizers that step every element alone share; one of them says its rule.
 
     A subclass has `moments`, the names of what it remembers of an element (two at most; the name of
@@ -154,8 +154,8 @@ class Elementwise(torch.optim.Optimizer):
                 layout cuts a block of 8-bit moments.
         """
         name = type(self).__name__
-        among(get_args(Moments), name, moments=moments)
-        among(get_args(Rounding), name, rounding=rounding)
+        check_choice(get_args(Moments), name, moments=moments)
+        check_choice(get_args(Rounding), name, rounding=rounding)
         if unknown := sorted(options.keys() - self.options.keys()):
             raise TypeError(f"{name}: there is no option {unknown[0]}; there are {[*self.options]}")
         options = {**self.options, **options}
@@ -278,7 +278,7 @@ class Elementwise(torch.optim.Optimizer):
         for x in self.moments:
             made |= empty_moment(p, x, "fp32" if x in self.copies else group["moments"])
         for x in self.copies:
-            local_of(made[x]).copy_(box_of(p).local)
+            local_of(made[x]).copy_(get_local_box(p).local)
         if group["rounding"] == "kahan" and p.dtype == torch.bfloat16:
             with PlacedAlike():
                 made["rest"] = torch.zeros_like(p.data)
@@ -382,7 +382,7 @@ def _kinds_of(*dtypes: torch.dtype | None) -> _Kinds:
 
 
 def _shared_numbers(
-    optimizer: Elementwise, group: Mapping[str, Any], names: Sequence[str]
+    optimizer: ElementwiseOptimizer, group: Mapping[str, Any], names: Sequence[str]
 ) -> Callable[..., Any]:
     """Return a function from counts to what a step uses, computed once for equal counts.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.parallel.names import COPY_SUFFIX, fitting_names
 from trainkit.types import SOLO, Axis, ConfigError, check_range
 
@@ -120,7 +120,7 @@ def split_by_pattern(
         [['up.bias', 'head.bias'], ['head.weight'], ['up.weight']]
     """
     own = [name.removesuffix(COPY_SUFFIX) for name in named]
-    names = list(dict.fromkeys(name for part in all_gather_json(own, axis) for name in part))
+    names = list(dict.fromkeys(name for part in all_gather_objects(own, axis) for name in part))
     owner: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
         for name in fitting_names(pattern, names, by="optimizer groups", what="parameter"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainkit.optim.distributed_matrices import Box, Grid, Matrix, Round, compute_whole, rounds_of
 from trainkit.parallel.names import PlacedAlike, boxes_of, canonical_name
 from trainkit.parallel.reduction import check_dense, local_of
-from trainkit.types import SOLO, Axis, among, check_range
+from trainkit.types import SOLO, Axis, check_choice, check_range
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _LEAST_NORM = 1e-7
@@ -33,7 +33,7 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
 
 
 @torch.no_grad()
-def orthogonalized(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+def orthogonalize(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     """Return matrices with about the same singular vectors, and singular values near 1.
 
     Five steps of a Newton-Schulz iteration, x -> 3.4445 x - 4.775 x³ + 2.0315 x⁵ on the singular
@@ -59,7 +59,7 @@ def orthogonalized(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | Non
 
     Examples:
         >>> x = torch.tensor([[3.0, 0.0, 0.0], [0.0, -0.5, 0.0]])
-        >>> torch.linalg.svdvals(orthogonalized(x)).sub(1).abs().max() < 0.35
+        >>> torch.linalg.svdvals(orthogonalize(x)).sub(1).abs().max() < 0.35
         tensor(True)
     """
     check_range("orthogonalized", at_least=1, steps=steps)
@@ -178,13 +178,13 @@ class Muon(torch.optim.Optimizer):
         weight_decay: The parameter shrinks by lr * weight_decay per step (AdamW's way).
         cautious: Shrink only elements that the update pulls towards 0 as well (Chen et al.,
             "Cautious weight decay", 2025).
-        steps: Of `orthogonalized`.
+        steps: Of `orthogonalize`.
         scale: "original", sqrt(max(1, rows / columns)), or "match_rms", 0.2 sqrt(max(rows,
             columns)), with which a rate and a decay of AdamW serve (Liu et al., "Muon is scalable
             for LLM training", 2025).
         parts: The sizes of the matrices that stand in each of these; see `orthogonalized_parts`.
         parts_dim: -2 where `parts` are rows, -1 where they are columns.
-        dtype: "bfloat16", "float32" or "float64" to compute and send in; None as `orthogonalized`.
+        dtype: "bfloat16", "float32" or "float64" to compute and send in; None as `orthogonalize`.
         axis: The ranks that hold equal copies of plain parameters, as under DDP, which then share
             the work. Without it every rank computes all of them.
         bucket_bytes: See above; no result depends on it.
@@ -312,9 +312,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    among(tuple(_SCALES), "Muon", scale=group["scale"])
+    check_choice(tuple(_SCALES), "Muon", scale=group["scale"])
     if group["dtype"] is not None:
-        among(_DTYPES, "Muon", dtype=group["dtype"])
+        check_choice(_DTYPES, "Muon", dtype=group["dtype"])
     if group["parts_dim"] not in (-2, -1):
         raise ValueError(f"Muon: parts_dim must be -2 or -1, got {group['parts_dim']}")
     check_range("Muon", at_least=0, lr=group["lr"])
@@ -414,7 +414,7 @@ class _Work:
 
 def _scaled(matrices: Tensor, *, steps: int, scale: str) -> Tensor:
     factor = _SCALES[scale](*matrices.shape[-2:])
-    return orthogonalized(matrices, steps=steps, dtype=matrices.dtype) * factor
+    return orthogonalize(matrices, steps=steps, dtype=matrices.dtype) * factor
 
 
 def _put_(old: Tensor, new: Tensor, refused: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from trainkit.grads import stepping_alone
 from trainkit.parallel.reduction import local_of
 
 
-def offload_state_(optimizer: torch.optim.Optimizer) -> None:
+def offload_optimizer_(optimizer: torch.optim.Optimizer) -> None:
     """Keep what an optimizer remembers in host memory, whose parameters are on a device.
 
     A step brings what it remembers of a parameter to the device, steps that parameter there, and
@@ -32,9 +32,9 @@ def offload_state_(optimizer: torch.optim.Optimizer) -> None:
         Ren et al., "ZeRO-Offload" (2021).
 
     Examples:
-        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.5)
-        >>> offload_state_(optimizer)
+        >>> offload_optimizer_(optimizer)
         >>> weight.sum().backward()
         >>> optimizer.step()
         >>> weight.data, optimizer.state[weight]["exp_avg"]
@@ -44,10 +44,10 @@ def offload_state_(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether `offload_state_` has been called with an optimizer.
+    """Say whether `offload_optimizer_` has been called with an optimizer.
 
     Examples:
-        >>> is_offloaded(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+        >>> is_offloaded(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
         False
     """
     return isinstance(optimizer.step, _Offloaded)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 
 
 @attrs.frozen(eq=False)
@@ -42,10 +42,10 @@ class Rows:
             >>> Rows.of(nn.Parameter(torch.ones(3, 4)), 0, "up.weight").own.shape
             torch.Size([3])
         """
-        box = box_of(p)
+        box = get_local_box(p)
         shape, offset = tuple(box.local.shape) or (1,), tuple(box.offset) or (0,)
-        own = rounding_keys(key_of(seed, "rounding", name), shape, offset)
-        moments = rounding_keys(key_of(seed, "rounding of moments", name), shape, offset)
+        own = rounding_keys(make_key(seed, "rounding", name), shape, offset)
+        moments = rounding_keys(make_key(seed, "rounding of moments", name), shape, offset)
         return cls(
             p=p,
             shape=p.shape,

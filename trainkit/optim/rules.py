@@ -1,6 +1,6 @@
 """Optimizers by their rules: AdamW, Lion, signSGD, momentum, schedule-free AdamW.
 
-All take the options of decay and of storage beside their own: see `Elementwise`.
+All take the options of decay and of storage beside their own: see `ElementwiseOptimizer`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from trainkit.optim.elementwise import Elementwise, Numbers, decayed, root, sign
+from trainkit.optim.elementwise import ElementwiseOptimizer, Numbers, decayed, root, sign
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -35,13 +35,13 @@ def adamw_rule(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
     return p - lr * decayed(u, p, decay, against), m, v
 
 
-class NarrowAdamW(Elementwise):
+class LowPrecisionAdamW(ElementwiseOptimizer):
     """AdamW (Loshchilov and Hutter 2019), whose moments and parameters may be in few bits.
 
     Examples:
         >>> import torch
         >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-        >>> optimizer = NarrowAdamW([weight], lr=0.1, moments="bf16")
+        >>> optimizer = LowPrecisionAdamW([weight], lr=0.1, moments="bf16")
         >>> weight.square().sum().backward()
         >>> optimizer.step()
         >>> weight.detach()
@@ -67,7 +67,7 @@ def lion_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
     return p - lr * decayed(u, p, decay, against), m + (g - m) * new
 
 
-class Lion(Elementwise):
+class Lion(ElementwiseOptimizer):
     """Lion: the sign of a mixture of gradient and moment.
 
     References:
@@ -102,7 +102,7 @@ def sign_rule(p: Any, g: Any, c: Any) -> Any:
     return p - lr * decayed(sign(g), p, decay, against)
 
 
-class SignSGD(Elementwise):
+class SignSGD(ElementwiseOptimizer):
     """The sign of the gradient, and nothing remembered.
 
     References:
@@ -134,7 +134,7 @@ def momentum_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
     return p - lr * decayed(m, p, decay, against), m
 
 
-class Momentum(Elementwise):
+class Momentum(ElementwiseOptimizer):
     """Gradient descent with momentum: buffer = momentum * buffer + gradient, as torch's SGD.
 
     Examples:
@@ -168,7 +168,7 @@ def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:
     return z + (x - z) * beta, x, v
 
 
-class ScheduleFree(Elementwise):
+class ScheduleFree(ElementwiseOptimizer):
     """Schedule-free AdamW: a rate that stays, and a mean of the way for evaluation.
 
     Parameters hold y, where gradients are taken; z takes the steps; what is evaluated and exported
@@ -196,7 +196,7 @@ class ScheduleFree(Elementwise):
     options: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     def __init__(self, params: Params, **options: Any) -> None:
-        """Take parameters and options; see `Elementwise`.
+        """Take parameters and options; see `ElementwiseOptimizer`.
 
         Raises:
             ValueError: Also where the first of the betas is 0, or a parameter is in fewer bits than

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.noise.rounding import MASK_32
-from trainkit.parallel.names import box_of, empty_rows_like
+from trainkit.parallel.names import empty_rows_like, get_local_box
 
 Moments = Literal["fp32", "bf16", "8bit"]
 """How moments are kept. bf16 rounds up or down at random: a moment moves by a thousandth of itself
@@ -72,7 +72,7 @@ def is_in_blocks(p: Tensor, kind: Moments) -> bool:
     """
     if kind != "8bit" or p.dim() < 2 or p.shape[-1] % BLOCK:
         return False
-    if (part := box_of(p).local.shape[-1]) % BLOCK:
+    if (part := get_local_box(p).local.shape[-1]) % BLOCK:
         raise ValueError(
             f"moments in 8 bits: rows of {p.shape[-1]} numbers are cut into parts of {part}, within"
             f" blocks of {BLOCK}; cut them otherwise, or keep their moments in bf16"
@@ -93,7 +93,7 @@ def empty_moment(p: Tensor, name: str, kind: Moments) -> dict[str, Tensor]:
     if in_blocks:
         made[scale_name(name)] = empty_rows_like(p, length // BLOCK, torch.float32)
     for tensor in made.values():
-        box_of(tensor).local.zero_()
+        get_local_box(tensor).local.zero_()
     return made
 
 

@@ -17,16 +17,16 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.optim.adamw import adamw
-from trainkit.optim.combine import together
-from trainkit.optim.elementwise import Elementwise
+from trainkit.optim.combine import combine_optimizers
+from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.groups import grouped, split_by_pattern
 from trainkit.optim.muon import Muon, hidden_matrices
-from trainkit.optim.offload import offload_state_
+from trainkit.optim.offload import offload_optimizer_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
-from trainkit.parallel.names import named_parameters_of
+from trainkit.parallel.names import get_named_parameters
 from trainkit.types import SOLO, Axis, ConfigError, Precision
 
 
@@ -50,7 +50,7 @@ class Kind:
         """What `make` takes by keyword, with what holds otherwise."""
         found = dict(inspect.signature(self.make).parameters)
         if "options" in found:
-            found = {**inspect.signature(Elementwise).parameters, **found}
+            found = {**inspect.signature(ElementwiseOptimizer).parameters, **found}
         known = {x: y.default for x, y in found.items() if x not in ("params", "options", "lr")}
         return known | dict(getattr(self.make, "options", {}))
 
@@ -131,17 +131,17 @@ def make_optimizer(
         optimizer: A name of `OPTIMIZERS`.
         weight_decay: Of matrices; vectors have none.
         options: Its own options: {"betas": (0.9, 0.99), "moments": "bf16"}. What a command line
-            says becomes such a mapping by `read_options`.
+            says becomes such a mapping by `parse_options`.
         groups: What other parameters get, by a regular expression of names in the whole model:
             {r"layers\.\d+\.mlp\..*": {"lr_scale": 0.5, "optimizer": "lion"}}, with "lr_scale",
             "weight_decay", "max_norm", "optimizer" and the options of that. What no expression
-            matches is as all the rest of the arguments say. See `read_groups` for texts.
-        mean: As in `together`.
+            matches is as all the rest of the arguments say. See `parse_groups` for texts.
+        mean: As in `combine_optimizers`.
         precision: Its `moments` and, where parameters are kept in bf16, stochastic rounding are
             options of every optimizer here, before those of its own.
         seed: What stochastic rounding follows from.
         axis: The ranks that hold the parts of the model, `ps.pp`.
-        offload: Keep what it remembers in host memory; see `offload_state_`.
+        offload: Keep what it remembers in host memory; see `offload_optimizer_`.
 
     Raises:
         ConfigError: A name, an option or a pattern is not known; two patterns match a name; or an
@@ -166,7 +166,7 @@ def make_optimizer(
                 where=which,
                 got=given,
             )
-    split = [named_parameters_of(stages)]
+    split = [get_named_parameters(stages)]
     if groups:
         split = split_by_pattern(split[0], list(groups), axis=axis)
     names = (optimizer, *(own.get("optimizer", optimizer) for own in groups.values()))
@@ -180,9 +180,9 @@ def make_optimizer(
         own_options = {name: x for name, x in own.items() if name not in _NO_OPTIONS}
         kept = options_of(told["optimizer"], precision or Precision())
         made += _made(named, parts, lr, {**kept, **shared, **own_options}, **told)
-    whole = made[0] if len(made) == 1 and mean is None else together(made, mean=mean)
+    whole = made[0] if len(made) == 1 and mean is None else combine_optimizers(made, mean=mean)
     if offload:
-        offload_state_(whole)
+        offload_optimizer_(whole)
     return whole
 
 
@@ -223,7 +223,7 @@ def _hidden_parts(
 ) -> dict[tuple[int, ...] | None, list[str]]:
     """Return the names of `hidden_matrices` by their parts, all parts that the whole model has."""
     own = hidden_matrices(stages)
-    kinds = all_gather_json([*own.values()], axis)
+    kinds = all_gather_objects([*own.values()], axis)
     known = {None if x is None else tuple(x) for part in kinds for x in part}
     ordered = sorted(known, key=lambda x: () if x is None else x)
     return {x: [name for name, parts in own.items() if parts == x] for x in ordered}
@@ -325,7 +325,7 @@ def _check_values(optimizer: str, options: Mapping[str, Any]) -> None:
 # --------------------------------------------------------------------------- texts of command lines
 
 
-def read_options(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, Any]:
+def parse_options(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, Any]:
     """Return options of an optimizer, as a command line says them, as values.
 
     Args:
@@ -336,7 +336,7 @@ def read_options(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
         ConfigError: It has no such option, or the value is of another type than the default.
 
     Examples:
-        >>> read_options(["betas=(0.9, 0.99)", "moments=bf16"], optimizer="lion")
+        >>> parse_options(["betas=(0.9, 0.99)", "moments=bf16"], optimizer="lion")
         {'betas': (0.9, 0.99), 'moments': 'bf16'}
     """
     known, found = _kind(optimizer).options, dict[str, Any]()
@@ -347,7 +347,7 @@ def read_options(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
     return found
 
 
-def read_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, dict[str, Any]]:
+def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, dict[str, Any]]:
     """Return what groups of parameters get, as a command line says it, as values.
 
     Args:
@@ -356,10 +356,10 @@ def read_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, 
         optimizer: The optimizer of groups that do not say.
 
     Raises:
-        ConfigError: As `read_options`; or two texts begin with the same expression.
+        ConfigError: As `parse_options`; or two texts begin with the same expression.
 
     Examples:
-        >>> read_groups(["head.* lr_scale=0.5 optimizer=lion betas=(0.8,0.9)"])
+        >>> parse_groups(["head.* lr_scale=0.5 optimizer=lion betas=(0.8,0.9)"])
         {'head.*': {'lr_scale': 0.5, 'optimizer': 'lion', 'betas': (0.8, 0.9)}}
     """
     found = dict[str, dict[str, Any]]()
@@ -375,7 +375,7 @@ def read_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, 
         own = {name: _literal(named[name]) for name in _OF_GROUPS if name in named}
         own |= {"optimizer": named["optimizer"]} if "optimizer" in named else {}
         others = [pair for pair in pairs if pair.partition("=")[0] not in _NO_OPTIONS]
-        found[pattern] = own | read_options(others, optimizer=named.get("optimizer", optimizer))
+        found[pattern] = own | parse_options(others, optimizer=named.get("optimizer", optimizer))
     return found
 
 

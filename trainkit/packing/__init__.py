@@ -4,22 +4,22 @@ A `Fit` says which bin each piece goes to; `pack_bins` does everything around it
 documents, aligns, groups, and writes the result down as a table. Nothing here imports torch.
 """
 
-from trainkit.packing.balancing import balanced
-from trainkit.packing.bins import pack_bins, take_rows
-from trainkit.packing.fits import VersionedFit, best_fit, first_fit, sequential, with_version
-from trainkit.packing.report import bins_hash, overlong_warning, packing_report, row_costs
+from trainkit.packing.balancing import make_balanced_fit
+from trainkit.packing.bins import pack_bins, select_rows
+from trainkit.packing.fits import VersionedFit, best_fit, first_fit, next_fit, with_version
+from trainkit.packing.report import bins_hash, format_overlong_warning, report_packing, row_costs
 
 __all__ = [
     "VersionedFit",
-    "balanced",
     "best_fit",
     "bins_hash",
     "first_fit",
-    "overlong_warning",
+    "format_overlong_warning",
+    "make_balanced_fit",
+    "next_fit",
     "pack_bins",
-    "packing_report",
+    "report_packing",
     "row_costs",
-    "sequential",
-    "take_rows",
+    "select_rows",
     "with_version",
 ]

@@ -1,4 +1,4 @@
-"""`balanced`: a `Fit` that makes a multiple of some number of bins, all about equally full."""
+"""`make_balanced_fit`: a `Fit` with a multiple of some number of bins, all about equally full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainkit.types import IntArray
 
 
-def balanced(rows: int) -> VersionedFit:
+def make_balanced_fit(rows: int) -> VersionedFit:
     """Return a fit that makes k x `rows` bins of near-equal tokens, for the smallest k that works.
 
     Each piece, the longest first, goes into the emptiest bin that may take another one (LPT; ties:
@@ -38,7 +38,7 @@ def balanced(rows: int) -> VersionedFit:
     See R. L. Graham, "Bounds on multiprocessing timing anomalies" (1969).
 
     Examples:
-        >>> fit = balanced(2)
+        >>> fit = make_balanced_fit(2)
         >>> fit(np.array([5, 3, 2, 6]), 8, max_documents=None)
         array([1, 1, 0, 0])
         >>> fit.__name__, fit.version

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import numpy as np
 
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.packing.fits import (
     INT32,
     MOST_TOKENS,
@@ -32,7 +32,7 @@ from trainkit.packing.pieces import (
 )
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
-from trainkit.types import Bins, among
+from trainkit.types import Bins, check_choice
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -108,7 +108,7 @@ def pack_bins(
     return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
 
 
-def take_rows(bins: Bins, rows: ArrayLike) -> Bins:
+def select_rows(bins: Bins, rows: ArrayLike) -> Bins:
     """Return some rows of bins, in the order asked for, as bins of their own.
 
     Args:
@@ -116,7 +116,7 @@ def take_rows(bins: Bins, rows: ArrayLike) -> Bins:
         rows: Integers `[B]` in [0, len(bins)).
 
     Examples:
-        >>> take_rows(pack_bins([4, 4, 3, 3, 2, 8], 8, group_size=0), [2, 0])[0]
+        >>> select_rows(pack_bins([4, 4, 3, 3, 2, 8], 8, group_size=0), [2, 0])[0]
         [(2, 0, 3), (3, 0, 3), (4, 0, 2)]
     """
     rows = np.asarray(rows)
@@ -186,7 +186,7 @@ def _checked_rule(
             f"take {' or '.join(map(str, nearest))}"
         )
     most = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
-    among(tuple(most), "pack_bins", overlong=overlong)
+    check_choice(tuple(most), "pack_bins", overlong=overlong)
     limit = None if max_documents is None else int(max_documents)
     return _Rule(capacity, multiple_of, limit, most[overlong])
 
@@ -234,7 +234,7 @@ def _groups(
 
 def _shuffled(count: int, seed: int, *names: str | int) -> IntArray:
     """Return [0, count) in an order that the seed and the names make."""
-    return permute(np.arange(count), count, key_of(int(seed), "packing", *names))
+    return permute(np.arange(count), count, make_key(int(seed), "packing", *names))
 
 
 def _packed(

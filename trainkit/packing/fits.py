@@ -61,7 +61,7 @@ def with_version(version: int) -> Callable[[Fit], VersionedFit]:
 
 
 @with_version(1)
-def sequential(lengths: IntArray, capacity: int, *, max_documents: int | None) -> IntArray:
+def next_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> IntArray:
     """Fill one bin after the other; a piece that does not fit opens the next (next fit).
 
     Args:
@@ -76,7 +76,7 @@ def sequential(lengths: IntArray, capacity: int, *, max_documents: int | None) -
         ValueError: A length is not between 1 and `capacity`.
 
     Examples:
-        >>> sequential(np.array([5, 3, 2, 6]), 8, max_documents=None)
+        >>> next_fit(np.array([5, 3, 2, 6]), 8, max_documents=None)
         array([0, 0, 1, 1])
     """
     lengths, limit = _asked("sequential", lengths, capacity, max_documents)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainkit.types import Bins, IntArray
 
 
-def packing_report(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, int | float]:
+def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, int | float]:
     """Return what a packing costs: rows, pieces, tokens, padding of both kinds, and the efficiency.
 
     Args:
@@ -35,11 +35,11 @@ def packing_report(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
 
     Examples:
         >>> from trainkit.packing import pack_bins
-        >>> report = packing_report(pack_bins([5, 3, 7], 8, multiple_of=2))
+        >>> report = report_packing(pack_bins([5, 3, 7], 8, multiple_of=2))
         >>> report["rows"], report["alignment_padding"], report["row_padding"]
         (3, 3, 6)
         >>> lengths = [5, 0, 11]
-        >>> report = packing_report(pack_bins(lengths, 8, overlong="truncate"), lengths)
+        >>> report = report_packing(pack_bins(lengths, 8, overlong="truncate"), lengths)
         >>> report["empty_documents"], report["truncated_documents"], report["dropped_tokens"]
         (1, 1, 3)
     """
@@ -58,7 +58,7 @@ def packing_report(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
     return report | _fates(bins, integers("packing_report", "lengths", lengths))
 
 
-def overlong_warning(
+def format_overlong_warning(
     total: int, *, capacity: int, truncated: int = 0, dropped: int = 0, what: str = "documents"
 ) -> str:
     """Return a warning of how many documents are not trained on whole; "" where all of them are.
@@ -71,9 +71,11 @@ def overlong_warning(
         what: What a document is called.
 
     Examples:
-        >>> overlong_warning(300, capacity=256, truncated=40, dropped=60, what="conversations")
+        >>> format_overlong_warning(
+        ...     300, capacity=256, truncated=40, dropped=60, what="conversations"
+        ... )
         'warning: 100 of 300 conversations are longer than 256 tokens: 33 % (40 cut, 60 dropped)'
-        >>> overlong_warning(300, capacity=256)
+        >>> format_overlong_warning(300, capacity=256)
         ''
     """
     found = truncated + dropped
@@ -91,7 +93,7 @@ def row_costs(bins: Bins) -> IntArray:
     """Return what attention costs in each row: the sum over its pieces of length squared.
 
     Aligned lengths, since kernels work on padding too. Rows that cost the same take the same time,
-    so `deal_rows` deals a step's rows to the ranks by it.
+    so `make_microbatches` deals a step's rows to the ranks by it.
 
     Returns:
         int64 `[B]`, in tokens squared.

@@ -1,91 +1,91 @@
 """Where a model's work happens: transforms of a plan, and the functions that apply them.
 
-A transform says what becomes of a module (`tensor`, `sequence`, `expert`, `precision`,
-`recompute`, `offload`, `compiled`, `fsdp`, `ddp`); `build_stages` applies a list of them. What runs
-the stages of a pipeline is here too.
+A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel`,
+`expert_parallel`, `mixed_precision`, `recompute`, `offload_activations`, `compile_blocks`, `fsdp`,
+`ddp`); `build_stages` applies a list of them. What runs the stages of a pipeline is here too.
 """
 
-from trainkit.parallel.attention import attention, attention_line
+from trainkit.parallel.attention import attention_line, set_attention
 from trainkit.parallel.check_layout import problems, refuse
-from trainkit.parallel.compile import compiled
-from trainkit.parallel.ddp import average_parameters, ddp, signs_of_votes
+from trainkit.parallel.compile import compile_blocks
+from trainkit.parallel.ddp import average_parameters, ddp, vote_signs
 from trainkit.parallel.dtypes import (
     DTYPES,
-    autocast,
-    choose_precision,
+    autocast_call,
     compute_dtype,
-    precision,
+    mixed_precision,
+    resolve_precision,
     set_grad_dtype,
 )
-from trainkit.parallel.experts import expert
-from trainkit.parallel.frozen import output_head, with_columns
+from trainkit.parallel.experts import expert_parallel
+from trainkit.parallel.frozen import add_columns, make_output_head
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation import bind_call
-from trainkit.parallel.materialize import materialize_, weights_of
+from trainkit.parallel.materialize import materialize_, weights_from_module
 from trainkit.parallel.names import (
     Box,
-    blocks_of,
-    box_of,
     canonical_name,
-    named_buffers_of,
-    named_parameters_of,
+    find_blocks,
+    get_local_box,
+    get_named_buffers,
+    get_named_parameters,
 )
-from trainkit.parallel.offload import offload, to_host
-from trainkit.parallel.offload_state import asleep
-from trainkit.parallel.places import place_stages
-from trainkit.parallel.plan import decoder_plan
+from trainkit.parallel.offload import copy_to_host, offload_activations
+from trainkit.parallel.offload_state import offload_state
+from trainkit.parallel.places import make_stages
+from trainkit.parallel.plan import make_decoder_plan
 from trainkit.parallel.recompute import recompute
-from trainkit.parallel.sequence_parallel import sequence
-from trainkit.parallel.split import layer_ranges, rank_of_stages
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.split import assign_stages, split_layer_ranges
 from trainkit.parallel.stages import build_stages, split_layers
-from trainkit.parallel.start import start_lines
-from trainkit.parallel.styles import Style
-from trainkit.parallel.tensor_parallel import hf_styles, tensor
+from trainkit.parallel.start import describe_run
+from trainkit.parallel.styles import ParallelStyle
+from trainkit.parallel.tensor_parallel import read_hf_styles, tensor_parallel
 from trainkit.parallel.transforms import Transform, check_plan
 
 __all__ = [
     "DTYPES",
     "Box",
-    "Style",
+    "ParallelStyle",
     "Transform",
-    "asleep",
-    "attention",
+    "add_columns",
+    "assign_stages",
     "attention_line",
-    "autocast",
+    "autocast_call",
     "average_parameters",
     "bind_call",
-    "blocks_of",
-    "box_of",
     "build_stages",
     "canonical_name",
     "check_plan",
-    "choose_precision",
-    "compiled",
+    "compile_blocks",
     "compute_dtype",
+    "copy_to_host",
     "ddp",
-    "decoder_plan",
-    "expert",
+    "describe_run",
+    "expert_parallel",
+    "find_blocks",
     "fsdp",
-    "hf_styles",
-    "layer_ranges",
+    "get_local_box",
+    "get_named_buffers",
+    "get_named_parameters",
+    "make_decoder_plan",
+    "make_output_head",
+    "make_stages",
     "materialize_",
-    "named_buffers_of",
-    "named_parameters_of",
-    "offload",
-    "output_head",
-    "place_stages",
-    "precision",
+    "mixed_precision",
+    "offload_activations",
+    "offload_state",
     "problems",
-    "rank_of_stages",
+    "read_hf_styles",
     "recompute",
     "refuse",
-    "sequence",
+    "resolve_precision",
+    "sequence_parallel",
+    "set_attention",
     "set_grad_dtype",
-    "signs_of_votes",
+    "split_layer_ranges",
     "split_layers",
-    "start_lines",
-    "tensor",
-    "to_host",
-    "weights_of",
-    "with_columns",
+    "tensor_parallel",
+    "vote_signs",
+    "weights_from_module",
 ]

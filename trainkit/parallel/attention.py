@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.attention.choose import Chosen, choose
+from trainkit.attention.choose import Chosen, choose_kernel
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, Kernel, ParallelState
 
 _CHOSEN = "_trainkit_attention"
 
 
-def attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
+def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     """Return the transform that gives a model the first of some attention kernels that fits.
 
     Every submodule that holds an `Attend` in its attribute `attend` and says `head_size`, as the
@@ -23,7 +23,7 @@ def attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     `softcap`; layers of one kind share it. `attention_line` says what was taken.
 
     Args:
-        names: Kernels in order of preference; see `attention.choose`.
+        names: Kernels in order of preference; see `attention.choose_kernel`.
         dtype: What is computed in.
 
     Returns:
@@ -35,9 +35,9 @@ def attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> from trainkit.models import Decoder, decoder_config
-        >>> model = Decoder(decoder_config("tiny", vocab_size=256, layers=2))
-        >>> made = attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
+        >>> from trainkit.models import Decoder, make_decoder_config
+        >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
+        >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
         >>> attention_line([made])
         'attention: 2 layers by flash (varlen: it runs on CUDA alone)'
     """
@@ -59,7 +59,7 @@ def attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
             how["head_size"] = getattr(layer, "widest_head", None) or layer.head_size
             kind = tuple(how.values())
             if kind not in made:
-                made[kind] = choose(names, device=ps.device, dtype=dtype, **how)
+                made[kind] = choose_kernel(names, device=ps.device, dtype=dtype, **how)
             vars(layer)["attend"] = made[kind].attend
             vars(layer)[_CHOSEN] = made[kind]
         return module

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.split import SCHEDULES, microbatches_wanted, rank_of_stages
-from trainkit.types import ConfigError, Layout, Rows
+from trainkit.parallel.split import SCHEDULES, assign_stages, microbatches_wanted
+from trainkit.types import BatchShape, ConfigError, Layout
 
 
 def problems(
     layout: Layout,
     model: DecoderConfig | None = None,
-    rows: Rows | None = None,
+    rows: BatchShape | None = None,
     *,
     world: int,
     device: str | None = None,
@@ -37,8 +37,11 @@ def problems(
         device: The type of what it shall run on; by default a GPU where this machine has one.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> tiny, rows = decoder_config("tiny"), Rows(row_length=256, rows=8, multiple_of=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> tiny, rows = (
+        ...     make_decoder_config("tiny"),
+        ...     BatchShape(row_length=256, rows=8, multiple_of=8),
+        ... )
         >>> problems(Layout(ring=2, tp=2), tiny, rows, world=4)
         []
         >>> print(*problems(Layout(tp=3), tiny, rows, world=3), sep=chr(10))
@@ -47,7 +50,7 @@ def problems(
     """
     try:
         layout = layout.over(world)
-        rank_of_stages(layout.schedule, layout.pp)
+        assign_stages(layout.schedule, layout.pp)
     except ConfigError as error:
         return [error]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,7 +111,7 @@ def _of_model(layout: Layout, model: DecoderConfig) -> Iterator[ConfigError]:
         )
     common = _divisors(model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
     of_model = f"set tp to {common}, or take another size of model"
-    of_words = f"round it up to a multiple with models.round_up_vocabulary, or set tp to {common}"
+    of_words = f"round it up to a multiple with models.pad_vocab_size, or set tp to {common}"
     for size, what, way_out in (
         (model.heads, f"{model.heads} heads do", of_model),
         (model.kv_heads, f"{model.kv_heads} key and value heads do", of_model),
@@ -148,7 +151,7 @@ def _of_heads(layout: Layout, heads: int, kv_heads: int) -> Iterator[ConfigError
         )
 
 
-def _of_rows(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
+def _of_rows(layout: Layout, rows: BatchShape) -> Iterator[ConfigError]:
     ring, chunks = layout.ring, 2 * layout.ring if layout.ring > 1 else 1
     if rows.multiple_of % chunks:
         yield ConfigError(
@@ -190,7 +193,7 @@ def _of_rows(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
         )
 
 
-def _of_reach(model: DecoderConfig, rows: Rows) -> Iterator[ConfigError]:
+def _of_reach(model: DecoderConfig, rows: BatchShape) -> Iterator[ConfigError]:
     """Yield why a document may be longer than positions reach."""
     if model.reach is None or rows.row_length <= model.reach:
         return
@@ -292,7 +295,7 @@ def passes_to_itself() -> bool:
 
 
 def _of_stages(layout: Layout, model: DecoderConfig) -> Iterator[ConfigError]:
-    stages = len(rank_of_stages(layout.schedule, layout.pp))
+    stages = len(assign_stages(layout.schedule, layout.pp))
     per_rank = stages // layout.pp
     if layout.pp > 1 and stages > model.layers:
         yield ConfigError(
@@ -305,8 +308,8 @@ def _of_stages(layout: Layout, model: DecoderConfig) -> Iterator[ConfigError]:
         )
 
 
-def _of_microbatches(layout: Layout, rows: Rows) -> Iterator[ConfigError]:
-    stages, at_once = len(rank_of_stages(layout.schedule, layout.pp)), layout.count("dp")
+def _of_microbatches(layout: Layout, rows: BatchShape) -> Iterator[ConfigError]:
+    stages, at_once = len(assign_stages(layout.schedule, layout.pp)), layout.count("dp")
     at_once *= rows.microbatch
     count = -(-rows.rows // at_once)
 

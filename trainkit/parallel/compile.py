@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainkit.parallel.names import blocks_of
+from trainkit.parallel.names import find_blocks
 from trainkit.parallel.recompute import refuse_by_cost
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
 
-def compiled(
+def compile_blocks(
     *, blocks: str = "layers.*", backend: str = "inductor", dynamic: bool | None = None
 ) -> Transform:
     """Return the transform that compiles each block in place; parameters keep their names.
@@ -28,14 +28,14 @@ def compiled(
         ConfigError: When applied: recomputation chooses by cost what it keeps.
 
     Examples:
-        >>> compiled(backend="aot_eager").kind
+        >>> compile_blocks(backend="aot_eager").kind
         'compiled'
     """
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
         refuse_by_cost(module, by="compiled")
-        for unit in blocks_of(module, blocks, needed_by="compiled"):
+        for unit in find_blocks(module, blocks, needed_by="compiled"):
             unit.compile(backend=backend, dynamic=dynamic)
         return module
 

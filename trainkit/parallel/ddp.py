@@ -27,7 +27,7 @@ from trainkit.parallel.reduction import (
 )
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
-from trainkit.types import Axis, ParallelState, among
+from trainkit.types import Axis, ParallelState, check_choice
 
 
 def ddp(*, sums: bool = True) -> Transform:
@@ -39,7 +39,7 @@ def ddp(*, sums: bool = True) -> Transform:
 
     Args:
         sums: False leaves gradients as the backward passes of a replica give them: the recipe sums
-            them by `sync_sp_grads(params, ps.dp_replicate)`, has them voted by `signs_of_votes`, or
+            them by `sync_sp_grads(params, ps.dp_replicate)`, has them voted by `vote_signs`, or
             steps each replica by itself and calls `average_parameters` at times.
 
     Returns:
@@ -122,7 +122,7 @@ def average_parameters(
 
 
 @torch.no_grad()
-def signs_of_votes(
+def vote_signs(
     params: Iterable[nn.Parameter],
     axis: Axis,
     *,
@@ -158,11 +158,11 @@ def signs_of_votes(
         >>> from trainkit.mesh import solo_parallel
         >>> p = nn.Parameter(torch.zeros(3))
         >>> p.grad = torch.tensor([0.1, -7.0, 0.0])
-        >>> signs_of_votes([p], solo_parallel().dp_replicate)
+        >>> vote_signs([p], solo_parallel().dp_replicate)
         >>> p.grad
         tensor([ 1., -1.,  0.])
     """
-    among(("majority", "mean"), "signs_of_votes", count=count)
+    check_choice(("majority", "mean"), "vote_signs", count=count)
     for bucket in buckets_of([p for p in dict.fromkeys(params) if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.names import blocks_of, unhide_
+from trainkit.parallel.names import find_blocks, unhide_
 from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What a `Precision` calls the dtypes that can be computed in."""
 
 
-def choose_precision(asked: Precision, device: torch.device | str | None = None) -> Precision:
+def resolve_precision(asked: Precision, device: torch.device | str | None = None) -> Precision:
     """Return a precision whose `compute` is no "auto", as recipes do first of all.
 
     Args:
@@ -31,7 +31,7 @@ def choose_precision(asked: Precision, device: torch.device | str | None = None)
         device: By default the first GPU, or the CPU where there is none.
 
     Examples:
-        >>> choose_precision(Precision(), "cpu").compute
+        >>> resolve_precision(Precision(), "cpu").compute
         'fp32'
     """
     if asked.compute != "auto":
@@ -41,7 +41,7 @@ def choose_precision(asked: Precision, device: torch.device | str | None = None)
     return attrs.evolve(asked, compute="fp32" if old or device.type == "cpu" else "bf16")
 
 
-def precision(
+def mixed_precision(
     compute: torch.dtype | None,
     *,
     storage: torch.dtype = torch.float32,
@@ -79,7 +79,7 @@ def precision(
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> model = precision(torch.bfloat16)(nn.Linear(2, 1), solo_parallel())
+        >>> model = mixed_precision(torch.bfloat16)(nn.Linear(2, 1), solo_parallel())
         >>> model(torch.ones(1, 2)).dtype, model.weight.dtype
         (torch.bfloat16, torch.float32)
     """
@@ -95,7 +95,7 @@ def precision(
                 torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor keeps its dtype
         setattr(module, _COMPUTE, compute)
         if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
-            units = blocks_of(module, blocks)
+            units = find_blocks(module, blocks)
             inside = {part for unit in units for part in unit.modules()}
             for unit in units:
                 _show_cast_(unit, list(unit.modules()), compute)
@@ -112,7 +112,7 @@ def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.fl
     Without it a parameter that is itself kept in bf16 adds its microbatches up in bf16, where what
     is below 1/256 of the sum is lost. Their sum, norm and clip are then in the wider dtype too;
     `clip_and_step` rounds once, before the step, as most optimizers want it. Parameters that are
-    kept in fp32, with `precision` or without, need it not.
+    kept in fp32, with `mixed_precision` or without, need it not.
 
     Args:
         params: Parameters; call it after the model is built, which makes them anew. Of those that
@@ -135,7 +135,7 @@ def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.fl
 
 
 def widen_gradients_(module: nn.Module) -> None:
-    """Let what `precision` keeps in bf16 have its gradients in fp32.
+    """Let what `mixed_precision` keeps in bf16 have its gradients in fp32.
 
     Effects:
         That of `set_grad_dtype`, on parts that ranks of `tensor` hold too.
@@ -146,12 +146,12 @@ def widen_gradients_(module: nn.Module) -> None:
         sum_in_grad_dtype_(module)
 
 
-def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
+def autocast_call(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Return a call that runs a model under torch's autocast; its loss stays outside.
 
     For models that ask for nothing in fp32 themselves: autocast knows by the operation what rounds
-    well. `precision` is cheaper for those that do (it casts a weight once), is the same in every
-    layout, and lets FSDP gather in the lower dtype.
+    well. `mixed_precision` is cheaper for those that do (it casts a weight once), is the same in
+    every layout, and lets FSDP gather in the lower dtype.
 
     Args:
         call: How a batch enters the model: `call_model`, or your own.
@@ -159,7 +159,7 @@ def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
 
     Examples:
         >>> model = nn.Linear(2, 1)
-        >>> cast = autocast(lambda model, batch: model(batch["x"]))
+        >>> cast = autocast_call(lambda model, batch: model(batch["x"]))
         >>> cast(model, {"x": torch.ones(1, 2)}).dtype
         torch.bfloat16
     """
@@ -173,7 +173,7 @@ def autocast(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that `precision` has a model compute in; None is its parameters' own.
+    """Return the dtype that `mixed_precision` has a model compute in; None is its parameters' own.
 
     Examples:
         >>> compute_dtype(nn.Linear(2, 1))

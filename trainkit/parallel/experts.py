@@ -21,7 +21,7 @@ from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
 
-def expert(
+def expert_parallel(
     *,
     dispatch: Any = ep_dispatch,
     combine: Any = ep_combine,
@@ -59,7 +59,7 @@ def expert(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
-        >>> expert()(model, solo_parallel()) is model
+        >>> expert_parallel()(model, solo_parallel()) is model
         True
     """
     if (dispatch is ep_dispatch) != (combine is ep_combine):

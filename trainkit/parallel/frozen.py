@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from trainkit.models.call import call_model
 from trainkit.parallel.stage_forward import evaluating, forward_stages
-from trainkit.types import SOLO, Axis, Batch, Call, Hidden, unrouted
+from trainkit.types import SOLO, Axis, Batch, Call, Hidden, drop_routing
 
 ColumnsOf = Callable[[Any, Mapping[str, Any]], Mapping[str, Tensor]]
 """From a model's output and its batch to columns of that batch by name, `[B, S, ...]` each."""
 
 
-def with_columns(
+def add_columns(
     stages: Sequence[nn.Module],
     microbatches: Sequence[Batch],
     columns_of: ColumnsOf,
@@ -52,10 +52,10 @@ def with_columns(
         pipeline on `axis`: every rank must call it.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import make_padding_batch
         >>> call = lambda model, batch: model(batch["labels"].float().unsqueeze(-1))
         >>> keep = lambda output, batch: {"squares": output.square()}
-        >>> [batch] = with_columns([nn.Linear(1, 3)], [blank_batch(1, 2)], keep, call=call)
+        >>> [batch] = add_columns([nn.Linear(1, 3)], [make_padding_batch(1, 2)], keep, call=call)
         >>> batch["squares"].shape, batch["squares"].requires_grad
         (torch.Size([1, 2, 3]), False)
 
@@ -73,7 +73,7 @@ def with_columns(
         return [beside(batch) for batch in microbatches]
 
 
-def output_head(
+def make_output_head(
     stages: Sequence[nn.Module],
     batch: Mapping[str, Any],
     *,
@@ -86,7 +86,7 @@ def output_head(
     since it never changes.
 
     Args:
-        stages: As in `with_columns`, of a model that returns a `Hidden`.
+        stages: As in `add_columns`, of a model that returns a `Hidden`.
         batch: Any microbatch of this layout, for all ranks that its shards reach.
         axis: The pipeline axis, `ps.pp`.
         call: How a batch enters the model.
@@ -96,17 +96,17 @@ def output_head(
         axis over which they are cut, and the soft cap. Without rows where the last stage is not.
 
     Effects:
-        As `with_columns`. Keeps a copy of the weight on every rank of the last stage.
+        As `add_columns`. Keeps a copy of the weight on every rank of the last stage.
 
     Examples:
         >>> call = lambda model, batch: Hidden(batch["x"], model.weight, softcap=30.0)
-        >>> head = output_head([nn.Linear(4, 8)], {"x": torch.ones(1, 2, 4)}, call=call)
+        >>> head = make_output_head([nn.Linear(4, 8)], {"x": torch.ones(1, 2, 4)}, call=call)
         >>> head.hidden.shape, head.weight.shape, head.softcap
         (torch.Size([0]), torch.Size([8, 4]), 30.0)
     """
     nothing = torch.empty(0)
     with evaluating(stages):  # at its end FSDP lets go of the weight of a `Hidden`
-        output = unrouted(forward_stages(stages, batch, axis=axis, call=call))
+        output = drop_routing(forward_stages(stages, batch, axis=axis, call=call))
         if output is None:
             return Hidden(nothing, nothing)
         return output._replace(hidden=nothing, weight=output.weight.detach().clone())

@@ -11,13 +11,13 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import backends_of, communication_device
+from trainkit.collectives import get_backends, get_comm_device
 from trainkit.mesh import solo_parallel
 from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.dtypes import compute_dtype
 from trainkit.parallel.experts import dealt_layers
-from trainkit.parallel.names import blocks_of, canonical_name
+from trainkit.parallel.names import canonical_name, find_blocks
 from trainkit.parallel.recompute import hide_hooks_
 from trainkit.parallel.reduction import (
     keep_what_is_returned_,
@@ -69,7 +69,7 @@ def fsdp(
         expert_wire_dtype: bf16 for gradients of experts that are dealt over ep to travel over
             expert_fsdp in, rounded at random, and still summed in fp32: half of the bytes, and
             other bits in another layout; see `collectives.reduce_scatter_bf16`. Batches must bring
-            a "noise_key" (`data.with_noise_keys`), of which the rounding is a function. None
+            a "noise_key" (`data.add_noise_keys`), of which the rounding is a function. None
             sends them in the dtype that they are summed in. Without such experts, or with one rank
             in expert_fsdp, nothing is sent, and this changes nothing.
 
@@ -108,7 +108,7 @@ def fsdp(
             refuse(problems(alone, world=1, device=ps.device.type))
             return module
         needed_by = "fsdp" if ps.pp.count == 1 else ""
-        units = [] if blocks is None else blocks_of(module, blocks, needed_by=needed_by)
+        units = [] if blocks is None else find_blocks(module, blocks, needed_by=needed_by)
         names = {part: canonical_name(name) for name, part in module.named_modules()}
         _check(module, units, names)
         compute = compute_dtype(module)
@@ -155,7 +155,7 @@ def _layout_over(axis: Axis, module: nn.Module) -> ParallelState:
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 (a second of import time)
 
     held = next((p.device for p in module.parameters() if not p.is_meta), None)
-    device = held or communication_device(axis)
+    device = held or get_comm_device(axis)
     ps = solo_parallel(device)
     if axis.count == 1:
         return ps
@@ -339,8 +339,8 @@ def _send_rounded_(layer: ExpertMlp, ps: ParallelState, reduce_dtype: torch.dtyp
 def _require_cpu_groups(ps: ParallelState) -> None:
     """Refuse groups that cannot sum on the CPU: the norm of offloaded gradients is."""
     for axis in (ps.fsdp, ps.expert_fsdp, ps.ep, ps.dp_replicate, ps.pp, ps.tp):
-        if axis.group is not None and "cpu" not in backends_of(axis.group):
-            backends = ", ".join(backends_of(axis.group).values())
+        if axis.group is not None and "cpu" not in get_backends(axis.group):
+            backends = ", ".join(get_backends(axis.group).values())
             raise ValueError(
                 f"fsdp: cpu_offload keeps gradients on the CPU, and the group of {axis.name!r} "
                 f"communicates over {backends} alone, which cannot sum them; open it with "

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batch.shards import shard_sequence, zigzag_unshard
-from trainkit.collectives import all_gather_json, broadcast, gather_replicated
-from trainkit.models.call import CachedCall, call_cached, call_model
+from trainkit.collectives import all_gather_objects, all_gather_replicated, broadcast
+from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.parallel.places import places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
@@ -56,8 +56,8 @@ def bind_call(
         >>> from trainkit.post.generation import generate
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import decoder_config
-        >>> model = build_decoder(decoder_config("tiny"), seed=0)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
         >>> call = bind_call([model], solo_parallel())
         >>> (found,) = generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call)
         >>> len(found.ids)
@@ -75,7 +75,7 @@ def bind_call(
     def shared(logits: Tensor | None, length: int) -> Tensor:
         if not kinds:
             own = None if logits is None else [logits.shape[-1], str(logits.dtype)]
-            kinds.extend(all_gather_json(own, ps.pp)[last])
+            kinds.extend(all_gather_objects(own, ps.pp)[last])
         if logits is None:
             shape, dtype = (1, length, kinds[0]), getattr(torch, kinds[1].removeprefix("torch."))
             logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
@@ -87,7 +87,7 @@ def bind_call(
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         ends = batch["cache"].last
         rows = batch["input_ids"].shape[1] if ends is None else len(ends)
-        return shared(run(_filled_up(batch, ps.tp.count), call_cached), rows)
+        return shared(run(_filled_up(batch, ps.tp.count), call_with_cache), rows)
 
     def run_anew(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         whole = _lengthened(batch, ps, compute_device(stages[0]))
@@ -161,5 +161,5 @@ def _whole(output: Any, stage: nn.Module) -> Tensor:
 
 def _in_order(logits: Tensor, ps: ParallelState) -> Tensor:
     """Put the tokens of all ranks of the sequence back into the order of the text."""
-    ring_part = gather_replicated(logits, ps.ulysses, dim=1)
-    return zigzag_unshard(gather_replicated(ring_part, ps.ring, dim=1), ps.ring.count)
+    ring_part = all_gather_replicated(logits, ps.ulysses, dim=1)
+    return zigzag_unshard(all_gather_replicated(ring_part, ps.ring, dim=1), ps.ring.count)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from trainkit.batch.shards import spans_of_lengths
 from trainkit.models.decoder import Decoder
 from trainkit.parallel.stage_forward import evaluating
-from trainkit.types import Batch, Call, ConfigError, Hidden, unrouted
+from trainkit.types import Batch, Call, ConfigError, Hidden, drop_routing
 
 # The call by which each model that was tried leaks, or None.
 _TRIED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -51,9 +51,9 @@ def refuse_leaks(
         leaks, the document ids are read where a row has padding or several documents.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import make_padding_batch
         >>> call = lambda model, batch: model(batch["input_ids"])
-        >>> refuse_leaks("f", nn.Embedding(2, 2), [blank_batch(1, 8)], call)
+        >>> refuse_leaks("f", nn.Embedding(2, 2), [make_padding_batch(1, 8)], call)
     """
     leaky_call = _TRIED.get(model, _UNTRIED)
     if leaky_call is None:
@@ -101,9 +101,9 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
         Runs the model three times, in evaluation mode.
 
     Examples:
-        >>> from trainkit.batch import blank_batch
+        >>> from trainkit.batch import make_padding_batch
         >>> leaky = lambda model, batch: model(batch["input_ids"]).cumsum(1)
-        >>> leaks(nn.Embedding(2, 2), blank_batch(1, 8), leaky)
+        >>> leaks(nn.Embedding(2, 2), make_padding_batch(1, 8), leaky)
         True
     """
     if isinstance(model, Decoder) or not _says_documents(batch):
@@ -143,7 +143,7 @@ def tensors_of(output: Any, shape: Sequence[int]) -> list[Tensor]:
         >>> [x.shape for x in tensors_of(output, (1, 3))]
         [torch.Size([1, 3, 5])]
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     output = output.hidden if isinstance(output, Hidden) else output
     found = [x for x in tree_iter(output) if isinstance(x, Tensor)]
     return [x for x in found if x.is_floating_point() and x.shape[:2] == tuple(shape)]

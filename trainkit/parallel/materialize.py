@@ -1,8 +1,8 @@
 """From a module on the meta device to one that holds values: this rank's part of every tensor.
 
-Values come from a `Weights` function: a counter-based initialiser, a folder (`weights_from`), or a
-module that was made and initialised as its author meant it (`weights_of`). One that says in its
-attribute `shapes` which tensors it holds must be used up, and fills persistent buffers too.
+Values come from a `Weights` function: a counter-based initialiser, a folder (`open_weights`), or a
+module that was made and initialised as its author meant it (`weights_from_module`). One that says
+in its attribute `shapes` which tensors it holds must be used up, and fills persistent buffers too.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.parallel.names import (
     PlacedAlike,
-    box_of,
     canonical_name,
-    named_buffers_of,
-    named_parameters_of,
+    get_local_box,
+    get_named_buffers,
+    get_named_parameters,
     retie_,
     ties_of,
 )
@@ -71,7 +71,7 @@ def materialize_(
         Parameter containing:
         tensor([1., 1.], requires_grad=True)
     """
-    real = [name for name, p in named_parameters_of([module]).items() if not p.is_meta]
+    real = [name for name, p in get_named_parameters([module]).items() if not p.is_meta]
     unknown = live_buffers(module).keys() - (buffers or {}).keys()
     if real or unknown:
         what = f"{real[0]!r} is not on" if real else f"the buffer {min(unknown)!r} has no value on"
@@ -95,12 +95,12 @@ def materialize_(
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
     names = {name: tie for tie in ties for name in tie}
     held, fills = shapes_of(weights), fills_of(module)
-    stored = {name: x for name, x in named_buffers_of([module]).items() if name in held}
+    stored = {name: x for name, x in get_named_buffers([module]).items() if name in held}
     with torch.no_grad():
         for name, buffer in live_buffers(module).items():
             buffer.copy_((buffers or {})[name])
-        for name, tensor in (named_parameters_of([module]) | stored).items():
-            box = box_of(tensor)
+        for name, tensor in (get_named_parameters([module]) | stored).items():
+            box = get_local_box(tensor)
             if box.local.numel():
                 shape, offset = tuple(box.local.shape), box.offset
                 give = partial(fills[name], weights) if name in fills else weights
@@ -250,7 +250,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         more = f" (and {len(problems) - 1} more such tensors)" if len(problems) > 1 else ""
         raise CheckpointError(
             f"build_stages: the weights hold {problems[0]}{more}; make the model that they are "
-            "of, or let weights_from leave some out by allow_extra",
+            "of, or let open_weights leave some out by allow_extra",
             where="weights",
             got=problems,
         )
@@ -258,7 +258,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by all of their names in the whole model."""
-    named: dict[str, Tensor] = {**named_parameters_of([module]), **named_buffers_of([module])}
+    named: dict[str, Tensor] = {**get_named_parameters([module]), **get_named_buffers([module])}
     shared = [(tie[0], name) for tie in ties_of(module) for name in tie if tie[0] in named]
     return named | {name: named[first] for first, name in shared}
 
@@ -275,7 +275,7 @@ def box_in(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor
     return whole
 
 
-def weights_of(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
+def weights_from_module(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
     """Return the values of a module, made and initialised as its author meant it, as `Weights`.
 
     `build_stages(make_model, ps, plan, weights=weights_of(make_model(), axis=ps.world))` begins
@@ -301,7 +301,9 @@ def weights_of(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
         >>> _ = torch.manual_seed(0)
         >>> make_model = lambda: nn.Linear(3, 2)
         >>> made = make_model()
-        >>> (model,) = build_stages(make_model, solo_parallel(), [], weights=weights_of(made))
+        >>> (model,) = build_stages(
+        ...     make_model, solo_parallel(), [], weights=weights_from_module(made)
+        ... )
         >>> torch.equal(model.weight, made.weight)
         True
     """
@@ -325,7 +327,7 @@ def _check_alike(named: Mapping[str, Tensor], axis: Axis) -> None:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return hashlib.sha256(cast("Any", flat.numpy())).hexdigest()
 
-    ranks = all_gather_json({name: digest(tensor) for name, tensor in named.items()}, axis)
+    ranks = all_gather_objects({name: digest(tensor) for name, tensor in named.items()}, axis)
     for rank, found in enumerate(ranks):
         other = [name for name in ranks[0] if found.get(name) != ranks[0][name]]
         if other:

@@ -58,7 +58,7 @@ def unhide_(module: nn.Module, name: str) -> None:
         object.__delattr__(module, name)  # of the other, compiled, 2.12 deletes the parameter
 
 
-def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """Return all parameters of a list of stages by their whole-model name, frozen ones too.
 
     Where a rank holds the first and the last stage of a pipeline, a tied embedding is there twice;
@@ -68,7 +68,7 @@ def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
         ValueError: Two stages hold a parameter of the same name.
 
     Examples:
-        >>> list(named_parameters_of([nn.Linear(2, 3)]))
+        >>> list(get_named_parameters([nn.Linear(2, 3)]))
         ['weight', 'bias']
     """
     found: dict[str, nn.Parameter] = {}
@@ -78,7 +78,7 @@ def named_parameters_of(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
             if name in found and is_tied_copy(parameter):
                 name += COPY_SUFFIX
             if name in found:
-                raise ValueError(f"named_parameters_of: two parameters are called {name!r}")
+                raise ValueError(f"get_named_parameters: two parameters are called {name!r}")
             found[name] = parameter
     return found
 
@@ -195,11 +195,11 @@ def kind_of(parameter: Tensor) -> Kind:
     return "trained" if parameter.requires_grad else "frozen"
 
 
-def named_buffers_of(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+def get_named_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Return the persistent buffers of a list of stages by their whole-model name.
 
     Examples:
-        >>> list(named_buffers_of([nn.BatchNorm1d(2)]))
+        >>> list(get_named_buffers([nn.BatchNorm1d(2)]))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
     found: dict[str, Tensor] = {}
@@ -267,7 +267,7 @@ def fitting_names(pattern: str, names: Iterable[str], *, by: str, what: str) -> 
     return found
 
 
-def blocks_of(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[nn.Module]:
+def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[nn.Module]:
     """Return the submodules whose name matches a pattern, in the order of the model.
 
     Args:
@@ -280,7 +280,7 @@ def blocks_of(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[n
 
     Examples:
         >>> model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))})
-        >>> len(blocks_of(model, "layers.*")), len(blocks_of(model, "*"))
+        >>> len(find_blocks(model, "layers.*")), len(find_blocks(model, "*"))
         (2, 1)
     """
     named = module.named_modules()
@@ -303,7 +303,7 @@ class Box:
     writes: bool
 
 
-def box_of(tensor: Tensor, *, replica: int = 0) -> Box:
+def get_local_box(tensor: Tensor, *, replica: int = 0) -> Box:
     """Return the box of a tensor that this rank holds; a plain tensor is a whole one.
 
     Args:
@@ -311,7 +311,7 @@ def box_of(tensor: Tensor, *, replica: int = 0) -> Box:
         replica: For plain tensors, which of the equal copies this rank has; copy 0 writes.
 
     Examples:
-        >>> box = box_of(torch.ones(2, 3))
+        >>> box = get_local_box(torch.ones(2, 3))
         >>> box.shape, box.offset, box.writes
         ((2, 3), (0, 0), True)
     """
@@ -416,7 +416,7 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         >>> empty_rows_like(torch.ones(3, 8), 2, torch.float64).shape
         torch.Size([3, 2])
     """
-    local = box_of(tensor).local
+    local = get_local_box(tensor).local
     if not tensor.dim() or length == tensor.shape[-1]:
         with PlacedAlike():
             return torch.empty_like(tensor.data, dtype=dtype)

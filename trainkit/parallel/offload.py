@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from trainkit.parallel.names import blocks_of
+from trainkit.parallel.names import find_blocks
 from trainkit.parallel.reduction import local_of, reducers_of
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
@@ -24,13 +24,13 @@ Store = Callable[[Tensor], Start]
 `ready = start()` begins to bring it back, and `ready()` is there for what runs next."""
 
 
-def to_host(x: Tensor) -> Start:
-    """Copy bytes into host memory, the `Store` that `offload` takes: on CUDA beside what computes.
+def copy_to_host(x: Tensor) -> Start:
+    """Copy bytes to host memory and back: the `Store` of `offload_activations` by default.
 
     There memory is pinned, and copies are on a stream of their own. Elsewhere they are plain ones.
 
     Examples:
-        >>> to_host(torch.ones(2, dtype=torch.uint8))()()
+        >>> copy_to_host(torch.ones(2, dtype=torch.uint8))()()
         tensor([1, 1], dtype=torch.uint8)
     """
     device = x.device
@@ -65,8 +65,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def offload(
-    *, budget: int, smallest: int = 2**16, blocks: str = "layers.*", store: Store = to_host
+def offload_activations(
+    *, budget: int, smallest: int = 2**16, blocks: str = "layers.*", store: Store = copy_to_host
 ) -> Transform:
     """Return the transform that keeps activations of the blocks in host memory until backward.
 
@@ -97,7 +97,7 @@ def offload(
         Rhu et al., "vDNN" (2016); Ren et al., "ZeRO-Offload" (2021).
 
     Examples:
-        >>> offload(budget=2**30).kind
+        >>> offload_activations(budget=2**30).kind
         'offload'
     """
     for name, value in (("budget", budget), ("smallest", smallest)):
@@ -106,7 +106,7 @@ def offload(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        units = blocks_of(module, blocks, needed_by="offload")
+        units = find_blocks(module, blocks, needed_by="offload")
         for unit in units:
             bound: Any = unit.forward
             around = _offloading(bound.__func__, shelf, first=unit is units[0])

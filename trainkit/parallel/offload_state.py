@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter
 
-from trainkit.parallel.names import named_parameters_of
+from trainkit.parallel.names import get_named_parameters
 from trainkit.parallel.reduction import local_of, reducers_of
 from trainkit.types import DiskError
 
 
 @contextmanager
-def asleep(
+def offload_state(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     *,
@@ -57,12 +57,12 @@ def asleep(
 
     Examples:
         >>> model = nn.Linear(2, 1)
-        >>> with asleep([model], torch.optim.SGD(model.parameters(), lr=0.1)) as freed:
+        >>> with offload_state([model], torch.optim.SGD(model.parameters(), lr=0.1)) as freed:
         ...     print(freed)
         12
     """
     check_awake(stages, by="asleep")
-    for name, p in named_parameters_of(stages).items():
+    for name, p in get_named_parameters(stages).items():
         if p.grad is not None:
             raise ValueError(f"asleep: {name} has a gradient; finish the step, or set it to None")
     for stage in stages:
@@ -101,11 +101,11 @@ def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
     Examples:
         >>> check_awake([nn.Linear(1, 1)], by="save_checkpoint")
     """
-    for name, p in named_parameters_of(stages).items():
+    for name, p in get_named_parameters(stages).items():
         if hasattr(p, "is_asleep"):
             raise RuntimeError(
                 f"{by}: the state is asleep, {name} is not in memory; leave the block of "
-                "parallel.asleep first"
+                "parallel.offload_state first"
             )
 
 
@@ -138,7 +138,7 @@ def _refusing(kind: Any) -> Any:
                 return torch._C._disabled_torch_function_impl(func, *given)  # noqa: SLF001
             raise RuntimeError(
                 f"{resolve_name(func) or 'an operation'}: the state is asleep, and this tensor of "
-                "it is not in memory; leave the block of parallel.asleep first"
+                "it is not in memory; leave the block of parallel.offload_state first"
             )
 
     return Asleep

@@ -16,15 +16,15 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import check_terms, divided, divisors_of
+from trainkit.batch import check_terms, divide_terms, make_divisors
 from trainkit.parallel import reduction, stage_forward
 from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.split import (
     SCHEDULES,
+    assign_stages,
     microbatches_wanted,
-    rank_of_stages,
 )
 from trainkit.parallel.tied import setting_aside_tied
 from trainkit.types import Axis, Call, ConfigError, Denominator, ForwardBackward, Layout, Loss
@@ -69,7 +69,7 @@ class _Step:
         assert self.divisors is not None
         returned = self.loss(output, batch)
         total, self.terms[index] = check_terms(returned, by="forward_backward")
-        return divided(total, self.divisors).double()
+        return divide_terms(total, self.divisors).double()
 
     def reduction_of(self, stage: nn.Module) -> reduction.Reduction:
         """Return how a stage's gradients are reduced in this step."""
@@ -138,7 +138,7 @@ def bind_pipeline(
         for found in reducers:
             reduction.check_sums(found)
         made = schedule_for(edge, len(microbatches))
-        step.batches, step.divisors = microbatches, divisors_of(denominator)
+        step.batches, step.divisors = microbatches, make_divisors(denominator)
         try:
             with setting_aside_tied(stages, places, axis):
                 _run_reducing(made, step, reducers, schedule=schedule, reduce=reduce)
@@ -184,7 +184,7 @@ def _check(
     axis: Axis,
 ) -> None:
     """Refuse what torch would run with wrong gradients, or not at all."""
-    wanted = rank_of_stages(schedule, axis.count, per_rank=len(places))
+    wanted = assign_stages(schedule, axis.count, per_rank=len(places))
     if places[0].ranks != wanted:
         raise ConfigError(
             f"bind_forward_backward: the stages are on ranks {places[0].ranks}, the schedule "

@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.parallel.names import mark_tied_copy_, named_parameters_of
+from trainkit.collectives import all_gather_objects
+from trainkit.parallel.names import get_named_parameters, mark_tied_copy_
 from trainkit.parallel.reduction import local_of
-from trainkit.parallel.split import rank_of_stages
+from trainkit.parallel.split import assign_stages
 from trainkit.types import SOLO, Axis, ConfigError
 
 _PLACE = "_trainkit_place"
@@ -46,13 +46,13 @@ def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]
     """
     setattr(stage, _PLACE, place)
     setattr(stage, _TIED, {name: pair for name, pair in tied.items() if place.index in pair})
-    for name, parameter in named_parameters_of([stage]).items():
+    for name, parameter in get_named_parameters([stage]).items():
         if name in tied and place.index == tied[name][1]:
             mark_tied_copy_(parameter)
     return stage
 
 
-def place_stages(
+def make_stages(
     stages: Sequence[nn.Module],
     axis: Axis,
     *,
@@ -88,20 +88,20 @@ def place_stages(
         Sets attributes of the stages and their parameters; communicates on `axis`, and waits.
 
     Examples:
-        >>> (stage,) = place_stages([nn.Linear(1, 1)], SOLO)
+        >>> (stage,) = make_stages([nn.Linear(1, 1)], SOLO)
         >>> places_of([stage])
         [StagePlace(index=0, ranks=(0,))]
     """
-    ranks = rank_of_stages(schedule, axis.count, per_rank=len(stages))
+    ranks = assign_stages(schedule, axis.count, per_rank=len(stages))
     own = [index for index, rank in enumerate(ranks) if rank == axis.index]
     held = [
-        {name: _digest(p) if name in tied else "" for name, p in named_parameters_of([x]).items()}
+        {name: _digest(p) if name in tied else "" for name, p in get_named_parameters([x]).items()}
         for x in stages
     ]
-    every = all_gather_json(held, axis)
+    every = all_gather_objects(held, axis)
     if {len(x) for x in every} != {len(stages)}:
         raise ConfigError(
-            f"place_stages: ranks of the pipeline pass {[len(x) for x in every]} stages; every "
+            f"make_stages: ranks of the pipeline pass {[len(x) for x in every]} stages; every "
             "rank holds as many",
             where="stages",
             got=[len(x) for x in every],
@@ -126,7 +126,7 @@ def _shared_names(
     for name, found in where.items():
         if len(found) > 1 and name not in tied:
             raise ConfigError(
-                f"place_stages: stages {found[0]} and {found[1]} both hold a parameter {name!r}; "
+                f"make_stages: stages {found[0]} and {found[1]} both hold a parameter {name!r}; "
                 "give parameters the names that they have in the whole model (blocks under their "
                 'own numbers, nn.ModuleDict({"3": block})), or name it in `tied` if it is one '
                 "parameter with a copy",
@@ -137,7 +137,7 @@ def _shared_names(
         found = where.get(name, [])
         if len(found) != 2:
             raise ConfigError(
-                f"place_stages: {name!r} is said to be tied, and must be in two stages; it is in "
+                f"make_stages: {name!r} is said to be tied, and must be in two stages; it is in "
                 f"{found or 'none'}",
                 where=name,
                 got=found,
@@ -145,7 +145,7 @@ def _shared_names(
             )
         if stages[found[0]][name] != stages[found[1]][name]:
             raise ConfigError(
-                f"place_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
+                f"make_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
                 "which is said to be tied; copy one to the other before they are sharded",
                 where=name,
                 got=found,
@@ -163,7 +163,7 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace
     """Return where each of a rank's stages stands in the pipeline.
 
     Args:
-        stages: The stages of this rank, from `build_stages` or `place_stages`; or one module of
+        stages: The stages of this rank, from `build_stages` or `make_stages`; or one module of
             one's own, which is taken for the stage of this rank's number.
         axis: The pipeline axis.
 
@@ -189,7 +189,7 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace
     if len(places) < len(found) or not places or not fits:
         raise ConfigError(
             f"these {len(stages)} modules are not the stages of rank {axis.index} of "
-            f"{axis.count} pipeline ranks; pass what build_stages gave, or place_stages for "
+            f"{axis.count} pipeline ranks; pass what build_stages gave, or make_stages for "
             "modules that are stages already",
             where="stages",
             got=[None if p is None else p.index for p in found],

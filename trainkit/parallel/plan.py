@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainkit.parallel.attention import attention as chosen_attention
-from trainkit.parallel.compile import compiled as compiled_blocks
-from trainkit.parallel.dtypes import DTYPES, choose_precision
-from trainkit.parallel.dtypes import precision as precision_of
-from trainkit.parallel.experts import expert
+from trainkit.parallel.attention import set_attention as chosen_attention
+from trainkit.parallel.compile import compile_blocks as compiled_blocks
+from trainkit.parallel.dtypes import DTYPES, resolve_precision
+from trainkit.parallel.dtypes import mixed_precision as precision_of
+from trainkit.parallel.experts import expert_parallel
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.offload import offload as offloaded
+from trainkit.parallel.offload import offload_activations as offloaded
 from trainkit.parallel.recompute import recompute as recomputed
-from trainkit.parallel.sequence_parallel import sequence
-from trainkit.parallel.tensor_parallel import tensor
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Kernel, Layout, Precision
 
 
-def decoder_plan(
+def make_decoder_plan(
     layout: Layout,
     *,
     precision: Precision | None = None,
@@ -40,24 +40,24 @@ def decoder_plan(
         recompute: What is computed again in the backward pass; see `parallel.recompute`. Torch's
             generators are not restored for it: a decoder's noise is a function of a counter.
         offload: Bytes of activations that stay on the device, while the rest waits in host memory;
-            None moves nothing. See `parallel.offload`.
+            None moves nothing. See `parallel.offload_activations`.
         compiled: Whether blocks are compiled.
-        attention: Attention kernels in order of preference, see `parallel.attention`; by default
-            what the model was made with.
+        attention: Attention kernels in order of preference, see `parallel.set_attention`; by
+            default what the model was made with.
 
     Raises:
         ConfigError: `recompute` is unknown.
 
     Examples:
-        >>> [step.kind for step in decoder_plan(Layout(), compiled=True)]
+        >>> [step.kind for step in make_decoder_plan(Layout(), compiled=True)]
         ['tensor', 'sequence', 'expert', 'precision', 'recompute', 'compiled', 'fsdp']
     """
-    asked = choose_precision(precision or Precision(compute="fp32"))
+    asked = resolve_precision(precision or Precision(compute="fp32"))
     return [
-        tensor(),
+        tensor_parallel(),
         *([chosen_attention(attention, dtype=DTYPES[asked.compute])] if attention else []),
-        sequence(),
-        expert(),
+        sequence_parallel(),
+        expert_parallel(),
         precision_of(DTYPES[asked.compute], storage=DTYPES[asked.storage]),
         recomputed(recompute, preserve_rng_state=False),
         *([] if offload is None else [offloaded(budget=offload)]),

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainkit.parallel.cost import Keeps, Priced, choose
-from trainkit.parallel.names import blocks_of
+from trainkit.parallel.names import find_blocks
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -71,7 +71,7 @@ def groups_of(device: torch.device) -> dict[Any, str]:
     packets = {getattr(torch.ops.aten, name): "products" for name in _PRODUCTS}
     packets |= {getattr(torch.ops.aten, name): "attention" for name in _ATTENTION}
     if dist.is_available():
-        sent = torch.ops._c10d_functional  # noqa: SLF001 (what exchange_rows calls)
+        sent = torch.ops._c10d_functional  # noqa: SLF001 (what all_to_all_rows calls)
         packets[sent.all_to_all_single] = "exchanges"
     if device.type == "cuda":
         # Registers the operator; not imported above, for it imports torch._dynamo (1.1 s, 2.13).
@@ -187,7 +187,7 @@ def recompute(
         if kept is None:
             return module
         groups = groups_of(ps.device) if kept.every else {}
-        for unit in blocks_of(module, blocks, needed_by="recompute"):
+        for unit in find_blocks(module, blocks, needed_by="recompute"):
             for name in getattr(unit, "only_added", ()) if kept.every else ():
                 _hide_(unit.get_submodule(name))
             # A bound method, which deepcopy binds to the copy; a closure would run the original.

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json, reduce_scatter_bf16
-from trainkit.noise import key_of, signed
+from trainkit.collectives import all_gather_objects, reduce_scatter_bf16
+from trainkit.noise import make_key, to_int64
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 Reduce = Literal["last", "each"]
@@ -451,7 +451,7 @@ class _Order:
     def _refuse(self, group: Any) -> None:
         names = [name or "the model itself" for name in self.names.values()]
         own = [(what, names[number]) for what, number in self.events.get(group, ())]
-        ranks = all_gather_json(own, Axis("group", Share(group.rank(), group.size()), group))
+        ranks = all_gather_objects(own, Axis("group", Share(group.rank(), group.size()), group))
         orders = [[*map(tuple, events), ("ended the step", "")] for events in ranks]
         first, other = orders[0], next(x for x in orders if x != orders[0])
         at = next(i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
@@ -514,7 +514,7 @@ class _RoundedScatter:
         if self.key is None:
             mend = "call forward_backward, or leave expert_wire_dtype out"
             raise RuntimeError(f"fsdp: gradients are rounded by the key of a step; {mend}")
-        key = self.key ^ signed(key_of(self.name, self.sums))
+        key = self.key ^ to_int64(make_key(self.name, self.sums))
         self.sums += 1
         output_tensor.copy_(reduce_scatter_bf16(input_tensor, self.axis, key=key))
 
@@ -547,7 +547,7 @@ def _rounding(
     if scatters and "noise_key" not in microbatches[0]:
         raise ValueError(
             'forward_backward: expert_wire_dtype rounds gradients by the batch\'s "noise_key", '
-            "which is not there; put it in with data.with_noise_keys, or noise_seed of step_batch"
+            "which is not there; add it by data.add_noise_keys, or noise_seed of make_step_batch"
         )
     return [scatter.step(microbatches[0]["noise_key"].flatten()[0]) for scatter in scatters]
 

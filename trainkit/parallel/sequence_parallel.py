@@ -18,7 +18,7 @@ from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, ParallelState
 
 
-def sequence() -> Transform:
+def sequence_parallel() -> Transform:
     """Return the transform that makes attention work over `ps.ring` and `ps.ulysses`.
 
     Every submodule that holds an `Attend` in its attribute `attend`, as the decoder's attention
@@ -35,7 +35,7 @@ def sequence() -> Transform:
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
-        >>> sequence()(model, solo_parallel()) is model
+        >>> sequence_parallel()(model, solo_parallel()) is model
         True
     """
 

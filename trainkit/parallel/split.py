@@ -67,7 +67,7 @@ def schedule_kind(schedule: str) -> Kind:
     return SCHEDULES[schedule]
 
 
-def rank_of_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> tuple[int, ...]:
+def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> tuple[int, ...]:
     """Return the rank that holds each stage, first stage first.
 
     Args:
@@ -79,11 +79,11 @@ def rank_of_stages(schedule: str, ranks: int, *, per_rank: int | None = None) ->
         ConfigError: The schedule is unknown, or cannot have that many stages on a rank.
 
     Examples:
-        >>> rank_of_stages("1f1b", 4)
+        >>> assign_stages("1f1b", 4)
         (0, 1, 2, 3)
-        >>> rank_of_stages("interleaved_1f1b", 2)
+        >>> assign_stages("interleaved_1f1b", 2)
         (0, 1, 0, 1)
-        >>> rank_of_stages("dual_pipe_v", 2)
+        >>> assign_stages("dual_pipe_v", 2)
         (0, 1, 1, 0)
     """
     placement = schedule_kind(schedule).placement
@@ -133,7 +133,7 @@ def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> s
 # ------------------------------------------------------------------------------------------- split
 
 
-def layer_ranges(
+def split_layer_ranges(
     costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
     """Cut layers into runs such that the dearest stage is as cheap as can be.
@@ -155,15 +155,15 @@ def layer_ranges(
         ConfigError: There are fewer layers than stages.
 
     Examples:
-        >>> layer_ranges([1.0] * 8, 4, first=1.0, last=1.0)
+        >>> split_layer_ranges([1.0] * 8, 4, first=1.0, last=1.0)
         [range(0, 2), range(2, 5), range(5, 7), range(7, 8)]
-        >>> layer_ranges([1.0] * 10, 4, first=1.0, last=1.0)
+        >>> split_layer_ranges([1.0] * 10, 4, first=1.0, last=1.0)
         [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
     """
     count = len(costs)
     if not 1 <= num_stages <= count:
         raise ConfigError(
-            f"layer_ranges: {count} layers cannot fill {num_stages} pipeline stages, each of which "
+            f"split_layer_ranges: {count} layers cannot fill {num_stages} stages, each of which "
             f"needs one; use at most {count} stages",
             where="pp",
             got=num_stages,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json, broadcast
+from trainkit.collectives import all_gather_objects, broadcast
 from trainkit.parallel.dtypes import compute_dtype
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.reduction import reducers_of, reshard_
@@ -212,7 +212,7 @@ def agree_on_kinds(
         Communicates on `axis`, and waits.
     """
     own = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in sums.items()}
-    found = all_gather_json(own, axis)[source]
+    found = all_gather_objects(own, axis)[source]
     if set(found) != set(terms):
         raise ValueError(
             f"the loss says that its terms are {sorted(terms)}, and reports {sorted(found)}; "
@@ -232,7 +232,7 @@ def terms_of(loss: Loss) -> tuple[str, ...]:
         raise ConfigError(
             f"the loss {getattr(loss, '__name__', loss)} has no attribute `terms`, the names that "
             "it reports, which pipeline stages that see no loss need; decorate it with "
-            "losses.with_terms",
+            "losses.declare_terms",
             where="loss",
         )
     return tuple(terms)

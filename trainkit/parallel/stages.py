@@ -21,9 +21,9 @@ from trainkit.parallel.materialize import (
     live_buffers,
     materialize_,
 )
-from trainkit.parallel.names import canonical_name, named_parameters_of, ties_of
+from trainkit.parallel.names import canonical_name, get_named_parameters, ties_of
 from trainkit.parallel.places import StagePlace, placed_
-from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
+from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
@@ -66,7 +66,7 @@ def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
             got=type(model).__name__,
         )
     blocks, embedding, head = decoder_costs(model.config)
-    ranges = layer_ranges(blocks, num_stages, first=embedding, last=head)
+    ranges = split_layer_ranges(blocks, num_stages, first=embedding, last=head)
     return [
         decoder_stage(model, layers, first=i == 0, last=i == num_stages - 1)
         for i, layers in enumerate(ranges)
@@ -134,7 +134,7 @@ def build_stages(
     buffers = buffers_of(make_model) if live_buffers(model) else {}
     if ps.pp.count == 1:
         return [_built(model, ps, plan, weights, buffers)]
-    ranks = rank_of_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
+    ranks = assign_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
     ties = ties_of(model)
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def _check_split(
         )
     owners: dict[str, list[int]] = {}
     for index, stage in enumerate(stages):
-        for name in named_parameters_of([stage]):
+        for name in get_named_parameters([stage]):
             owners.setdefault(name, []).append(index)
     told = {
         name: f", but tied to {first!r}; what stages share goes by one name, and is a copy in one"

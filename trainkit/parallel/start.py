@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.packing.report import packing_report
+from trainkit.collectives import all_gather_objects
+from trainkit.packing.report import report_packing
 from trainkit.parallel.attention import attention_line
 from trainkit.parallel.linears import told_of
-from trainkit.parallel.names import is_tied_copy, kind_of, named_parameters_of
+from trainkit.parallel.names import get_named_parameters, is_tied_copy, kind_of
 from trainkit.types import Bins, Layout, ParallelState, Precision
 
 
-def start_lines(
+def describe_run(
     stages: Sequence[nn.Module],
     ps: ParallelState,
     rows: Bins,
@@ -45,7 +45,7 @@ def start_lines(
         >>> from trainkit.packing import pack_bins
         >>> rows = pack_bins([6, 8, 3, 8], 8)
         >>> print(
-        ...     start_lines(
+        ...     describe_run(
         ...         [nn.Linear(9, 3)],
         ...         solo_parallel(),
         ...         rows,
@@ -63,9 +63,9 @@ def start_lines(
     device = torch.cuda.get_device_name(ps.device) if is_cuda else ps.device.type
     world = ps.world.count
     ranks = f"{world} ranks: {Layout(**ps.degrees)}" if world > 1 else "1 rank"
-    of_linears = next(filter(None, all_gather_json(told_of(stages), ps.pp)), "")
+    of_linears = next(filter(None, all_gather_objects(told_of(stages), ps.pp)), "")
     chosen = attention_line(stages)
-    full, steps = packing_report(rows)["efficiency"], len(rows) / rows_per_step
+    full, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
     return (
         f"{total:,} parameters, {share}, in {precision} on {device}, {ranks}\n"
         f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * full:.1f} % full; "
@@ -77,11 +77,11 @@ def start_lines(
 
 def _parameters(stages: Sequence[nn.Module], ps: ParallelState) -> tuple[int, int, int]:
     """Return how many numbers the whole model has, how many are trained, how many bytes beside."""
-    own = [p for p in named_parameters_of(stages).values() if not is_tied_copy(p)]
+    own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
     trained, frozen, packed = (
         sum(p.numel() for p in own if kind_of(p) == kind)
         for kind in ("trained", "frozen", "packed")
     )
     counts = [trained + frozen, trained, packed]
-    totals = map(sum, zip(*all_gather_json(counts, ps.pp), strict=True))
+    totals = map(sum, zip(*all_gather_objects(counts, ps.pp), strict=True))
     return next(totals), next(totals), next(totals)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import (
-    gather_dim,
-    gather_replicated,
-    scatter_sum,
+    all_gather,
+    all_gather_replicated,
+    reduce_scatter,
     sum_forward,
     sum_grad,
 )
@@ -37,7 +37,7 @@ SEQUENCE_DIM = 1
 
 
 @attrs.frozen(eq=False)
-class Style:
+class ParallelStyle:
     """How one module takes part: what it must be, what is cut, what is sent before and after.
 
     `cuts` gives the dimension along which a parameter is cut; all others stay whole. `partial`
@@ -55,11 +55,11 @@ class Style:
     within: Mapping[str, Communicate] = MappingProxyType({})
 
 
-_COLUMN = Style(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
-_ROW = Style(nn.Linear, {"weight": 1}, leave=sum_forward)
-_VOCABULARY = Style(nn.Embedding, {"weight": 0}, leave=sum_forward)
-_gather_sequence = partial(gather_dim, dim=SEQUENCE_DIM)
-_scatter_sequence = partial(scatter_sum, dim=SEQUENCE_DIM)
+_COLUMN = ParallelStyle(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
+_ROW = ParallelStyle(nn.Linear, {"weight": 1}, leave=sum_forward)
+_VOCABULARY = ParallelStyle(nn.Embedding, {"weight": 0}, leave=sum_forward)
+_gather_sequence = partial(all_gather, dim=SEQUENCE_DIM)
+_scatter_sequence = partial(reduce_scatter, dim=SEQUENCE_DIM)
 
 
 def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
@@ -71,24 +71,24 @@ def _summed_both_ways(x: Tensor, axis: Axis) -> Tensor:
     return sum_grad(sum_forward(x, axis), axis)
 
 
-STYLES: Mapping[str, Style] = MappingProxyType(
+STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
     {
-        "replicated": Style(),
-        "partial": Style(partial=True),
+        "replicated": ParallelStyle(),
+        "partial": ParallelStyle(partial=True),
         "column": _COLUMN,
-        "column_gathered": attrs.evolve(_COLUMN, leave=partial(gather_replicated, dim=-1)),
+        "column_gathered": attrs.evolve(_COLUMN, leave=partial(all_gather_replicated, dim=-1)),
         "row": _ROW,
         "vocabulary": _VOCABULARY,
-        "gather": Style(enter=_gather_sequence, sequence=True),
+        "gather": ParallelStyle(enter=_gather_sequence, sequence=True),
         "column_inside": attrs.evolve(_COLUMN, enter=None),
         "column_inside_gathered": attrs.evolve(
-            _COLUMN, enter=None, leave=partial(gather_replicated, dim=-1)
+            _COLUMN, enter=None, leave=partial(all_gather_replicated, dim=-1)
         ),
         "row_scattered": attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True),
         "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
-        "partial_gathered": Style(leave=_gather_sequence, partial=True, sequence=True),
-        "partial_sliced": Style(enter=_own_tokens, partial=True, sequence=True),
-        "wide_norm": Style(WideNorm, {"weight": 0}, within={"summed": _summed_both_ways}),
+        "partial_gathered": ParallelStyle(leave=_gather_sequence, partial=True, sequence=True),
+        "partial_sliced": ParallelStyle(enter=_own_tokens, partial=True, sequence=True),
+        "wide_norm": ParallelStyle(WideNorm, {"weight": 0}, within={"summed": _summed_both_ways}),
     }
 )
 """The styles by name.
@@ -120,7 +120,9 @@ With hidden states `[B, S / tp, D]` between blocks:
 # ----------------------------------------------------------------------------------------- classes
 
 
-def styled_class(base: type[nn.Module], names: tuple[str, ...], style: Style, axis: Axis) -> type:
+def styled_class(
+    base: type[nn.Module], names: tuple[str, ...], style: ParallelStyle, axis: Axis
+) -> type:
     """Return a subclass whose forward pass computes on local parameters and communicates.
 
     Parameters of a tensor-parallel module are DTensors, for the optimizer, FSDP2 and checkpoints;
@@ -183,7 +185,7 @@ def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -
     return forward if names else base.forward
 
 
-def _communicating(compute: Forward, style: Style, axis: Axis) -> Forward:
+def _communicating(compute: Forward, style: ParallelStyle, axis: Axis) -> Forward:
     enter, leave = style.enter, style.leave
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +239,7 @@ def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
     return local if 0 <= local < rows else None
 
 
-def sums_problem(module: nn.Module, styles: Mapping[str, Style]) -> str | None:
+def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str | None:
     """Say by which module of a plan a gradient would be summed twice, or by nobody, or None.
 
     It knows what styles send, not in which order modules call one another.
@@ -276,13 +278,13 @@ def sums_problem(module: nn.Module, styles: Mapping[str, Style]) -> str | None:
     return None
 
 
-def _is_around_a_cut(name: str, styles: Mapping[str, Style]) -> bool:
+def _is_around_a_cut(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
     """Say whether a module holds a column and a row: what is between them is a part."""
     inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
     return _COLUMN.cuts in inside and _ROW.cuts in inside
 
 
-def style_problem(module: nn.Module, style: Style) -> str | None:
+def style_problem(module: nn.Module, style: ParallelStyle) -> str | None:
     """Say why a style does not fit a module, or None.
 
     Examples:

@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.batch.shards import contiguous_shard
-from trainkit.collectives import gather_replicated, sum_forward
+from trainkit.collectives import all_gather_replicated, sum_forward
 from trainkit.models.decoder import Decoder
 from trainkit.models.experts import ExpertMlp, check_whole_documents
 from trainkit.parallel.names import canonical_name, name_matches
 from trainkit.parallel.reduction import mark_partial_
 from trainkit.parallel.styles import (
     STYLES,
-    Style,
+    ParallelStyle,
     local_padding,
     style_problem,
     styled_class,
@@ -29,7 +29,7 @@ from trainkit.parallel.styles import (
 )
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
-from trainkit.types import Axis, ConfigError, Hidden, ParallelState, Routed, VocabularyAxis
+from trainkit.types import Axis, ConfigError, Hidden, ParallelState, RoutedOutput, VocabularyAxis
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -79,7 +79,7 @@ _HF_STYLES = {
 }
 
 
-def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
+def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> Transform:
     """Return the transform that cuts matrices over `ps.tp`; the first of a plan.
 
     The module may be on the meta device, in `build_stages`, or hold its weights, the same on every
@@ -92,9 +92,10 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
 
     Args:
         styles: From patterns of module names, in which `*` stands for one part, to the names of
-            `STYLES` or to a `Style`: {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}.
+            `STYLES` or to a `ParallelStyle`: {"layers.*.mlp.up": "column", "layers.*.mlp.down":
+                "row"}.
             The pattern "" is the module itself, for parameters that it holds directly.
-            None takes the plan of `models.Decoder`; `hf_styles(model)` that of a Hugging Face
+            None takes the plan of `models.Decoder`; `read_hf_styles(model)` that of a Hugging Face
             model.
 
     Returns:
@@ -115,7 +116,7 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
-        >>> tensor({"0": "column", "1": "row"})(model, solo_parallel()) is model
+        >>> tensor_parallel({"0": "column", "1": "row"})(model, solo_parallel()) is model
         True
     """
 
@@ -147,10 +148,10 @@ def tensor(styles: Mapping[str, str | Style] | None = None) -> Transform:
     return Transform(apply, kind="tensor", axes=("tp",))
 
 
-def hf_styles(model: Any) -> dict[str, str]:
-    """Return the styles that a Hugging Face model brings, for `tensor`.
+def read_hf_styles(model: Any) -> dict[str, str]:
+    """Return the styles that a Hugging Face model brings, for `tensor_parallel`.
 
-    Logits are gathered, as all losses on logits need them; {**hf_styles(model), "lm_head":
+    Logits are gathered, as all losses on logits need them; {**read_hf_styles(model), "lm_head":
     "column"} leaves them cut, for `losses.cross_entropy(logits, labels, axis=ps.tp)`.
 
     Args:
@@ -166,13 +167,13 @@ def hf_styles(model: Any) -> dict[str, str]:
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)})
         >>> model._tp_plan = {"up": "colwise", "down": "rowwise"}
-        >>> hf_styles(model)
+        >>> read_hf_styles(model)
         {'up': 'column', 'down': 'row'}
     """
     plan = getattr(model, "_tp_plan", None)
     if not plan:
         raise ConfigError(
-            f"hf_styles: {type(model).__name__} brings no tensor-parallel plan; write one, as "
+            f"read_hf_styles: {type(model).__name__} brings no tensor-parallel plan; write one, as "
             '{"model.layers.*.mlp.up_proj": "column", ...}',
             where="tp",
         )
@@ -184,7 +185,7 @@ def hf_styles(model: Any) -> dict[str, str]:
             continue
         if style not in _HF_STYLES:
             raise ConfigError(
-                f"hf_styles: the plan of {type(model).__name__} asks for {style!r} at {pattern!r}, "
+                f"read_hf_styles: the plan of {type(model).__name__} has {style!r} at {pattern!r}, "
                 f"which tensor() has no style for (it knows {', '.join(_HF_STYLES)})",
                 where=pattern,
                 got=style,
@@ -208,7 +209,7 @@ def _norms_of_heads(model: nn.Module, found: Mapping[str, str]) -> dict[str, str
         sizes = {p.shape[-1] for p in module.parameters()}
         if sizes - {_head_size(modules[parent])}:
             raise ConfigError(
-                f"hf_styles: {name!r} is no norm of single heads, and the plan of "
+                f"read_hf_styles: {name!r} is no norm of single heads, and the plan of "
                 f"{type(model).__name__} does not say how it is cut; write a plan for this model",
                 where=name,
             )
@@ -220,8 +221,8 @@ def _norms_of_heads(model: nn.Module, found: Mapping[str, str]) -> dict[str, str
 
 
 def _styles_of(
-    module: nn.Module, styles: Mapping[str, str | Style] | None, *, whole: bool
-) -> dict[str, tuple[str, Style]]:
+    module: nn.Module, styles: Mapping[str, str | ParallelStyle] | None, *, whole: bool
+) -> dict[str, tuple[str, ParallelStyle]]:
     """Return (pattern, style) by module name; `whole` says that the module is no pipeline stage."""
     if styles is None and isinstance(module, Decoder):
         ready = dict(DECODER_STYLES if module.config.latents is None else LATENT_STYLES)
@@ -231,13 +232,14 @@ def _styles_of(
     elif styles is None:
         raise ConfigError(
             f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "
-            'tensor({"layers.*.up": "column", "layers.*.down": "row"}) or tensor(hf_styles(model))',
+            'tensor_parallel({"layers.*.up": "column", "layers.*.down": "row"}) or '
+            "tensor_parallel(read_hf_styles(model))",
             where="tp",
         )
     else:
         ready = styles
     names = [name for name, _ in module.named_modules() if name]
-    found: dict[str, tuple[str, Style]] = {}
+    found: dict[str, tuple[str, ParallelStyle]] = {}
     own = _inside_experts(module)
     for pattern, named in ready.items():
         matching = [name for name in names if name_matches(name, pattern) and name not in own]
@@ -272,8 +274,8 @@ def _inside_experts(module: nn.Module) -> set[str]:
     return {own for own in named for name in layers if f"{own}.".startswith(f"{name}.")}
 
 
-def _style(pattern: str, style: str | Style) -> Style:
-    if isinstance(style, Style):
+def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
         return style
     if style not in STYLES:
         raise ConfigError(
@@ -287,7 +289,7 @@ def _style(pattern: str, style: str | Style) -> Style:
 
 
 def _check_module(
-    name: str, modules: Mapping[str, nn.Module], pattern: str, style: Style, axis: Axis
+    name: str, modules: Mapping[str, nn.Module], pattern: str, style: ParallelStyle, axis: Axis
 ) -> None:
     """Refuse a module that a style does not fit, or whose parameters do not divide."""
     module = modules[name]
@@ -348,7 +350,7 @@ def _head_size(parent: nn.Module | None) -> int | None:
 # ------------------------------------------------------------------------------------------- shard
 
 
-def _shard_(module: nn.Module, styles: Mapping[str, Style], axis: Axis) -> None:
+def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) -> None:
     """Make every parameter a DTensor, and every module with parameters or a style a styled one."""
     classes: dict[Any, type] = {}
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
@@ -460,11 +462,11 @@ def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
     What routers counted are sums over the tokens of each rank, which have been apart so far.
     """
 
-    def hook(module: Decoder, _: Any, output: Any) -> Tensor | Hidden | Routed:
-        if isinstance(output, Routed):
+    def hook(module: Decoder, _: Any, output: Any) -> Tensor | Hidden | RoutedOutput:
+        if isinstance(output, RoutedOutput):
             apart = module.sequence_parts > 1
             sums = sum_forward(output.sums, axis) if apart else output.sums
-            return Routed(whole(module, output.output), sums)
+            return RoutedOutput(whole(module, output.output), sums)
         return whole(module, output)
 
     def whole(module: Decoder, output: Tensor | Hidden) -> Tensor | Hidden:
@@ -475,6 +477,6 @@ def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
             parts = (len(output.weight),) * axis.count
             known = VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=parts)
             return output._replace(axis=known)
-        return gather_replicated(output, axis, dim=-1)
+        return all_gather_replicated(output, axis, dim=-1)
 
     return hook

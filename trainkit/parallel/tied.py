@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.parallel.names import named_parameters_of
+from trainkit.parallel.names import get_named_parameters
 from trainkit.parallel.places import StagePlace, tied_of
 from trainkit.parallel.reduction import local_of
 from trainkit.types import Axis
@@ -47,7 +47,7 @@ def _tied_parameters(
     """Return this rank's tied parameters: own stage, the other one's stage, parameter."""
     found = []
     for stage, place in zip(stages, places, strict=True):
-        named = named_parameters_of([stage])
+        named = get_named_parameters([stage])
         for name, (owner, copy) in sorted(tied_of(stage).items()):
             if named[name].requires_grad:
                 other = copy if place.index == owner else owner

@@ -83,9 +83,9 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> from trainkit.parallel import compiled, fsdp
-        >>> check_plan([compiled(), fsdp()], solo_parallel())
-        >>> check_plan([fsdp(), compiled()], solo_parallel())
+        >>> from trainkit.parallel import compile_blocks, fsdp
+        >>> check_plan([compile_blocks(), fsdp()], solo_parallel())
+        >>> check_plan([fsdp(), compile_blocks()], solo_parallel())
         Traceback (most recent call last):
         trainkit.types.ConfigError: build_stages: in the plan, compiled must come before fsdp ...
     """

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from trainkit.parallel.names import canonical_name, named_parameters_of
+from trainkit.parallel.names import canonical_name, get_named_parameters
 from trainkit.types import ConfigError
 
 
@@ -63,7 +63,7 @@ def refuse_empty_parameters(module: nn.Module, *, by: str) -> None:
         Traceback (most recent call last):
         trainkit.types.ConfigError: fsdp: 'gate' has the shape [0, 4], and so no element to ...
     """
-    for name, parameter in named_parameters_of([module]).items():
+    for name, parameter in get_named_parameters([module]).items():
         if parameter.requires_grad and not parameter.numel():
             shape = list(parameter.shape)
             raise ConfigError(

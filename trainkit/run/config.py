@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 import attrs
 
-from trainkit.files import read_bounded
+from trainkit.files import read_limited
 from trainkit.health import Policy
-from trainkit.run.limits import Limits
+from trainkit.run.limits import Timeouts
+from trainkit.run.sinks.named import LoggingOptions
 from trainkit.types import (
+    BatchShape,
     ConfigError,
     Kernel,
     Layout,
     Numerics,
     Precision,
-    Rows,
     Validator,
     fraction,
     needs_extra,
@@ -40,24 +41,24 @@ from trainkit.types import (
     one_of,
     positive,
 )
-from trainkit.weights.checkpoint.retention import Keeping
+from trainkit.weights.checkpoint.retention import CheckpointOptions
 
 if TYPE_CHECKING:
-    from trainkit.weights.checkpoint.facts import Changes
+    from trainkit.weights.checkpoint.facts import ResumeRules
 
 __all__ = [
     "LinearOptions",
-    "OptimOptions",
+    "OptimizerOptions",
     "RowOptions",
     "RunConfig",
-    "changes_of",
-    "config_facts",
+    "config_to_dict",
     "fraction",
     "load_config",
+    "make_config_facts",
+    "make_resume_rules",
     "non_negative",
     "one_of",
     "option",
-    "plain_values",
     "positive",
     "read_config",
 ]
@@ -71,7 +72,7 @@ _MOST_BYTES = 1 << 16  # of a configuration file
 _MOST_DOTS = 1000  # of a line of it
 _MOST_PROBLEMS = 20  # that are told, each with the nearest name: a search takes a millisecond
 
-Change = Literal["refused", "asked", "free", "no fact"]
+OnResume = Literal["refused", "asked", "free", "no fact"]
 """Whether a run may be continued with another value of a field: no; if --allow-change names it;
 yes, as it changes nothing that is computed; or it is not even kept with the run, since it only says
 how this start of it is meant."""
@@ -80,7 +81,9 @@ how this start of it is meant."""
 # ------------------------------------------------------------------------------------ records
 
 
-def option(default: Any, validator: Validator | None = None, *, change: Change = "refused") -> Any:
+def option(
+    default: Any, validator: Validator | None = None, *, change: OnResume = "refused"
+) -> Any:
     """Return a field of a configuration; the docstring below it is its help.
 
     A field may be a record itself, with `default` an instance of it: its fields are then flags and
@@ -90,22 +93,22 @@ def option(default: Any, validator: Validator | None = None, *, change: Change =
     Args:
         default: The value where nobody gives one.
         validator: What it must be: `positive`, `one_of(...)`, or any other of attrs.
-        change: Whether a run may be continued with another value; see `changes_of`.
+        change: Whether a run may be continued with another value; see `make_resume_rules`.
 
     Examples:
         >>> @attrs.frozen(kw_only=True)
         ... class Config(RunConfig):
         ...     rows: int = option(8, positive)
         ...     recompute: str = option("none", one_of("none", "full"), change="free")
-        >>> changes_of(Config()).free[-1]
+        >>> make_resume_rules(Config()).free[-1]
         'config.recompute'
     """
     return attrs.field(default=default, validator=validator, metadata={"change": change})
 
 
-def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
+def _known_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
     """Refuse what no optimizer can be made of; torch is loaded only where there is something."""
-    fields = attrs.fields(OptimOptions)
+    fields = attrs.fields(OptimizerOptions)
     named = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
     if any(getattr(options, x.name) != x.default for x in fields if x.name in named):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
@@ -117,7 +120,7 @@ def _known_optimizer(options: OptimOptions, _: object, __: object) -> None:
 
 def _kept_by_optimizer(config: RunConfig, _: object, precision: Precision) -> None:
     """Refuse an optimizer that cannot keep what the precision says, which is another record's."""
-    options: OptimOptions | None = getattr(config, "optim", None)
+    options: OptimizerOptions | None = getattr(config, "optim", None)
     if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
@@ -136,7 +139,7 @@ def _known_recompute(_: object, __: object, mode: str) -> None:
 
 
 @attrs.frozen(kw_only=True)
-class OptimOptions:
+class OptimizerOptions:
     """How the optimizer steps."""
 
     lr: float = option(3e-3, positive, change="asked")
@@ -172,14 +175,14 @@ class OptimOptions:
     @property
     def made(self) -> dict[str, Any]:
         """What `optim.make_optimizer` is told."""
-        from trainkit.optim import read_groups, read_options  # noqa: PLC0415 -- it needs torch
+        from trainkit.optim import parse_groups, parse_options  # noqa: PLC0415 -- it needs torch
 
         return {
             "optimizer": self.optimizer,
             "lr": self.lr,
             "weight_decay": self.weight_decay,
-            "options": read_options(self.optimizer_options, optimizer=self.optimizer),
-            "groups": read_groups(self.optimizer_groups, optimizer=self.optimizer),
+            "options": parse_options(self.optimizer_options, optimizer=self.optimizer),
+            "groups": parse_groups(self.optimizer_groups, optimizer=self.optimizer),
             "mean": self.mean,
             "offload": self.offload_optimizer,
         }
@@ -206,7 +209,7 @@ class LinearOptions:
 
 
 @attrs.frozen(kw_only=True)
-class RowOptions(Rows):
+class RowOptions(BatchShape):
     """How text becomes the rows of a step."""
 
     row_length: int = attrs.field(default=256, validator=positive)
@@ -258,8 +261,9 @@ class RunConfig:
     offload_activations: int | None = option(None, _not_negative, change="free")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""
 
-    keeping: Keeping = option(Keeping(), change="no fact")
-    limits: Limits = option(Limits(), change="no fact")
+    checkpoints: CheckpointOptions = option(CheckpointOptions(), change="no fact")
+    logging: LoggingOptions = option(LoggingOptions(), change="no fact")
+    limits: Timeouts = option(Timeouts(), change="no fact")
     policy: Policy = option(Policy(), change="no fact")
     precision: Precision = option(Precision(), _kept_by_optimizer, change="asked")
     numerics: Numerics = option(Numerics(), change="asked")
@@ -267,7 +271,7 @@ class RunConfig:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """What `parallel.decoder_plan` is told beside the layout."""
+        """What `parallel.make_decoder_plan` is told beside the layout."""
         named = ("precision", "recompute", "compiled", "attention")
         return {x: getattr(self, x) for x in named} | {"offload": self.offload_activations}
 
@@ -275,7 +279,7 @@ class RunConfig:
     def opened(self) -> dict[str, Any]:
         """What `open_run` is told beside the directory."""
         told = {x: getattr(self, x) for x in ("layout", "limits", "numerics")}
-        return told | {"config": plain_values(self)}
+        return told | {"config": config_to_dict(self)}
 
 
 # ------------------------------------------------------------------------------------ fields
@@ -288,7 +292,7 @@ class _Field:
     path: tuple[str, ...]
     attribute: attrs.Attribute[Any]
     type: Any
-    change: Change
+    change: OnResume
     owner: Any = None  # the default of the record that it is in
 
     @property
@@ -322,7 +326,7 @@ def _fields(config_type: type[Any]) -> Mapping[str, _Field]:
     return found
 
 
-def _inside(record: attrs.Attribute[Any], field: _Field, change: Change) -> _Field:
+def _inside(record: attrs.Attribute[Any], field: _Field, change: OnResume) -> _Field:
     own = field.attribute.metadata.get("change", change)
     path = (record.name, *field.path)
     return attrs.evolve(field, path=path, change=own, owner=record.default)
@@ -342,26 +346,26 @@ def _record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
     return config_type(**made)
 
 
-def changes_of(config: Any, *, free: Sequence[str] = ()) -> Changes:
+def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
     """Return which fields a run may be continued with other values of; see `option`.
 
     Args:
         config: The configuration.
-        free: Other facts that may change: "files" of `packed_facts`, say, which only name what the
-            "fingerprint" stands for.
+        free: Other facts that may change: "files" of `make_data_facts`, say, which only name what
+            the "fingerprint" stands for.
 
     Examples:
-        >>> changes_of(RunConfig(allow_change=("compute",))).allow
+        >>> make_resume_rules(RunConfig(allow_change=("compute",))).allow
         ('compute',)
     """
-    from trainkit.weights.checkpoint.facts import Changes  # noqa: PLC0415 -- it needs torch
+    from trainkit.weights.checkpoint.facts import ResumeRules  # noqa: PLC0415 -- it needs torch
 
-    named = {kind: list[str]() for kind in get_args(Change)}
+    named = {kind: list[str]() for kind in get_args(OnResume)}
     for name, field in _fields(type(config)).items():
         named[field.change].append(name)
     # By the whole name: a fact "tokenizer", a hash, is another than the field, which is a path.
     free = (*(f"config.{name}" for name in (*named["no fact"], *named["free"])), *free)
-    return Changes(free, tuple(named["asked"]), config.allow_change)
+    return ResumeRules(free, tuple(named["asked"]), config.allow_change)
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -395,7 +399,7 @@ def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
     with needs_extra("recipes"):
         import tyro  # noqa: PLC0415 -- an extra
     argv = list(sys.argv[1:] if argv is None else argv)
-    refuse_undecoded(argv)
+    check_argv(argv)
     _check_flags(config_type, argv)
     file = _config_flag(config_type, argv)
     default = _from_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
@@ -440,20 +444,20 @@ def read_config(config_type: type[T], path: str | Path) -> T:
     return config
 
 
-def plain_values(config: Any) -> dict[str, Any]:
+def config_to_dict(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration as values that JSON holds.
 
     The field `config` is left out: the values of the file that it names are all here.
 
     Examples:
-        >>> plain_values(RunConfig(seed=7))["out"], plain_values(RunConfig(seed=7))["seed"]
+        >>> config_to_dict(RunConfig(seed=7))["out"], config_to_dict(RunConfig(seed=7))["seed"]
         ('runs/run', 7)
     """
     fields = _fields(type(config)).items()
     return {name: _plain(x.value(config)) for name, x in fields if name != "config"}
 
 
-def config_facts(config: Any) -> dict[str, Any]:
+def make_config_facts(config: Any) -> dict[str, Any]:
     """Return a configuration as facts to save with the checkpoints of a run.
 
     What only says where files are, how this start of the run began, when it stops and how it is
@@ -463,11 +467,11 @@ def config_facts(config: Any) -> dict[str, Any]:
         {"config.NAME": value}.
 
     Examples:
-        >>> config_facts(RunConfig(seed=7))["config.seed"]
+        >>> make_config_facts(RunConfig(seed=7))["config.seed"]
         7
     """
     kept = [name for name, x in _fields(type(config)).items() if x.change != "no fact"]
-    values = plain_values(config)
+    values = config_to_dict(config)
     return {f"config.{name}": values[name] for name in kept}
 
 
@@ -492,14 +496,14 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {dashes}{near[0]}?)" if near else ""
 
 
-def refuse_undecoded(argv: Sequence[str]) -> None:
+def check_argv(argv: Sequence[str]) -> None:
     """Refuse words that Python could not decode: no file of a run could name them.
 
     Raises:
         ConfigError: There is one.
 
     Examples:
-        >>> refuse_undecoded(["--out", "runs/é"])
+        >>> check_argv(["--out", "runs/é"])
     """
     for word in argv:
         if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
@@ -563,7 +567,7 @@ def _reason(message: str) -> str:
 def _from_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     """Return the record of a file, with `absent` for what it lacks, or raise all that is wrong."""
     try:
-        table = _toml_table(read_bounded(Path(path), most=_MOST_BYTES).decode())
+        table = _toml_table(read_limited(Path(path), most=_MOST_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error

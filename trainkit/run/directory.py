@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from trainkit.files import who_else_can_write
-from trainkit.types import ConfigError, DiskError
+from trainkit.files import find_other_writers
+from trainkit.types import ConfigError, DiskError, Log, log_info
 
 _FILES = ("lock", "metrics.jsonl", "events.jsonl", "run.json", "config.toml", "final.json")
 
@@ -21,14 +20,14 @@ def make_run_dir(
     path: str | Path,
     *,
     strict_owner: bool = False,
-    tell: Callable[[str], object] = lambda _: None,
+    log: Log = log_info,
 ) -> Path:
     """Return `path` as a directory that exists and can be written, as a probe of 4 KiB has shown.
 
     Args:
         path: The directory.
         strict_owner: Refuse a directory that others can write, too, instead of telling of it.
-        tell: What is called with a sentence for each reason to distrust the directory.
+        log: What is called with a sentence for each reason to distrust the directory.
 
     Raises:
         ConfigError: `path` is a file, or what a run writes in it is a pipe, a folder or the like;
@@ -64,7 +63,7 @@ def make_run_dir(
             want="a directory that this user can write",
             hint="make room, mend the permissions, or name another directory with --out",
         ) from error
-    problems = who_else_can_write(path)
+    problems = find_other_writers(path)
     if problems and strict_owner:
         raise ConfigError(
             f"make_run_dir: {'; '.join(problems)}",
@@ -72,7 +71,7 @@ def make_run_dir(
             hint=f"chmod go-w {path}, or use a directory of your own",
         )
     for problem in problems:
-        tell(problem)
+        log(problem)
     return path
 
 

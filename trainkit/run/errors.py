@@ -1,7 +1,7 @@
 """How a run ends: its exit code and its last words.
 
 A recipe puts its body under `report_errors`. Whatever goes wrong then ends in one line for a person
-and one for a program, with an exit code that says who can mend it. `leave` ends the process.
+and one for a program, with an exit code that says who can mend it. `run_main` ends the process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.files import flush, point_nowhere, say_on_stderr
-from trainkit.types import TrainkitError, error_text
+from trainkit.files import flush, redirect_to_devnull, say_on_stderr
+from trainkit.types import TrainkitError, format_error
 
-SAVED = 75
+EXIT_SAVED = 75
 """The exit code of a run that was told to stop and is saved: start the same command again."""
 
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
@@ -71,7 +71,7 @@ _HINTS = {
     _BUG: "this is a bug in trainkit or in the recipe; the traceback says where",
     _DISK: "make room or mend the permissions, then run the same command again",
     _INTERRUPTED: "run the same command again to go on from the last checkpoint",
-    SAVED: "run the same command again to go on from the last checkpoint",
+    EXIT_SAVED: "run the same command again to go on from the last checkpoint",
 }
 
 
@@ -79,10 +79,11 @@ _HINTS = {
 def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     """End the process with the exit code of what goes wrong inside, after saying what it was.
 
-    The exit codes are those of `error_code`. On stderr stand one readable line and then, last and
-    unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got, want
-    and hint; every rank writes its own. The traceback is appended to `errors/rank_00000.txt` in the
-    run directory; without one it goes to stderr, but for errors of the user, which need none.
+    The exit codes are those of `get_exit_code`. On stderr stand one readable line and then, last
+    and unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got,
+    want and hint; every rank writes its own. The traceback is appended to `errors/rank_00000.txt`
+    in the run directory; without one it goes to stderr, but for errors of the user, which need
+    none.
 
     Args:
         run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.
@@ -148,12 +149,12 @@ def _has_no_reader(stream: Any) -> bool:
         asked = select.poll()
         asked.register(stream.fileno(), select.POLLOUT)
         if any(found & select.POLLERR for _, found in asked.poll(0)):
-            point_nowhere(stream)
+            redirect_to_devnull(stream)
             return True
     return False
 
 
-def leave(main: Callable[[], int | None]) -> NoReturn:
+def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Run a recipe's `main`, and end the process with its exit code, whatever may be stuck.
 
     What goes wrong in it is told as `report_errors` does, also before a run directory is known.
@@ -172,7 +173,7 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
 
     Examples:
         >>> import subprocess
-        >>> script = "from trainkit.run.errors import *; leave(lambda: SAVED)"
+        >>> script = "from trainkit.run.errors import *; run_main(lambda: EXIT_SAVED)"
         >>> subprocess.run([sys.executable, "-c", script]).returncode
         75
     """
@@ -186,7 +187,7 @@ def leave(main: Callable[[], int | None]) -> NoReturn:
         code = end.code
     except BaseException as error:  # noqa: BLE001 -- there is nobody further out to catch it
         traceback.print_exc()
-        code = error_code(error)
+        code = get_exit_code(error)
     if isinstance(code, str):
         print(code, file=sys.stderr)  # noqa: T201 -- as the interpreter does with sys.exit(text)
         code = 1
@@ -233,7 +234,7 @@ def _end_children() -> None:
             child.kill()
 
 
-def error_code(error: BaseException) -> int:
+def get_exit_code(error: BaseException) -> int:
     """Return the exit code of a recipe that `error` ends.
 
     Returns:
@@ -242,7 +243,7 @@ def error_code(error: BaseException) -> int:
         76 interrupted.
 
     Examples:
-        >>> error_code(ValueError("x")), error_code(OSError(28, "No space left on device"))
+        >>> get_exit_code(ValueError("x")), get_exit_code(OSError(28, "No space left on device"))
         (64, 74)
     """
     if _limit_hint(error):
@@ -270,7 +271,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch's own is known by name, since whoever reports need not have loaded torch.
     if any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(error_text(error)) is not None
+    return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(format_error(error)) is not None
 
 
 def _limit_hint(error: BaseException) -> str | None:
@@ -284,7 +285,7 @@ def _limit_hint(error: BaseException) -> str | None:
         seen.append(cause)
         number = getattr(cause, "errno", None)
         is_plain = isinstance(cause, OSError | RuntimeError | ImportError)
-        text = error_text(cause) if is_plain else ""
+        text = format_error(cause) if is_plain else ""
         if number in {errno.EMFILE, errno.ENFILE} or _FILES_WORDS.search(text):
             return _FILES_HINT
         # A process that cannot be forked; as the cause of another error it is a lock that is held.
@@ -303,7 +304,7 @@ def bytes_asked(error: BaseException) -> str | None:
         '20.00 GiB'
         >>> bytes_asked(MemoryError())
     """
-    found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", error_text(error))
+    found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", format_error(error))
     return found[1] if found else None
 
 
@@ -315,12 +316,12 @@ def _is_peer_loss(error: BaseException) -> bool:
     return (
         isinstance(error, RuntimeError | ConnectionError | TimeoutError)
         and not isinstance(error, BrokenPipeError)
-        and _PEER_WORDS.search(error_text(error)) is not None
+        and _PEER_WORDS.search(format_error(error)) is not None
     )
 
 
 def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
-    code, no_memory = error_code(error), is_out_of_memory(error)
+    code, no_memory = get_exit_code(error), is_out_of_memory(error)
     limit, hint = _limit_hint(error), _MEMORY_HINT if no_memory else _HINTS.get(code)
     facts = {
         "code": code,
@@ -341,7 +342,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
 def _what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
-    text = " ".join(error_text(error, most=_LONGEST_FACT - 100).split())
+    text = " ".join(format_error(error, most=_LONGEST_FACT - 100).split())
     is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text

@@ -15,7 +15,7 @@ class Collect(Protocol):
 
 
 @contextmanager
-def collected_by_hand(*, every: int = 100) -> Iterator[Collect]:
+def collect_manually(*, every: int = 100) -> Iterator[Collect]:
     """Yield `collect()`, for the end of a step, and collect no garbage else.
 
     Python collects when it has made so many objects, on each rank in another step, and all ranks
@@ -30,7 +30,7 @@ def collected_by_hand(*, every: int = 100) -> Iterator[Collect]:
         Switches automatic collection off, and on again when the block is left, if it was on.
 
     Examples:
-        >>> with collected_by_hand() as collect:
+        >>> with collect_manually() as collect:
         ...     collect()
         ...     gc.isenabled()
         False

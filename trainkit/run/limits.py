@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-from trainkit.types import rule
+from trainkit.types import satisfies
 
-_waited = rule(lambda value: 1 <= value <= 30 * 86400, "from 1 to 2592000 seconds (30 days)")
+_waited = satisfies(lambda value: 1 <= value <= 30 * 86400, "from 1 to 2592000 seconds (30 days)")
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class Timeouts:
     """How long a step, what comes before it, and a stop may take, in seconds."""
 
     step_timeout: float = attrs.field(default=600.0, validator=_waited)

@@ -22,10 +22,10 @@ from typing import BinaryIO, NoReturn
 import attrs
 import orjson
 
-from trainkit.collectives import together
-from trainkit.files import disk_errors
+from trainkit.collectives import run_on_all_ranks
+from trainkit.files import convert_disk_errors
 from trainkit.run.peers import Member, is_gone
-from trainkit.types import Axis, ConfigError
+from trainkit.types import Axis, ConfigError, Log, log_warning
 
 # File systems that have no locks say one of these, Lustre without its option `flock` for example.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
@@ -46,11 +46,11 @@ class Holder:
 
 
 @contextlib.contextmanager
-def run_lock(
+def lock_run(
     run_dir: str | Path,
     axis: Axis,
     *,
-    tell: Callable[[str], object] = print,
+    log: Log = log_warning,
     patience: float = 10.0,
 ) -> Iterator[Callable[[], None]]:
     """Hold a run directory for the length of a `with` block, or refuse on all ranks alike.
@@ -62,7 +62,7 @@ def run_lock(
     Args:
         run_dir: The run directory, which exists.
         axis: The ranks of the run, `ps.world`.
-        tell: What is called, on rank 0, with a sentence about a lock that is taken over.
+        log: What is called, on rank 0, with a sentence about a lock that is taken over.
         patience: Seconds that the children of a dead holder have to end, and that the file may take
             until all ranks see it.
 
@@ -77,13 +77,13 @@ def run_lock(
         DiskError: The file cannot be written.
 
     Effects:
-        Writes `lock` on rank 0 and removes it at the end; communicates as `together`.
+        Writes `lock` on rank 0 and removes it at the end; communicates as `run_on_all_ranks`.
 
     Examples:
         >>> import tempfile
         >>> from trainkit.mesh import solo_parallel
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with run_lock(folder, solo_parallel().world):
+        ...     with lock_run(folder, solo_parallel().world):
         ...         sorted(path.name for path in Path(folder).iterdir())
         ['lock']
     """
@@ -93,7 +93,7 @@ def run_lock(
 
         def take(patience: float) -> str:
             if axis.index == 0:
-                taken.append(stack.enter_context(_held(path, token, tell, patience)))
+                taken.append(stack.enter_context(_held(path, token, log, patience)))
             return token
 
         def hold() -> None:
@@ -101,8 +101,8 @@ def run_lock(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 take(0.0)
 
-        own = together(lambda: take(patience), axis)[0]
-        together(lambda: _see(path, own, axis.index, patience), axis)
+        own = run_on_all_ranks(lambda: take(patience), axis)[0]
+        run_on_all_ranks(lambda: _see(path, own, axis.index, patience), axis)
         yield hold
 
 
@@ -112,7 +112,7 @@ def _see(path: Path, token: str, rank: int, patience: float) -> None:
     while not (said := _read_text(path)) or token not in said:
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"run_lock: rank {rank} on {socket.gethostname()} does not see the run directory "
+                f"lock_run: rank {rank} on {socket.gethostname()} does not see the run directory "
                 f"of rank 0: {path} is {'another one' if said else 'not there'}",
                 where=str(path.parent),
                 want="one directory for all ranks, on a disk that their hosts share",
@@ -132,14 +132,12 @@ def _read_text(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _held(
-    path: Path, token: str, tell: Callable[[str], object], patience: float
-) -> Iterator[BinaryIO]:
-    with disk_errors(path, by="run_lock"), contextlib.ExitStack() as opened:
+def _held(path: Path, token: str, log: Log, patience: float) -> Iterator[BinaryIO]:
+    with convert_disk_errors(path, by="lock_run"), contextlib.ExitStack() as opened:
         file = opened.enter_context(_take(path, patience))
         left = _read_holder(file)
         if left is not None:
-            tell(f"{path}: taken over; {left}, has ended without giving it back")
+            log(f"{path}: taken over; {left}, has ended without giving it back")
         file.seek(0)
         file.truncate()
         told = attrs.asdict(_this_process()) | {"token": token}
@@ -199,7 +197,7 @@ def _refuse(path: Path, holder: Holder | None) -> NoReturn:
     ended = holder is not None and _has_ended(holder)
     child = "; it has ended, but a process that it started still holds the lock" if ended else ""
     raise ConfigError(
-        f"run_lock: {path.parent} is in use by {holder or 'another run'}{child}",
+        f"lock_run: {path.parent} is in use by {holder or 'another run'}{child}",
         where=str(path),
         got=None if holder is None else str(holder),
         want="a directory that no other run writes to",

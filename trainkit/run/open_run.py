@@ -1,8 +1,8 @@
-"""What stands around a training process, and around its steps: two records of functions.
+"""What runs around a training process, and around its steps: two records of functions.
 
 `open_run` yields a `Run`; `run.loop` yields a `Loop`. Neither has a step, and no function of the
-library takes one of them: each field stands for two or three calls of other rooms, named beside it,
-which a script of another shape makes itself.
+library takes one of them: each field combines a few calls, which its description names, and a
+script of another shape makes these calls itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,30 +22,31 @@ import attrs
 from torch import Tensor
 
 from trainkit import health
-from trainkit.collectives import all_gather_json, together
-from trainkit.files import replacing, say_on_stderr, toml_text
-from trainkit.mesh import launch_notes, parallel_session
-from trainkit.metrics import memory_stats, step_records
-from trainkit.optim.combine import averaged
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.files import atomic_write, format_toml, say_on_stderr
+from trainkit.mesh import describe_launch, parallel_session
+from trainkit.metrics import make_step_records, read_memory_stats
+from trainkit.optim.combine import use_averaged_parameters
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import report_errors
-from trainkit.run.garbage import Collect, collected_by_hand
-from trainkit.run.limits import Limits
-from trainkit.run.lock import run_lock
-from trainkit.run.plots.load import plot_load
+from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.limits import Timeouts
+from trainkit.run.lock import lock_run
+from trainkit.run.log import make_logger, print_warning
+from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import Asked, stop_votes, trap_signals
-from trainkit.run.sinks.jsonl import read_jsonl, sync_lines
-from trainkit.run.sinks.named import named_sinks
-from trainkit.run.sinks.run_sinks import printer, run_sinks, run_summary
-from trainkit.run.startup import agree_at_start, code_facts
-from trainkit.run.watchdog import Announce, is_echo, watch
-from trainkit.schedules import due
+from trainkit.run.signals import Asked, open_stop_vote, trap_signals
+from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
+from trainkit.run.sinks.named import LoggingOptions, named_sinks
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
+from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.watchdog import Announce, is_echo, watch_ranks
+from trainkit.schedules import is_due
 from trainkit.types import (
-    Axis,
     ForwardBackward,
     Layout,
+    Log,
     Numerics,
     NumericsError,
     ParallelState,
@@ -62,38 +64,39 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_SOFTWARE = "software"  # a fact that may change, as people mend their recipes: it is told
-_STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
+_SOFTWARE = "software"  # a fact that may change, as people edit their recipes; it is logged
+_LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
-"""Evaluates; what it finds has a `loss` and its number of `tokens`, or of the `pairs` it is of.
-
-If it has a `score`, the lower the better, that says which checkpoints are best, and else the loss.
+"""`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
+`pairs` or `answers`. A `score`, lower is better, ranks checkpoints in place of the loss.
 """
 
 
 @attrs.frozen(eq=False)
 class Loop:
-    """What stands around the steps of a run, from `run.loop`."""
+    """What runs around the steps of a run, from `run.loop`."""
 
-    after: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = after(state, metrics, batch)`: waits for the step's numbers (`step_record`), writes
-    them as a line (`run_sinks`), with the first rank's memory (`memory_stats`), and skips, goes
-    back or ends as the policy has it (`guard_numbers`): the state that it returns may be an earlier
-    one. With `Keeping.log_every` above 1 it does so for so many steps at once, after the first step
-    and before all that is done between steps, and nothing else waits for the device. After the
-    first step an event "memory" has the peak of every rank."""
+    record: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
+    """`state = record(state, metrics, batch)`: waits for the metrics of the step
+    (`make_step_record`), writes them with the first rank's memory (`open_run_sinks`,
+    `read_memory_stats`), and skips, rolls back or ends as the policy says (`make_guard`): it may
+    return an earlier state. With `LoggingOptions.log_every` above 1 it does so for that many steps
+    at once, after the first step, and before anything else happens between two steps; other steps
+    do not wait for the device. After the first step an event "memory" has the peak of every
+    rank."""
 
-    evaluated: Callable[[TrainState, Evaluate], TrainState]
-    """`state = evaluated(state, evaluate)`: announces an evaluation to the watch, takes it (of what
-    `optim.averaged` puts in place), tells what it found to every sink as eval/NAME, and ends a run
-    that has diverged (`refuse_divergence`). Its `score`, or else its loss, is that of the
-    checkpoint of this step."""
+    evaluate: Callable[[TrainState, Evaluate], TrainState]
+    """`state = evaluate(state, evaluator)`: announces an evaluation to the watch, runs it (on
+    averaged parameters where there are some, `optim.use_averaged_parameters`), sends the results to
+    every sink as eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or
+    else the loss, becomes the score of this step's checkpoint."""
 
-    keep: Callable[[TrainState], str | None]
-    """`stop = keep(state)`: lets the ranks vote on whether to stop (`stop_votes`), saves when a
-    save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
-    (`saves`), collects garbage (`collected_by_hand`), and returns why it stops, or None."""
+    checkpoint: Callable[[TrainState], str | None]
+    """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
+    saves when a save is due, the run stops, or the step's evaluation is among the
+    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collect_manually`), and
+    returns why the run stops, or None."""
 
     event: Callable[..., None]
     """`event(name, **facts)` adds a line to events.jsonl."""
@@ -101,7 +104,7 @@ class Loop:
 
 @attrs.frozen(eq=False)
 class Run:
-    """What stands around a training process, from `open_run`."""
+    """What runs around a training process, from `open_run`."""
 
     dir: Path
     """The run directory."""
@@ -109,30 +112,31 @@ class Run:
     ps: ParallelState
     """The layout, as this rank sees it."""
 
-    say: Callable[[str], None]
-    """Prints a text on the first rank (`sinks.printer`)."""
+    log: Log
+    """Prints a message on the first rank (`make_logger`)."""
 
     phase: Announce
-    """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
+    """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
     stopping: Asked
-    """Why the run shall stop, or None; all ranks are told after the same step (`stop_votes`)."""
+    """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
-    """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
-    checkpoints have room (`checkpoint.require_space`), goes on from the last one or begins
-    (`checkpoint.resume`), says which, and writes config.toml. Beside `facts` checkpoints hold what
-    they were written by (`code_facts`): other code goes on, and is told."""
+    """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: checks that the
+    disk has room for two checkpoints (`checkpoint.check_disk_space`), resumes from the last one or
+    starts from scratch (`checkpoint.resume`), logs which, and writes config.toml. Besides `facts`,
+    checkpoints store the versions and hashes of the code (`make_code_facts`): other code resumes
+    too, and a message says so."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
-    """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
-    ...) as loop:` opens where lines go (`run_sinks`) and what saves and guards the
-    numbers (`guarded_saves`), and keeps Python from collecting garbage inside of steps
-    (`collected_by_hand`). Leaving it waits for the last save."""
+    """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
+    logging=..., policy=...) as loop:` opens the sinks (`open_run_sinks`), the saves and the guard
+    against bad numbers (`open_guarded_saver`), and collects garbage only between steps
+    (`collect_manually`). Leaving it waits for the last save."""
 
     finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
-    """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
-    loss, and the load of experts if there are any, and says how the time was spent."""
+    """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), plots the
+    loss, and the load of experts if there are any, and logs how the time was spent."""
 
 
 @contextlib.contextmanager
@@ -140,41 +144,40 @@ def open_run(
     run_dir: str | Path,
     *,
     layout: Layout | None = None,
-    limits: Limits | None = None,
+    limits: Timeouts | None = None,
     numerics: Numerics | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
-    """Open the process groups, with signals trapped, the directory locked and a watch over all.
+    """Open the process groups, with signals trapped, the directory locked and the ranks watched.
 
-    From the outside in, and why there: `report_errors` tells of every error and gives it its exit
-    code; `trap_signals` hears a signal while ranks still look for each other; `parallel_session`
-    brings them together; `make_run_dir` tries the directory on all ranks, and if one of them cannot
-    write there, all end (on its own it would leave the others waiting for it); `run_lock` refuses a
-    directory that another job trains in, or that not all ranks share; `report_errors` again, since
-    from here on a traceback has a directory to lie in; `watch` ends all ranks when one is lost or
-    stuck; `stop_votes` lets all stop after the same step; `agree_at_start` compares what the ranks
-    were started with. A script that wants fewer of them opens those itself, down to
-    `parallel_session` alone.
+    From the outside in, and why there: `report_errors` reports every error and gives it its exit
+    code; `trap_signals` receives a signal while ranks still wait for each other; `parallel_session`
+    connects them; `make_run_dir` tries the directory on all ranks, and all end if one of them
+    cannot write there (alone it would leave the others waiting); `lock_run` raises if another job
+    trains in the directory, or if not all ranks share it; `report_errors` again, since tracebacks
+    now have a directory; `watch_ranks` ends all ranks when one is lost or hangs; `open_stop_vote`
+    lets all stop after the same step; `check_ranks_agree` compares what the ranks were started
+    with. A script that needs fewer of them opens those, down to `parallel_session` alone.
 
     Args:
-        run_dir: The run directory; it is made.
-        layout: The degrees and how work is done; by default what there are of processes shard.
-        limits: How long ranks may wait. Collectives may wait longer: it is the watch that ends a
-            step in time, and knows who is stuck.
-        numerics: How exact its arithmetic is, which is set (`set_numerics`) and said; by default
-            torch is left as it is.
-        config: The resolved configuration, plain values by name. All ranks must have the same, but
-            for `out`; `resume` writes it, checkpoints hold it, and sinks show it.
+        run_dir: The run directory, made if it does not exist.
+        layout: The degrees and how work is done; by default all processes shard parameters.
+        limits: How long ranks may wait. Collectives may wait longer: the watch ends a step in
+            time, and knows which rank hangs.
+        numerics: The precision of arithmetic, set (`set_numerics`) and logged; by default torch's
+            settings stay.
+        config: The resolved configuration, plain values by name, equal on all ranks except for
+            `out`. `resume` writes it, checkpoints store it, and sinks show it.
 
     Yields:
         A `Run`.
 
     Raises:
-        SystemExit: In place of any exception, with the exit code of `error_code`.
+        SystemExit: In place of any exception, with the exit code of `get_exit_code`.
 
     Effects:
-        Opens process groups, starts threads, sets signal handlers and writes the lock and the beats
-        of this rank under `run_dir`; closes, ends and puts back what it can at the end.
+        Opens process groups, starts threads, sets signal handlers, writes the lock and the
+        heartbeats of this rank under `run_dir`; undoes what it can at the end.
 
     Examples:
         >>> import tempfile
@@ -182,73 +185,80 @@ def open_run(
         ...     run.ps.world.count, run.stopping()
         (1, None)
     """
-    layout, limits = layout or Layout(), limits or Limits()
-    start = timedelta(seconds=limits.start_timeout)
-    progress = checkpoint.Progress()
-    longest = max(start, timedelta(seconds=10 * limits.step_timeout))
+    layout = layout or Layout()
+    limits = limits or Timeouts()
+    folder = Path(run_dir)
+    progress = checkpoint.SaveProgress()
+    start_timeout = timedelta(seconds=limits.start_timeout)
     if numerics is not None:
         set_numerics(numerics)
     with (
         report_errors(),
         trap_signals() as asked,
-        parallel_session(layout, timeout=longest, start_timeout=start, asked=asked) as ps,
-        _made_on_all(run_dir, ps.world) as folder,
-        run_lock(folder, ps.world) as hold,
-        report_errors(folder),
-        watch(
-            folder,
-            ps.world,
+        parallel_session(
+            layout,
+            timeout=max(start_timeout, timedelta(seconds=10 * limits.step_timeout)),
+            start_timeout=start_timeout,
             asked=asked,
-            allow=limits.start_timeout,
-            grace=limits.grace,
-            hold=hold,
-            written=lambda: progress.parts,
-        ) as phase,
-        stop_votes(asked, ps.world) as stopping,
+        ) as ps,
     ):
-        same = {f"config.{name}": x for name, x in (config or {}).items() if name != "out"}
-        software = code_facts()  # once: a recipe may be edited while it runs
-        agree_at_start(ps.world, same | software)
-        say = printer(ps.world.share)
-        for note in launch_notes(os.environ):
-            say(note)
-        if numerics is not None:
-            say(str(numerics))
-        frame = _Frame(folder, ps, say, phase, stopping, limits, software, config, progress)
-        yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
-
-
-@contextlib.contextmanager
-def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
-    together(lambda: str(make_run_dir(run_dir)), axis)
-    yield Path(run_dir)
-
-
-def _with_software(facts: checkpoint.Facts | None, software: Mapping[str, str]) -> checkpoint.Facts:
-    """Return the facts of a run and, as one of them, the code that it is run by."""
-
-    def facts_at(batches: int) -> Mapping[str, Any]:
-        known = facts(batches) if callable(facts) else facts or {}
-        return {**known, _SOFTWARE: software}
-
-    return facts_at
+        run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
+        with (
+            lock_run(folder, ps.world) as hold,
+            report_errors(folder),
+            watch_ranks(
+                folder,
+                ps.world,
+                asked=asked,
+                allow=limits.start_timeout,
+                grace=limits.grace,
+                hold=hold,
+                written=lambda: progress.parts,
+            ) as phase,
+            open_stop_vote(asked, ps.world) as stopping,
+        ):
+            software = make_code_facts()  # read once: a recipe may be edited while it runs
+            settings = {f"config.{key}": x for key, x in (config or {}).items() if key != "out"}
+            check_ranks_agree(ps.world, settings | software)
+            logger = make_logger(ps.world.share)
+            for note in describe_launch(os.environ):
+                logger.info(note)
+            if numerics is not None:
+                logger.info(str(numerics))
+            functions = _RunFunctions(
+                folder, ps, logger, phase, stopping, limits, software, config, progress
+            )
+            yield Run(
+                dir=folder,
+                ps=ps,
+                log=logger.info,
+                phase=phase,
+                stopping=stopping,
+                resume=functions.resume,
+                loop=functions.loop,
+                finish=functions.finish,
+            )
 
 
 @attrs.define(eq=False)
-class _Frame:
-    """What the functions of a `Run` share."""
+class _RunFunctions:
+    """The functions of a `Run`, and what they share."""
 
     dir: Path
     ps: ParallelState
-    say: Callable[[str], None]
+    logger: Logger
     phase: Announce
     stopping: Asked
-    limits: Limits
+    limits: Timeouts
     software: Mapping[str, str]
     config: Mapping[str, Any] | None
-    progress: checkpoint.Progress
+    progress: checkpoint.SaveProgress
     facts: checkpoint.Facts | None = None
-    told: list[str] = attrs.field(factory=list)  # how the run began
+    resume_messages: list[str] = attrs.field(factory=list)
+
+    @property
+    def log(self) -> Log:
+        return self.logger.info
 
     def resume(
         self,
@@ -256,12 +266,17 @@ class _Frame:
         optimizer: torch.optim.Optimizer,
         *,
         facts: checkpoint.Facts | None = None,
-        changes: checkpoint.Changes | None = None,
+        changes: checkpoint.ResumeRules | None = None,
         request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = list(stages), _with_software(facts, self.software)
-        changes = changes or checkpoint.Changes()
-        checkpoint.require_space(self.dir, stages, axis=self.ps.world, tell=self.say)
+        def facts_with_software(batches: int) -> Mapping[str, Any]:
+            of_run = facts(batches) if callable(facts) else facts or {}
+            return {**of_run, _SOFTWARE: self.software}
+
+        stages = list(stages)
+        self.facts = facts_with_software
+        changes = changes or checkpoint.ResumeRules()
+        checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
             TrainState(),
@@ -271,12 +286,12 @@ class _Frame:
             request=request,
             facts=self.facts,
             changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
-            tell=self.told.append,
+            log=self.resume_messages.append,
         )
-        self.say("\n".join(self.told) or "beginning afresh")
+        self.log("\n".join(self.resume_messages) or "starting from scratch")
         if self.ps.world.index == 0 and self.config is not None:
-            with replacing(self.dir / "config.toml", by="open_run") as file:
-                file.write(toml_text(self.config).encode())
+            with atomic_write(self.dir / "config.toml", by="open_run") as file:
+                file.write(format_toml(self.config).encode())
         return state
 
     @contextlib.contextmanager
@@ -288,27 +303,33 @@ class _Frame:
         *,
         steps: int,
         replay: ForwardBackward,
-        keeping: checkpoint.Keeping | None = None,
+        checkpoints: checkpoint.CheckpointOptions | None = None,
+        logging: LoggingOptions | None = None,
         policy: health.Policy | None = None,
     ) -> Iterator[Loop]:
-        keeping = keeping or checkpoint.Keeping()
+        stages = list(stages)
+        checkpoints = checkpoints or checkpoint.CheckpointOptions()
+        logging = logging or LoggingOptions()
+        policy = policy or health.Policy()
         if state.step >= steps:
-            self.say(
+            self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
-        policy, stages = policy or health.Policy(), list(stages)
-        others = named_sinks(keeping.sinks, self.dir, config=self.config)
-        opened = list[_Around]()
+        opened = list[_LoopFunctions]()
 
-        def unsaved(error: BaseException) -> checkpoint.Unsaved | None:
-            return opened[0].unsaved(error) if opened else None
+        def find_unsaved(error: BaseException) -> checkpoint.UnsavedState | None:
+            return opened[0].find_unsaved(error) if opened else None
 
         with (
-            run_sinks(self.dir, self.ps.world.share, step=state.step, last=steps, extra=others) as (
-                log,
-                event,
-            ),
-            checkpoint.guarded_saves(
+            open_run_sinks(
+                self.dir,
+                self.ps.world.share,
+                step=state.step,
+                last=steps,
+                extra=named_sinks(logging.sinks, self.dir, config=self.config),
+                logger=self.logger,
+            ) as (write_metrics, event),
+            checkpoint.open_guarded_saver(
                 self.dir,
                 stages,
                 optimizer,
@@ -318,29 +339,43 @@ class _Frame:
                 event=event,
                 facts=self.facts,
                 config=self.config,
-                retention=keeping.retention,
-                background=keeping.background_saves,
+                retention=checkpoints.retention,
+                background=checkpoints.background_saves,
                 grace=self.limits.grace or 25.0,
-                before_commit=partial(sync_lines, self.dir),
-                tell=self.say,
-                unsaved=unsaved,
+                before_commit=partial(fsync_jsonl, self.dir),
+                log=self.log,
+                unsaved=find_unsaved,
                 progress=self.progress,
             ) as (save, guard),
-            collected_by_hand() as collect,
+            collect_manually() as collect,
         ):
-            event("resume", step=state.step, told=self.told, software=self.software)
-            around = _Around(
-                self, stages, optimizer, steps, keeping, log, event, save, guard, collect, policy
+            event("resume", step=state.step, messages=self.resume_messages, software=self.software)
+            functions = _LoopFunctions(
+                run=self,
+                stages=stages,
+                optimizer=optimizer,
+                steps=steps,
+                checkpoints=checkpoints,
+                log_every=logging.log_every or (1 if self.ps.device.type == "cpu" else _LOG_EVERY),
+                write_metrics=write_metrics,
+                event=event,
+                save=save,
+                guard=guard,
+                collect=collect,
+                policy=policy,
+                first_step=state.step,
             )
-            around.first = around.hold(state).step
-            opened.append(around)
-            with around.optimizer_steps_counted():
-                yield Loop(around.after, around.evaluated, around.keep, event)
-                around.end()
-        if around.stop:
-            why, again = f"({around.stop})", "the same command goes on from there"
-            self.say(f"stopped after step {around.step} {why}; {again}")
-            self.say(run_summary(self.dir))
+            functions.set_current(state)
+            opened.append(functions)
+            with functions.count_optimizer_steps():
+                yield Loop(functions.record, functions.evaluate, functions.checkpoint, event)
+                functions.end()
+        if functions.stop_reason:
+            self.log(
+                f"stopped after step {functions.last_step} ({functions.stop_reason}); the same "
+                f"command resumes from there"
+            )
+            self.log(summarize_run(self.dir))
 
     def finish(
         self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
@@ -349,50 +384,52 @@ class _Frame:
         checkpoint.write_final(self.dir, state, list(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
-            plot_loss(metrics, self.dir / "loss.png")
+            picture = self.dir / "loss.png"
+            plot_loss(metrics, picture)
             if any("load" in line for line in read_jsonl(metrics)):
-                plot_load(metrics, self.dir / "load.png")
-            self.say(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
-            self.say(run_summary(self.dir))
+                plot_expert_load(metrics, self.dir / "load.png")
+            self.log(f"the run is in {self.dir}; its loss is plotted in {picture}")
+            self.log(summarize_run(self.dir))
 
 
 @attrs.define(eq=False)
-class _Around:
-    """What the functions of a `Loop` share: steps not looked at yet, the last score, the vote.
+class _LoopFunctions:
+    """The functions of a `Loop`, and what they share: pending steps, the last score, the vote.
 
-    `held` is the state that the stages and the optimizer hold, as far as the loop knows it. It is
-    whole until the next optimizer step begins, which writes parameters and moments one by one and
-    is followed by the counters: see `unsaved`.
+    `current` is the state of the stages and the optimizer, as far as the loop knows it. It is
+    consistent until the next optimizer step starts, which writes parameters and moments one by one
+    and is followed by the counters: see `find_unsaved`.
     """
 
-    frame: _Frame
+    run: _RunFunctions
     stages: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     steps: int
-    keeping: checkpoint.Keeping
-    log: Sink
+    checkpoints: checkpoint.CheckpointOptions
+    log_every: int
+    write_metrics: Sink
     event: Callable[..., None]
     save: Save
     guard: Guard
     collect: Collect
     policy: health.Policy
-    begin: float = attrs.field(factory=time.perf_counter)
-    score: tuple[int, float] | None = None
-    best: int | None = None  # the step of the last evaluation, if that was one of the best so far
-    stop: str | None = None
-    step: int = 0
+    first_step: int  # the step that the loop started from
+    step_start: float = attrs.field(factory=time.perf_counter)
+    score: tuple[int, float] | None = None  # of the last evaluation, with its step
+    best_step: int | None = None  # the step of the last evaluation, if it is one of the best so far
+    stop_reason: str | None = None
+    last_step: int = 0
     pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
-    batch: StepBatch | None = None  # of the last of them
-    begun: bool = False
-    held: TrainState | None = None
+    batch: StepBatch | None = None  # of the last pending step
+    has_recorded: bool = False
+    current: TrainState | None = None
     optimizer_steps: int = 0
-    steps_of_held: int = 0  # optimizer steps that `held` is the outcome of
-    first: int = 0  # the step that the loop began with
-    last_saved: int | None = None  # the step of which a save was begun last
-    memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when last looked at
+    optimizer_steps_of_current: int = 0
+    last_saved: int | None = None  # the step of the save that was started last
+    memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
 
     @contextlib.contextmanager
-    def optimizer_steps_counted(self) -> Iterator[None]:
+    def count_optimizer_steps(self) -> Iterator[None]:
         def count(*_: Any) -> None:
             self.optimizer_steps += 1
 
@@ -402,164 +439,181 @@ class _Around:
         finally:
             handle.remove()
 
-    def hold(self, state: TrainState) -> TrainState:
-        """Return a state, and know that it is what the stages and the optimizer hold."""
-        self.held, self.steps_of_held = state, self.optimizer_steps
+    def set_current(self, state: TrainState) -> TrainState:
+        """Note that the stages and the optimizer have this state, and return it."""
+        self.current = state
+        self.optimizer_steps_of_current = self.optimizer_steps
         return state
 
-    def unsaved(self, error: BaseException) -> checkpoint.Unsaved | None:
-        """Return the state that is whole when an error ends the run, if it is not saved already.
+    def find_unsaved(self, error: BaseException) -> checkpoint.UnsavedState | None:
+        """Return the state to save when an error ends the run; None if it is saved or torn.
 
-        Nothing here communicates. After a `NumericsError` it is an earlier state that is wanted.
+        Nothing here communicates. After a `NumericsError` an earlier state is the right one.
         """
-        state, follows = self.held, is_echo(error) or isinstance(error, PeerError)
+        state = self.current
+        after_peer_error = is_echo(error) or isinstance(error, PeerError)
         if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
             return None
-        if self.optimizer_steps != self.steps_of_held:
-            if not follows:
-                say_on_stderr(
-                    f"warning: step {state.step} cannot be saved: the error came within step "
+        if self.optimizer_steps != self.optimizer_steps_of_current:
+            if not after_peer_error:
+                print_warning(
+                    f"step {state.step} cannot be saved: the error came within step "
                     f"{state.step + 1}, after its optimizer step had begun"
                 )
             return None
         try:
-            state = self.look(state, self._judge_alone)
-        except NumericsError:  # what follows from it, all ranks decide together
+            state = self.read_pending(state, self._check_alone)
+        except NumericsError:  # all ranks decide together about what follows from it
             return None
-        scored, score = self.score or (None, None)
-        return checkpoint.Unsaved(
-            state, say_on_stderr, score if scored == state.step else None, follows
+        scored_step, score = self.score or (None, None)
+        return checkpoint.UnsavedState(
+            state,
+            say_on_stderr,
+            score if scored_step == state.step else None,
+            after_peer_error,
         )
 
     def _is_saved(self, step: int) -> bool:
-        newest = checkpoint.list_checkpoints(self.frame.dir / "checkpoints")[:1]
-        was_begun = step == self.last_saved and [step_of(path) for path in newest] == [step]
-        return step == self.first or was_begun
+        newest = checkpoint.list_checkpoints(self.run.dir / "checkpoints")[:1]
+        was_started = step == self.last_saved and [step_of(path) for path in newest] == [step]
+        return step == self.first_step or was_started
 
-    def _judge_alone(
+    def _check_alone(
         self,
         state: TrainState,
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
-        seen: health.Memory | None = None,
+        seen: health.HealthState | None = None,
     ) -> TrainState:
-        """Judge a step as `guard_numbers` does, without asking other ranks."""
+        """Check a step as `make_guard` does, without communication."""
         del batch
-        action, state = health.judge(state, record, self.policy, seen=seen)
+        action, state = health.judge_step(state, record, self.policy, seen=seen)
         if action.reason:
             raise NumericsError(action.reason)
         return state
 
-    def after(
+    def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
-        self.batch, every = batch, self.keeping.log_every
-        every = every or (1 if self.frame.ps.device.type == "cpu" else _STEPS_AT_ONCE)
-        if self.begun and not (due(state.step, every) or self._saves(state)):
-            # Copied, since who gave a tensor may write into it before anybody reads it.
-            kept = {
-                k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in metrics.items()
+        self.batch = batch
+        is_first = not self.has_recorded
+        if not (is_first or is_due(state.step, self.log_every) or self._is_save_due(state)):
+            # Copies, since the step may write into its tensors again before they are read.
+            copies = {
+                name: x.detach().clone() if isinstance(x, Tensor) else x
+                for name, x in metrics.items()
             }
-            self.pending.append((state, kept))
-            return self.hold(state)
-        if not self.begun:  # a save that cannot succeed is refused here, not many steps later
-            checkpoint.check_savable(state, self.stages, self.optimizer, self.frame.ps)
+            self.pending.append((state, copies))
+            return self.set_current(state)
+        if is_first:  # a save that cannot succeed is refused here, not many steps later
+            checkpoint.check_savable(state, self.stages, self.optimizer, self.run.ps)
         self.pending.append((state, metrics))
-        # The next steps may take their time from here on: these have been handed to the device.
-        self.frame.phase(f"step {state.step + 1}", allow=every * self.frame.limits.step_timeout)
-        is_first, self.begun = not self.begun, True
-        state = self.look(state)
+        # The time of the next steps starts here: these are queued on the device already.
+        self.run.phase(
+            f"step {state.step + 1}", allow=self.log_every * self.run.limits.step_timeout
+        )
+        self.has_recorded = True
+        state = self.read_pending(state)
         if is_first:
-            self.report_memory(state.step)
+            self._report_memory(state.step)
         return state
 
-    def report_memory(self, step: int) -> None:
-        """Write the peak of every rank: the lines of the steps have the first rank's alone."""
-        peaks = all_gather_json(self.memory["memory_peak"], self.frame.ps.world)
+    def _report_memory(self, step: int) -> None:
+        """Record the peak of every rank: the lines of steps have the first rank's alone."""
+        peaks = all_gather_objects(self.memory["memory_peak"], self.run.ps.world)
         self.event("memory", step=step, memory_peak=peaks)
         if len(peaks) > 1:
-            most = max(peaks)
-            self.frame.say(
-                f"memory: at most {most / 2**30:.2f} GiB on a rank so far, on rank "
-                f"{peaks.index(most)}; metrics.jsonl has that of rank 0"
+            peak = max(peaks)
+            self.run.log(
+                f"memory: at most {peak / 2**30:.2f} GiB on a rank so far, on rank "
+                f"{peaks.index(peak)}; metrics.jsonl has that of rank 0"
             )
 
-    def look(self, state: TrainState, guard: Guard | None = None) -> TrainState:
-        """Write the lines of the steps that nobody has looked at and judge them, one by one.
+    def read_pending(self, state: TrainState, guard: Guard | None = None) -> TrainState:
+        """Write the metrics of the pending steps and check them, one by one.
 
-        A roll-back from one of them gives up those after it, as if they had not been taken.
+        A roll-back from one of them discards those after it, as if they had not been taken.
         """
-        guard, steps = guard or self.guard, self.pending
-        self.held = None  # a roll-back writes parameters
+        guard = guard or self.guard
+        steps = self.pending
         self.pending = []
-        known = steps[0][0].health if steps else state.health
-        records = step_records([metrics for _, metrics in steps], begin=self.begin)
+        self.current = None  # a roll-back writes parameters
+        newest_health = steps[0][0].health if steps else state.health
+        records = make_step_records([metrics for _, metrics in steps], begin=self.step_start)
         if steps:
-            self.memory = self._memory()
-        for (at, _), record in zip(steps, records, strict=True):
+            self.memory = self._measure_memory()
+        for (at_step, _), record in zip(steps, records, strict=True):
             record.update(self.memory)
-            self.log(at.step, record)
-            batch = self.batch if at is steps[-1][0] else None
-            judged = attrs.evolve(at, health=health.with_scale_of(at.health, known))
-            after = guard(judged, record, batch, seen=at.health)
-            self.begin = time.perf_counter()
-            if after.step < at.step:
-                self.last_saved = after.step
-                return self.hold(after)
-            known = after.health
-        scaled = health.with_scale_of(state.health, known)
-        return self.hold(attrs.evolve(state, health=scaled))
+            self.write_metrics(at_step.step, record)
+            checked = guard(
+                attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
+                record,
+                self.batch if at_step is steps[-1][0] else None,
+                seen=at_step.health,
+            )
+            self.step_start = time.perf_counter()
+            if checked.step < at_step.step:
+                self.last_saved = checked.step
+                return self.set_current(checked)
+            newest_health = checked.health
+        scaled = health.copy_loss_scale(state.health, newest_health)
+        return self.set_current(attrs.evolve(state, health=scaled))
 
-    def _memory(self) -> dict[str, int]:
-        device, before = self.frame.ps.device, self.memory.get("memory_peak", 0)
-        found = memory_stats(device)
-        if device.type == "cpu":  # whose peak is that of the whole process
-            found["memory_peak"] = max(before, found["memory_peak"])
-        return found
+    def _measure_memory(self) -> dict[str, int]:
+        memory = read_memory_stats(self.run.ps.device)
+        if self.run.ps.device.type == "cpu":  # the peak of the whole process never falls
+            memory["memory_peak"] = max(self.memory.get("memory_peak", 0), memory["memory_peak"])
+        return memory
 
     def end(self) -> None:
         if self.pending:
-            self.look(self.pending[-1][0])
-        if self.stop:
-            self.event("stop", step=self.step, why=self.stop)
+            self.read_pending(self.pending[-1][0])
+        if self.stop_reason:
+            self.event("stop", step=self.last_step, why=self.stop_reason)
 
-    def _saves(self, state: TrainState) -> bool:
-        return due(state.step, self.keeping.save_every, last=self.steps)
+    def _is_save_due(self, state: TrainState) -> bool:
+        return is_due(state.step, self.checkpoints.save_every, last=self.steps)
 
-    def evaluated(self, state: TrainState, evaluate: Evaluate) -> TrainState:
-        if (looked := self.look(state)).step < state.step:
-            return looked  # what was to be evaluated is gone
-        state = looked
-        self.frame.phase("evaluation", allow=self.frame.limits.start_timeout)
-        with averaged(self.optimizer):
-            found = evaluate()
-        state = health.refuse_divergence(state, found["loss"])
-        score = found.get("score", found["loss"])
-        if state.step > 0:  # the weights that a run begins with are no checkpoint of it
-            is_best, memory = health.among_best(score, state.health, most=self.keeping.keep_best)
+    def evaluate(self, state: TrainState, evaluator: Evaluate) -> TrainState:
+        checked = self.read_pending(state)
+        if checked.step < state.step:
+            return checked  # the state to evaluate was rolled back
+        state = checked
+        self.run.phase("evaluation", allow=self.run.limits.start_timeout)
+        with use_averaged_parameters(self.optimizer):
+            results = evaluator()
+        state = health.stop_if_diverged(state, results["loss"])
+        score = results.get("score", results["loss"])
+        if state.step > 0:  # the initial weights are no checkpoint of the run
+            is_best, memory = health.is_among_best(
+                score, state.health, most=self.checkpoints.keep_best
+            )
             state = attrs.evolve(state, health=memory)
-            self.best = state.step if is_best else None
-        self.hold(state)
-        self.event("evaluation", step=state.step, **found)
-        unit = next((x for x in ("pair", "answer") if f"{x}s" in found), "token")
+            self.best_step = state.step if is_best else None
+        self.set_current(state)
+        self.event("evaluation", step=state.step, **results)
+        unit = next((x for x in ("pair", "answer") if f"{x}s" in results), "token")
         nats = "nats " if unit == "token" else ""
-        told = f"{found['loss']:.4f} {nats}per {unit}, {found[f'{unit}s']} {unit}s"
-        self.frame.say(f"held out: {told}")
+        self.run.log(
+            f"held out: {results['loss']:.4f} {nats}per {unit}, {results[f'{unit}s']} {unit}s"
+        )
         self.score = state.step, score
-        self.begin = time.perf_counter()
+        self.step_start = time.perf_counter()
         return state
 
-    def keep(self, state: TrainState) -> str | None:
-        self.stop = self.frame.stopping()
-        saves = self.stop or self._saves(state) or self.best == state.step
-        if saves:
-            state = self.look(state)
-            scored, score = self.score or (None, None)
+    def checkpoint(self, state: TrainState) -> str | None:
+        self.stop_reason = self.run.stopping()
+        is_saved = bool(
+            self.stop_reason or self._is_save_due(state) or self.best_step == state.step
+        )
+        if is_saved:
+            state = self.read_pending(state)
+            scored_step, score = self.score or (None, None)
             self.last_saved = state.step
-            self.save(state, score if scored == state.step else None)
-        self.collect(idle=bool(saves))
-        self.step = state.step
+            self.save(state, score if scored_step == state.step else None)
+        self.collect(idle=is_saved)
+        self.last_step = state.step
         if not self.pending:
-            self.begin = time.perf_counter()
-        return self.stop
+            self.step_start = time.perf_counter()
+        return self.stop_reason

@@ -13,10 +13,10 @@ def set_numerics(numerics: Numerics) -> None:
     """Make torch multiply matrices of fp32, and choose its algorithms, as a record says.
 
     Raises:
-        ValueError: See `deterministic`.
+        ValueError: See `use_deterministic`.
 
     Effects:
-        Sets torch's switches for this process, as `deterministic` does where it is asked for.
+        Sets torch's switches for this process, as `use_deterministic` does where it is asked for.
 
     Examples:
         >>> set_numerics(Numerics(matmul="high"))
@@ -26,10 +26,10 @@ def set_numerics(numerics: Numerics) -> None:
     """
     torch.set_float32_matmul_precision(numerics.matmul)
     if numerics.deterministic:
-        deterministic()
+        use_deterministic()
 
 
-def deterministic() -> None:
+def use_deterministic() -> None:
     """Make torch use algorithms that give the same bits each time, and fail where it has none.
 
     On a CPU trainkit needs nothing for that. On CUDA the backward of flash and of memory-efficient
@@ -45,7 +45,7 @@ def deterministic() -> None:
         it once on every rank, before the process group and the model.
 
     Examples:
-        >>> deterministic()
+        >>> use_deterministic()
         >>> torch.are_deterministic_algorithms_enabled()
         True
         >>> torch.use_deterministic_algorithms(False)  # back again, for what runs after this

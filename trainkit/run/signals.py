@@ -27,10 +27,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainkit.collectives import all_gather_json
-from trainkit.files import point_nowhere
-from trainkit.mesh import twin_axis
-from trainkit.run.errors import error_code, last_words
+from trainkit.collectives import all_gather_objects
+from trainkit.files import redirect_to_devnull
+from trainkit.mesh import open_gloo_axis
+from trainkit.run.errors import get_exit_code, last_words
 from trainkit.run.peers import status_of
 from trainkit.types import (
     Axis,
@@ -40,7 +40,7 @@ from trainkit.types import (
     NumericsError,
     PeerError,
     PreemptedError,
-    error_text,
+    format_error,
 )
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -266,7 +266,7 @@ def _never_failing(method: Callable[..., Any], stream: Any) -> Callable[..., Any
             return method(*args)
         except OSError as error:
             if error.errno in {errno.EPIPE, errno.EIO}:  # a pipe or a terminal without a reader
-                point_nowhere(stream)
+                redirect_to_devnull(stream)
             return len(args[0]) if args else None
 
     return call
@@ -313,7 +313,7 @@ def _is_pipe(stream: Any) -> bool:
 
 
 @contextlib.contextmanager
-def stop_votes(asked: Asked, axis: Axis) -> Iterator[Asked]:
+def open_stop_vote(asked: Asked, axis: Axis) -> Iterator[Asked]:
     """Yield `stopping()`, which tells all ranks alike whether any of them was asked to stop.
 
     A vote of one byte is posted at the end of a step and read at the end of the next one, when it
@@ -339,14 +339,14 @@ def stop_votes(asked: Asked, axis: Axis) -> Iterator[Asked]:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> with stop_votes(lambda: "SIGTERM", solo_parallel().world) as stopping:
+        >>> with open_stop_vote(lambda: "SIGTERM", solo_parallel().world) as stopping:
         ...     stopping()
         'SIGTERM on rank 0'
     """
     told: list[str] = []
     # A vote is no watchdog: rank 0 may have an hour's work of its own.
     patience = timedelta(hours=1)
-    with _unsaved_is_told(told), twin_axis(axis, name="stop", timeout=patience) as votes:
+    with _unsaved_is_told(told), open_gloo_axis(axis, name="stop", timeout=patience) as votes:
         if votes.count == 1:
             yield lambda: _told_once(told, _who([asked()]))
             return
@@ -356,7 +356,7 @@ def stop_votes(asked: Asked, axis: Axis) -> Iterator[Asked]:
         def stopping() -> str | None:
             if not told:
                 if counts.pop()():
-                    who = _who(all_gather_json(asked(), votes))
+                    who = _who(all_gather_objects(asked(), votes))
                     return _told_once(told, who or "one of the ranks")
                 counts.append(post(asked() is not None))
             return _told_once(told, None)
@@ -379,12 +379,12 @@ def _unsaved_is_told(told: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not told or error_code(error) in _OWN_CODES:
+        if not told or get_exit_code(error) in _OWN_CODES:
             raise
         facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
         raise PreemptedError(
-            f"stop_votes: asked to stop ({told[0]}), but could not save: {type(error).__name__}: "
-            f"{error_text(error)}",
+            f"open_stop_vote: asked to stop ({told[0]}), but could not save: "
+            f"{type(error).__name__}: {format_error(error)}",
             **facts,
         ) from error
 

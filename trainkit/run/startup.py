@@ -16,11 +16,11 @@ import orjson
 import torch
 
 import trainkit
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.types import Axis, ConfigError
 
 
-def code_facts() -> dict[str, str]:
+def make_code_facts() -> dict[str, str]:
     """Return what this rank runs: versions, and hashes of the source of trainkit and of the recipe.
 
     The recipe is the script that Python was started with.
@@ -29,7 +29,7 @@ def code_facts() -> dict[str, str]:
         Reads the source files (2 MB, 30 ms), trainkit's at the first call.
 
     Examples:
-        >>> sorted(code_facts())
+        >>> sorted(make_code_facts())
         ['python', 'recipe source', 'torch', 'trainkit', 'trainkit source']
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
@@ -63,7 +63,7 @@ def _source_hash(root: Path | None, files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def agree_at_start(axis: Axis, facts: Mapping[str, Any]) -> None:
+def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
     """Refuse to begin if ranks differ in what they are to do: configuration, code or data.
 
     One rank with another seed or another copy of the source trains without any error, and nobody
@@ -71,7 +71,7 @@ def agree_at_start(axis: Axis, facts: Mapping[str, Any]) -> None:
 
     Args:
         axis: All ranks of the run.
-        facts: What must be equal: the configuration, `code_facts()`, fingerprints of the data.
+        facts: What must be equal: the configuration, `make_code_facts()`, fingerprints of the data.
             Values are anything that JSON holds, or has a text; mappings may be nested.
 
     Raises:
@@ -82,18 +82,18 @@ def agree_at_start(axis: Axis, facts: Mapping[str, Any]) -> None:
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> agree_at_start(solo_parallel().world, {"seed": 1} | code_facts())
+        >>> check_ranks_agree(solo_parallel().world, {"seed": 1} | make_code_facts())
     """
     flat = _flat(facts)
     text = orjson.dumps(flat, option=orjson.OPT_SORT_KEYS)
-    hashes = all_gather_json(hashlib.sha256(text).hexdigest(), axis)
+    hashes = all_gather_objects(hashlib.sha256(text).hexdigest(), axis)
     if len(set(hashes)) == 1:
         return
-    found = find_difference(all_gather_json(flat, axis))
+    found = find_difference(all_gather_objects(flat, axis))
     assert found is not None
     field, message = found
     raise ConfigError(
-        f"agree_at_start: {message}",
+        f"check_ranks_agree: {message}",
         where=field,
         want="the same on all ranks",
         hint="start all ranks with one command, from one copy of the code, on the same data",

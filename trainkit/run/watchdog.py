@@ -26,13 +26,13 @@ from typing import Any, NoReturn
 
 import attrs
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.files import say_on_stderr
 from trainkit.run import peers
 from trainkit.run.errors import (
-    SAVED,
+    EXIT_SAVED,
     bytes_asked,
-    error_code,
+    get_exit_code,
     is_out_of_memory,
     last_step,
     last_words,
@@ -42,10 +42,11 @@ from trainkit.types import (
     Axis,
     ConfigError,
     DiskError,
+    Log,
     PeerError,
     PreemptedError,
     TrainkitError,
-    error_text,
+    format_error,
 )
 from trainkit.weights.checkpoint.background_save import save_threads
 from trainkit.weights.checkpoint.manifest import list_checkpoints, step_of
@@ -118,7 +119,7 @@ class _Self:
     asked: Callable[[], str | None] = lambda: None  # why the run shall stop
     written: Callable[[], int] | None = None  # parts that saves have written
     grace: float | None = None  # seconds that a stop may take
-    warn: Callable[[str], object] = say_on_stderr
+    warn: Log = say_on_stderr
     told: set[str] = attrs.field(factory=set)  # what is warned of once
     late: dict[int, int] = attrs.field(factory=dict)  # looks at which a rank was slow, in a row
     timed: tuple[str, float] | None = None  # the phase that `elapsed` is of
@@ -133,7 +134,7 @@ class _Self:
 
 
 @contextlib.contextmanager
-def watch(
+def watch_ranks(
     run_dir: str | Path,
     axis: Axis,
     *,
@@ -142,7 +143,7 @@ def watch(
     grace: float | None = None,
     hold: Callable[[], None] = lambda: None,
     written: Callable[[], int] | None = None,
-    tell: Callable[[str], object] = say_on_stderr,
+    log: Log = say_on_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
 
@@ -171,11 +172,11 @@ def watch(
             way by then has as long again, or what its phase allows if it is the first, unless the
             disk hangs.
         hold: Called on rank 0 once a second, in the watching thread: keeps the directory this
-            run's, as `run_lock` yields it. A ConfigError of it ends the process (74).
+            run's, as `lock_run` yields it. A ConfigError of it ends the process (74).
         written: Returns how many parts of checkpoints this rank has written. A save hangs if no
             rank has written one for 10 s, or twice as long as a pause has been in a save that went
             on. None: no save is taken to hang.
-        tell: Takes warnings, in the watching thread; by default they go to stderr.
+        log: Takes warnings, in the watching thread; by default they go to stderr.
 
     Yields:
         `phase(name, allow=seconds)`: what this rank does from now on, and how long it may take; the
@@ -194,13 +195,13 @@ def watch(
         >>> import tempfile
         >>> from trainkit.mesh import solo_parallel
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with watch(folder, solo_parallel().world) as phase:
+        ...     with watch_ranks(folder, solo_parallel().world) as phase:
         ...         phase("step 1", allow=60)
         ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
         rank_00000.json
     """
     rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
-    rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, tell
+    rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, log
     rank.written = written
     work = (rank, stop)
     thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
@@ -237,7 +238,7 @@ def _join(run_dir: Path, axis: Axis, allow: float) -> _Self:
         with contextlib.suppress(OSError):
             peers.clear_folder(folder)
     member = peers.this_member(axis.index)
-    told = all_gather_json([secrets.token_hex(8), attrs.asdict(member)], axis)
+    told = all_gather_objects([secrets.token_hex(8), attrs.asdict(member)], axis)
     members = [peers.Member(**fields) for _, fields in told]
     session, phase = told[0][0], (_START, allow)
     rank = _Self(
@@ -557,7 +558,7 @@ def _unsaved(rank: _Self, grace: float) -> tuple[str, int]:
     )
     # Nothing may have been trained since.
     is_saved = bool(saved) and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0)
-    return what, SAVED if is_saved else PreemptedError.code
+    return what, EXIT_SAVED if is_saved else PreemptedError.code
 
 
 def _end(rank: _Self, error: TrainkitError) -> NoReturn:
@@ -607,15 +608,17 @@ def is_echo(error: BaseException) -> bool:
         >>> is_echo(RuntimeError("Connection closed by peer")), is_echo(PeerError("rank 1 is gone"))
         (True, False)
     """
-    return not isinstance(error, TrainkitError) and error_code(error) == PeerError.code
+    return not isinstance(error, TrainkitError) and get_exit_code(error) == PeerError.code
 
 
 def _own_failure(rank: _Self, error: BaseException) -> BaseException:
     """Tell the others what went wrong here, and return what is to be raised for it."""
     if isinstance(error, PeerError):
         return error
-    text = f"{type(error).__name__}: {' '.join(error_text(error, most=2000).split())}".removesuffix(
-        ": "
+    text = (
+        f"{type(error).__name__}: {' '.join(format_error(error, most=2000).split())}".removesuffix(
+            ": "
+        )
     )
     what = f"failed: {text} (in phase {rank.phase[0]!r})"
     if isinstance(error, SystemExit):
@@ -670,7 +673,7 @@ def _unexplained(
     if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
         return error
     silent = [number for number, x in seen.items() if x.still > _ECHO_GRACE / 2]
-    lines = " ".join(error_text(error, most=300).split())
+    lines = " ".join(format_error(error, most=300).split())
     shown = [*silent, *(number for number in seen if number not in silent)][:16]
     states = "; ".join(
         f"{peers.name_of(rank.members[number])} was {peers.describe(seen[number].beat)}"

@@ -7,30 +7,30 @@ batches, so the batches it has seen do not come again. Rows, and the phases of a
 rates, are functions of that number; schedules are functions of the step.
 """
 
-from trainkit.sampling.blocks import rows_of_blocks
-from trainkit.sampling.epochs import epoch_of, plan_steps, rows_of_epochs
+from trainkit.sampling.blocks import shuffle_blocks
+from trainkit.sampling.epochs import count_epochs, count_steps, shuffle_epochs
 from trainkit.sampling.mixtures import (
-    Phase,
-    facts_with_phases,
-    make_phases,
+    MixturePhase,
+    add_phase_facts,
+    find_mixture_phase,
+    make_mixture_phases,
     mixture_weights,
-    phase_at,
-    rows_of_mixture,
+    sample_mixture,
 )
 from trainkit.sampling.permutation import permute
-from trainkit.sampling.shares import share_of_rows
+from trainkit.sampling.shares import assign_rows
 
 __all__ = [
-    "Phase",
-    "epoch_of",
-    "facts_with_phases",
-    "make_phases",
+    "MixturePhase",
+    "add_phase_facts",
+    "assign_rows",
+    "count_epochs",
+    "count_steps",
+    "find_mixture_phase",
+    "make_mixture_phases",
     "mixture_weights",
     "permute",
-    "phase_at",
-    "plan_steps",
-    "rows_of_blocks",
-    "rows_of_epochs",
-    "rows_of_mixture",
-    "share_of_rows",
+    "sample_mixture",
+    "shuffle_blocks",
+    "shuffle_epochs",
 ]

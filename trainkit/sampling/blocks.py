@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import check_batch, in_epochs, permute
 from trainkit.types import check_range
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
 
 
-def rows_of_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int) -> RowsAt:
-    """Return rows_at(batch), as `rows_of_epochs` does, but rows are drawn block by block.
+def shuffle_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int) -> RowsAt:
+    """Return rows_at(batch), as `shuffle_epochs` does, but rows are drawn block by block.
 
     A block is so many rows that follow one another in `order`. With rows in the order of their cost
     and as many in a block as there are ranks, or a multiple, every rank gets one row of each block,
-    and all have the same work, though a step has few rows; `share_of_rows` deals them. What a step
+    and all have the same work, though a step has few rows; `assign_rows` deals them. What a step
     holds does not depend on the ranks. The price: rows of one block always meet in one step.
 
     Every row comes once per epoch. Blocks end where steps do, if `block` divides `rows_per_step`,
@@ -43,18 +43,18 @@ def rows_of_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int
 
     Examples:
         >>> order = np.argsort([9, 1, 8, 2, 7, 3])
-        >>> rows_at = rows_of_blocks(order, block=2, rows_per_step=4, seed=0)
+        >>> rows_at = shuffle_blocks(order, block=2, rows_per_step=4, seed=0)
         >>> [rows_at(batch).tolist() for batch in range(3)]
         [[5, 4, 1, 3], [2, 0, 2, 0], [1, 3, 5, 4]]
 
     Batches of samples of like length are an old habit (Khomenko et al., "Accelerating recurrent
     neural network training using sequence bucketing", 2017); here they are rows of like cost.
     """
-    check_range("rows_of_blocks", at_least=1, rows_per_step=rows_per_step, block=block)
-    order = integers("rows_of_blocks", "order", order)
+    check_range("shuffle_blocks", at_least=1, rows_per_step=rows_per_step, block=block)
+    order = integers("shuffle_blocks", "order", order)
     if order.ndim != 1 or order.size == 0:
         must = "order must be at least one integer in one dimension"
-        raise ValueError(f"rows_of_blocks: {must}, got {order.dtype} {order.shape}")
+        raise ValueError(f"shuffle_blocks: {must}, got {order.dtype} {order.shape}")
 
     def rows_at(batch: int) -> IntArray:
         check_batch(batch)
@@ -74,6 +74,6 @@ def _places(index: IntArray, count: int, block: int, epoch: int, seed: int) -> I
     in_blocks = (number >= 0) & (number < full)
     places = np.where(index < head, index, index - full * block)
     if in_blocks.any():
-        blocks = permute(number[in_blocks], full, key_of(seed, "block", epoch))
+        blocks = permute(number[in_blocks], full, make_key(seed, "block", epoch))
         places[in_blocks] = few + blocks * block + member[in_blocks]
     return places

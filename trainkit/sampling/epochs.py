@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
 
 
-def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
+def shuffle_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
     """Return rows_at(batch), which goes through all rows once per epoch.
 
     Each epoch is shuffled anew. A batch may straddle epochs: no row is left out to make them even.
@@ -35,14 +35,14 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
         ValueError: A number of rows is below 1; from rows_at, a number of a batch below 0.
 
     Examples:
-        >>> rows_at = rows_of_epochs(4, rows_per_step=3, seed=0)
+        >>> rows_at = shuffle_epochs(4, rows_per_step=3, seed=0)
         >>> [rows_at(batch).tolist() for batch in range(4)]
         [[3, 0, 2], [1, 0, 2], [1, 3, 2], [0, 3, 1]]
     """
     if num_rows == 0:
         mend = "bring more documents, or longer rows if these were too long for them"
-        raise ValueError(f"rows_of_epochs: there is no row to train on; {mend}")
-    check_range("rows_of_epochs", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
+        raise ValueError(f"shuffle_epochs: there is no row to train on; {mend}")
+    check_range("shuffle_epochs", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
 
     def rows_at(batch: int) -> IntArray:
         check_batch(batch)
@@ -51,7 +51,7 @@ def rows_of_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
     return rows_at
 
 
-def plan_steps(
+def count_steps(
     *,
     num_rows: int | None,
     rows_per_step: int,
@@ -78,35 +78,35 @@ def plan_steps(
             stream of unknown length, or a number is out of its range.
 
     Examples:
-        >>> plan_steps(num_rows=100, rows_per_step=8, epochs=2)
+        >>> count_steps(num_rows=100, rows_per_step=8, epochs=2)
         25
-        >>> plan_steps(num_rows=100, rows_per_step=8, epochs=0.5, max_steps=1000)
+        >>> count_steps(num_rows=100, rows_per_step=8, epochs=0.5, max_steps=1000)
         6
 
     In place of the steps of one epoch times the epochs, as xorl, d9d and KempnerForge count them,
     which drops what is left over of every epoch.
     """
-    check_range("plan_steps", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
-    check_range("plan_steps", at_least=1, max_steps=max_steps)
+    check_range("count_steps", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
+    check_range("count_steps", at_least=1, max_steps=max_steps)
     if epochs is None:
         if max_steps is None:
-            raise ValueError("plan_steps: nothing ends the run; give epochs, max_steps or both")
+            raise ValueError("count_steps: nothing ends the run; give epochs, max_steps or both")
         return max_steps
     if num_rows is None:
         what = f"{epochs} epochs of a stream of unknown length; give max_steps instead"
-        raise ValueError(f"plan_steps: {what}")
+        raise ValueError(f"count_steps: {what}")
     if not (math.isfinite(epochs) and epochs > 0):
-        raise ValueError(f"plan_steps: epochs must be above 0 (or None), got {epochs}")
+        raise ValueError(f"count_steps: epochs must be above 0 (or None), got {epochs}")
     # The text of a float is the shortest decimal fraction that is it: 0.1 is meant as 1/10.
     rows = math.floor(Fraction(str(epochs)) * num_rows)
     if rows < rows_per_step:
         what = f"{epochs} epochs of {num_rows} rows hold no step of {rows_per_step} rows"
-        raise ValueError(f"plan_steps: {what}; lower rows_per_step, or raise epochs")
+        raise ValueError(f"count_steps: {what}; lower rows_per_step, or raise epochs")
     steps = rows // rows_per_step
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def epoch_of(step: int, *, num_rows: int, rows_per_step: int) -> float:
+def count_epochs(step: int, *, num_rows: int, rows_per_step: int) -> float:
     """Return how many epochs of a corpus have been read when `step` steps are done.
 
     A resumed run needs no epoch of its own: it follows from the step. In a mixture each corpus has
@@ -125,11 +125,11 @@ def epoch_of(step: int, *, num_rows: int, rows_per_step: int) -> float:
         ValueError: `step` is below 0, or a number of rows below 1.
 
     Examples:
-        >>> [epoch_of(step, num_rows=100, rows_per_step=8) for step in (0, 5, 25)]
+        >>> [count_epochs(step, num_rows=100, rows_per_step=8) for step in (0, 5, 25)]
         [0.0, 0.4, 2.0]
-        >>> [int(epoch_of(step, num_rows=4, rows_per_step=3)) for step in range(5)]
+        >>> [int(count_epochs(step, num_rows=4, rows_per_step=3)) for step in range(5)]
         [0, 0, 1, 2, 3]
     """
-    check_range("epoch_of", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
-    check_range("epoch_of", at_least=0, step=step)
+    check_range("count_epochs", at_least=1, num_rows=num_rows, rows_per_step=rows_per_step)
+    check_range("count_epochs", at_least=0, step=step)
     return step * rows_per_step / num_rows

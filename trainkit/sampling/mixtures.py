@@ -24,13 +24,13 @@ BLOCK = 1024
 
 
 @attrs.frozen
-class Phase:
+class MixturePhase:
     """From global batch `start` on: how much of each corpus, and a factor of the learning rate.
 
     Both follow the number of the global batch, `Cursor.batch`, and not the step of the run: a
     roll-back goes back in steps, never in batches, and rows and rate shall change together.
 
-    In a later phase `weights` may name only what changes: `make_phases` fills in the rest.
+    In a later phase `weights` may name only what changes: `make_mixture_phases` fills in the rest.
     """
 
     start: int
@@ -38,7 +38,7 @@ class Phase:
     lr_scale: float = 1.0
 
 
-def make_phases(*phases: Phase) -> tuple[Phase, ...]:
+def make_mixture_phases(*phases: MixturePhase) -> tuple[MixturePhase, ...]:
     """Return phases whose weights are complete: what one does not name is as in the first.
 
     Args:
@@ -47,14 +47,16 @@ def make_phases(*phases: Phase) -> tuple[Phase, ...]:
             first's, not those of the phase before.
 
     Returns:
-        As many phases, for `phase_at` and `rows_of_mixture`.
+        As many phases, for `find_mixture_phase` and `sample_mixture`.
 
     Raises:
         ValueError: A start, a name, a weight or an `lr_scale` is out of its range; the message
             names the phase.
 
     Examples:
-        >>> phases = make_phases(Phase(0, {"web": 3, "code": 1}), Phase(90, {"code": 9}, 0.5))
+        >>> phases = make_mixture_phases(
+        ...     MixturePhase(0, {"web": 3, "code": 1}), MixturePhase(90, {"code": 9}, 0.5)
+        ... )
         >>> phases[1].weights
         {'web': 3, 'code': 9}
     """
@@ -77,19 +79,21 @@ def make_phases(*phases: Phase) -> tuple[Phase, ...]:
     return tuple(merged)
 
 
-def phase_at(batch: int, phases: Sequence[Phase]) -> Phase:
+def find_mixture_phase(batch: int, phases: Sequence[MixturePhase]) -> MixturePhase:
     """Return the phase of a global batch: the last that has started.
 
     Args:
         batch: The number of the global batch, `state.cursor.batch`.
-        phases: What `make_phases` returns.
+        phases: What `make_mixture_phases` returns.
 
     Raises:
         ValueError: `batch` is below 0.
 
     Examples:
-        >>> phases = make_phases(Phase(0, {"web": 1}), Phase(90, {}, lr_scale=0.5))
-        >>> [phase_at(batch, phases).lr_scale for batch in (0, 89, 90)]
+        >>> phases = make_mixture_phases(
+        ...     MixturePhase(0, {"web": 1}), MixturePhase(90, {}, lr_scale=0.5)
+        ... )
+        >>> [find_mixture_phase(batch, phases).lr_scale for batch in (0, 89, 90)]
         [1.0, 1.0, 0.5]
     """
     check_batch(batch)
@@ -124,8 +128,8 @@ def mixture_weights(weights: Mapping[str, float], *, temperature: float = 1.0) -
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
 
-def facts_with_phases(
-    facts: Mapping[str, Any], phases: Sequence[Phase]
+def add_phase_facts(
+    facts: Mapping[str, Any], phases: Sequence[MixturePhase]
 ) -> Callable[[int], dict[str, Any]]:
     """Return facts_at(batches): facts of a run, and the phases that have begun by then.
 
@@ -133,8 +137,10 @@ def facts_with_phases(
     change. See `checkpoint.Facts`.
 
     Examples:
-        >>> phases = make_phases(Phase(0, {"web": 1, "code": 1}), Phase(5, {"web": 3}))
-        >>> facts_at = facts_with_phases({"seed": 0}, phases)
+        >>> phases = make_mixture_phases(
+        ...     MixturePhase(0, {"web": 1, "code": 1}), MixturePhase(5, {"web": 3})
+        ... )
+        >>> facts_at = add_phase_facts({"seed": 0}, phases)
         >>> [list(facts_at(batches)["phases"]) for batches in (0, 5, 6)]
         [['0'], ['0'], ['0', '5']]
     """
@@ -146,9 +152,9 @@ def facts_with_phases(
     return facts_at
 
 
-def rows_of_mixture(
+def sample_mixture(
     num_rows: Mapping[str, int],
-    phases: Sequence[Phase],
+    phases: Sequence[MixturePhase],
     *,
     rows_per_step: int,
     seed: int,
@@ -167,8 +173,8 @@ def rows_of_mixture(
     have such (0.7 and 0.3 do), else rounded to it, off by less than a row in a million.
 
     Args:
-        num_rows: Rows of each corpus, in the order in which `join_packed` joins them.
-        phases: As for `make_phases`. A phase to come changes nothing before it.
+        num_rows: Rows of each corpus, in the order in which `concat_packed` joins them.
+        phases: As for `make_mixture_phases`. A phase to come changes nothing before it.
         rows_per_step: Rows in the global batch, over all ranks and microbatches.
         seed: The run's seed; an epoch's order is made from it, the corpus' name and the epoch's
             number.
@@ -185,15 +191,17 @@ def rows_of_mixture(
 
     Examples:
         >>> num_rows = {"web": 6, "code": 2}
-        >>> phases = make_phases(Phase(0, {"web": 3, "code": 1}), Phase(2, {"web": 1}))
-        >>> rows_at = rows_of_mixture(num_rows, phases, rows_per_step=4, seed=0)
+        >>> phases = make_mixture_phases(
+        ...     MixturePhase(0, {"web": 3, "code": 1}), MixturePhase(2, {"web": 1})
+        ... )
+        >>> rows_at = sample_mixture(num_rows, phases, rows_per_step=4, seed=0)
         >>> [rows_at(batch).tolist() for batch in range(4)]
         [[0, 5, 6, 4], [2, 1, 7, 3], [3, 6, 0, 7], [1, 6, 4, 7]]
 
     The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
     """
-    check_range("rows_of_mixture", at_least=1, rows_per_step=rows_per_step)
-    phases = make_phases(*phases)
+    check_range("sample_mixture", at_least=1, rows_per_step=rows_per_step)
+    phases = make_mixture_phases(*phases)
     _check_sources(num_rows, phases)
     quotas = [_quotas(phase.weights, tuple(num_rows), temperature) for phase in phases]
     spans = _spans([phase.start for phase in phases], quotas, rows_per_step)
@@ -264,16 +272,16 @@ def _check_weights(where: str, weights: Mapping[str, float]) -> None:
         raise ValueError(f"{where}: at least one weight must be above 0, got {dict(weights)}")
 
 
-def _check_sources(num_rows: Mapping[str, int], phases: Sequence[Phase]) -> None:
+def _check_sources(num_rows: Mapping[str, int], phases: Sequence[MixturePhase]) -> None:
     if phases[0].weights.keys() != num_rows.keys():
         what = f"the phases weigh {sorted(phases[0].weights)}, the corpora are {sorted(num_rows)}"
         mend = "name them all in the first (weight 0 leaves one out)"
-        raise ValueError(f"rows_of_mixture: {what}; {mend}")
+        raise ValueError(f"sample_mixture: {what}; {mend}")
     for phase in phases:
         empty = [name for name, weight in phase.weights.items() if weight and num_rows[name] < 1]
         if empty:
             what = f"gives weight to {empty}, which have no rows"
-            raise ValueError(f"rows_of_mixture: the phase from batch {phase.start} {what}")
+            raise ValueError(f"sample_mixture: the phase from batch {phase.start} {what}")
 
 
 def _powers(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
@@ -302,7 +310,7 @@ def _quotas(
     lost = [name for name, share, quota in zip(names, shares, quotas, strict=True) if share > quota]
     if lost:
         what = f"the weights of {lost} come to less than one row in {period}"
-        raise ValueError(f"rows_of_mixture: {what}; make them larger, or 0")
+        raise ValueError(f"sample_mixture: {what}; make them larger, or 0")
     return tuple(quotas)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.noise.hashing import GOLDEN, key_of, mix
+from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.noise.jit import jit
 from trainkit.sampling.integers import indices_below
 from trainkit.types import check_range
@@ -42,7 +42,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
         ValueError: `count` is below 1, or an index is no integer or lies outside [0, count).
 
     Examples:
-        >>> permute(np.arange(10), 10, key_of(0))
+        >>> permute(np.arange(10), 10, make_key(0))
         array([6, 8, 2, 5, 7, 0, 9, 4, 1, 3])
     """
     check_range("permute", at_least=1, count=count)
@@ -59,7 +59,9 @@ def check_batch(batch: int) -> None:
 def draws(place: int, size: int, num_rows: int, *key: int | str) -> IntArray:
     """Return `size` rows of an endless stream of epochs, from draw `place` on."""
     parts = in_epochs(place, size, num_rows)
-    return np.concatenate([permute(index, num_rows, key_of(*key, epoch)) for epoch, index in parts])
+    return np.concatenate(
+        [permute(index, num_rows, make_key(*key, epoch)) for epoch, index in parts]
+    )
 
 
 def in_epochs(place: int, size: int, num_rows: int) -> Iterator[tuple[int, IntArray]]:
@@ -88,13 +90,13 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     """
     keys = np.empty(ROUNDS, np.uint64)
     for number in range(ROUNDS):
-        keys[number] = mix(key + np.uint64(number) * np.uint64(GOLDEN))
+        keys[number] = mix_bits(key + np.uint64(number) * np.uint64(GOLDEN))
     half_, side = np.uint64(half), 1 << half
     mask = np.uint64(side - 1)
     table = np.empty((ROUNDS, side if index.size >= side else 0), np.uint32)
     for number in range(ROUNDS):
         for right in range(table.shape[1]):
-            table[number, right] = mix(keys[number] + np.uint64(right)) & mask
+            table[number, right] = mix_bits(keys[number] + np.uint64(right)) & mask
     out = np.empty_like(index)
     values, places = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.int64)
     held = taken = 0
@@ -122,7 +124,7 @@ def _compute(values: Any, keys: Any, half: Any, mask: Any) -> None:
     for place in range(values.size):
         left, right = values[place] >> half, values[place] & mask
         for number in range(ROUNDS):
-            left, right = right, left ^ (mix(keys[number] + right) & mask)
+            left, right = right, left ^ (mix_bits(keys[number] + right) & mask)
         values[place] = (left << half) | right
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainkit.types import IntArray, Share
 
 
-def share_of_rows(
+def assign_rows(
     num_rows: int, share: Share, *, rows_per_microbatch: int, costs: ArrayLike | None = None
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Return which rows of a global batch one rank computes, cut into microbatches.
@@ -49,17 +49,17 @@ def share_of_rows(
 
     Examples:
         >>> from trainkit.types import Share
-        >>> [share_of_rows(3, Share(rank, 2), rows_per_microbatch=1).tolist() for rank in (0, 1)]
+        >>> [assign_rows(3, Share(rank, 2), rows_per_microbatch=1).tolist() for rank in (0, 1)]
         [[[0], [1]], [[2], [-1]]]
         >>> deal = {"rows_per_microbatch": 2, "costs": [9, 8, 2, 1]}
-        >>> [share_of_rows(4, Share(rank, 2), **deal).tolist() for rank in (0, 1)]
+        >>> [assign_rows(4, Share(rank, 2), **deal).tolist() for rank in (0, 1)]
         [[[0, 3]], [[1, 2]]]
     """
-    check_range("share_of_rows", at_least=1, rows_per_microbatch=rows_per_microbatch)
+    check_range("assign_rows", at_least=1, rows_per_microbatch=rows_per_microbatch)
     if share.count > num_rows:
         what = f"{share.count} ranks that read different rows, {num_rows} rows in the global batch"
         mend = "raise the rows per step, or lower the data-parallel degree"
-        raise ValueError(f"share_of_rows: more ranks than rows: {what}; {mend}")
+        raise ValueError(f"assign_rows: more ranks than rows: {what}; {mend}")
     rows_per_microbatch = min(rows_per_microbatch, num_rows)
     num_microbatches = -(-num_rows // (share.count * rows_per_microbatch))
     size = num_microbatches * rows_per_microbatch
@@ -73,11 +73,11 @@ def share_of_rows(
 
 
 def _checked_costs(costs: ArrayLike, num_rows: int) -> IntArray:
-    array = integers("share_of_rows", "costs", costs)
+    array = integers("assign_rows", "costs", costs)
     if array.shape != (num_rows,) or array.min() < 0:
         must = f"must be [{num_rows}] integers of at least 0, one per row of the global batch"
         least = f" from {array.min()} on" if array.shape == (num_rows,) else ""
-        raise ValueError(f"share_of_rows: costs {must}, got {array.dtype} {array.shape}{least}")
+        raise ValueError(f"assign_rows: costs {must}, got {array.dtype} {array.shape}{least}")
     return array
 
 

@@ -7,25 +7,25 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.grads import clip_and_step, named_parameters_of, parameters_of
+from trainkit.grads import clip_and_step, get_named_parameters, get_parameters
 from trainkit.losses import next_token_linear
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder, call_routed, init_weights
-from trainkit.noise import normal_quantiles
+from trainkit.noise import normal_by_quantile
 from trainkit.optim import adamw
-from trainkit.parallel import build_stages, expert, fsdp, tensor
+from trainkit.parallel import build_stages, expert_parallel, fsdp, tensor_parallel
 from trainkit.parallel.materialize import box_in
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.post.adapters import (
     Lora,
+    add_quantization_noise,
+    can_shard_bytes,
     dequantize,
     dequantized,
-    keep_base_,
+    exclude_frozen_,
     lora,
-    quantization_noise,
     quantize,
     quantized,
-    shards_bytes,
 )
 from trainkit.post.adapters.formats import HALF_STEPS
 from trainkit.schedules import piecewise
@@ -55,7 +55,7 @@ def layer(form):
 def test_noise_has_the_size_of_half_a_step_and_goes_with_the_block(form):
     model = layer(form)
     clean = dequantized(model.up, dtype=torch.float64)
-    with quantization_noise([model], seed=0, step=3, weights=0.5):
+    with add_quantization_noise([model], seed=0, step=3, weights=0.5):
         noise = (dequantized(model.up, dtype=torch.float64) - clean) / HALF_STEPS[form] / 0.5
         plain = dequantized(model.up)
         assert torch.equal(dequantized(model.up, rows=slice(9, 20)), plain[9:20])  # as for DoRA
@@ -75,7 +75,7 @@ def test_noise_has_the_size_of_half_a_step_and_goes_with_the_block(form):
 def test_each_step_seed_and_name_has_its_own():
     def drawn(seed=0, step=0, of="up"):
         model = nn.ModuleDict({of: layer("int8").up})
-        with quantization_noise([model], seed=seed, step=step, weights=1.0):
+        with add_quantization_noise([model], seed=seed, step=step, weights=1.0):
             return dequantized(model[of])
 
     assert torch.equal(drawn(), drawn())
@@ -84,11 +84,11 @@ def test_each_step_seed_and_name_has_its_own():
 
 
 def test_quantiles_are_normal_and_those_of_the_whole():
-    whole = normal_quantiles(torch.tensor(5), (3, 40, 513), (0, 0, 0))
+    whole = normal_by_quantile(torch.tensor(5), (3, 40, 513), (0, 0, 0))
     assert abs(whole.mean()) < 0.01
     assert float(whole.var()) == pytest.approx(1, abs=0.02)
     assert float((whole.abs() < 1).double().mean()) == pytest.approx(0.6827, abs=0.01)
-    part = normal_quantiles(torch.tensor(5), (2, 7, 6), (1, 30, 507))
+    part = normal_by_quantile(torch.tensor(5), (2, 7, 6), (1, 30, 507))
     assert torch.equal(part, whole[1:3, 30:37, 507:])
     assert len({*whole.flatten()[:1000].tolist()}) > 950
 
@@ -100,18 +100,18 @@ def build(ps, config, form="nf4", layout=Layout()):  # noqa: B008 (frozen)
     held = quantized(form, modules=r"layers\.\d+\.(attention\.\w+|mlp\.(gate|up|down|experts))")
     own = Lora(r"layers\.\d+\.(attention\.w[kvo]|mlp\.(experts\.)?(gate|up|down))", rank=2)
     loras = lora(own, Lora(r".*\.wq", rank=2, dora=True))
-    plan = [held, loras, tensor(), expert(), fsdp(layout)]
+    plan = [held, loras, tensor_parallel(), expert_parallel(), fsdp(layout)]
     make_model = lambda: Decoder(config, head="hidden").double()  # noqa: E731
     return build_stages(make_model, ps, plan, weights=init_weights(config, seed=0))
 
 
 def train(ps, stages, optimizer, steps, *, ranks=1, noise=NOISE):
     """Take some steps, each rank on the same rows."""
-    params = parameters_of(stages)
+    params = get_parameters(stages)
     run = bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call_routed)
     for step in steps:
         scale = piecewise(1.0, [(0, 1.0), (3, 0.5, "exponential")])(step)
-        with quantization_noise(
+        with add_quantization_noise(
             stages, seed=1, step=step, **{k: scale * x for k, x in noise.items()}
         ):
             run([decoder_batch(step)], denominator=torch.tensor(60.0 * ranks))
@@ -120,9 +120,9 @@ def train(ps, stages, optimizer, steps, *, ranks=1, noise=NOISE):
 
 def trained(ps, config, layout=Layout(), noise=NOISE):  # noqa: B008 (frozen)
     stages = build(ps, config, layout=layout)
-    optimizer = torch.optim.SGD(parameters_of(stages))
+    optimizer = torch.optim.SGD(get_parameters(stages))
     train(ps, stages, optimizer, [1], ranks=layout.wrapped, noise=noise)
-    return {name: p.detach() for name, p in named_parameters_of(stages).items()}
+    return {name: p.detach() for name, p in get_named_parameters(stages).items()}
 
 
 def differences(cases):
@@ -130,7 +130,7 @@ def differences(cases):
     found = []
     for layout, config, alone in cases:
         with parallel_session(layout) as ps:
-            boxes = {name: box_of(p) for name, p in trained(ps, config, layout).items()}
+            boxes = {name: get_local_box(p) for name, p in trained(ps, config, layout).items()}
         own = [(x.local, box_in(alone[name], x.local.shape, x.offset)) for name, x in boxes.items()]
         found.append(max(float((a - b).abs().max()) for a, b in own if a.numel()))
     return found
@@ -140,7 +140,7 @@ def test_every_layout_has_the_noise_of_one_process():
     alone, clean = (trained(solo_parallel(), DENSE, noise=x) for x in (NOISE, {}))
     assert max(float((alone[x] - clean[x]).abs().max()) for x in alone) > 1e-4
     cases = [(Layout(tp=2), DENSE, alone)]
-    if shards_bytes():
+    if can_shard_bytes():
         cases.append((Layout(dp_shard=2, ep=2), SPARSE, trained(solo_parallel(), SPARSE)))
     for found in run_ranks(differences, 2, cases):
         assert max(found) < 1e-12
@@ -156,29 +156,29 @@ def test_a_resumed_run_has_the_same_bits_and_evaluation_has_no_noise(tmp_path):
 
     def begin():
         stages = build(ps, DENSE)
-        facts = keep_base_(stages, ps, source="x")
-        return stages, adamw(parameters_of(stages), lr=0.1), facts
+        facts = exclude_frozen_(stages, ps, source="x")
+        return stages, adamw(get_parameters(stages), lr=0.1), facts
 
     stages, optimizer, facts = begin()
     before = evaluated(ps, stages)
-    with quantization_noise(stages, seed=1, step=0, **NOISE):
+    with add_quantization_noise(stages, seed=1, step=0, **NOISE):
         assert evaluated(ps, stages) != before  # whoever wants it in samples puts them in the block
     assert evaluated(ps, stages) == before
-    norm = named_parameters_of(stages)[NORM].detach().clone()
+    norm = get_named_parameters(stages)[NORM].detach().clone()
     train(ps, stages, optimizer, range(2))
-    assert torch.equal(named_parameters_of(stages)[NORM], norm)
+    assert torch.equal(get_named_parameters(stages)[NORM], norm)
     save_checkpoint(tmp_path, TrainState(step=2), stages, optimizer, ps, facts=facts)
     train(ps, stages, optimizer, range(2, 4))
     again, other, facts = begin()
-    resume(tmp_path, TrainState(), again, other, ps, facts=facts, tell=lambda _: None)
+    resume(tmp_path, TrainState(), again, other, ps, facts=facts, log=lambda _: None)
     train(ps, again, other, range(2, 4))
-    for name, p in named_parameters_of(stages).items():
-        assert torch.equal(p, named_parameters_of(again)[name]), name
+    for name, p in get_named_parameters(stages).items():
+        assert torch.equal(p, get_named_parameters(again)[name]), name
 
 
 def test_noise_on_nothing_is_refused():
     plain = nn.ModuleDict({"up": nn.Linear(2, 2)})
-    enter = partial(quantization_noise, seed=0, step=0)
+    enter = partial(add_quantization_noise, seed=0, step=0)
     for options, told in (
         ({"weights": 1.0}, "weights is 1.0, and no matrix is in few bits"),
         ({"norms": 1.0}, "norms is 1.0, and no norm stands before"),

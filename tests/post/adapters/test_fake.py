@@ -7,17 +7,23 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hub import tiny
 from rounded_layouts import MODEL, hold
 from torch import nn
+from weights.hub import tiny
 
 import trainkit as tk
 from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import Decoder, Experts, init_weights
 from trainkit.models.experts import ExpertWeights, Router
-from trainkit.parallel import fsdp, tensor
+from trainkit.parallel import fsdp, tensor_parallel
 from trainkit.parallel.linears import told_of
-from trainkit.post.adapters import LINEARS, convert_, fake_quantized, linear_transforms, round_trip
+from trainkit.post.adapters import (
+    LINEARS,
+    fake_quantize,
+    make_linear_transforms,
+    quantize_dequantize,
+    quantize_model_,
+)
 from trainkit.post.adapters.fake import quietly
 from trainkit.run.config import LinearOptions
 from trainkit.tools.testing import run_ranks
@@ -40,8 +46,8 @@ def linear(rows, columns, **how):
 @pytest.mark.parametrize("form", FORMATS)
 def test_forward_is_rounded_and_gradients_are_those_of_what_it_computed(form):
     layer = linear(40, 64)
-    rounded = round_trip(layer.weight, form)
-    fake_quantized(form, modules="0")(nn.Sequential(layer), SOLO)
+    rounded = quantize_dequantize(layer.weight, form)
+    fake_quantize(form, modules="0")(nn.Sequential(layer), SOLO)
     x = normal(3, 5, 64, seed=1).requires_grad_()
     y = layer(x)
     assert torch.equal(y, nn.functional.linear(x, rounded, layer.bias))
@@ -65,7 +71,7 @@ def test_activations_in_int8_are_off_by_half_a_step_of_their_token(kind):
         "tiny": lambda: normal(7, 32) * 1e-30,
     }[kind]()
     layer = linear(4, x.shape[-1])
-    fake_quantized("int8", "int8", modules="0")(nn.Sequential(layer), SOLO)
+    fake_quantize("int8", "int8", modules="0")(nn.Sequential(layer), SOLO)
     found = layer.fake.activation(x)
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     # A half for the feature, a half for the zero, and the roundings of fp32.
@@ -81,16 +87,16 @@ def test_experts_round_what_they_multiply():
     plain = copy.deepcopy(experts)
     with torch.no_grad():
         for p in plain.parameters():
-            p.copy_(round_trip(p, "nvfp4"))
+            p.copy_(quantize_dequantize(p, "nvfp4"))
     model = nn.ModuleDict(
         {"router": Router(32, Experts(count=3, chosen=2, width=64)), "experts": experts}
     )
-    fake_quantized("nvfp4", modules="experts")(model, SOLO)
+    fake_quantize("nvfp4", modules="experts")(model, SOLO)
     rows, counts = normal(7, 32), torch.tensor([2, 0, 5])
     assert torch.equal(experts(rows, counts), plain(rows, counts))
     assert told_of([model]) == "fake nvfp4 in 1 linear layer, not in router"
-    with pytest.raises(ConfigError, match="fake_quantized: 'router' is a router"):
-        fake_quantized(modules="router")(model, SOLO)
+    with pytest.raises(ConfigError, match="fake_quantize: 'router' is a router"):
+        fake_quantize(modules="router")(model, SOLO)
 
 
 # ------------------------------------------------------------------------------------- in layouts
@@ -116,7 +122,7 @@ def cut_blocks():
         tk.build_stages(
             lambda: Decoder(attrs.evolve(MODEL, width=64, mlp_width=96)),
             ps,
-            [fake_quantized(), tensor(), fsdp()],
+            [fake_quantize(), tensor_parallel(), fsdp()],
             weights=init_weights(MODEL, seed=0),
         )
     return str(told.value)
@@ -138,7 +144,7 @@ def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(line
     weights = init_weights(MODEL, seed=0)
     prepared, plain = (
         tk.build_stages(lambda: Decoder(MODEL), SOLO, plan, weights=weights)[0]
-        for plan in (linear_transforms(linears), [])
+        for plan in (make_linear_transforms(linears), [])
     )
     ids = torch.arange(48).view(2, 24) % 32
     spans = spans_of_lengths(np.array([24, 24]))
@@ -159,7 +165,7 @@ def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(line
     plain.load_state_dict(prepared.state_dict())  # names are the same, and so is what is exported
     assert abs(loss(plain).item() - after) > 1e-5
     for model in (plain, prepared):
-        converted = convert_(model, *how)
+        converted = quantize_model_(model, *how)
         assert loss(converted).item() == pytest.approx(after, rel=1e-6)
         assert "Intx" in type(converted.layers["0"].mlp.up.weight).__name__
 
@@ -171,24 +177,24 @@ def test_an_exported_folder_that_others_quantise_computes_what_was_trained(tmp_p
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     folder = tk.hub.open_folder(tmp_path)
-    how = {"weights": tk.hub.folder_weights(folder)}
-    plan = linear_transforms("qat_int8_int4")
+    how = {"weights": tk.hub.open_folder_weights(folder)}
+    plan = make_linear_transforms("qat_int8_int4")
     (ours,) = tk.build_stages(lambda: Decoder(folder.config), SOLO, plan, **how)
     ids = torch.arange(48).view(2, 24) % 32
     spans = spans_of_lengths(np.array([24, 24]))
     wanted = ours(ids, position_ids=torch.arange(24).expand(2, 24), spans=spans)
     assert (theirs(ids).logits - wanted).abs().max() > 1e-3 * wanted.abs().max()
     with quietly():
-        found = convert_(theirs, "int4", "int8")(ids).logits
+        found = quantize_model_(theirs, "int4", "int8")(ids).logits
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
 def test_what_torchao_cannot_is_refused():
     model = nn.Sequential(nn.Linear(32, 16))
     with pytest.raises(ConfigError, match=r"on cpu to \('int4', None\), .* not to \('nvfp4', None"):
-        convert_(model, "nvfp4")
+        quantize_model_(model, "nvfp4")
     with pytest.raises(ConfigError, match="no linear layer can: '0' has rows of 24"):
-        convert_(nn.Sequential(nn.Linear(24, 16)), "int4")
+        quantize_model_(nn.Sequential(nn.Linear(24, 16)), "int4")
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -197,12 +203,12 @@ def test_what_torchao_cannot_is_refused():
 def test_names_of_a_recipe_are_those_of_the_table():
     known = attrs.fields(attrs.resolve_types(LinearOptions)).linears.type
     assert get_args(known) == tuple(LINEARS)
-    assert [len(linear_transforms(name)) for name in LINEARS] == [0, *[1] * (len(LINEARS) - 1)]
+    assert [len(make_linear_transforms(name)) for name in LINEARS] == [0, *[1] * (len(LINEARS) - 1)]
     with pytest.raises(ConfigError, match="linear_modules says which"):
-        linear_transforms("plain", "up")
+        make_linear_transforms("plain", "up")
     with pytest.raises(ValueError, match="\"qat_nvfp4\", got 'fp8'"):
-        linear_transforms("fp8")
+        make_linear_transforms("fp8")
     with pytest.raises(ValueError, match="got 'int4'"):
-        fake_quantized("int4", "int4")
+        fake_quantize("int4", "int4")
     with pytest.raises(ConfigError, match="rows of 24, no whole blocks of 32"):
-        fake_quantized(modules="0")(nn.Sequential(nn.Linear(24, 8)), SOLO)
+        fake_quantize(modules="0")(nn.Sequential(nn.Linear(24, 8)), SOLO)

@@ -11,8 +11,8 @@ from rounded_layouts import MODEL, alone, farthest, hold
 from torch import nn
 
 import trainkit as tk
-from trainkit.models import Decoder, decoder_config, init_weights
-from trainkit.parallel import check_plan, fsdp, tensor
+from trainkit.models import Decoder, init_weights, make_decoder_config
+from trainkit.parallel import check_plan, fsdp, tensor_parallel
 from trainkit.parallel.linears import told_of
 from trainkit.parallel.recompute import groups_of
 from trainkit.post.adapters import Lora, float8, lora
@@ -106,7 +106,7 @@ def test_what_is_not_finite_is_not_hidden(scaling, bad):
 
 
 def test_names_and_values_stay_and_what_is_left_out_is_told():
-    config = decoder_config("tiny")
+    config = make_decoder_config("tiny")
     config = attrs.evolve(config, tied=False)
     plan = [float8("rowwise")]
     with torch.device("meta"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"can: '0' is .*; '1' is .*; '2' is [^;]*; and 2 more$"):
         float8()(nn.Sequential(*(nn.Linear(16, 24) for _ in range(5))), SOLO)
     with pytest.raises(ConfigError, match="rounded must come before tensor"):
-        check_plan([tensor(), float8()], SOLO)
+        check_plan([tensor_parallel(), float8()], SOLO)
     with pytest.raises(ValueError, match='"tensorwise" or "rowwise" or'):
         float8("blockwise")
 
@@ -213,7 +213,7 @@ def too_narrow():
         tk.build_stages(
             lambda: Decoder(narrow),
             ps,
-            [float8(), tensor(), fsdp()],
+            [float8(), tensor_parallel(), fsdp()],
             weights=init_weights(narrow, seed=0),
         )
     return str(told.value)

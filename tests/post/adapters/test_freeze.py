@@ -6,22 +6,22 @@ import attrs
 import pytest
 import torch
 
-from trainkit.grads import clip_and_step, named_parameters_of, parameters_of
+from trainkit.grads import clip_and_step, get_named_parameters, get_parameters
 from trainkit.losses import next_token_linear
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw
-from trainkit.parallel import build_stages, fsdp, precision, tensor
-from trainkit.parallel.names import box_of
+from trainkit.parallel import build_stages, fsdp, mixed_precision, tensor_parallel
+from trainkit.parallel.names import get_local_box
 from trainkit.post.adapters import (
     Freeze,
     Lora,
     apply_freeze_,
-    effective_freeze,
-    freeze_facts,
-    keep_base_,
+    exclude_frozen_,
     lora,
+    make_freeze_facts,
+    select_frozen,
 )
 from trainkit.step import bind_forward_backward
 from trainkit.tools.testing import run_ranks
@@ -41,22 +41,26 @@ SCHEDULE = {
 
 
 def test_the_last_word_of_all_steps_so_far_counts():
-    frozen = [effective_freeze(NAMES, BASE, SCHEDULE, step) for step in range(4)]
+    frozen = [select_frozen(NAMES, BASE, SCHEDULE, step) for step in range(4)]
     up = "layers.{}.mlp.up.weight"
     assert [up.format(2) in f for f in frozen] == [True, False, False, True]
     assert [up.format(1) in f for f in frozen] == [True, True, False, False]
     assert ["embedding.weight" in f for f in frozen] == [False, False, True, True]
     assert "layers.0.attention_norm.weight" not in frozen[0]
-    assert freeze_facts(BASE, SCHEDULE) == freeze_facts(BASE, dict(sorted(SCHEDULE.items())))
+    assert make_freeze_facts(BASE, SCHEDULE) == make_freeze_facts(
+        BASE, dict(sorted(SCHEDULE.items()))
+    )
 
 
 def test_the_order_of_what_says_the_same_is_no_fact():
     words = [Freeze("head.*"), Freeze("norm.*"), Freeze("head.weight", frozen=False)]
     other = [words[1], words[0], words[1], words[2]]
-    assert freeze_facts(words, {3: words}) == freeze_facts(other, {3: other})
-    assert freeze_facts(words, {}) != freeze_facts(words[::-1], {})  # of head.weight the last word
+    assert make_freeze_facts(words, {3: words}) == make_freeze_facts(other, {3: other})
+    assert make_freeze_facts(words, {}) != make_freeze_facts(
+        words[::-1], {}
+    )  # of head.weight the last word
     names = ["head.weight", "norm.weight"]
-    assert effective_freeze(names, words, {}, 0) == effective_freeze(names, other, {}, 0)
+    assert select_frozen(names, words, {}, 0) == select_frozen(names, other, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_the_order_of_what_says_the_same_is_no_fact():
 )
 def test_a_pattern_that_is_wrong_later_is_told_at_once(pattern, told):
     with pytest.raises(ConfigError, match=told):
-        effective_freeze(NAMES, [], {1000: [Freeze(pattern)]}, 0)
+        select_frozen(NAMES, [], {1000: [Freeze(pattern)]}, 0)
 
 
 def test_a_base_that_no_checkpoint_holds_stays_frozen():
@@ -72,7 +76,7 @@ def test_a_base_that_no_checkpoint_holds_stays_frozen():
     stages = build_stages(
         partial(Decoder, CONFIG), ps, [lora(Lora(".*wq"))], weights=certificate_weights
     )
-    keep_base_(stages, ps, source=None)
+    exclude_frozen_(stages, ps, source=None)
     with pytest.raises(ConfigError, match=r"embedding.weight; .* would be trained"):
         apply_freeze_(stages, [])
 
@@ -81,18 +85,18 @@ def trained_in(layout):
     """Return the parameters after four steps, of which each trains others."""
     with parallel_session(layout) as ps:
         make_model = lambda: Decoder(CONFIG, head="hidden").double()  # noqa: E731
-        plan = [tensor(), fsdp()]
+        plan = [tensor_parallel(), fsdp()]
         stages = build_stages(make_model, ps, plan, weights=certificate_weights)
-        optimizer = adamw(parameters_of(stages), lr=1e-2, eps=1e-4)
+        optimizer = adamw(get_parameters(stages), lr=1e-2, eps=1e-4)
         run = bind_forward_backward(stages, next_token_linear, axis=ps.pp)
         for step in range(4):
-            apply_freeze_(stages, effective_freeze(NAMES, BASE, SCHEDULE, step))
+            apply_freeze_(stages, select_frozen(NAMES, BASE, SCHEDULE, step))
             run(
                 deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=2),
                 denominator=torch.tensor(50.0, dtype=torch.float64),
             )
-            clip_and_step(parameters_of(stages), optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp)
-        return {name: box_of(p) for name, p in named_parameters_of(stages).items()}
+            clip_and_step(get_parameters(stages), optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp)
+        return {name: get_local_box(p) for name, p in get_named_parameters(stages).items()}
 
 
 LAYOUTS = [Layout(dp_shard=2), Layout(tp=2), Layout(pp=2)]
@@ -124,7 +128,7 @@ def kinds_of_gradients(layout):
         return model
 
     with parallel_session(layout) as ps:
-        kept = precision(torch.bfloat16, storage=torch.bfloat16)
+        kept = mixed_precision(torch.bfloat16, storage=torch.bfloat16)
         stages = build_stages(make_model, ps, [kept, fsdp()], weights=certificate_weights)
         run = bind_forward_backward(stages, next_token_linear, axis=ps.pp)
         for step in range(2):
@@ -132,7 +136,7 @@ def kinds_of_gradients(layout):
                 apply_freeze_(stages, [])
             batch = deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=2)
             run(batch, denominator=torch.tensor(50.0))
-        return {p.grad.dtype for p in parameters_of(stages)}
+        return {p.grad.dtype for p in get_parameters(stages)}
 
 
 def test_what_is_frozen_at_first_and_kept_in_bf16_has_its_gradients_in_fp32_later():

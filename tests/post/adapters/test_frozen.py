@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub import tiny
 from torch import nn
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.mesh import parallel_session, solo_parallel
-from trainkit.models import Decoder, decoder_config
+from trainkit.models import Decoder, make_decoder_config
 from trainkit.models.experts import ExpertWeights
-from trainkit.parallel import build_stages, expert, fsdp, precision, tensor
-from trainkit.post.adapters import dequantize, dequantized, quantize, quantized, shards_bytes
+from trainkit.parallel import build_stages, expert_parallel, fsdp, mixed_precision, tensor_parallel
+from trainkit.post.adapters import can_shard_bytes, dequantize, dequantized, quantize, quantized
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout, NumericsError, TrainState
 from trainkit.weights.checkpoint import state_hash
@@ -145,9 +145,9 @@ def hashes(ps, home, layout):
     for form in FORMATS:
         plan = [
             quantized(form, modules=MATRICES),
-            *(tensor(), expert(), precision(torch.bfloat16), fsdp(layout)),
+            *(tensor_parallel(), expert_parallel(), mixed_precision(torch.bfloat16), fsdp(layout)),
         ]
-        weights = hub.folder_weights(folder, axis=ps.world)
+        weights = hub.open_folder_weights(folder, axis=ps.world)
         stages = build_stages(lambda: Decoder(folder.config), ps, plan, weights=weights)
         optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()])
         found.append(state_hash(TrainState(), stages, optimizer, ps))
@@ -161,7 +161,7 @@ def hashes_on_a_rank(home, layout):
 
 @pytest.mark.parametrize(("row", "layout"), LAYOUTS, ids=str)
 def test_a_folder_becomes_the_same_bytes_in_every_layout(row, layout, tmp_path):
-    if layout.wrapped > 1 and not shards_bytes():
+    if layout.wrapped > 1 and not can_shard_bytes():
         pytest.skip("this torch's FSDP shards no bytes")
     folder_of(tmp_path, row)
     alone = hashes(solo_parallel(), tmp_path, Layout())
@@ -188,7 +188,7 @@ def test_a_value_that_is_not_finite_is_refused_with_its_matrix():
         del offset
         return torch.full(tuple(shape), float("nan") if name == "layers.1.mlp.up.weight" else 1.0)
 
-    config = decoder_config("tiny")
+    config = make_decoder_config("tiny")
     with pytest.raises(NumericsError, match=r"layers\.1\.mlp\.up\.weight: .* not finite"):
         build_stages(lambda: Decoder(config), solo_parallel(), [quantized()], weights=weights)
 
@@ -217,7 +217,7 @@ def peaks_of_filling(folders):
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     for home in folders:
         folder = hub.open_folder(home)
-        weights = hub.folder_weights(folder)
+        weights = hub.open_folder_weights(folder)
         Path("/proc/self/clear_refs").write_text("5")
         before = peak_of_this_process()
         make_model = functools.partial(Decoder, folder.config)

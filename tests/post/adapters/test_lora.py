@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from trainkit import adapters, noise
-from trainkit.batch import batch_of_rows, split_batch
-from trainkit.grads import clip_and_step, named_parameters_of, parameters_of
-from trainkit.losses import next_token_linear, routed
+from trainkit.batch import batch_from_rows, split_batch
+from trainkit.grads import clip_and_step, get_named_parameters, get_parameters
+from trainkit.losses import add_router_losses, next_token_linear
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import (
     Decoder,
-    Tape,
+    RoutingTape,
     build_decoder,
     call_model,
     call_routed,
@@ -23,14 +23,14 @@ from trainkit.models import (
     init_weights,
 )
 from trainkit.models.experts import ExpertWeights
-from trainkit.optim import adamw, averaged, decay_groups, make_optimizer
-from trainkit.parallel import build_stages, fsdp, tensor
+from trainkit.optim import adamw, decay_groups, make_optimizer, use_averaged_parameters
+from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.post.adapters import Lora, lora
 from trainkit.step import bind_forward_backward, forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import CONFIG, EXPERTS, decoder_batch
 from trainkit.types import CheckpointError, ConfigError, Layout, TrainState
-from trainkit.weights.checkpoint import Changes, resume, save_checkpoint, state_hash
+from trainkit.weights.checkpoint import ResumeRules, resume, save_checkpoint, state_hash
 
 CONFIG = attrs.evolve(CONFIG, layers=2)
 ATTENTION = r"layers\.\d+\.attention\.w[qv]"
@@ -39,13 +39,13 @@ LORAS = [Lora(ATTENTION, rank=3, alpha=6, dropout=0.2), Lora(ROW, rank=2, dora=T
 
 
 def build(ps, *, loras=LORAS, seed=0, of=0, layout=None, **options):
-    plan = [lora(*loras, seed=seed, **options), tensor(), fsdp(layout or Layout())]
+    plan = [lora(*loras, seed=seed, **options), tensor_parallel(), fsdp(layout or Layout())]
     make_model = partial(Decoder, CONFIG, head="hidden")
     return build_stages(make_model, ps, plan, weights=init_weights(CONFIG, seed=of))
 
 
 def randomised_(stages):
-    for name, p in named_parameters_of(stages).items():
+    for name, p in get_named_parameters(stages).items():
         if ".lora." in name and not name.endswith("magnitude"):
             nn.init.normal_(p, std=0.3)
     return stages
@@ -134,12 +134,12 @@ def test_side_by_side_the_last_is_trained_and_any_is_chosen():
     assert trained == ["up.lora.two.a", "up.lora.two.b"]
     outputs = {}
     for name in ("one", "two", None):
-        adapters.activate_([model], name)
+        adapters.select_adapter_([model], name)
         outputs[name] = model.up(x)
     assert len({tuple(y.flatten().tolist()) for y in outputs.values()}) == 3
     assert torch.equal(outputs[None], nn.functional.linear(x, model.up.weight, model.up.bias))
     with pytest.raises(ConfigError, match="no adapter 'three', but one, two"):
-        adapters.activate_([model], "three")
+        adapters.select_adapter_([model], "three")
 
 
 def test_an_embedding_is_trained_beside_adapters():
@@ -171,7 +171,7 @@ def test_side_by_side_each_drops_in_its_own_way():
         lora(Lora(ATTENTION, dropout=0.2, name=name))(model, solo_parallel())
     randomised_(stages)
     for name in ("one", "two"):
-        adapters.activate_(stages, name)
+        adapters.select_adapter_(stages, name)
         first, again = (call_with_noise(model, decoder_batch(0)).hidden for _ in range(2))
         assert torch.equal(first, again)
         model.eval()
@@ -203,7 +203,7 @@ class Sorted(nn.Module):
 def test_adapters_of_experts_drop_what_they_see_and_nothing_else(dora, monkeypatch):
     torch.manual_seed(0)
     model, counts = nn.ModuleDict({"mlp": Sorted()}), torch.tensor([3, 0, 2, 0, 0, 7, 0, 1])
-    rows, keys = torch.randn(13, 16), noise.token_keys(torch.arange(13), seed=0, step=0)
+    rows, keys = torch.randn(13, 16), noise.make_token_keys(torch.arange(13), seed=0, step=0)
     lora(Lora(OF_EXPERTS, rank=2, alpha=3, dropout=0.4, dora=dora))(model, solo_parallel())
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
@@ -245,10 +245,10 @@ def test_a_token_drops_the_same_in_any_rows_alone_or_packed_and_in_any_order_of_
     whole = hidden_of(model, batch)
     assert torch.allclose(hidden_of(model, batch, rows=1), whole, rtol=0, atol=1e-12)
     last = int((batch.document_ids[0] == 0).sum())
-    alone = batch_of_rows(batch.input_ids[:1, :last])
+    alone = batch_from_rows(batch.input_ids[:1, :last])
     alone = attrs.evolve(alone, extra={"noise_key": batch["noise_key"][:1, :last]})
     assert torch.allclose(hidden_of(model, alone), whole[:last], rtol=0, atol=1e-12)
-    tape = Tape()
+    tape = RoutingTape()
     how = {"spans": batch.spans, "noise_key": batch["noise_key"], "tape": tape}
     model(batch.input_ids, position_ids=batch.position_ids, is_token=batch.document_ids >= 0, **how)
     (choices,) = tape.choices.values()
@@ -262,7 +262,7 @@ def test_experts_adapters_without_dropout_compute_what_they_did(monkeypatch):
     batch, dropping = decoder_batch(0), moe(0.3)
     with pytest.raises(ValueError, match=r"layers.1.mlp.experts.lora.gate.default gets no noise_"):
         hidden_of(dropping, attrs.evolve(batch, extra={}))
-    monkeypatch.delattr("trainkit.noise.counters.numbered_keys")  # none are made, and none are sent
+    monkeypatch.delattr("trainkit.noise.counters.split_keys")  # none are made, and none are sent
     model = moe(0.0)
     plain = hidden_of(model, batch)
     for other in (model, model.eval(), dropping.eval()):
@@ -275,16 +275,16 @@ def test_a_resumed_run_drops_in_experts_what_it_would_have_dropped(tmp_path):
     run = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
 
     def step(number, stages, optimizer, ps):
-        how = {"loss": routed(next_token_linear), "denominator": torch.tensor(100)}
+        how = {"loss": add_router_losses(next_token_linear), "denominator": torch.tensor(100)}
         forward_backward(stages[0], [decoder_batch(number)], call=call_routed, **how)
-        clip_and_step(parameters_of(stages), optimizer, lr=1e-2, max_norm=1.0)
+        clip_and_step(get_parameters(stages), optimizer, lr=1e-2, max_norm=1.0)
         return state_hash(TrainState(step=number + 1), stages, optimizer, ps)
 
     step(0, *run)
     save_checkpoint(tmp_path, TrainState(step=1), *run)
     wanted = step(1, *run)
     again = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
-    state = resume(tmp_path, TrainState(), *again, tell=lambda _: None)
+    state = resume(tmp_path, TrainState(), *again, log=lambda _: None)
     assert step(state.step, *again) == wanted
 
 
@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told
 def test_matrices_of_bytes_and_their_base_are_looked_at_before_anything_is_built(monkeypatch):
     held = adapters.quantized("nf4", modules="layers.0.attention.wq")
     assert not adapters.problems([held, lora(Lora(".*wq"))], CONFIG, layout=Layout(tp=2))
-    monkeypatch.setattr("trainkit.post.adapters.frozen.shards_bytes", lambda: False)
+    monkeypatch.setattr("trainkit.post.adapters.frozen.can_shard_bytes", lambda: False)
     facts = {"base": "0", "base_from": "the/base"}
     of_base, bytes_ = adapters.problems([held], CONFIG, layout=Layout(dp_shard=2), base=facts)
     assert "it holds adapters alone, of a base at the/base; merge them into it" in str(of_base)
@@ -349,7 +349,7 @@ def test_adapters_stand_before_what_cuts_matrices():
         build_stages(
             partial(Decoder, CONFIG),
             solo_parallel(),
-            [tensor(), lora(Lora(ROW))],
+            [tensor_parallel(), lora(Lora(ROW))],
             weights=init_weights(CONFIG, seed=0),
         )
 
@@ -374,15 +374,15 @@ def test_the_first_values_are_uniform_and_add_nothing():
     )
     again = build_decoder(CONFIG, seed=0, head="hidden")
     lora(*LORAS)(again, solo_parallel())  # a model that holds its values gets the same
-    for name, p in named_parameters_of([again]).items():
-        assert torch.equal(p, named_parameters_of([model])[name]), name
+    for name, p in get_named_parameters([again]).items():
+        assert torch.equal(p, get_named_parameters([model])[name]), name
 
 
 # -------------------------------------------------------------------------------------- checkpoints
 
 
 def optimizer_of(stages):
-    return adamw(decay_groups(named_parameters_of(stages), weight_decay=0.1), lr=1e-2)
+    return adamw(decay_groups(get_named_parameters(stages), weight_decay=0.1), lr=1e-2)
 
 
 def trained(ps, stages, optimizer, *, steps=2, begin=0):
@@ -390,37 +390,37 @@ def trained(ps, stages, optimizer, *, steps=2, begin=0):
     for step in range(begin, steps):
         batch = decoder_batch(step)
         run([batch] * ps.pp.count, denominator=torch.tensor(100.0))
-        clip_and_step(parameters_of(stages), optimizer, lr=1e-2, max_norm=1.0, axis=ps.pp)
+        clip_and_step(get_parameters(stages), optimizer, lr=1e-2, max_norm=1.0, axis=ps.pp)
     return attrs.evolve(TrainState(), step=steps)
 
 
 def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     ps = solo_parallel()
     stages = build(ps, trained="head")
-    facts = adapters.keep_base_(stages, ps, source="the/base")
+    facts = adapters.exclude_frozen_(stages, ps, source="the/base")
     optimizer = optimizer_of(stages)
     state = trained(ps, stages, optimizer)
     path = save_checkpoint(tmp_path, state, stages, optimizer, ps, facts=facts)
     tensors = json.loads((path / "index.json").read_text())["tensors"]
     held = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
-    assert held == {name for name, p in named_parameters_of(stages).items() if p.requires_grad}
+    assert held == {name for name, p in get_named_parameters(stages).items() if p.requires_grad}
     assert "head.weight" in held
     again = build(ps, seed=1, trained="head")
-    facts = adapters.keep_base_(again, ps, source="moved")
+    facts = adapters.exclude_frozen_(again, ps, source="moved")
     other = optimizer_of(again)
-    how = {"facts": facts, "tell": lambda _: None}
+    how = {"facts": facts, "log": lambda _: None}
     with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
         resume(tmp_path, TrainState(), again, other, ps, **how)
     back = resume(
-        tmp_path, TrainState(), again, other, ps, **how, changes=Changes(free=["base_from"])
+        tmp_path, TrainState(), again, other, ps, **how, changes=ResumeRules(free=["base_from"])
     )
     assert state_hash(back, again, other, ps) == state_hash(state, stages, optimizer, ps)
     wrong = build(ps, of=1, trained="head")
-    facts = adapters.keep_base_(wrong, ps, source="the/base")
+    facts = adapters.exclude_frozen_(wrong, ps, source="the/base")
     with pytest.raises(CheckpointError, match=r"its base is [0-9a-f]{16}, the run's is"):
         resume(tmp_path, TrainState(), wrong, optimizer_of(wrong), ps, facts=facts)
     with pytest.raises(CheckpointError, match="holds adapters alone, of a base at the/base"):
-        adapters.base_weights(path)
+        adapters.open_base_weights(path)
 
 
 def test_a_run_is_a_base(tmp_path):
@@ -428,9 +428,9 @@ def test_a_run_is_a_base(tmp_path):
     save_checkpoint(tmp_path, TrainState(), [plain], optimizer_of([plain]), ps)
     make_model = partial(Decoder, CONFIG)
     plan = [lora(*LORAS)]
-    (model,) = build_stages(make_model, ps, plan, weights=adapters.base_weights(tmp_path))
+    (model,) = build_stages(make_model, ps, plan, weights=adapters.open_base_weights(tmp_path))
     for name, p in plain.named_parameters():
-        assert torch.equal(named_parameters_of([model])[name], p)
+        assert torch.equal(get_named_parameters([model])[name], p)
 
 
 def test_a_trained_model_is_built_on_its_own_base_alone(tmp_path):
@@ -439,43 +439,43 @@ def test_a_trained_model_is_built_on_its_own_base_alone(tmp_path):
     for seed, folder in enumerate((base, other)):
         plain = build_decoder(CONFIG, seed=seed)
         save_checkpoint(folder, TrainState(), [plain], optimizer_of([plain]), ps)
-    weights = adapters.base_weights(base)
+    weights = adapters.open_base_weights(base)
     stages = randomised_(build_stages(make_model, ps, [lora(*LORAS)], weights=weights))
-    facts = adapters.keep_base_(stages, ps, source=base)
+    facts = adapters.exclude_frozen_(stages, ps, source=base)
     run = tmp_path / "run"
     path = save_checkpoint(run, TrainState(), stages, optimizer_of(stages), ps, facts=facts)
-    (again,) = adapters.build_trained(path, make_model, ps, [])
-    for name, p in named_parameters_of(stages).items():
-        assert torch.equal(named_parameters_of([again])[name], p), name
-    told = f"build_trained: what is in {other} now is not the base of {path}"
+    (again,) = adapters.build_trained_stages(path, make_model, ps, [])
+    for name, p in get_named_parameters(stages).items():
+        assert torch.equal(get_named_parameters([again])[name], p), name
+    told = f"build_trained_stages: what is in {other} now is not the base of {path}"
     with pytest.raises(CheckpointError, match=told):
-        adapters.build_trained(path, make_model, ps, [], base=other)
+        adapters.build_trained_stages(path, make_model, ps, [], base=other)
 
 
 def test_a_mean_of_adapters_is_what_is_built(tmp_path):
     ps, make_model = solo_parallel(), partial(Decoder, CONFIG)
     plain = build_decoder(CONFIG, seed=0)
     save_checkpoint(tmp_path / "base", TrainState(), [plain], optimizer_of([plain]), ps)
-    weights = adapters.base_weights(tmp_path / "base")
+    weights = adapters.open_base_weights(tmp_path / "base")
     stages = build_stages(make_model, ps, [lora(*LORAS)], weights=weights)
-    facts = adapters.keep_base_(stages, ps, source=tmp_path / "base")
-    optimizer, params = make_optimizer(stages, lr=0.1, mean=0.5), parameters_of(stages)
+    facts = adapters.exclude_frozen_(stages, ps, source=tmp_path / "base")
+    optimizer, params = make_optimizer(stages, lr=0.1, mean=0.5), get_parameters(stages)
     for _ in range(2):  # the mean begins with what the first step gives
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
     path = save_checkpoint(tmp_path / "run", TrainState(), stages, optimizer, ps, facts=facts)
-    (again,) = adapters.build_trained(path, make_model, ps, [])
-    with averaged(optimizer):
+    (again,) = adapters.build_trained_stages(path, make_model, ps, [])
+    with use_averaged_parameters(optimizer):
         means = [p.clone() for p in params]
     assert not any(map(torch.equal, means, params))
-    assert all(map(torch.equal, parameters_of([again]), means))
+    assert all(map(torch.equal, get_parameters([again]), means))
 
 
 def save_on_two(folder, layout):
     with parallel_session(layout) as ps:
         stages = build(ps, layout=layout)
-        facts = adapters.keep_base_(stages, ps, source="x")
+        facts = adapters.exclude_frozen_(stages, ps, source="x")
         optimizer = optimizer_of(stages)
         state = trained(ps, stages, optimizer)
         save_checkpoint(folder, state, stages, optimizer, ps, facts=facts)
@@ -490,16 +490,16 @@ def resume_in(layouts, folder, want):
 def resume_in_one(folder, layout, want):
     with parallel_session(layout) as ps:
         stages = build(ps, layout=layout, seed=1)
-        facts = adapters.keep_base_(stages, ps, source="x")
+        facts = adapters.exclude_frozen_(stages, ps, source="x")
         optimizer = optimizer_of(stages)
-        how = {"facts": facts, "tell": lambda _: None}
+        how = {"facts": facts, "log": lambda _: None}
         state = resume(folder, TrainState(), stages, optimizer, ps, **how)
         assert (facts["base"], state_hash(state, stages, optimizer, ps)) == want
 
 
 def test_any_layout_goes_on_from_any_other(tmp_path):
     alone = build(solo_parallel())
-    base = adapters.keep_base_(alone, solo_parallel(), source="x")["base"]
+    base = adapters.exclude_frozen_(alone, solo_parallel(), source="x")["base"]
     known = set(run_ranks(save_on_two, 2, tmp_path, Layout(tp=2)))
     assert len(known) == 1
     assert {base} == {found for found, _ in known}

@@ -16,20 +16,22 @@ from torch import nn
 from trainkit import adapters
 from trainkit.batch import collate_bins
 from trainkit.data import TokenCorpus
-from trainkit.grads import named_parameters_of
+from trainkit.grads import get_named_parameters
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_routed
 from trainkit.models.decoder import whole_logits
 from trainkit.optim import adamw, decay_groups
 from trainkit.packing import pack_bins
 from trainkit.parallel import build_stages
-from trainkit.post.adapters import Lora, lora, open_peft
+from trainkit.post.adapters import Lora, lora, read_peft
 from trainkit.tools.commands import export
 from trainkit.types import CheckpointError, ConfigError, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
-from trainkit.weights.hub import folder_weights, open_folder
+from trainkit.weights.hub import open_folder, open_folder_weights
 
-SPEC = importlib.util.spec_from_file_location("tiny", Path(__file__).parents[1] / "hub" / "tiny.py")
+SPEC = importlib.util.spec_from_file_location(
+    "tiny", Path(__file__).parents[2] / "weights" / "hub" / "tiny.py"
+)
 tiny = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tiny)
 LENGTH = 16
@@ -127,7 +129,7 @@ def theirs_of(base):
 def ours_of(base, transforms, *, weights=lambda base: base):
     folder = open_folder(base)
     make_model = partial(Decoder, folder.config)
-    found = weights(folder_weights(folder))
+    found = weights(open_folder_weights(folder))
     (model,) = build_stages(make_model, solo_parallel(), transforms, weights=found)
     return model.eval()
 
@@ -169,7 +171,7 @@ def test_what_peft_has_written_computes_the_same_here(row, bases, tmp_path):
         saved[-1].data = saved[0].data.clone()
     theirs.save_pretrained(tmp_path)
     folder = open_folder(base)
-    found = open_peft(tmp_path, folder.family, folder.config)
+    found = read_peft(tmp_path, folder.family, folder.config)
     add = lora(*found.loras, trained=found.trained, values=found.values)
     ours = ours_of(base, [add], weights=found.weights)
     check_alike(ours, theirs)
@@ -192,17 +194,17 @@ def test_an_embedding_that_peft_trains_apart_from_its_tied_head_is_refused(bases
     theirs.save_pretrained(tmp_path)
     folder = open_folder(base)
     with pytest.raises(CheckpointError, match="embed_tokens is trained and the head is not"):
-        open_peft(tmp_path, folder.family, folder.config)
+        read_peft(tmp_path, folder.family, folder.config)
 
 
 def saved_run(base, loras, trained, folder):
     """Return our model with adapters that are not what they begin with, and its checkpoint."""
     ps = solo_parallel()
     ours = ours_of(base, [lora(*loras, trained=trained)])
-    randomised_(named_parameters_of([ours]).items())
-    facts = adapters.keep_base_([ours], ps, source=base)
+    randomised_(get_named_parameters([ours]).items())
+    facts = adapters.exclude_frozen_([ours], ps, source=base)
     facts |= {"model": attrs.asdict(ours.config)}
-    optimizer = adamw(decay_groups(named_parameters_of([ours]), weight_decay=0.0), lr=0.1)
+    optimizer = adamw(decay_groups(get_named_parameters([ours]), weight_decay=0.0), lr=0.1)
     save_checkpoint(folder, TrainState(), [ours], optimizer, ps, facts=facts)
     return ours
 
@@ -218,11 +220,11 @@ def test_peft_computes_the_same_from_what_a_run_has_learnt(row, bases, tmp_path)
     adapters.export_peft(tmp_path / "run", tmp_path / "there")
     theirs = peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "there").eval()
     check_alike(ours, theirs)
-    back = open_peft(tmp_path / "there", open_folder(base).family, ours.config)
+    back = read_peft(tmp_path / "there", open_folder(base).family, ours.config)
     add = lora(*back.loras, trained=back.trained, values=back.values)
     check_alike(ours_of(base, [add], weights=back.weights), theirs)
-    saved = adapters.saved_adapters(tmp_path / "run")
-    weights = partial(adapters.merged_weights, saved)
+    saved = adapters.read_adapters(tmp_path / "run")
+    weights = partial(adapters.merge_weights, saved)
     check_alike(ours_of(base, [], weights=weights), theirs)
 
 
@@ -285,7 +287,7 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(
 ):
     folder = open_folder(bases("llama"))
     with pytest.raises((ConfigError, CheckpointError)) as refusal:
-        open_peft(changed(tmp_path, written, **change), folder.family, folder.config)
+        read_peft(changed(tmp_path, written, **change), folder.family, folder.config)
     assert told in str(refusal.value)
 
 

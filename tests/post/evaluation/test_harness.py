@@ -8,7 +8,7 @@ import torch
 
 import trainkit as tk
 from trainkit import evaluation, hub
-from trainkit.models import build_decoder, decoder_config
+from trainkit.models import build_decoder, make_decoder_config
 from trainkit.post.generation import Sampling, generate
 from trainkit.text.tokenizers import open_tokenizer
 from trainkit.types import ConfigError, TrainState
@@ -17,7 +17,7 @@ Instance = pytest.importorskip("lm_eval.api.instance").Instance
 transformers = pytest.importorskip("transformers")
 
 CONTEXT = 48
-CONFIG = decoder_config("tiny", layers=2)
+CONFIG = make_decoder_config("tiny", layers=2)
 BYTES = open_tokenizer("bytes")
 TEXTS = ["one two three", "a much longer text, of several windows: " + "word by word " * 9, "x\ny"]
 COMMON = {
@@ -83,7 +83,7 @@ def made(tmp_path_factory):
     rest = [model], torch.optim.SGD(model.parameters()), tk.solo_parallel()
     facts = {"model": attrs.asdict(CONFIG)}
     path = tk.save_checkpoint(home / "run", TrainState(), *rest, facts=facts)
-    files = hub.tokenizer_files("bytes")
+    files = hub.make_tokenizer_files("bytes")
     hub.export_folder(path, home / "there", context=CONTEXT, files=files)
     return model, home / "there"
 
@@ -108,9 +108,9 @@ def found(made, tmp_path_factory):
         patch.setenv("HF_DATASETS_OFFLINE", "1")
         patch.setenv("HF_HOME", str(home))
         model, folder = made
-        score = evaluation.bind_score([model])
+        score = evaluation.make_scorer([model])
         how = {"context": CONTEXT, "add_bos": True, "generate": continued(model)}
-        ours = evaluation.harness_model(score, BYTES, **how)
+        ours = evaluation.make_harness_model(score, BYTES, **how)
         theirs = huggingface.HFLM(pretrained=str(folder), device="cpu", batch_size=4)
         names = [task["task"] for task in (CHOICES, ROLLING, WRITING)]
         manager = evaluation.open_tasks(names, include=folder_of_tasks(home))
@@ -130,12 +130,12 @@ def test_the_harness_gives_both_the_same_numbers(task, found):
 
 def test_the_harness_is_not_asked_for_what_it_does_not_do(made):
     model, _ = made
-    score = evaluation.bind_score([model])
+    score = evaluation.make_scorer([model])
     ask = lambda **wish: [Instance("generate_until", {}, ("one", wish), 0)]  # noqa: E731
-    mute = evaluation.harness_model(score, BYTES, context=CONTEXT)
+    mute = evaluation.make_harness_model(score, BYTES, context=CONTEXT)
     with pytest.raises(ConfigError, match="asks for texts, and nothing here writes them"):
         mute.generate_until(ask(until=["x"]))
-    writes = evaluation.harness_model(score, BYTES, context=CONTEXT, generate=continued(model))
+    writes = evaluation.make_harness_model(score, BYTES, context=CONTEXT, generate=continued(model))
     with pytest.raises(ConfigError, match="asks for 48 tokens, and the model sees 48 at once"):
         writes.generate_until(ask(max_gen_toks=48))
     with pytest.raises(ConfigError, match="a task asks for num_beams, top_p, which"):
@@ -149,7 +149,7 @@ def test_texts_of_different_wishes_come_back_in_the_order_of_the_prompts():
         seen.append((prompts, wish))
         return [BYTES.encode("yes, no. maybe") for _ in prompts]
 
-    model = evaluation.harness_model(list, BYTES, context=16, generate=write, rows=2)
+    model = evaluation.make_harness_model(list, BYTES, context=16, generate=write, rows=2)
     wishes = [{"until": ".", "max_gen_toks": 9}, {"until": [","], "temperature": 0.5}] * 2
     wishes[1]["max_new_tokens"] = wishes[3]["max_new_tokens"] = 4
     asked = [
@@ -171,7 +171,7 @@ def test_prompts_are_written_on_in_batches_the_longest_first():
         seen.append([*map(len, prompts)])
         return [prompt[-1:] for prompt in prompts]
 
-    model = evaluation.harness_model(list, BYTES, context=300, generate=write, rows=2)
+    model = evaluation.make_harness_model(list, BYTES, context=300, generate=write, rows=2)
     texts = ["a", "bbb", "cc", "eeeee", "dddd"]
     asked = [Instance("generate_until", {}, (text, {"max_gen_toks": 1}), 0) for text in texts]
     assert model.generate_until(asked) == ["a", "b", "c", "e", "d"]

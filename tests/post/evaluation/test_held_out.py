@@ -7,7 +7,7 @@ from strategies import corpus_of
 from whole_step import CONFIG
 
 import trainkit as tk
-from trainkit.data import Packed, eval_batches
+from trainkit.data import PackedCorpus, make_eval_batches
 from trainkit.losses import next_token
 from trainkit.models import build_decoder
 from trainkit.post.evaluation import bind_loss
@@ -19,7 +19,7 @@ LENGTHS = [5, 3, 8, 2, 7]
 def found_by(ranks_share, *, steps=1):
     """Return what the held-out rows cost before and after the weights are moved."""
     corpus = corpus_of(LENGTHS)
-    held = Packed(corpus, tk.pack_bins(corpus.lengths, 8))
+    held = PackedCorpus(corpus, tk.pack_bins(corpus.lengths, 8))
     model, found = build_decoder(CONFIG, seed=0), []
     with tk.parallel_session(tk.Layout(dp_replicate=ranks_share)) as ps:
         how = {"place": ps.place, "axis": ps.loss}
@@ -33,8 +33,8 @@ def found_by(ranks_share, *, steps=1):
 
 def test_ranks_find_the_loss_of_all_rows_each_time_anew():
     corpus, model = corpus_of(LENGTHS), build_decoder(CONFIG, seed=0)
-    held = Packed(corpus, tk.pack_bins(corpus.lengths, 8))
-    batches = eval_batches(held, rows_per_batch=2)
+    held = PackedCorpus(corpus, tk.pack_bins(corpus.lengths, 8))
+    batches = make_eval_batches(held, rows_per_batch=2)
     wanted = tk.to_host(tk.evaluate(model, batches, next_token, axis=tk.solo_parallel().loss))
     one, two = (run_ranks(found_by, world, world)[0] for world in (1, 2))
     assert one[0] == wanted

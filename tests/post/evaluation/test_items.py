@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import evaluation
-from trainkit.post.evaluation import Scored
-from trainkit.text.tokenizers import byte_tokenizer, train_bpe
+from trainkit.post.evaluation import ExampleScores
+from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
 from trainkit.types import DataError
 
-BYTES = byte_tokenizer(["<|end|>"])
+BYTES = make_byte_tokenizer(["<|end|>"])
 READ = {"text": evaluation.read_texts, "choices": evaluation.read_choices}
 PAIR = {"context": "a", "continuation": " b"}
 ASKED = {"context": "1 + 1 =", "choices": [" 2", " 11"], "answer": 0}
@@ -30,7 +30,7 @@ def test_windows_are_those_of_lm_eval_and_count_every_token_once(size, context):
     ids = list(range(1, size + 1))
     asked = utils.get_rolling_token_windows(ids, 0, context, 1)
     want = [utils.make_disjoint_window(pair) for pair in asked]
-    found = evaluation.rolling_windows(ids, prefix=0, context=context)
+    found = evaluation.make_rolling_windows(ids, prefix=0, context=context)
     pairs = [(x.ids[: -x.scored].tolist(), x.ids[-x.scored :].tolist()) for x in found]
     assert pairs == want
     assert [i for _, counted in pairs for i in counted] == ids
@@ -44,24 +44,24 @@ TOKENIZERS = [BYTES, train_bpe(["one two three two one"] * 4, vocab_size=300)]
 @given(context=st.sampled_from(["", " ", "one two", "one ", "<|bos|>on", "on"]), more=st.text())
 def test_pairs_are_cut_as_lm_eval_cuts_them(tokenizer, context, more):
     pytest.importorskip("lm_eval")
-    model = evaluation.harness_model(list, tokenizer, context=64)
+    model = evaluation.make_harness_model(list, tokenizer, context=64)
     continuation = f"e{more}"
-    found = evaluation.encode_pair(tokenizer, context, continuation)
+    found = evaluation.encode_continuation(tokenizer, context, continuation)
     if context.strip():
         assert found == model._encode_pair(context, continuation)
     else:
         assert found == (
-            [evaluation.prefix_id(tokenizer)],
+            [evaluation.get_prefix_id(tokenizer)],
             tokenizer.encode(context + continuation),
         )
 
 
 def test_bos_is_put_before_a_context_that_has_none():
-    pair = evaluation.encode_pair(BYTES, "a", "b", add_bos=True)
+    pair = evaluation.encode_continuation(BYTES, "a", "b", add_bos=True)
     assert pair == ([256, 97], [98])
-    model = evaluation.harness_model(list, BYTES, context=8, add_bos=True)
+    model = evaluation.make_harness_model(list, BYTES, context=8, add_bos=True)
     assert model._encode_pair("a", "b") == pair
-    assert evaluation.encode_pair(BYTES, "", "b", add_bos=True) == ([256], [98])
+    assert evaluation.encode_continuation(BYTES, "", "b", add_bos=True) == ([256], [98])
 
 
 def test_a_context_is_cut_on_its_left_and_that_is_counted(tmp_path):
@@ -70,7 +70,7 @@ def test_a_context_is_cut_on_its_left_and_that_is_counted(tmp_path):
     (example,) = item.examples
     assert bytes(example.ids.tolist()) == b"fghij"
     assert (example.scored, example.cut) == (2, 5)
-    assert evaluation.text_line(item, [Scored(np.zeros(2), True)])["cut"] == 5
+    assert evaluation.make_text_record(item, [ExampleScores(np.zeros(2), True)])["cut"] == 5
 
 
 NONE = "a continuation"
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_what_it_should_be_is_refused(name, text, tmp_path):
 def test_a_tokenizer_without_bos_and_eos_is_refused():
     bare = train_bpe(["one two"], vocab_size=256, special=())
     with pytest.raises(DataError, match="neither BOS nor EOS"):
-        evaluation.encode_pair(bare, "", "one")
+        evaluation.encode_continuation(bare, "", "one")
 
 
 def test_texts_of_a_folder_are_documents_and_their_files_are_hashed(tmp_path):
@@ -121,7 +121,7 @@ def test_texts_of_a_folder_are_documents_and_their_files_are_hashed(tmp_path):
     assert one.facts == {"tokens": 8, "words": 3, "bytes": 8}
     assert (none.facts["tokens"], none.examples) == (0, [])
     assert set(sources) == {"a.txt", "b.txt"}
-    assert evaluation.text_line(none, [])["logprob"] == 0
+    assert evaluation.make_text_record(none, [])["logprob"] == 0
 
 
 def test_perplexities_are_over_all_texts_together_and_pairs_are_left_out():
@@ -148,8 +148,10 @@ def test_three_measures_choose_and_of_equals_the_first(tmp_path):
     (item,) = evaluation.read_choices(path, train_bpe(["é abc"] * 9, vocab_size=300), context=8)
     counts = [example.scored for example in item.examples]
     sums = [-2.0, -3.0, -2.0]
-    found = [Scored(np.full(n, total / n), False) for n, total in zip(counts, sums, strict=True)]
-    line = evaluation.choice_line(item, found)
+    found = [
+        ExampleScores(np.full(n, total / n), False) for n, total in zip(counts, sums, strict=True)
+    ]
+    line = evaluation.make_choice_record(item, found)
     per_token = [total / n for n, total in zip(counts, sums, strict=True)]
     assert line["best"]["plain"] == 0
     assert line["best"]["per_token"] == int(np.argmax(per_token))

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from trainkit import evaluation
-from trainkit.post.evaluation import Item, Scored, make_example
+from trainkit.post.evaluation import EvalItem, ExampleScores, make_example
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DataError, DiskError
 
 FACTS = {"model": "1234", "data": {"a.jsonl": "abcd"}, "context": 8}
-ITEMS = [Item([make_example([1], [2] * (i % 3 + 1), context=8)]) for i in range(7)]
+ITEMS = [EvalItem([make_example([1], [2] * (i % 3 + 1), context=8)]) for i in range(7)]
 
 
 def lines_from(start, *, seen=None, stop_at=None):
@@ -23,17 +23,19 @@ def lines_from(start, *, seen=None, stop_at=None):
             seen.append(len(examples))
         if stop_at is not None and sum(seen or []) > stop_at:
             raise KeyboardInterrupt
-        return [Scored(np.full(x.scored, -1 / len(examples)), True) for x in examples]
+        return [ExampleScores(np.full(x.scored, -1 / len(examples)), True) for x in examples]
 
-    return evaluation.in_groups(score, ITEMS, evaluation.text_line, group=3, start=start)
+    return evaluation.score_in_groups(
+        score, ITEMS, evaluation.make_text_record, group=3, start=start
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Return the bytes of a file that was written at once."""
     path = tmp_path_factory.mktemp("whole") / "a.jsonl"
-    assert evaluation.write_lines(path, lines_from, facts=FACTS) == 0
-    assert [line["index"] for line in evaluation.read_lines(path)] == list(range(7))
+    assert evaluation.write_results(path, lines_from, facts=FACTS) == 0
+    assert [line["index"] for line in evaluation.read_results(path)] == list(range(7))
     return path.read_bytes()
 
 
@@ -41,7 +43,7 @@ def test_wherever_a_run_was_killed_the_same_command_gives_the_same_file(whole, t
     path = tmp_path / "a.jsonl"
     for size in range(0, len(whole) + 30, 29):
         path.write_bytes(whole[:size])
-        had = evaluation.write_lines(path, lines_from, facts=FACTS)
+        had = evaluation.write_results(path, lines_from, facts=FACTS)
         assert had == max(0, whole[:size].count(b"\n") - 1)
         assert path.read_bytes() == whole
 
@@ -49,21 +51,21 @@ def test_wherever_a_run_was_killed_the_same_command_gives_the_same_file(whole, t
 def test_a_group_that_is_done_is_on_the_disk_and_is_not_computed_again(whole, tmp_path):
     path, seen = tmp_path / "a.jsonl", []
     with pytest.raises(KeyboardInterrupt):
-        evaluation.write_lines(
+        evaluation.write_results(
             path, lambda start: lines_from(start, seen=seen, stop_at=6), facts=FACTS
         )
-    assert len(evaluation.read_lines(path)) == 6
+    assert len(evaluation.read_results(path)) == 6
     seen.clear()
-    evaluation.write_lines(path, lambda start: lines_from(start, seen=seen), facts=FACTS)
+    evaluation.write_results(path, lambda start: lines_from(start, seen=seen), facts=FACTS)
     assert seen == [1]
     assert path.read_bytes() == whole
     seen.clear()
-    evaluation.write_lines(path, lambda start: lines_from(start, seen=seen), facts=FACTS)
+    evaluation.write_results(path, lambda start: lines_from(start, seen=seen), facts=FACTS)
     assert seen == []
 
 
 def other(**changes):
-    return lambda path: evaluation.write_lines(path, lines_from, facts=FACTS | changes)
+    return lambda path: evaluation.write_results(path, lines_from, facts=FACTS | changes)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_a_file_of_another_model_or_other_data_is_refused_and_stays(call, words,
 def test_a_file_of_something_else_is_refused_and_stays(text, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(text)
-    for call in (other(), evaluation.read_lines):
+    for call in (other(), evaluation.read_results):
         with pytest.raises(DataError, match=r"a\.jsonl is no file of results"):
             call(path)
     assert path.read_bytes() == text
@@ -109,7 +111,7 @@ def test_a_number_that_was_changed_is_not_believed(number, whole, tmp_path):
     changed = b"7" if lines[number][digit : digit + 1] != b"7" else b"8"
     lines[number] = lines[number][:digit] + changed + lines[number][digit + 1 :]
     path.write_bytes(b"".join(lines))
-    for call in (other(), evaluation.read_lines):
+    for call in (other(), evaluation.read_results):
         with pytest.raises(DataError, match=f"line {number + 1} is damaged"):
             call(path)
 
@@ -130,7 +132,7 @@ def fails_on_one_rank(path):
 
     with parallel_session(dp_shard=2) as ps:
         try:
-            evaluation.write_lines(path, lines_from, facts=FACTS, axis=ps.world)
+            evaluation.write_results(path, lines_from, facts=FACTS, axis=ps.world)
         except DataError as error:
             return str(error)
 

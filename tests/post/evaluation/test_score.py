@@ -11,12 +11,12 @@ from whole_step import CONFIG
 
 import trainkit as tk
 from trainkit import evaluation
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.models import Decoder, Experts, call_model, call_routed, init_weights
-from trainkit.parallel import expert, fsdp
-from trainkit.parallel.sequence_parallel import sequence
-from trainkit.parallel.tensor_parallel import tensor
-from trainkit.post.evaluation import Example, Item, make_example, rolling_windows
+from trainkit.parallel import expert_parallel, fsdp
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.tensor_parallel import tensor_parallel
+from trainkit.post.evaluation import EvalItem, Example, make_example, make_rolling_windows
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Hidden, NumericsError
 
@@ -39,25 +39,30 @@ def asked():
         make_example(ids[:-n], ids[-n:], context=CONTEXT)
         for ids, n in zip(pairs, cuts, strict=True)
     ]
-    text = rolling_windows(random.integers(0, 32, size=47), prefix=1, context=CONTEXT)
+    text = make_rolling_windows(random.integers(0, 32, size=47), prefix=1, context=CONTEXT)
     words = [
         make_example(ids, [word], context=4) for ids in ([2], [9], [3, 1]) for word in range(32)
     ]
     return [
-        *(Item([example], {"tokens": example.scored}) for example in examples + words),
-        Item(text),
+        *(EvalItem([example], {"tokens": example.scored}) for example in examples + words),
+        EvalItem(text),
     ]
 
 
 def stages_in(ps, *, head, config, dtype=torch.float64):
-    plan = [tensor(), sequence(), *([expert()] if config.experts else []), fsdp()]
+    plan = [
+        tensor_parallel(),
+        sequence_parallel(),
+        *([expert_parallel()] if config.experts else []),
+        fsdp(),
+    ]
     make = lambda: Decoder(config, head=head).to(dtype)  # noqa: E731
     return tk.build_stages(make, ps, plan, weights=init_weights(config, seed=0))
 
 
 def score_in(ps, stages, **how):
     axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    return evaluation.bind_score(stages, **axes, **how)
+    return evaluation.make_scorer(stages, **axes, **how)
 
 
 def scored(degrees, path, *, head="hidden", dtype=torch.float64):
@@ -70,9 +75,11 @@ def scored(degrees, path, *, head="hidden", dtype=torch.float64):
         score, items = score_in(ps, stages, tokens_per_batch=48, call=call), asked()
 
         def lines_from(start):
-            return evaluation.in_groups(score, items, evaluation.text_line, group=40, start=start)
+            return evaluation.score_in_groups(
+                score, items, evaluation.make_text_record, group=40, start=start
+            )
 
-        evaluation.write_lines(path, lines_from, facts={"model": "a"}, axis=ps.world)
+        evaluation.write_results(path, lines_from, facts={"model": "a"}, axis=ps.world)
         assert all(module.training for stage in stages for module in stage.modules())
 
 
@@ -102,12 +109,12 @@ def by_hand(config):
         for example in item.examples:
             ids = torch.from_numpy(example.ids)
             with torch.no_grad():
-                logits = tk.types.unrouted(call(model, batch_of_rows(ids[None, :-1])))[0]
+                logits = tk.types.drop_routing(call(model, batch_from_rows(ids[None, :-1])))[0]
             logprobs, labels = logits.log_softmax(-1), ids[1:]
             each = logprobs.gather(-1, labels[:, None])[-example.scored :, 0]
             greedy = (logits.argmax(-1) == labels)[-example.scored :].all()
-            found.append(evaluation.Scored(each.double().numpy(), bool(greedy)))
-        lines.append({"index": number, **evaluation.text_line(item, found)})
+            found.append(evaluation.ExampleScores(each.double().numpy(), bool(greedy)))
+        lines.append({"index": number, **evaluation.make_text_record(item, found)})
     return lines
 
 
@@ -119,7 +126,7 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(
     for i, degrees in enumerate(layouts):
         config = attrs.evolve(MIXED if "ep" in degrees else SMALL, tied=i % 2 == 1)
         wanted = by_hand(config)
-        assert_close(evaluation.read_lines(tmp_path / f"{i}"), wanted, 1e-12)
+        assert_close(evaluation.read_results(tmp_path / f"{i}"), wanted, 1e-12)
         greedy = [(line["index"] - 13) % 32 for line in wanted[13:-1] if line["greedy"]]
         assert len(greedy) == 3  # one word after each context, and not of one rank's words alone
         assert max(greedy) >= 16
@@ -129,7 +136,7 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(
 def test_in_fp32_the_numbers_are_equal_to_1e_5_and_the_names_are_equal(tmp_path):
     scored({}, tmp_path / "32", head="hidden", dtype=torch.float32)
     wanted = by_hand(SMALL)
-    assert_close(evaluation.read_lines(tmp_path / "32"), wanted, 1e-5)
+    assert_close(evaluation.read_results(tmp_path / "32"), wanted, 1e-5)
 
 
 def test_what_is_greedy_is_what_argmax_takes_of_equal_logits_too():
@@ -161,7 +168,7 @@ def test_a_reference_is_scored_without_dropout():
     model = torch.nn.Sequential(
         torch.nn.Embedding(32, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 32)
     )
-    score = evaluation.bind_score([model], call=lambda model, batch: model(batch["input_ids"]))
+    score = evaluation.make_scorer([model], call=lambda model, batch: model(batch["input_ids"]))
     ids = np.arange(9)
     (found,) = score([Example(ids, 8)])
     assert model.training
@@ -172,7 +179,7 @@ def test_a_reference_is_scored_without_dropout():
 
 
 def test_an_example_without_a_context_is_refused_and_none_at_all_are_no_call():
-    score = evaluation.bind_score([torch.nn.Identity()])
+    score = evaluation.make_scorer([torch.nn.Identity()])
     assert score([]) == []
     with pytest.raises(ValueError, match="example 1 has 2 tokens of which 2 count"):
         score([Example(np.array([1, 2]), 1), Example(np.array([1, 2]), 2)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hub import tiny
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.mesh import solo_parallel
@@ -30,7 +30,7 @@ def models_of(row, home):
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(home)
     folder = hub.open_folder(home, context=tiny.CONTEXT)
-    weights = hub.folder_weights(folder, dtype=torch.float32)
+    weights = hub.open_folder_weights(folder, dtype=torch.float32)
     (ours,) = build_stages(lambda: Decoder(folder.config), solo_parallel(), [], weights=weights)
     theirs.generation_config.eos_token_id = None
     return theirs, ours

@@ -8,13 +8,13 @@ from torch import nn
 from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, call_model, call_routed
 from trainkit.models.config import Experts, Latents
-from trainkit.models.sizes import decoder_config
-from trainkit.parallel import bind_call, compiled
+from trainkit.models.sizes import make_decoder_config
+from trainkit.parallel import bind_call, compile_blocks
 from trainkit.post.generation import Sampling, generate
-from trainkit.text.tokenizers import byte_tokenizer
+from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.types import NumericsError
 
-CONFIG = decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_size=40)
+CONFIG = make_decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_size=40)
 GROUPED = attrs.evolve(CONFIG, kv_heads=2, qk_norm=True)
 LATENT = attrs.evolve(
     CONFIG, kv_heads=4, latents=Latents(query_rank=12, kv_rank=8, plain=6, rotary=4, values=10)
@@ -157,7 +157,7 @@ def test_a_compiled_decoder_and_a_layout_of_one_rank_write_the_same():
     model, how = double(attrs.evolve(CONFIG, layers=1)), {"max_new_tokens": 2, "context": 16}
     want = ids_of(model, PROMPTS, **how)
     assert want == ids_of(model, PROMPTS, **how, call=bind_call([model], solo_parallel()))
-    compiled(backend="eager")(model, solo_parallel())
+    compile_blocks(backend="eager")(model, solo_parallel())
     assert want == ids_of(model, PROMPTS, **how)
 
 
@@ -228,7 +228,7 @@ def spelled(text):
         max_new_tokens=len(ids),
         context=99,
         stop_ids=[257],
-        tokenizer=byte_tokenizer(),
+        tokenizer=make_byte_tokenizer(),
         call=lambda model, batch: call(model, batch).float(),
         **how,
     )[0]

@@ -10,30 +10,30 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data import deal_rows
-from trainkit.models import build_decoder, call_routed, decoder_config
+from trainkit.data import make_microbatches
+from trainkit.models import build_decoder, call_routed, make_decoder_config
 from trainkit.models.config import Experts
 from trainkit.post.generation import (
     Answer,
-    Checked,
+    Rewards,
     Sampling,
-    answer_advantages,
-    answer_corpus,
-    bind_reader,
-    check_answers,
     check_logprobs,
-    minibatches,
-    old_logprobs,
+    compute_advantages,
+    compute_old_logprobs,
+    compute_rewards,
+    make_answer_corpus,
+    make_answer_reader,
     read_answers,
-    report_answers,
     sample_answers,
+    split_minibatches,
+    summarize_rollout,
 )
-from trainkit.post.objectives import clipped, policy_gradient
-from trainkit.text.tokenizers import byte_tokenizer, train_bpe
+from trainkit.post.objectives import policy_gradient, ppo_clip
+from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
 from trainkit.text.tokenizers.special import BOS, EOS
 from trainkit.types import IGNORED_LABEL, DataError
 
-BYTES = byte_tokenizer()
+BYTES = make_byte_tokenizer()
 
 
 def answer(text, *, truncated=False, group=0):
@@ -58,13 +58,13 @@ def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
     texts = ["2", "raises", "hangs", "", "is no number", "3", "2"]
     answers = [*map(answer, texts), answer("2", truncated=True)]
     handler, begin = signal.getsignal(signal.SIGALRM), time.monotonic()
-    found = check_answers(checker, answers, seconds=0.05)
+    found = compute_rewards(checker, answers, seconds=0.05)
     assert time.monotonic() - begin < 3
     assert found.rewards == [1, 0, 0, 0, 0, 0, 1, 0]
     assert (found.raised, found.hung) == (2, 1)
     assert shown == texts  # an empty answer is one; what was cut off earns nothing
     assert found.told == "it raised ZeroDivisionError: no for '1+1=', 'raises'"
-    report = report_answers(answers, found)
+    report = summarize_rollout(answers, found)
     assert (report["reward"], report["empty"], report["truncated"]) == (0.25, 1, 1)
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
@@ -73,59 +73,61 @@ def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
 def test_an_advantage_is_that_of_its_group_in_whatever_order_answers_come():
     groups, rewards = [0, 0, 0, 1, 1, 2, 2, 2], [1.0, 0.0, 0.0, 0.5, 0.25, 0.0, 1.0, 1.0]
     answers = [answer(str(n), group=group) for n, group in enumerate(groups)]
-    whole = answer_advantages(answers, Checked(rewards))
+    whole = compute_advantages(answers, Rewards(rewards))
     for group in range(3):
         own = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group]).double()
         want = (own - own.mean()) / (own.std() + 1e-4)
         torch.testing.assert_close(whole[[g == group for g in groups]], want)
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 6, 2, 7], [0, 2, 4, 6, 1, 3, 5, 7]):
-        given = [answers[n] for n in order], Checked([rewards[n] for n in order])
-        torch.testing.assert_close(answer_advantages(*given), whole[order])
+        given = [answers[n] for n in order], Rewards([rewards[n] for n in order])
+        torch.testing.assert_close(compute_advantages(*given), whole[order])
 
 
 def test_each_label_has_what_was_known_of_its_token():
     answers = [answer("2"), answer("31", truncated=True, group=1), answer("", group=2)]
     given = [[-0.1, -0.2], [-0.3, -0.4], [-0.5]]
     answers = [attrs.evolve(x, logprobs=own) for x, own in zip(answers, given, strict=True)]
-    corpus = answer_corpus(answers, advantages=torch.tensor([1.0, -2.0, 3.0]))
-    (packed,) = minibatches(corpus, 1, capacity=32, multiple_of=4)
-    (batch,) = deal_rows(packed, [0], rows_per_microbatch=1)
+    corpus = make_answer_corpus(answers, advantages=torch.tensor([1.0, -2.0, 3.0]))
+    (packed,) = split_minibatches(corpus, 1, capacity=32, multiple_of=4)
+    (batch,) = make_microbatches(packed, [0], rows_per_microbatch=1)
     trained, logits = batch["labels"] != IGNORED_LABEL, torch.randn(1, 32, 272)
     assert batch["labels"][trained].tolist() == [50, 257, 51, 49, 257]
     wanted = [-0.1, -0.2, -0.3, -0.4, -0.5]
     assert batch["sampler_logprobs"][trained].tolist() == pytest.approx(wanted)
     assert batch["advantages"][trained].tolist() == [1, 1, -2, -2, 3]
-    batch = {**batch, **old_logprobs(logits, batch)}
+    batch = {**batch, **compute_old_logprobs(logits, batch)}
     own = logits.log_softmax(-1)[trained, batch["labels"][trained]]
     assert torch.equal(batch["old_logprobs"][trained], own)
-    _, terms = policy_gradient(clipped())(logits, batch)
+    _, terms = policy_gradient(ppo_clip())(logits, batch)
     assert terms["clipped/count"] == 5
     assert terms["old_kl"] == 0  # every ratio is 1
 
 
 def test_a_log_probability_above_0_is_no_column():
     answers = [attrs.evolve(answer("2"), logprobs=[-0.1, own]) for own in (0.0, 0.3)]
-    assert len(answer_corpus(answers[:1], advantages=[1.0]).lengths) == 1
+    assert len(make_answer_corpus(answers[:1], advantages=[1.0]).lengths) == 1
     with pytest.raises(
         DataError, match=r"answer 1 has the log-probability 0\.3; it must be at most 0"
     ):
-        answer_corpus(answers, advantages=[1.0, 1.0])
+        make_answer_corpus(answers, advantages=[1.0, 1.0])
 
 
 def test_every_answer_is_in_one_minibatch():
     answers = [answer("7" * (n % 4), group=n // 2) for n in range(11)]
-    corpus = answer_corpus(answers, advantages=np.zeros(11))
-    parts = minibatches(corpus, 3, capacity=24)
+    corpus = make_answer_corpus(answers, advantages=np.zeros(11))
+    parts = split_minibatches(corpus, 3, capacity=24)
     documents = [sorted(part.bins.documents.tolist()) for part in parts]
     assert documents == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     with pytest.raises(ValueError, match=r"minibatches.*at least 1, got 12 and 0"):
-        minibatches(corpus, 12, capacity=24)
+        split_minibatches(corpus, 12, capacity=24)
     with pytest.raises(ValueError, match="capacity"):
-        minibatches(corpus, 3, capacity=4)
+        split_minibatches(corpus, 3, capacity=4)
 
 
 def test_the_nth_answer_is_the_same_whatever_is_sampled_beside_it():
-    model = build_decoder(decoder_config("tiny", layers=1, width=32, heads=2, kv_heads=2), seed=0)
+    model = build_decoder(
+        make_decoder_config("tiny", layers=1, width=32, heads=2, kv_heads=2), seed=0
+    )
     how = {"tokenizer": BYTES, "max_new_tokens": 3, "context": 16, "sampling": Sampling(seed=3)}
     prompts = ["1+1=", "22+3=", "4="]
     whole = sample_answers(model, prompts, each=2, first=100, **how)
@@ -156,7 +158,7 @@ def test_answers_of_another_sampler_are_read():
 def test_rollouts_are_read_as_they_are_needed_and_a_list_once_more():
     records = [record(answer=str(n), prompt=f"{n // 2}=") for n in range(7)]
     for given in (records, iter(records)):
-        read = bind_reader(given, tokenizer=BYTES, size=2)
+        read = make_answer_reader(given, tokenizer=BYTES, size=2)
         assert [[x.text, x.group] for x in read(0)] == [["0", 0], ["1", 0]]
         assert [x.text for x in read(2)] == ["4", "5"]  # a run that goes on passes over the others
         with pytest.raises(DataError, match="rollout 3 needs answers 6 to 7, and there are 7;"):
@@ -247,11 +249,11 @@ def test_a_sampler_that_is_not_the_trainer_is_refused():
 def test_experts_that_a_sampler_took_are_those_that_are_trained():
     experts = Experts(count=4, chosen=2, width=8)
     sizes = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 2}
-    model = build_decoder(decoder_config("tiny", **sizes, experts=experts), seed=0)
+    model = build_decoder(make_decoder_config("tiny", **sizes, experts=experts), seed=0)
     taken = [[[n % 4, (n + 1) % 4], [n % 4, (n + 2) % 4]] for n in range(6)]  # two layers, two each
     given = read_answers([record(choices=taken)], tokenizer=BYTES)
-    (packed,) = minibatches(answer_corpus(given, advantages=[1.0]), 1, capacity=16)
-    (batch,) = deal_rows(packed, [0], rows_per_microbatch=1)
+    (packed,) = split_minibatches(make_answer_corpus(given, advantages=[1.0]), 1, capacity=16)
+    (batch,) = make_microbatches(packed, [0], rows_per_microbatch=1)
     chosen, own = call_routed(model, batch), call_routed(model, attrs.evolve(batch, extra={}))
     whole = torch.tensor([*taken, taken[-1]])  # the last token is asked for, and asks for nothing
     want = [torch.bincount(whole[:, layer].flatten(), minlength=4).tolist() for layer in range(2)]

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from trainkit.post.generation import Sampling, draw, next_tokens, shaped, top_k
+from trainkit.post.generation import (
+    Sampling,
+    filter_top_k,
+    next_tokens,
+    sample_from_cdf,
+    shape_logits,
+)
 from trainkit.post.generation.sampling import places_of
 from trainkit.types import ConfigError
 
@@ -34,7 +40,7 @@ def test_what_is_left_of_logits_is_what_transformers_leaves(how):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **size))
     lists = model._get_logits_processor(config, 12, ids, None, transformers.LogitsProcessorList())
     assert len(lists) >= len(how)
-    torch.testing.assert_close(shaped(logits, Sampling(**how), seen=seen), lists(ids, logits))
+    torch.testing.assert_close(shape_logits(logits, Sampling(**how), seen=seen), lists(ids, logits))
 
 
 def test_draws_follow_the_distribution():
@@ -42,7 +48,7 @@ def test_draws_follow_the_distribution():
     for temperature, k in ((1.0, None), (0.5, None), (2.0, 2)):
         how = Sampling(temperature=temperature, top_k=k)
         tokens = next_tokens(logits.expand(4000, 4), places, how)
-        left = logits if k is None else top_k(logits[None], k)[0]
+        left = logits if k is None else filter_top_k(logits[None], k)[0]
         want = torch.softmax(left / temperature, 0)
         got = torch.bincount(tokens, minlength=4) / len(tokens)
         torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
@@ -50,8 +56,8 @@ def test_draws_follow_the_distribution():
 
 def test_the_end_of_the_range_is_a_token():
     end = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert draw(torch.zeros(1, 7), end).item() == 6
-    assert draw(torch.tensor([[0.0, -torch.inf]]), end).item() == 0
+    assert sample_from_cdf(torch.zeros(1, 7), end).item() == 6
+    assert sample_from_cdf(torch.tensor([[0.0, -torch.inf]]), end).item() == 0
 
 
 def test_the_noise_of_a_place_is_its_own_and_even():

@@ -5,33 +5,33 @@ import torch
 from packed_answers import cut, documents_of, drawn, make_answers, part_of, unpacked, weight_of
 
 from trainkit.batch import count_documents
-from trainkit.losses import document_mean, mean_terms, microbatch_mean
+from trainkit.losses import average_terms, weight_by_document, weight_by_microbatch
 from trainkit.losses.logits import cure_of
 from trainkit.mesh import axis_from_group
 from trainkit.post.objectives.policy import (
-    Added,
-    bounded_weights,
-    clipped,
+    PolicyOptions,
+    cispo,
     k1,
     k2,
     k3,
     policy_gradient,
+    ppo_clip,
     sequence_policy_gradient,
 )
 from trainkit.post.objectives.preference import (
+    add_reference_point,
     dpo,
     ipo,
     kto,
     log_ratio,
     orpo,
     simpo,
-    with_reference_point,
 )
 from trainkit.step import evaluate, forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError, Hidden
 
-OFF = Added(kl=k3, kl_weight=0.1, most_importance=1.05)
+OFF = PolicyOptions(kl=k3, kl_weight=0.1, most_importance=1.05)
 
 
 def make_losses(axis=SOLO):
@@ -44,11 +44,11 @@ def make_losses(axis=SOLO):
         "orpo": orpo(0.6, axis=axis),
         "kto": kto(0.5, desirable_weight=0.8, undesirable_weight=1.2, axis=axis),
         "log_ratio": log_ratio(axis=axis),
-        "gspo": sequence_policy_gradient(clipped(0.05, 0.07), added=OFF, axis=axis),
-        "ppo": policy_gradient(clipped(0.1, 0.2), added=OFF, entropy_weight=0.01),
-        "grpo": policy_gradient(clipped(0.1, 0.2), weighted=True),
-        "cispo": policy_gradient(bounded_weights(high=0.1), added=Added(kl=k2, kl_weight=0.3)),
-        "k1": policy_gradient(bounded_weights(high=0.1), added=Added(kl=k1)),
+        "gspo": sequence_policy_gradient(ppo_clip(0.05, 0.07), added=OFF, axis=axis),
+        "ppo": policy_gradient(ppo_clip(0.1, 0.2), added=OFF, entropy_weight=0.01),
+        "grpo": policy_gradient(ppo_clip(0.1, 0.2), weighted=True),
+        "cispo": policy_gradient(cispo(high=0.1), added=PolicyOptions(kl=k2, kl_weight=0.3)),
+        "k1": policy_gradient(cispo(high=0.1), added=PolicyOptions(kl=k1)),
     }
 
 
@@ -155,7 +155,7 @@ def reference_point(microbatches, axis=SOLO):
     call = lambda model, batch: Hidden(batch["x"], model.weight)  # noqa: E731
     others = map(far, microbatches)
     kl = evaluate(model, others, log_ratio(axis=axis), axis=axis, call=call)["kl"]
-    return with_reference_point([make_answers()], kl)[0]["kl"]
+    return add_reference_point([make_answers()], kl)[0]["kl"]
 
 
 def test_answers_that_lie_on_two_ranks_are_counted_once_with_all_of_their_gradient():
@@ -195,7 +195,7 @@ def test_pairs_have_one_denominator_however_unevenly_they_are_dealt():
         sums = forward_backward(
             model, microbatches, LOSSES["dpo"], denominator=denominator, call=call
         )
-        return weight.grad.clone(), mean_terms(sums, denominator)
+        return weight.grad.clone(), average_terms(sums, denominator)
 
     together, means = step([part_of(batch, slice(0, 2))], pairs)
     apart, again = step(parts, pairs)
@@ -256,7 +256,7 @@ def test_a_reference_point_is_not_below_0_and_what_has_no_label_is_in_no_figure(
     below, at = ({**batch, "kl": torch.full_like(batch["kl"], value)} for value in (-3.0, 0.0))
     same(found_of(LOSSES["kto"], below), found_of(LOSSES["kto"], at))
     terms = found_of(LOSSES["kto"], batch)[1]
-    point = with_reference_point([batch], torch.tensor(-0.1, requires_grad=True))[0]["kl"]
+    point = add_reference_point([batch], torch.tensor(-0.1, requires_grad=True))[0]["kl"]
     assert (point == 0).all()
     assert not point.requires_grad
     flagged = terms["desirable_reward/count"] + terms["undesirable_reward/count"]
@@ -313,7 +313,11 @@ def test_no_other_column_is_missed():
 
 @pytest.mark.parametrize(
     ("function", "column"),
-    [(document_mean, "document_ids"), (document_mean, "labels"), (microbatch_mean, "labels")],
+    [
+        (weight_by_document, "document_ids"),
+        (weight_by_document, "labels"),
+        (weight_by_microbatch, "labels"),
+    ],
 )
 def test_what_weighs_tokens_names_what_it_lacks(function, column):
     batch = {k: v for k, v in make_answers().items() if k != column}
@@ -339,7 +343,7 @@ def test_ppo_is_its_equation_token_by_token():
     batch = make_answers()
     own = torch.where(batch["labels"] == -100, torch.nan, drawn(*batch["labels"].shape, seed=3))
     batch["advantages"] = own  # a critic's: different at each token
-    loss = policy_gradient(clipped(0.1, 0.2))
+    loss = policy_gradient(ppo_clip(0.1, 0.2))
     total, terms, _, d_weight = found_of(loss, batch)
     same((total, d_weight), plain_ppo(batch, low=0.1, high=0.2))
     assert 0 < terms["clipped"] < terms["clipped/count"]
@@ -378,8 +382,8 @@ def test_gspo_weighs_an_answer_by_the_product_of_its_tokens_importance():
     batch, most = make_answers(), 1.03
     want, weight, products = plain_gspo(batch, low=0.05, high=0.07, most=most)
     assert min(products) < 0.97 < most < max(products)  # and one is truncated
-    added = Added(most_importance=most)
-    loss = sequence_policy_gradient(clipped(0.05, 0.07), added=added)
+    added = PolicyOptions(most_importance=most)
+    loss = sequence_policy_gradient(ppo_clip(0.05, 0.07), added=added)
     total, terms, _, found = found_of(loss, batch)
     torch.testing.assert_close(total, want.detach())
     torch.testing.assert_close(found, torch.autograd.grad(want, weight)[0])
@@ -392,7 +396,7 @@ def test_gspo_weighs_an_answer_by_the_product_of_its_tokens_importance():
 )
 def test_what_would_be_added_to_no_effect_is_refused(bad, what):
     with pytest.raises(ConfigError, match=what):
-        Added(**bad)
+        PolicyOptions(**bad)
 
 
 def test_extremes_of_ratios_are_counted_above_thresholds():
@@ -411,10 +415,10 @@ def test_extremes_of_ratios_are_counted_above_thresholds():
 
 def test_grpo_is_a_mean_over_answers_of_means_over_tokens():
     batch = make_answers()
-    (weighed,) = document_mean([{k: v for k, v in batch.items() if k != "weights"}], axis=SOLO)
+    (weighed,) = weight_by_document([{k: v for k, v in batch.items() if k != "weights"}], axis=SOLO)
     total = found_of(LOSSES["grpo"], weighed)[0]
     alone = []
-    plain = policy_gradient(clipped(0.1, 0.2))
+    plain = policy_gradient(ppo_clip(0.1, 0.2))
     for row, place in documents_of(batch):
         own = torch.full_like(batch["labels"], -100)
         own[row, place] = batch["labels"][row, place]

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.collectives import sum_grad
-from trainkit.losses import by_source
+from trainkit.losses import report_by_source
 from trainkit.mesh import axis_from_group
 from trainkit.post.objectives import distillation, stored_distillation
 from trainkit.tools.testing import run_ranks
@@ -126,7 +126,7 @@ def test_each_token_has_a_value_and_may_have_a_weight(beta, k):
 def test_the_divergence_of_each_corpus_is_known():
     student, teacher_weight, batch = inputs()
     source = torch.arange(T).view(2, -1) % 2
-    loss = by_source(["a", "b"], distillation(Hidden(torch.empty(0), teacher_weight)))
+    loss = report_by_source(["a", "b"], distillation(Hidden(torch.empty(0), teacher_weight)))
     total, terms = loss(Hidden(*student), batch | {"source": source})
     torch.testing.assert_close(terms["distillation/a"] + terms["distillation/b"], total.detach())
     for number, name in enumerate("ab"):

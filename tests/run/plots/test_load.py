@@ -34,7 +34,7 @@ def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps, layers,
         return {} if step % 3 == 2 else {"load": [[step + e for e in range(experts)]] * layers}
 
     metrics = write(tmp_path / "metrics.jsonl", steps, load_at, torn=b'{"step": 999, "lo')
-    picture = plots.plot_load(metrics, tmp_path / "load.svg").read_text()
+    picture = plots.plot_expert_load(metrics, tmp_path / "load.svg").read_text()
     labels = [layer for layer in range(layers) if f">expert layer {layer}<" in picture]
     assert (labels[0], labels[-1]) == (0, layers - 1)
     assert len(labels) == min(layers, 8)
@@ -45,12 +45,14 @@ def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps, layers,
 def test_the_title_tells_the_last_step_alone(tmp_path):
     steps = [*range(1, 800), 800]  # four share a column
     metrics = write(tmp_path / "m.jsonl", steps, lambda step: {"load": [[step // 800, 1]]})
-    assert "largest load 1.00 times" in plots.plot_load(metrics, tmp_path / "a.svg").read_text()
+    assert (
+        "largest load 1.00 times" in plots.plot_expert_load(metrics, tmp_path / "a.svg").read_text()
+    )
 
 
 def test_a_picture_of_no_experts_is_refused(tmp_path):
     metrics = write(tmp_path / "metrics.jsonl", [1, 2], lambda _: {})
     with pytest.raises(DataError, match="holds no step with a load of experts"):
-        plots.plot_load(metrics, tmp_path / "load.png")
-    with pytest.raises(ValueError, match="plot_load: a picture ends in"):
-        plots.plot_load(metrics, tmp_path / "load")
+        plots.plot_expert_load(metrics, tmp_path / "load.png")
+    with pytest.raises(ValueError, match="plot_expert_load: a picture ends in"):
+        plots.plot_expert_load(metrics, tmp_path / "load")

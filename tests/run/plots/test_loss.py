@@ -13,12 +13,12 @@ from trainkit.types import ConfigError, DataError
 
 @pytest.mark.parametrize("steps", [1, 2, 300])
 def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps):
-    with sinks.jsonl(tmp_path / "metrics.jsonl") as sink:
+    with sinks.open_jsonl(tmp_path / "metrics.jsonl") as sink:
         for step in range(1, steps + 1):
             sink(step, {"loss": math.nan if step == 2 else 5 / step, "lr": 1e-3})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 99, "lo')
-    with sinks.events(tmp_path / "events.jsonl") as event:
+    with sinks.open_events(tmp_path / "events.jsonl") as event:
         event("evaluation", step=1, **{"eval/loss": 5.0})
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b'{"event":"evaluation","step":1,"eval/lo')

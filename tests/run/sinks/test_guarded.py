@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from trainkit import sinks
-from trainkit.run.sinks.guards import guarded, redacted
-from trainkit.run.sinks.run_sinks import printer, run_sinks
-from trainkit.run.sinks.tensorboard import tensorboard
-from trainkit.run.sinks.wandb import wandb
+from trainkit.run.log import make_logger
+from trainkit.run.sinks.guards import isolate_sinks, redacted
+from trainkit.run.sinks.open_run_sinks import open_run_sinks
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, Share
-from trainkit.weights.checkpoint.directory import run_identity
+from trainkit.weights.checkpoint.directory import get_run_id
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 30
@@ -84,7 +85,9 @@ def server(monkeypatch):
 def write_run(folder, *, steps=STEPS, start=0, patience=1.0, **extra):
     """Log the steps of a run; return the longest that a line took, and what all of it took."""
     longest, begin = 0.0, time.monotonic()
-    with run_sinks(folder, Share(0, 1), step=start, last=steps, extra=extra, patience=patience) as (
+    with open_run_sinks(
+        folder, Share(0, 1), step=start, last=steps, extra=extra, patience=patience
+    ) as (
         log,
         _,
     ):
@@ -151,7 +154,7 @@ def test_a_page_that_fails_in_any_way_costs_one_warning(
 ):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     break_wandb(kind)
-    longest, whole = write_run(tmp_path, wandb=partial(wandb, tmp_path), patience=0.3)
+    longest, whole = write_run(tmp_path, wandb=partial(open_wandb, tmp_path), patience=0.3)
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
     (warning,) = warnings_of(tmp_path)
     assert re.match(f"the sink 'wandb' {FAILURES[kind]}", warning)
@@ -167,7 +170,7 @@ def test_a_page_that_fails_in_any_way_costs_one_warning(
 @pytest.mark.parametrize("library", ["wandb", "torch.utils.tensorboard"])
 def test_a_missing_library_names_what_to_install(library, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
-    make = wandb if library == "wandb" else tensorboard
+    make = open_wandb if library == "wandb" else open_tensorboard
     with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[sinks\]"'), make(tmp_path):
         pass
 
@@ -175,7 +178,7 @@ def test_a_missing_library_names_what_to_install(library, tmp_path, monkeypatch)
 @pytest.mark.case("W1")
 def test_without_the_guard_a_page_that_fails_ends_the_run(tmp_path, break_wandb):
     break_wandb("raises in log")
-    with pytest.raises(RuntimeError, match="gone"), wandb(tmp_path) as sink:
+    with pytest.raises(RuntimeError, match="gone"), open_wandb(tmp_path) as sink:
         sink(1, {"loss": 1.0})
 
 
@@ -197,14 +200,14 @@ def test_tensorboard_on_a_bad_disk_is_off_and_the_others_go_on(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     write_run(
         tmp_path,
-        tensorboard=partial(tensorboard, tmp_path / "events"),
-        wandb=partial(wandb, tmp_path),
+        tensorboard=partial(open_tensorboard, tmp_path / "events"),
+        wandb=partial(open_wandb, tmp_path),
         patience=30,
     )
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
     (warning,) = warnings_of(tmp_path)
     assert warning.startswith("the sink 'tensorboard' is off: OSError: [Errno 28] No space left")
-    assert [step for step, _ in server.runs[run_identity(tmp_path)["run"]]] == list(
+    assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]] == list(
         range(1, STEPS + 1)
     )
     assert capfd.readouterr().err.count("warning: ") == 1
@@ -216,7 +219,7 @@ def test_tensorboard_gets_numbers_and_hides_what_a_restart_repeats(tmp_path, mon
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = lambda *args, **kwargs: made.append((args, kwargs)) or writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with tensorboard(tmp_path, step=6) as sink:
+    with open_tensorboard(tmp_path, step=6) as sink:
         sink(7, {"loss": 2.5, "batch_hash": "00ff", "tokens": 3, "huge": 10**400, "no": None})
         for step in (8, 9, 7, 8):  # a roll-back
             sink(step, {"loss": 1.0})
@@ -230,14 +233,14 @@ def test_tensorboard_gets_numbers_and_hides_what_a_restart_repeats(tmp_path, mon
 
 @pytest.mark.case("E8")
 def test_a_run_that_is_killed_and_goes_on_is_one_series_on_the_page(tmp_path, server):
-    page = partial(wandb, tmp_path, config={"lr": 0.1})
+    page = partial(open_wandb, tmp_path, config={"lr": 0.1})
     for start, steps in ((0, 7), (4, 6), (4, 12), (12, 15)):  # killed after its checkpoint, twice
         write_run(tmp_path, steps=steps, start=start, wandb=page, patience=30)
-    with wandb(tmp_path, step=15) as sink:
+    with open_wandb(tmp_path, step=15) as sink:
         for step in (16, 17, 15, 16, 17, 18):  # a roll-back: the server keeps what it has
             sink(step, {"loss": 0.0})
     (identity,) = server.runs
-    assert identity == run_identity(tmp_path)["run"]
+    assert identity == get_run_id(tmp_path)["run"]
     assert [step for step, _ in server.runs[identity]] == list(range(1, 19))
     assert steps_of(tmp_path) == list(range(1, 16))
     _, options = server.opened[0]
@@ -255,10 +258,10 @@ def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
     )
     library = types.SimpleNamespace(init=returning(run))
     monkeypatch.setitem(sys.modules, "wandb", library)
-    page = {"wandb": partial(wandb, tmp_path)}
-    with guarded(page, tell=pytest.fail, patience=30) as sink:
+    page = {"wandb": partial(open_wandb, tmp_path)}
+    with isolate_sinks(page, log=pytest.fail, patience=30) as sink:
         sink(1, {})
-    with contextlib.suppress(KeyError), guarded(page, tell=pytest.fail, patience=30) as sink:
+    with contextlib.suppress(KeyError), isolate_sinks(page, log=pytest.fail, patience=30) as sink:
         raise KeyError
     assert codes == [0, 1]
 
@@ -267,7 +270,7 @@ def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
 def test_sinks_are_opened_by_their_names(tmp_path, server):
     chosen = sinks.named_sinks(["wandb"], tmp_path, config={"lr": 0.1})
     write_run(tmp_path, **chosen, patience=30)
-    assert [step for step, _ in server.runs[run_identity(tmp_path)["run"]]][-1] == STEPS
+    assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]][-1] == STEPS
     with pytest.raises(ConfigError, match="no sink is called 'wandbb'"):
         sinks.named_sinks(["wandbb"], tmp_path)
 
@@ -281,7 +284,7 @@ def test_lines_arrive_in_order_as_they_were_when_they_were_logged():
     def collect():
         return contextlib.nullcontext(lambda step, got: seen.append((step, got["loss"])))
 
-    with guarded({"a": collect}, tell=pytest.fail, patience=30) as sink:
+    with isolate_sinks({"a": collect}, log=pytest.fail, patience=30) as sink:
         for step in range(200):
             values["loss"] = float(step)
             sink(step, values)
@@ -301,7 +304,7 @@ def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_mis
 
     makers = {"stuck": hold, "stuck too": hold, "late": lag}
     begin = time.monotonic()
-    with guarded(makers, tell=told.append, room=50, patience=1.0) as sink:
+    with isolate_sinks(makers, log=told.append, room=50, patience=1.0) as sink:
         for step in range(40):
             sink(step, {})
         while len(seen) < 40:
@@ -320,7 +323,7 @@ def test_a_sink_that_hangs_holds_a_bounded_number_of_lines_and_one_that_lags_mis
 def test_a_sink_that_hangs_is_told_about_while_the_run_goes_on(hanging, monkeypatch):
     told, clock = [], iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with guarded({"stuck": hanging}, tell=told.append, lag=60, patience=2) as sink:
+    with isolate_sinks({"stuck": hanging}, log=told.append, lag=60, patience=2) as sink:
         for step in range(59):
             sink(step, {})
         assert told == []
@@ -334,7 +337,7 @@ def test_what_goes_wrong_inside_the_block_is_what_is_raised(hanging):
     told = []
     with (
         pytest.raises(KeyError, match="step 3"),
-        guarded({"a": hanging, "b": raising(OSError("x"))}, tell=told.append, patience=0.1),
+        isolate_sinks({"a": hanging, "b": raising(OSError("x"))}, log=told.append, patience=0.1),
     ):
         raise KeyError("step 3")
     assert len(told) == 2
@@ -371,11 +374,11 @@ def unread_stdout(monkeypatch):
 
 @pytest.mark.case("E9")
 def test_a_run_outlives_the_reader_of_its_output(tmp_path, monkeypatch, capfd):
-    say = printer(Share(0, 2))
+    log = make_logger(Share(0, 2)).info
     with unread_stdout(monkeypatch):
-        say("reading")
+        log("reading")
         write_run(tmp_path, patience=30)
-        say("done")
+        log("done")
         print("whoever else prints", flush=True)
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
     assert warnings_of(tmp_path) == []  # the first print has found it out
@@ -402,7 +405,7 @@ def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, 
         full = stack.enter_context(Path("/dev/full").open("w")) if stream == "full" else None
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, {"closed": closed, "full": full}.get(stream))
-        printer(Share(0, 1))("reading")
+        make_logger(Share(0, 1)).info("reading")
         write_run(tmp_path, patience=30)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
@@ -411,8 +414,8 @@ def test_a_stdout_that_is_closed_missing_or_full_stops_nobody(stream, tmp_path, 
 
 
 def test_other_ranks_print_and_write_nothing(tmp_path, capfd):
-    printer(Share(1, 2))("reading")
-    with run_sinks(tmp_path, Share(1, 2), step=0, last=1) as (log, event):
+    make_logger(Share(1, 2)).info("reading")
+    with open_run_sinks(tmp_path, Share(1, 2), step=0, last=1) as (log, event):
         log(1, {})
         event("save", step=1)
     assert list(tmp_path.iterdir()) == []

@@ -20,11 +20,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainkit import sinks
-from trainkit.run.sinks import jsonl as lines_file
-from trainkit.run.sinks import run_sinks as run_file
-from trainkit.run.sinks.jsonl import Rewound, jsonl, repair_jsonl, rewind_jsonl, sync_lines
-from trainkit.run.sinks.run_sinks import run_sinks
+from trainkit.run.sinks.jsonl import Rewound, fsync_jsonl, open_jsonl, repair_jsonl, rewind_jsonl
+from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.types import DiskError, Share
+
+lines_file = sys.modules[open_jsonl.__module__]  # not the function of the same name
+run_file = sys.modules[open_run_sinks.__module__]
 
 
 def written(steps):
@@ -76,7 +77,7 @@ def test_a_file_that_is_whole_is_not_rewritten_to_begin_a_run(tmp_path, monkeypa
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(written(range(1, 20_001)) + b'{"step":20001,"l')
     monkeypatch.setattr(
-        lines_file, "replacing", lambda *_, **__: pytest.fail("all of it is rewritten")
+        lines_file, "atomic_write", lambda *_, **__: pytest.fail("all of it is rewritten")
     )
     assert rewind_jsonl(path, 19_990) == Rewound(19_990, 10, 0)
     assert path.read_bytes() == written(range(1, 19_991))
@@ -85,7 +86,7 @@ def test_a_file_that_is_whole_is_not_rewritten_to_begin_a_run(tmp_path, monkeypa
 @pytest.mark.case("W4")
 def test_a_step_without_a_line_is_told_when_the_run_goes_on(tmp_path, capfd):
     (tmp_path / "metrics.jsonl").write_bytes(written([1, 2, 3, 5, 6, 7]))
-    with run_sinks(tmp_path, Share(0, 1), step=6, last=7) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=6, last=7) as (log, _):
         log(7, {"loss": 1.0})
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3, 5, 6, 7]
     assert warnings_of(tmp_path) == ["metrics.jsonl has no line for 1 of the steps up to 6"]
@@ -95,7 +96,7 @@ def test_a_step_without_a_line_is_told_when_the_run_goes_on(tmp_path, capfd):
 def roll_back(folder):
     """Log 8 steps, roll back to 5 as a run does within one process, twice, and go on to 12."""
     for begin, end, note in ((0, 8, "a"), (5, 8, "b"), (5, 12, "c")):
-        with run_sinks(folder, Share(0, 1), step=begin, last=12) as (log, event):
+        with open_run_sinks(folder, Share(0, 1), step=begin, last=12) as (log, event):
             for step in range(begin + 1, end + 1):
                 log(step, {"note": note, "seconds": 1.0})
             event("rollback", step=end)
@@ -117,7 +118,7 @@ def test_a_rollback_within_a_process_leaves_one_line_per_step_of_the_last_branch
 @pytest.mark.case("W4")
 def test_a_step_that_comes_again_takes_the_place_of_all_from_it_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, _):
         for count, step in enumerate((1, 2, 3, 4, 3, 4, 5, 2, 3)):
             log(step, {"count": count})
         assert steps_of(path) == [1, 2, 3]
@@ -125,7 +126,7 @@ def test_a_step_that_comes_again_takes_the_place_of_all_from_it_on(tmp_path):
     told = sinks.read_jsonl(tmp_path / "events.jsonl")
     rewinds = [(x["step"], x["repeated"]) for x in told if x["event"] == "rewind"]
     assert rewinds == [(2, 2), (1, 4)]
-    assert "3 steps, 6 repeated, 1 starts" in run_file.run_summary(tmp_path)
+    assert "3 steps, 6 repeated, 1 starts" in run_file.summarize_run(tmp_path)
 
 
 @pytest.mark.case("W4")
@@ -133,7 +134,7 @@ def test_a_roll_back_on_a_failing_disk_is_told_and_writes_into_no_other_file(
     tmp_path, monkeypatch, capfd
 ):
     other = tmp_path / "other"
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, _):
         for step in (1, 2, 3):
             log(step, {})
         monkeypatch.setattr(lines_file, "_cut", raising(OSError(errno.EIO, "Input/output error")))
@@ -161,15 +162,15 @@ def test_without_the_repair_a_rollback_tells_steps_twice(tmp_path, monkeypatch):
 
 
 KILLED = """
-    import sys, time
+    import importlib, sys, time
     from pathlib import Path
-    from trainkit.run.sinks import jsonl as lines_file
+    lines_file = importlib.import_module("trainkit.run.sinks.jsonl")
     folder, last, repair = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
     if not repair:
         lines_file.rewind_jsonl = lambda path, step: None
     checkpoint = folder / "checkpoint"
     begin = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    with lines_file.jsonl(folder / "metrics.jsonl", step=begin) as sink:
+    with lines_file.open_jsonl(folder / "metrics.jsonl", step=begin) as sink:
         for step in range(begin + 1, last + 1):
             sink(step, {"loss": 1 / step, "text": "x" * 300})
             if step % 40 == 0 and repair:
@@ -246,7 +247,7 @@ def test_a_disk_that_fills_up_inside_a_line_gets_every_line_when_it_has_room(
     error, tmp_path, quota, capfd
 ):
     quota["error"] = getattr(errno, error)
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=60) as (log, event):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=60) as (log, event):
         for step in range(1, 61):
             if step in (11, 31):
                 quota["room"] = 25  # less than a line
@@ -275,14 +276,14 @@ def steps_of_whole_lines(path):
 def test_a_disk_that_stays_full_leaves_a_torn_line_and_the_next_run_goes_on_from_it(
     tmp_path, quota, capfd
 ):
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=20) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=20) as (log, _):
         for step in range(1, 21):
             quota["room"] = 7 if step == 12 else quota["room"]
             log(step, {"loss": 1 / step})
     assert "metrics.jsonl lacks its last 9 lines" in capfd.readouterr().err
     assert not (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n")
     quota["room"] = 10**9
-    with run_sinks(tmp_path, Share(0, 1), step=10, last=20) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=10, last=20) as (log, _):
         for step in range(11, 21):
             log(step, {"loss": 1 / step})
     assert steps_of(tmp_path / "metrics.jsonl") == list(range(1, 21))
@@ -291,7 +292,7 @@ def test_a_disk_that_stays_full_leaves_a_torn_line_and_the_next_run_goes_on_from
 @pytest.mark.case("W3")
 def test_lines_that_wait_are_bounded(tmp_path, quota, monkeypatch, capfd):
     monkeypatch.setattr(lines_file, "_ROOM", 1000)
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=100) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=100) as (log, _):
         quota["room"] = 0
         for step in range(1, 101):
             log(step, {"loss": 0.5})
@@ -306,7 +307,7 @@ def test_lines_that_wait_are_bounded(tmp_path, quota, monkeypatch, capfd):
 def test_a_real_device_that_is_always_full(tmp_path, capfd):
     for name in ("metrics.jsonl", "events.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=3) as (log, event):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=3) as (log, event):
         for step in range(1, 4):
             log(step, {"loss": 0.5})
         event("save", step=3)
@@ -316,12 +317,12 @@ def test_a_real_device_that_is_always_full(tmp_path, capfd):
 
 
 def test_an_event_from_a_thread_comes_whole_or_too_late(tmp_path):
-    def tell(count):
+    def log(count):
         for _ in range(count):
             event("tick", text="x" * 2000)
 
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=1) as (_, event):
-        threads = [threading.Thread(target=tell, args=(200,)) for _ in range(4)]
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=1) as (_, event):
+        threads = [threading.Thread(target=log, args=(200,)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -336,7 +337,7 @@ def test_an_event_from_a_thread_comes_whole_or_too_late(tmp_path):
 
 def test_used_alone_a_sink_raises_what_is_wrong_with_its_disk(tmp_path, quota):
     def write_two_lines():
-        with jsonl(tmp_path / "metrics.jsonl") as sink:
+        with open_jsonl(tmp_path / "metrics.jsonl") as sink:
             for step in (1, 2):
                 quota["room"] = 5
                 with pytest.raises(DiskError, match=r"No space left.*wait in memory"):
@@ -344,7 +345,7 @@ def test_used_alone_a_sink_raises_what_is_wrong_with_its_disk(tmp_path, quota):
 
     with pytest.raises(DiskError, match="lacks its last 2 lines"):
         write_two_lines()
-    with pytest.raises(DiskError, match="Is a directory"), jsonl(tmp_path):
+    with pytest.raises(DiskError, match="Is a directory"), open_jsonl(tmp_path):
         pass
 
 
@@ -352,7 +353,7 @@ def test_used_alone_a_sink_raises_what_is_wrong_with_its_disk(tmp_path, quota):
 def test_a_run_whose_directory_is_removed_says_so_and_goes_on_in_a_new_one(tmp_path, capfd):
     out = tmp_path / "run"
     out.mkdir()
-    with run_sinks(out, Share(0, 1), step=0, last=4) as (log, _):
+    with open_run_sinks(out, Share(0, 1), step=0, last=4) as (log, _):
         for step in range(1, 5):
             log(step, {"loss": 0.5})
             if step == 2:
@@ -361,7 +362,7 @@ def test_a_run_whose_directory_is_removed_says_so_and_goes_on_in_a_new_one(tmp_p
     said = capfd.readouterr().err
     for name in ("metrics", "events"):
         assert said.count(f"{name}.jsonl was removed while the run goes on") == 1
-    with jsonl(out / "alone.jsonl") as sink:
+    with open_jsonl(out / "alone.jsonl") as sink:
         (out / "alone.jsonl").unlink()
         with pytest.raises(DiskError, match="its lines up to now are lost"):
             sink(1, {})
@@ -371,7 +372,7 @@ def test_a_run_whose_directory_is_removed_says_so_and_goes_on_in_a_new_one(tmp_p
 
 def test_lines_reach_the_disk_before_a_checkpoint_does(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=1) as (log, _):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=1) as (log, _):
         log(1, {"loss": 0.5})
 
         def seen(file):
@@ -379,8 +380,8 @@ def test_lines_reach_the_disk_before_a_checkpoint_does(tmp_path, monkeypatch):
             fsync(file)
 
         monkeypatch.setattr(os, "fsync", seen)
-        sync_lines(tmp_path)
-        sync_lines(tmp_path / "missing")
+        fsync_jsonl(tmp_path)
+        fsync_jsonl(tmp_path / "missing")
     assert synced == [(f"{tmp_path}/{name}.jsonl", True) for name in ("metrics", "events")]
 
 
@@ -395,7 +396,7 @@ def test_every_value_becomes_strict_json_that_every_reader_takes(tmp_path, capfd
         "text": "Grüße, 世界 🌍\n\0", "half": "a\ud800b", "float32": np.float32(0.5),
         "int8": np.int8(-3), "float64": np.float64(0.1), "key \ud800": 1, "object": object(),
     }  # fmt: skip
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=2) as (log, event):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=2) as (log, event):
         for step in (1, 2):
             log(step, {**values, 7: "key"})
         event("odd", value=values, path=tmp_path)

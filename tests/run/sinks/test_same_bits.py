@@ -56,13 +56,15 @@ def train(ps, run_dir, *, extra=None, last=3, evaluate=False, ahead=0, told=True
     with contextlib.ExitStack() as stack:
         opened = contextlib.nullcontext((tell_nobody, tell_nobody))
         if told:
-            opened = sinks.run_sinks(
+            opened = sinks.open_run_sinks(
                 run_dir, ps.world.share, step=0, last=last, extra=extra, patience=0.2
             )
         log, event = stack.enter_context(opened)
         fetch = None
         if ahead:
-            fetch = stack.enter_context(data.prefetch(make_batch, state.cursor, ahead=ahead))
+            fetch = stack.enter_context(
+                data.prefetch_batches(make_batch, state.cursor, ahead=ahead)
+            )
         while state.step < last:
             batch = fetch() if fetch else make_batch(state.cursor)
             state, metrics = train_step(state, batch)
@@ -127,10 +129,10 @@ def test_a_run_that_goes_on_uses_the_batches_after_the_last_one_used(ahead):
         return StepBatch([], Cursor(cursor.batch + 1))
 
     def go_on(cursor):
-        with data.prefetch(make_batch, cursor, ahead=5 - ahead) as fetch:
+        with data.prefetch_batches(make_batch, cursor, ahead=5 - ahead) as fetch:
             return [fetch().cursor.batch for _ in range(3)]
 
-    with data.prefetch(make_batch, Cursor(), ahead=ahead) as fetch:
+    with data.prefetch_batches(make_batch, Cursor(), ahead=ahead) as fetch:
         used = [fetch().cursor for _ in range(3)]
         assert made_ahead.wait(60)
     assert go_on(used[-1]) == [4, 5, 6]

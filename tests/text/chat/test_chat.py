@@ -12,26 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
-from trainkit.data.corpus import memory_corpus
+from trainkit.data.corpus import make_corpus
 from trainkit.packing import pack_bins
 from trainkit.text.chat.encode import (
-    chat_encoder,
     check_mask,
     encode_chat,
-    from_sharegpt,
-    mask_parts,
-    show_mask,
-    stop_ids,
+    find_stop_ids,
+    format_mask,
+    make_chat_encoder,
+    messages_from_sharegpt,
+    split_by_mask,
 )
-from trainkit.text.chat.jinja import jinja_template
+from trainkit.text.chat.jinja import make_jinja_template
 from trainkit.text.chat.templates import Segment, chatml, llama3, qwen3
 from trainkit.text.corpora.open import open_corpus
-from trainkit.text.tokenizers.bytes import byte_tokenizer
-from trainkit.text.tokenizers.hf import hf_tokenizer
+from trainkit.text.tokenizers.bytes import make_byte_tokenizer
+from trainkit.text.tokenizers.hf import open_hf_tokenizer
 from trainkit.text.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 from trainkit.types import IGNORED_LABEL, DataError, Sample
 
-BYTES = byte_tokenizer((*QWEN3_SPECIAL, *LLAMA3_SPECIAL))
+BYTES = make_byte_tokenizer((*QWEN3_SPECIAL, *LLAMA3_SPECIAL))
 TEMPLATES = {"chatml": chatml, "llama3": llama3, "qwen3": qwen3}
 GOLDEN = {
     name: json.loads((Path(__file__).parent / f"golden/{name}.json").read_text())
@@ -46,7 +46,7 @@ def talk(*texts, first="user"):
 
 
 def trained_texts(sample, tokenizer=BYTES):
-    return [text for trained, text in mask_parts(sample, tokenizer) if trained]
+    return [text for trained, text in split_by_mask(sample, tokenizer) if trained]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_mask_covers_the_words_and_the_stop_token_and_nothing_else():
     sample = encode_chat(messages, BYTES)
     assert sample.tokens.dtype == np.int64
     assert sample.trained.dtype == bool
-    assert show_mask(sample, BYTES, colour=False) == (
+    assert format_mask(sample, BYTES, colour=False) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
         "<|im_start|>assistant\n[[A\n<|im_end|>]]\n<|im_start|>user\nR<|im_end|>\n"
         "<|im_start|>assistant\n[[B<|im_end|>]]\n"
@@ -181,7 +181,7 @@ def test_all_bodies_of_a_message_are_trained_and_what_is_between_is_not():
     messages = talk("QR", "ABC", "ST", "DEF")
     whole = encode_chat(messages, BYTES, template=in_parts)
     assert trained_texts(whole) == ["A", "BC<|im_end|>", "D", "EF<|im_end|>"]
-    assert stop_ids(BYTES, in_parts) == (260,)
+    assert find_stop_ids(BYTES, in_parts) == (260,)
     ends = np.flatnonzero(whole.tokens == 260) + 1
     for length in range(ends[1], ends[3]):  # the last turn fits only with its last body
         cut = encode_chat(messages, BYTES, template=in_parts, max_length=int(length))
@@ -190,7 +190,7 @@ def test_all_bodies_of_a_message_are_trained_and_what_is_between_is_not():
 
 
 def test_a_turn_that_a_template_does_not_show_cannot_be_trained():
-    template = jinja_template(
+    template = make_jinja_template(
         "{% for m in messages %}{{ m.content | upper }}${% endfor %}", eos_token="$"
     )
     with pytest.raises(DataError, match=r"message 1 \(assistant\) is not to be found"):
@@ -208,7 +208,7 @@ def test_tokens_are_those_of_the_whole_text(name, bpe):
             continue
         template = partial(TEMPLATES[name], **row.get("arguments", {}))
         sample = encode_chat(
-            row["messages"], hf_tokenizer(bpe), template=template, tools=row.get("tools")
+            row["messages"], open_hf_tokenizer(bpe), template=template, tools=row.get("tools")
         )
         assert sample.tokens.tolist() == bpe.encode(row["text"], add_special_tokens=False).ids
         said = [
@@ -216,7 +216,7 @@ def test_tokens_are_those_of_the_whole_text(name, bpe):
             for segment in template(row["messages"], tools=row.get("tools"))
             if segment.body and row["messages"][segment.message]["role"] == "assistant"
         ]
-        assert "".join(trained_texts(sample, hf_tokenizer(bpe))) == "".join(said)
+        assert "".join(trained_texts(sample, open_hf_tokenizer(bpe))) == "".join(said)
 
 
 def test_tokens_are_those_that_transformers_gives(bpe):
@@ -226,10 +226,10 @@ def test_tokens_are_those_that_transformers_gives(bpe):
         tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=source
     )
     messages = talk("How are you?", "  Fine,\n\n thank you. ", "é\U0001f44b", "ok")
-    sample = encode_chat(messages, hf_tokenizer(bpe), template=jinja_template(fast))
+    sample = encode_chat(messages, open_hf_tokenizer(bpe), template=make_jinja_template(fast))
     assert sample.tokens.tolist() == fast.apply_chat_template(messages, return_dict=False)
     # Nothing asks for the answer before its blank, which is one token with what follows.
-    assert trained_texts(sample, hf_tokenizer(bpe)) == [
+    assert trained_texts(sample, open_hf_tokenizer(bpe)) == [
         "   Fine,\n\n thank you. <|im_end|>",
         " ok<|im_end|>",
     ]
@@ -257,9 +257,9 @@ def test_a_token_is_trained_when_all_of_it_was_said(sizes, trim, template):
 
 
 def test_blanks_that_a_tokenizer_trims_off_its_offsets_are_trained(bpe):
-    sample = encode_chat(talk("Q", "a\n\n  b\n"), hf_tokenizer(bpe))
-    assert "".join(trained_texts(sample, hf_tokenizer(bpe))) == "a\n\n  b\n<|im_end|>"
-    assert len(trained_texts(sample, hf_tokenizer(bpe))) == 1
+    sample = encode_chat(talk("Q", "a\n\n  b\n"), open_hf_tokenizer(bpe))
+    assert "".join(trained_texts(sample, open_hf_tokenizer(bpe))) == "a\n\n  b\n<|im_end|>"
+    assert len(trained_texts(sample, open_hf_tokenizer(bpe))) == 1
 
 
 class Marked:
@@ -305,7 +305,7 @@ def test_truncation_keeps_whole_turns_and_as_many_as_fit(texts, max_length, trai
     sample = encode_chat(
         messages, BYTES, train=train, max_length=max_length, overlong="drop", counts=counts
     )
-    stop = stop_ids(BYTES)[0]
+    stop = find_stop_ids(BYTES)[0]
     ends = np.flatnonzero(whole.trained & (whole.tokens == stop)) + 1
     fits = len(whole.tokens) <= max_length
     keep = len(whole.tokens) if fits else int(ends[ends <= max_length].max(initial=0))
@@ -364,30 +364,30 @@ def test_a_mask_that_is_empty_or_full_or_never_stops_is_refused():
 
 
 def test_the_stop_token_is_found_in_any_template():
-    assert stop_ids(BYTES, chatml) == stop_ids(BYTES, qwen3) == (260,)
-    assert stop_ids(BYTES, llama3) == tuple(BYTES.encode("<|eot_id|>"))
-    other = jinja_template("{% for m in messages %}{{ m.content }}$ {% endfor %}", stop="$")
-    assert stop_ids(BYTES, other) == (ord("$"),)
+    assert find_stop_ids(BYTES, chatml) == find_stop_ids(BYTES, qwen3) == (260,)
+    assert find_stop_ids(BYTES, llama3) == tuple(BYTES.encode("<|eot_id|>"))
+    other = make_jinja_template("{% for m in messages %}{{ m.content }}$ {% endfor %}", stop="$")
+    assert find_stop_ids(BYTES, other) == (ord("$"),)
     with pytest.raises(ValueError, match=r"<\|im_end\|>, for which the tokenizer has 10 tokens"):
-        stop_ids(byte_tokenizer(), chatml)
+        find_stop_ids(make_byte_tokenizer(), chatml)
     with pytest.raises(ValueError, match="without a stop token"):
-        stop_ids(BYTES, lambda _: [])
+        find_stop_ids(BYTES, lambda _: [])
 
 
 def test_the_trained_part_is_coloured_and_special_tokens_are_seen():
     sample = encode_chat(talk("é", "ü"), BYTES)
-    shown = show_mask(sample, BYTES)
+    shown = format_mask(sample, BYTES)
     assert shown.endswith("<|im_start|>assistant\n\x1b[32mü<|im_end|>\x1b[0m\n")
     plain = shown.replace("\x1b[32m", "").replace("\x1b[0m", "")
     assert plain == "".join(segment.text for segment in chatml(talk("é", "ü")))
-    assert show_mask(sample_of([97, 260], [0, 1]), Plain(BYTES), colour=False) == "a[[<260>]]"
+    assert format_mask(sample_of([97, 260], [0, 1]), Plain(BYTES), colour=False) == "a[[<260>]]"
 
 
 # --------------------------------------------------------------------------------------- records
 
 
 def test_records_become_samples_in_other_processes_too():
-    encode = pickle.loads(pickle.dumps(chat_encoder(BYTES, template=qwen3)))
+    encode = pickle.loads(pickle.dumps(make_chat_encoder(BYTES, template=qwen3)))
     assert encode.vocab_size == BYTES.vocab_size
     tools = [{"name": "f"}]
     with_tools = encode_chat(talk("Q", "A"), BYTES, template=qwen3, tools=tools)
@@ -399,9 +399,9 @@ def test_records_become_samples_in_other_processes_too():
 
 
 def test_the_labels_of_a_packed_batch_ask_for_what_is_trained_and_nothing_else():
-    encode = chat_encoder(BYTES)
+    encode = make_chat_encoder(BYTES)
     samples = [encode({"messages": talk("Q" * i, "A" * i, "R", "B")}) for i in range(1, 6)]
-    corpus = memory_corpus(samples, vocab_size=BYTES.vocab_size)
+    corpus = make_corpus(samples, vocab_size=BYTES.vocab_size)
     bins = pack_bins(corpus.lengths, capacity=160)
     labels = collate_bins(corpus, bins, list(range(len(bins))))["labels"]
     asked = labels[labels != IGNORED_LABEL].tolist()
@@ -410,10 +410,10 @@ def test_the_labels_of_a_packed_batch_ask_for_what_is_trained_and_nothing_else()
 
 
 def test_records_that_are_wrong_are_refused():
-    encode = chat_encoder(BYTES)
+    encode = make_chat_encoder(BYTES)
     with pytest.raises(DataError, match="no field 'messages'; it has text"):
         encode({"text": "a"})
-    with pytest.raises(DataError, match="it has conversations; take field=from_sharegpt"):
+    with pytest.raises(DataError, match="it has conversations; take field=messages_from_sharegpt"):
         encode({"conversations": []})
     with pytest.raises(DataError, match="none is trained on"):
         encode({"messages": talk("Q")})
@@ -424,16 +424,16 @@ def test_records_that_are_wrong_are_refused():
     with pytest.raises(DataError, match=r"'tools' must be a list of JSON schemas, got \[1\]"):
         encode({"messages": talk("Q", "A"), "tools": "[1]"})
     with pytest.raises(ValueError, match="10 tokens, where one is needed"):
-        chat_encoder(byte_tokenizer())
-    with pytest.raises(ValueError, match="chat_encoder: max_length must be at least 1, got 0"):
-        chat_encoder(BYTES, max_length=0)
-    with pytest.raises(ValueError, match="chat_encoder: overlong must be"):
-        chat_encoder(BYTES, overlong="split")
+        make_chat_encoder(make_byte_tokenizer())
+    with pytest.raises(ValueError, match="make_chat_encoder: max_length must be at least 1, got 0"):
+        make_chat_encoder(BYTES, max_length=0)
+    with pytest.raises(ValueError, match="make_chat_encoder: overlong must be"):
+        make_chat_encoder(BYTES, overlong="split")
 
 
 def test_dropped_conversations_pass_the_check_and_are_counted(tmp_path):
     counts = Counter()
-    encode = chat_encoder(BYTES, max_length=30, overlong="drop", counts=counts)
+    encode = make_chat_encoder(BYTES, max_length=30, overlong="drop", counts=counts)
     assert len(encode({"messages": talk("a very long question", "A")}).tokens) == 0
     assert len(encode({"messages": talk("Q", "A")}).tokens) > 0
     assert +counts == {"conversations": 2, "turns_lost": 1, "dropped": 1, "answers": 2}
@@ -441,8 +441,8 @@ def test_dropped_conversations_pass_the_check_and_are_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": talk("a very long question", "A")}))
     with pytest.raises(DataError, match="none has a token: 1 were dropped, as too long"):
-        open_corpus(path, encode=chat_encoder(BYTES, max_length=30, overlong="drop"))
-    own = pickle.loads(pickle.dumps(chat_encoder(BYTES)))
+        open_corpus(path, encode=make_chat_encoder(BYTES, max_length=30, overlong="drop"))
+    own = pickle.loads(pickle.dumps(make_chat_encoder(BYTES)))
     own({"messages": talk("Q", "A")})
     assert own.counts["conversations"] == 1
 
@@ -450,18 +450,18 @@ def test_dropped_conversations_pass_the_check_and_are_counted(tmp_path):
 def test_sharegpt_is_read_where_it_is_asked_for():
     turns = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
     record = {"conversations": turns, "system": "S"}
-    assert from_sharegpt(record) == [{"role": "system", "content": "S"}, *talk("Q", "A")]
-    sample = chat_encoder(BYTES, field=from_sharegpt)(record)
+    assert messages_from_sharegpt(record) == [{"role": "system", "content": "S"}, *talk("Q", "A")]
+    sample = make_chat_encoder(BYTES, field=messages_from_sharegpt)(record)
     assert trained_texts(sample) == ["A<|im_end|>"]
     with pytest.raises(DataError, match="no list `conversations`; it has messages"):
-        from_sharegpt({"messages": []})
+        messages_from_sharegpt({"messages": []})
     for turn in ({"from": "bot", "value": "x"}, {"from": "gpt"}, {"value": "x"}, "x"):
         with pytest.raises(DataError, match="turn 1 must have a `value`"):
-            from_sharegpt({"conversations": [turns[0], turn]})
+            messages_from_sharegpt({"conversations": [turns[0], turn]})
 
 
 def test_the_special_tokens_of_chatml_are_enough_for_it():
-    tokenizer = byte_tokenizer(CHATML_SPECIAL)
+    tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
     sample = encode_chat(talk("Q", "A"), tokenizer)
-    check_mask(sample, stop_ids=stop_ids(tokenizer))
+    check_mask(sample, stop_ids=find_stop_ids(tokenizer))
     assert sample.tokens[0] == 259

@@ -12,10 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.text.chat import encode_chat, folder_stop_ids, folder_template, prompt_ids, stop_ids
+from trainkit.text.chat import (
+    encode_chat,
+    encode_prompt,
+    find_stop_ids,
+    read_stop_ids,
+    read_template,
+)
 from trainkit.text.chat import sandbox as sandbox_module
-from trainkit.text.chat.jinja import jinja_template
-from trainkit.text.tokenizers import byte_tokenizer, hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.text.chat.jinja import make_jinja_template
+from trainkit.text.tokenizers import (
+    make_byte_tokenizer,
+    open_hf_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
 from trainkit.types import DataError
 
 transformers = pytest.importorskip("transformers")
@@ -211,9 +222,9 @@ def test_ids_are_those_of_transformers_and_the_mask_is_the_answers(name, folder)
     source, messages, tools, want = ROWS[name]
     home = folder(source)
     (home / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [hf_tokenizer(home).special_ids["<|eom_id|>"]]})
+        json.dumps({"eos_token_id": [open_hf_tokenizer(home).special_ids["<|eom_id|>"]]})
     )
-    template, tokenizer = folder_template(home), hf_tokenizer(home)
+    template, tokenizer = read_template(home), open_hf_tokenizer(home)
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     sample = encode_chat(messages, tokenizer, template=template, tools=tools)
     assert sample.tokens.tolist() == theirs.apply_chat_template(
@@ -221,14 +232,14 @@ def test_ids_are_those_of_transformers_and_the_mask_is_the_answers(name, folder)
     )
     assert answers_of(sample, tokenizer) == want
     stop = tokenizer.special_ids[ENDS.get(source, "</s>")]
-    assert stop_ids(tokenizer, template) == (stop,)
+    assert find_stop_ids(tokenizer, template) == (stop,)
     if source in (GENERATION, PIECES):
         marked = theirs.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
         assert sample.trained.tolist() == [bool(x) for x in marked["assistant_masks"]]
     if tools is None:
-        assert prompt_ids(messages[:-1], tokenizer, template=template) == (
+        assert encode_prompt(messages[:-1], tokenizer, template=template) == (
             theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
         )
 
@@ -237,9 +248,9 @@ def test_an_answers_prompt_and_its_trained_tokens_are_the_conversation(folder):
     """What a model is asked, and what it must say then, follow each other without a gap."""
     for source in (CHATML, LLAMA3, MISTRAL, GEMMA, VICUNA, LLAMA2):
         home = folder(source)
-        template, tokenizer = folder_template(home), hf_tokenizer(home)
+        template, tokenizer = read_template(home), open_hf_tokenizer(home)
         sample = encode_chat(TALK, tokenizer, template=template, train="last")
-        asked = prompt_ids(TALK[:-1], tokenizer, template=template)
+        asked = encode_prompt(TALK[:-1], tokenizer, template=template)
         assert sample.tokens[: len(asked)].tolist() == asked
         assert int(sample.trained.argmax()) == len(asked), source
 
@@ -264,7 +275,7 @@ def test_answers_are_found_whatever_is_said(name, turns):
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     stops = ["</s>", shown("").strip()]
     talk = [m for asked, said in turns for m in (user(asked), answer(said))]
-    segments = jinja_template(source, **variables, stop=stops)(talk)
+    segments = make_jinja_template(source, **variables, stop=stops)(talk)
     found = [(s.message, s.text) for s in segments if s.body and s.message % 2]
     assert found == [(2 * i + 1, shown(said)) for i, (_, said) in enumerate(turns)]
 
@@ -318,7 +329,7 @@ REASONED = [*PLAIN[:3], answer("d", reasoning_content="e")]
 )
 def test_a_marked_piece_is_of_the_message_it_is_rendered_from(source, want):
     messages = REASONED if "reasoning_content" in source else PLAIN
-    segments = jinja_template(source, eos_token="$")(messages)
+    segments = make_jinja_template(source, eos_token="$")(messages)
     found = {}
     for segment in segments:
         if segment.body:
@@ -326,7 +337,7 @@ def test_a_marked_piece_is_of_the_message_it_is_rendered_from(source, want):
     assert found == want
     unmarked = re.sub("{% (end)?generation %}", "", source)
     text = "".join(segment.text for segment in segments)
-    assert text == "".join(s.text for s in jinja_template(unmarked, eos_token="$")(messages))
+    assert text == "".join(s.text for s in make_jinja_template(unmarked, eos_token="$")(messages))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +370,9 @@ def test_a_marked_piece_is_of_the_message_it_is_rendered_from(source, want):
 )
 def test_a_piece_of_which_it_cannot_be_known_is_refused(source, complaint):
     with pytest.raises(DataError, match=complaint):
-        encode_chat(PLAIN, byte_tokenizer(), template=jinja_template(source, eos_token="$"))
+        encode_chat(
+            PLAIN, make_byte_tokenizer(), template=make_jinja_template(source, eos_token="$")
+        )
 
 
 # ------------------------------------------------------------------------------------- the folder
@@ -375,49 +388,49 @@ def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_tools(f
     )
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     for tools, talk in ((None, TALK), (TOOLS, WORKS)):
-        text = "".join(s.text for s in folder_template(home)(talk, tools=tools))
+        text = "".join(s.text for s in read_template(home)(talk, tools=tools))
         assert text == theirs.apply_chat_template(talk, tools=tools, tokenize=False)
-    text = "".join(s.text for s in folder_template(home, name="tool_use")(TALK))
+    text = "".join(s.text for s in read_template(home, name="tool_use")(TALK))
     assert text == theirs.apply_chat_template(TALK, chat_template="tool_use", tokenize=False)
     with pytest.raises(DataError, match="no chat template 'rag'; it has default, tool_use"):
-        folder_template(home, name="rag")
+        read_template(home, name="rag")
 
 
 def test_every_place_of_a_template_is_read_and_files_of_its_own_go_first(folder):
     home = folder(None)
     with pytest.raises(DataError, match="has no chat template; it has none"):
-        folder_template(home)
+        read_template(home)
     shown = "".join
     (home / "chat_template.json").write_text(json.dumps({"chat_template": VICUNA}))
-    assert shown(s.text for s in folder_template(home)(TALK[:1])).startswith("USER")
+    assert shown(s.text for s in read_template(home)(TALK[:1])).startswith("USER")
     folder(None, chat_template=CHATML)
-    assert shown(s.text for s in folder_template(home)(TALK[:1])).startswith("<|im_start|>")
+    assert shown(s.text for s in read_template(home)(TALK[:1])).startswith("<|im_start|>")
     folder(GEMMA, chat_template=CHATML)
-    assert shown(s.text for s in folder_template(home)(TALK[:1])).startswith("<bos>")
+    assert shown(s.text for s in read_template(home)(TALK[:1])).startswith("<bos>")
     (home / "additional_chat_templates").mkdir()
     (home / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA3)
-    text = shown(s.text for s in folder_template(home)(WORKS[:1], tools=TOOLS))
+    text = shown(s.text for s in read_template(home)(WORKS[:1], tools=TOOLS))
     assert "Environment" in text
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     assert text == theirs.apply_chat_template(WORKS[:1], tools=TOOLS, tokenize=False)
 
 
 def test_names_that_a_template_reads_are_given(folder):
-    template = folder_template(folder(THINKING), variables={"enable_thinking": False})
+    template = read_template(folder(THINKING), variables={"enable_thinking": False})
     text = "".join(s.text for s in template(TALK[:1], add_generation_prompt=True))
     assert text.endswith("<think>\n\n</think>\n\n")
 
 
 def test_the_ids_that_generation_stops_at_are_the_folders(folder):
     home = folder(CHATML)
-    assert folder_stop_ids(home) == ()
+    assert read_stop_ids(home) == ()
     (home / "config.json").write_text('{"eos_token_id": 5}')
-    assert folder_stop_ids(home) == (5,)
+    assert read_stop_ids(home) == (5,)
     (home / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    assert folder_stop_ids(home) == (3, 5)
+    assert read_stop_ids(home) == (3, 5)
     (home / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(DataError, match="eos_token_id is 'x', no id"):
-        folder_stop_ids(home)
+        read_stop_ids(home)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +445,7 @@ def test_the_ids_that_generation_stops_at_are_the_folders(folder):
 )
 def test_a_template_that_is_none_is_refused_by_name(settings, complaint, folder):
     with pytest.raises(ValueError, match=complaint):
-        folder_template(folder(None, **settings))
+        read_template(folder(None, **settings))
 
 
 # ------------------------------------------------------------------------- what cannot be told
@@ -463,7 +476,7 @@ def test_a_template_that_is_none_is_refused_by_name(settings, complaint, folder)
 def test_a_conversation_whose_answers_cannot_be_told_is_refused(source, complaint, folder):
     home = folder(source)
     with pytest.raises(DataError, match=complaint):
-        encode_chat(TALK, hf_tokenizer(home), template=folder_template(home))
+        encode_chat(TALK, open_hf_tokenizer(home), template=read_template(home))
 
 
 def test_marks_that_the_template_changes_are_refused(folder):
@@ -472,7 +485,7 @@ def test_marks_that_the_template_changes_are_refused(folder):
     ).replace("{% endgeneration %}", "{% endgeneration %}{% endset %}{{ x | trim }}")
     home = folder(source)
     with pytest.raises(DataError, match="marks by generation, it changes"):
-        encode_chat(TALK, hf_tokenizer(home), template=folder_template(home))
+        encode_chat(TALK, open_hf_tokenizer(home), template=read_template(home))
 
 
 # ---------------------------------------------------------------------------------------- hostile
@@ -526,7 +539,7 @@ GROWTHS = [
 def test_a_template_that_would_never_end_or_fill_the_memory_is_refused(source, monkeypatch):
     monkeypatch.setattr(sandbox_module, "_MOST", 1 << 21)
     with pytest.raises(DataError, match=r"the template refuses these messages \(user\)"):
-        jinja_template(source, eos_token="$")([user("a")])
+        make_jinja_template(source, eos_token="$")([user("a")])
 
 
 @pytest.mark.parametrize(
@@ -542,11 +555,11 @@ def test_a_template_that_would_never_end_or_fill_the_memory_is_refused(source, m
 )
 def test_a_template_that_asks_for_files_or_pythons_insides_is_refused_at_once(source, complaint):
     with pytest.raises(ValueError, match=complaint):
-        jinja_template(source, eos_token="$")
+        make_jinja_template(source, eos_token="$")
 
 
 def test_a_long_conversation_is_no_hostile_one(folder):
     home = folder(CHATML)
     talk = [user("a" * 20_000), answer("b" * 20_000)] * 20
-    text = "".join(s.text for s in folder_template(home)(talk))
+    text = "".join(s.text for s in read_template(home)(talk))
     assert len(text) > 800_000

@@ -9,15 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
-from trainkit.data.corpus import memory_corpus
-from trainkit.packing import best_fit, first_fit, sequential
-from trainkit.text.chat import QWEN3_SPECIAL, answers_warning, jinja_template, qwen3
-from trainkit.text.chat.encode import mask_parts
-from trainkit.text.chat.preference import encode_pair, exchange_answers, pack_pairs, pair_documents
-from trainkit.text.tokenizers.bytes import byte_tokenizer
+from trainkit.data.corpus import make_corpus
+from trainkit.packing import best_fit, first_fit, next_fit
+from trainkit.text.chat import QWEN3_SPECIAL, format_answers_warning, make_jinja_template, qwen3
+from trainkit.text.chat.encode import split_by_mask
+from trainkit.text.chat.preference import (
+    encode_preference_pair,
+    flatten_pairs,
+    mismatch_answers,
+    pack_pairs,
+)
+from trainkit.text.tokenizers.bytes import make_byte_tokenizer
 from trainkit.types import IGNORED_LABEL, DataError, Sample
 
-BYTES = byte_tokenizer(QWEN3_SPECIAL)
+BYTES = make_byte_tokenizer(QWEN3_SPECIAL)
 
 
 def user(text):
@@ -29,7 +34,7 @@ def answer(text, **fields):
 
 
 def trained_texts(sample):
-    return [text for trained, text in mask_parts(sample, BYTES) if trained]
+    return [text for trained, text in split_by_mask(sample, BYTES) if trained]
 
 
 # ------------------------------------------------------------------------------------ encoding
@@ -45,7 +50,7 @@ def trained_texts(sample):
     ],
 )
 def test_a_pair_is_trained_on_its_answers_alone(record):
-    chosen, rejected = encode_pair(record, BYTES)
+    chosen, rejected = encode_preference_pair(record, BYTES)
     assert trained_texts(chosen) == ["A<|im_end|>"]
     assert trained_texts(rejected) == ["B<|im_end|>"]
     first = int(chosen.trained.argmax())
@@ -55,13 +60,13 @@ def test_a_pair_is_trained_on_its_answers_alone(record):
 
 def test_turns_of_the_prompt_are_not_trained_and_all_of_the_answer_are():
     prompt = [user("a"), answer("b"), user("c")]
-    chosen, rejected = encode_pair(
+    chosen, rejected = encode_preference_pair(
         {"prompt": prompt, "chosen": [answer("d"), user("e"), answer("f")], "rejected": "g"}, BYTES
     )
     assert trained_texts(chosen) == ["d<|im_end|>", "f<|im_end|>"]
     assert trained_texts(rejected) == ["g<|im_end|>"]
     late = {"chosen": [*prompt, answer("d")], "rejected": [*prompt, answer("g")]}
-    assert [trained_texts(half) for half in encode_pair(late, BYTES)] == [
+    assert [trained_texts(half) for half in encode_preference_pair(late, BYTES)] == [
         ["d<|im_end|>"],
         ["g<|im_end|>"],
     ]
@@ -70,7 +75,7 @@ def test_turns_of_the_prompt_are_not_trained_and_all_of_the_answer_are():
 def test_an_answer_that_begins_the_conversation_follows_the_prompt():
     prompt = [answer("How can I help?"), user("Sing.")]
     record = {"prompt": prompt, "chosen": [*prompt, answer("La")], "rejected": [answer("No")]}
-    chosen, rejected = encode_pair(record, BYTES)
+    chosen, rejected = encode_preference_pair(record, BYTES)
     assert trained_texts(chosen) == ["La<|im_end|>"]
     assert trained_texts(rejected) == ["No<|im_end|>"]
     assert chosen.tokens[:20].tolist() == rejected.tokens[:20].tolist()
@@ -112,13 +117,13 @@ def test_an_answer_that_begins_the_conversation_follows_the_prompt():
 )
 def test_records_that_are_no_pair_are_refused(record, complaint):
     with pytest.raises(DataError, match=complaint):
-        encode_pair(record, BYTES)
+        encode_preference_pair(record, BYTES)
 
 
 def test_answers_that_a_template_renders_alike_are_refused():
     record = {"prompt": "Q", "chosen": "A", "rejected": [answer("A", reasoning_content="\n")]}
     with pytest.raises(DataError, match="both halves are the same"):
-        encode_pair(record, BYTES, template=qwen3)
+        encode_preference_pair(record, BYTES, template=qwen3)
 
 
 def test_a_template_that_renders_one_prompt_in_two_ways_is_found():
@@ -129,31 +134,33 @@ def test_a_template_that_renders_one_prompt_in_two_ways_is_found():
     ]
     record = {"prompt": prompt, "chosen": "d", "rejected": [answer("d"), user("e"), answer("f")]}
     with pytest.raises(DataError, match=r"differently, from character \d+ on: '<think>.* and 'b<"):
-        encode_pair(record, BYTES, template=qwen3)
+        encode_preference_pair(record, BYTES, template=qwen3)
 
 
 def test_the_tools_of_a_record_are_shown_in_both_halves():
     tools = [{"name": "f"}]
     record = {"prompt": "Q", "chosen": "A", "rejected": "B"}
-    want = encode_pair(record, BYTES, template=qwen3, tools=tools)
+    want = encode_preference_pair(record, BYTES, template=qwen3, tools=tools)
     for value in (tools, '[{"name": "f"}]'):
-        found = encode_pair({**record, "tools": value}, BYTES, template=qwen3)
+        found = encode_preference_pair({**record, "tools": value}, BYTES, template=qwen3)
         assert [half.tokens.tolist() for half in found] == [half.tokens.tolist() for half in want]
-    plain = encode_pair({**record, "tools": None}, BYTES, template=qwen3)
+    plain = encode_preference_pair({**record, "tools": None}, BYTES, template=qwen3)
     assert len(plain[0].tokens) < len(want[0].tokens)
-    asked = encode_pair({**record, "tools": [{"name": "g"}]}, BYTES, template=qwen3, tools=tools)
+    asked = encode_preference_pair(
+        {**record, "tools": [{"name": "g"}]}, BYTES, template=qwen3, tools=tools
+    )
     assert asked[0].tokens.tolist() == want[0].tokens.tolist()
 
 
 def test_answers_that_a_template_hides_are_counted_in_both_halves():
-    template = jinja_template(
+    template = make_jinja_template(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}",
         eos_token="<|im_end|>",
     )
     call = {"function": {"name": "add", "arguments": {}}}
     calls, counts = [{"role": "assistant", "content": "", "tool_calls": [call]}], Counter()
-    encode_pair(
+    encode_preference_pair(
         {"prompt": "1+1?", "chosen": calls, "rejected": "2"},
         BYTES,
         template=template,
@@ -161,33 +168,33 @@ def test_answers_that_a_template_hides_are_counted_in_both_halves():
     )
     assert (counts["answers"], counts["hidden_answers"]) == (2, 1)
     with pytest.raises(DataError, match="shows nothing of 1 of 2 answers"):
-        answers_warning(counts)
+        format_answers_warning(counts)
 
 
 def test_a_half_that_does_not_fit_is_named():
     record = {"prompt": "Q", "chosen": "A", "rejected": "B" * 50}
     with pytest.raises(DataError, match=r"the rejected half: .*none fits"):
-        encode_pair(record, BYTES, max_length=40)
+        encode_preference_pair(record, BYTES, max_length=40)
 
 
 def test_halves_become_documents_in_turn():
     pairs = [
-        encode_pair({"prompt": "Q", "chosen": f"A{i}", "rejected": f"B{i}"}, BYTES)
+        encode_preference_pair({"prompt": "Q", "chosen": f"A{i}", "rejected": f"B{i}"}, BYTES)
         for i in range(3)
     ]
-    texts = [trained_texts(document)[0][:2] for document in pair_documents(iter(pairs))]
+    texts = [trained_texts(document)[0][:2] for document in flatten_pairs(iter(pairs))]
     assert texts == ["A0", "B0", "A1", "B1", "A2", "B2"]
     empty = Sample(np.array([], np.int64), np.array([], bool))
     with pytest.raises(DataError, match=r"pair 1 must have two halves with tokens, got \[\d+, 0\]"):
-        list(pair_documents([pairs[0], (pairs[1][0], empty)]))
+        list(flatten_pairs([pairs[0], (pairs[1][0], empty)]))
 
 
 def test_each_prompt_is_given_the_answer_to_the_next_one():
     pairs = [
-        encode_pair({"prompt": f"Q{i}", "chosen": f"A{i}", "rejected": "B"}, BYTES)
+        encode_preference_pair({"prompt": f"Q{i}", "chosen": f"A{i}", "rejected": "B"}, BYTES)
         for i in range(3)
     ]
-    found = list(exchange_answers(chosen for chosen, _ in pairs))
+    found = list(mismatch_answers(chosen for chosen, _ in pairs))
     assert [trained_texts(sample)[0][:2] for sample in found] == ["A1", "A2", "A0"]
     asked = [BYTES.decode(sample.tokens[~sample.trained]) for sample in found]
     assert all(f"Q{i}" in text for i, text in enumerate(asked))
@@ -204,7 +211,7 @@ def packings(draw):
     lengths = draw(st.lists(length, max_size=20).map(lambda halves: halves[: len(halves) // 2 * 2]))
     arguments = {
         "capacity": capacity,
-        "fit": draw(st.sampled_from([best_fit, first_fit, sequential])),
+        "fit": draw(st.sampled_from([best_fit, first_fit, next_fit])),
         "multiple_of": multiple_of,
     }
     return lengths, arguments
@@ -232,7 +239,7 @@ def test_both_halves_of_each_pair_that_fits_are_in_one_row_once(packing):
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=20))
 def test_sequential_keeps_pairs_in_order(halves):
     lengths = halves[: len(halves) // 2 * 2]
-    documents = pack_pairs(lengths, 18, fit=sequential).documents.tolist()
+    documents = pack_pairs(lengths, 18, fit=next_fit).documents.tolist()
     assert documents == list(range(len(lengths)))
     assert all(b == a + 1 for a, b in pairwise(documents))
 
@@ -266,8 +273,8 @@ def test_a_pair_of_no_length_is_left_out():
 
 def test_documents_of_a_row_are_chosen_and_rejected_in_turn():
     records = [{"prompt": "Q", "chosen": "A" * i, "rejected": "B" * (9 - i)} for i in range(1, 9)]
-    pairs = [encode_pair(record, BYTES) for record in records]
-    corpus = memory_corpus(pair_documents(pairs), vocab_size=BYTES.vocab_size)
+    pairs = [encode_preference_pair(record, BYTES) for record in records]
+    corpus = make_corpus(flatten_pairs(pairs), vocab_size=BYTES.vocab_size)
     bins = pack_pairs(corpus.lengths, 256, multiple_of=4)
     batch = collate_bins(corpus, bins, list(range(len(bins))))
     asked = batch["labels"] != IGNORED_LABEL

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.text.chat.encode import encode_chat, stop_ids
-from trainkit.text.chat.jinja import jinja_template
+from trainkit.text.chat.encode import encode_chat, find_stop_ids
+from trainkit.text.chat.jinja import make_jinja_template
 from trainkit.text.chat.messages import checked_messages
 from trainkit.text.chat.templates import TEMPLATES, chatml, llama3, qwen3
-from trainkit.text.tokenizers import byte_tokenizer, open_tokenizer
+from trainkit.text.tokenizers import make_byte_tokenizer, open_tokenizer
 from trainkit.text.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
 from trainkit.types import ConfigError, DataError
 
@@ -200,7 +200,7 @@ def test_parts_of_text_are_joined_and_missing_fields_of_a_table_are_dropped():
 )
 def test_a_jinja_template_gives_the_pieces_of_the_native_one(row):
     messages, prompt = row["messages"], row.get("add_generation_prompt", False)
-    template = jinja_template(CHATML_JINJA, eos_token="<|im_end|>")
+    template = make_jinja_template(CHATML_JINJA, eos_token="<|im_end|>")
     native = chatml(messages, add_generation_prompt=prompt)
     found = template(messages, add_generation_prompt=prompt)
     assert text_of(found) == row["text"]
@@ -217,7 +217,7 @@ WORDS = st.lists(
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), WORDS), min_size=1))
 def test_a_jinja_template_finds_every_word_whatever_is_said(turns):
     messages = [{"role": role, "content": content} for role, content in turns]
-    found = jinja_template(CHATML_JINJA, eos_token="<|im_end|>")(messages)
+    found = make_jinja_template(CHATML_JINJA, eos_token="<|im_end|>")(messages)
     assert bodies(found) == {p.message: p.text for p in chatml(messages) if p.body}
     assert said(found, messages) == said(chatml(messages), messages)
 
@@ -238,7 +238,7 @@ def thinking_conversations(draw):
 @given(thinking_conversations())
 def test_words_are_found_in_a_template_that_rewrites_what_came_before(messages):
     """The last answer shows its reasoning, or an empty one that is not its own; no other does."""
-    found = jinja_template(THINKING_JINJA, eos_token="$")(messages)
+    found = make_jinja_template(THINKING_JINJA, eos_token="$")(messages)
     shown = bodies(found)
     for i, message in enumerate(messages):
         words = message["content"].split(")")[-1].strip()
@@ -267,7 +267,7 @@ def test_reasoning_reaches_the_name_that_a_template_reads(way):
         source = (
             f"{{% for m in messages %}}[{{{{ m.role }}}}]{shown}{{{{ m.content }}}}${{% endfor %}}"
         )
-        template = jinja_template(source, eos_token="$")
+        template = make_jinja_template(source, eos_token="$")
         for name in NAMES:
             found = template([user("a"), answer("b", **{name: "hm"})])
             assert text_of(found) == "[user]a$[assistant](hm)b$", (read, name)
@@ -277,7 +277,7 @@ def test_reasoning_that_a_template_does_not_read_is_not_lost_without_a_word():
     source = (
         "{% set thinking = 1 %}{% for m in messages %}[{{ m.role }}]{{ m.content }}${% endfor %}"
     )
-    template = jinja_template(source, eos_token="$")
+    template = make_jinja_template(source, eos_token="$")
     with pytest.raises(
         DataError, match=r"message 1 \(assistant\) has reasoning, of which the temp"
     ):
@@ -297,7 +297,7 @@ def test_reasoning_that_a_template_does_not_read_is_not_lost_without_a_word():
     ],
 )
 def test_words_that_cannot_be_told_apart_have_no_body(source):
-    segments = jinja_template(source, eos_token="$")([user("a"), answer("b")])
+    segments = make_jinja_template(source, eos_token="$")([user("a"), answer("b")])
     assert 1 not in bodies(segments)
 
 
@@ -309,7 +309,7 @@ def test_another_turns_header_is_not_taken_for_that_of_a_turn_without_one(earlie
         "{% else %}[{{ m.role }}]{{ EARLIER }}${% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    template = jinja_template(source.replace("EARLIER", earlier), eos_token="$")
+    template = make_jinja_template(source.replace("EARLIER", earlier), eos_token="$")
     messages = [user("a"), answer("b"), answer("c", reasoning_content="d")]
     assert 2 not in bodies(template(messages))
     assert bodies(template([*messages[:2], answer("c")]))[2] == "c$"
@@ -318,7 +318,7 @@ def test_another_turns_header_is_not_taken_for_that_of_a_turn_without_one(earlie
 def test_messages_that_a_template_swaps_are_refused():
     source = "{% for m in messages | reverse %}{{ m.content }}${% endfor %}"
     with pytest.raises(DataError, match="message 1 is shown before"):
-        jinja_template(source, eos_token="$")([user("a"), answer("b")])
+        make_jinja_template(source, eos_token="$")([user("a"), answer("b")])
 
 
 def test_a_jinja_template_has_what_transformers_gives_it():
@@ -331,7 +331,7 @@ def test_a_jinja_template_has_what_transformers_gives_it():
     {% endif %}
     {{- m.content }}$
 {%- endfor %}"""
-    template = jinja_template(source, bos_token="<s>", eos_token="$", variables={"mood": "!"})
+    template = make_jinja_template(source, bos_token="<s>", eos_token="$", variables={"mood": "!"})
     segments = template([user("a"), answer("b")])
     assert text_of(segments) == '<s>{"a": "é<"}!4a$'
     assert bodies(segments) == {1: '<s>{"a": "é<"}!'}
@@ -340,15 +340,15 @@ def test_a_jinja_template_has_what_transformers_gives_it():
 
 def test_lines_of_blocks_alone_leave_nothing_behind():
     source = "  {% if messages %}\n  x\n  {% endif %}\n{{ messages[0].content }}$"
-    assert text_of(jinja_template(source, eos_token="$")([user("a")])) == "  x\na$"
+    assert text_of(make_jinja_template(source, eos_token="$")([user("a")])) == "  x\na$"
 
 
 def test_a_tokenizer_brings_its_own_template():
     tokens = {"bos_token": None, "eos_token": "<|im_end|>"}
     tokenizer = SimpleNamespace(chat_template={"default": CHATML_JINJA, "tool_use": ""}, **tokens)
-    assert bodies(jinja_template(tokenizer)([user("a")])) == {0: "a<|im_end|>"}
+    assert bodies(make_jinja_template(tokenizer)([user("a")])) == {0: "a<|im_end|>"}
     with pytest.raises(ValueError, match="a SimpleNamespace without one"):
-        jinja_template(SimpleNamespace(**tokens))
+        make_jinja_template(SimpleNamespace(**tokens))
 
 
 @pytest.mark.parametrize(
@@ -362,34 +362,34 @@ def test_a_tokenizer_brings_its_own_template():
 )
 def test_what_a_template_refuses_or_must_not_do_is_an_error(source):
     with pytest.raises(DataError, match=r"refuses these messages \(user\)"):
-        jinja_template(source, eos_token="$")([user("a")])
+        make_jinja_template(source, eos_token="$")([user("a")])
 
 
 def test_a_template_that_makes_much_more_than_a_conversation_holds_is_refused():
     source = "{{ 'x' * 4000000 }}{% for m in messages %}{{ m.content }}$\n{% endfor %}"
-    large = jinja_template(source, eos_token="$", stop="$")
+    large = make_jinja_template(source, eos_token="$", stop="$")
     messages = [user("a"), {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match=r"makes 400.* letters of a conversation of"):
-        encode_chat(messages, byte_tokenizer(("$",)), template=large)
-    small = jinja_template(source.replace("4000000", "60000"), eos_token="$", stop="$")
-    assert len(encode_chat(messages, byte_tokenizer(("$",)), template=small).tokens) > 60_000
+        encode_chat(messages, make_byte_tokenizer(("$",)), template=large)
+    small = make_jinja_template(source.replace("4000000", "60000"), eos_token="$", stop="$")
+    assert len(encode_chat(messages, make_byte_tokenizer(("$",)), template=small).tokens) > 60_000
 
 
 def test_a_source_that_is_no_jinja_or_has_no_end_is_refused_at_once():
     with pytest.raises(ValueError, match="line 2 is no Jinja"):
-        jinja_template("\n{% for %}", eos_token="$")
+        make_jinja_template("\n{% for %}", eos_token="$")
     with pytest.raises(ValueError, match="line 2: No filter named 'colour'"):
-        jinja_template("\n{{ messages | colour }}", eos_token="$")
+        make_jinja_template("\n{{ messages | colour }}", eos_token="$")
     with pytest.raises(ValueError, match="line 1: No test named 'blue'"):
-        jinja_template("{{ messages is blue }}", eos_token="$")
+        make_jinja_template("{{ messages is blue }}", eos_token="$")
     with pytest.raises(ValueError, match="say what ends a turn"):
-        jinja_template("x")
+        make_jinja_template("x")
 
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[hf\]"'):
-        jinja_template("no library", eos_token="$")
+        make_jinja_template("no library", eos_token="$")
 
 
 @pytest.mark.parametrize("template", list(TEMPLATES.values()), ids=list(TEMPLATES))
@@ -400,4 +400,4 @@ def test_the_tokenizer_named_bytes_knows_every_native_template(template):
     special = set(re.findall(r"<\|?/?\w+\|?>", text))
     assert special
     assert special <= tokenizer.special_ids.keys()
-    assert len(stop_ids(tokenizer, template)) == 1
+    assert len(find_stop_ids(tokenizer, template)) == 1

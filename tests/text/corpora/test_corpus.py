@@ -18,22 +18,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.joined import fingerprint, join_corpora
+from trainkit.data.joined import concat_corpora, fingerprint
 from trainkit.data.mapped import check_unchanged
-from trainkit.text.chat.encode import chat_encoder
+from trainkit.text.chat.encode import make_chat_encoder
 from trainkit.text.corpora.library import is_library_source, standard_library
 from trainkit.text.corpora.open import (
-    held_out,
     held_out_documents,
     hold_out,
+    is_held_out,
     open_corpus,
-    open_library,
+    open_library_corpus,
 )
 from trainkit.text.corpora.tokens import write_corpus
-from trainkit.text.tokenizers import byte_tokenizer, open_tokenizer, tokenizer_hash
+from trainkit.text.tokenizers import make_byte_tokenizer, open_tokenizer, tokenizer_hash
 from trainkit.types import DataError, Sample
 
-BYTES = byte_tokenizer()
+BYTES = make_byte_tokenizer()
 
 
 def texts(corpus):
@@ -189,7 +189,7 @@ LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=300)
 def test_some_of_every_corpus_is_held_out_and_no_token_twice(lengths, piece, parts, whole):
     offsets = np.append(0, np.cumsum(lengths))
     one = TokenCorpus(np.arange(offsets[-1]), offsets, digest="d" * 64)
-    corpus = one if whole else join_corpora([one] * parts)
+    corpus = one if whole else concat_corpora([one] * parts)
     found, chosen = hold_out(corpus, piece=piece, one_in=20)
     assert len(chosen) == len(found.lengths)
     assert int(found.lengths.sum()) == int(corpus.lengths.sum())
@@ -202,9 +202,8 @@ def test_some_of_every_corpus_is_held_out_and_no_token_twice(lengths, piece, par
     assert fingerprint(found) != fingerprint(corpus)
     assert 0 < held < total or len(chosen) < 2
     if whole:
-        assert np.concatenate([found.tokens[a:b] for a, b in pairwise(found.offsets)]).tolist() == (
-            one.tokens.tolist()
-        )
+        read = [token for a, b in pairwise(found.offsets) for token in found.tokens[a:b].tolist()]
+        assert read == one.tokens.tolist()
 
 
 # ------------------------------------------------------------------------------------ JSON lines
@@ -321,16 +320,18 @@ def test_bytes_open_what_bytes_with_fewer_special_tokens_made(tmp_path):
     write_corpus(path, [[1]], vocab_size=259, tokenizer_hash=tokenizer_hash(BYTES))
     assert open_corpus(path, tokenizer=BYTES).tokenizer_hash == tokenizer_hash(BYTES)
     assert open_corpus(path, tokenizer=open_tokenizer("bytes")).vocab_size == 259
-    write_corpus(path, [[1]], vocab_size=260, tokenizer_hash=tokenizer_hash(byte_tokenizer("x")))
-    assert open_corpus(path, tokenizer=byte_tokenizer(["x", "y"])).vocab_size == 260
+    write_corpus(
+        path, [[1]], vocab_size=260, tokenizer_hash=tokenizer_hash(make_byte_tokenizer("x"))
+    )
+    assert open_corpus(path, tokenizer=make_byte_tokenizer(["x", "y"])).vocab_size == 260
     for special in (["y"], ["y", "x"]):
         with pytest.raises(DataError, match="its tokens were made by the tokenizer"):
-            open_corpus(path, tokenizer=byte_tokenizer(special))
+            open_corpus(path, tokenizer=make_byte_tokenizer(special))
 
 
 def test_keep_is_refused_for_a_token_file(tmp_path):
     with pytest.raises(ValueError, match="no names for `keep`"):
-        open_corpus(token_file(tmp_path), keep=held_out)
+        open_corpus(token_file(tmp_path), keep=is_held_out)
 
 
 # ------------------------------------------------------------------------------------ the library
@@ -338,18 +339,18 @@ def test_keep_is_refused_for_a_token_file(tmp_path):
 
 def test_held_out_files_are_one_in_twenty_by_name_alone():
     names = [f"package/module_{number}.py" for number in range(4000)]
-    chosen = [name for name in names if held_out(name)]
+    chosen = [name for name in names if is_held_out(name)]
     assert 150 < len(chosen) < 250
-    held = [number for number in range(60) if held_out(f"{number}.py")]
+    held = [number for number in range(60) if is_held_out(f"{number}.py")]
     assert held == [6, 11, 20, 43, 56]  # for ever: another answer would move files across
-    assert all(held_out(name, one_in=1) for name in names)
+    assert all(is_held_out(name, one_in=1) for name in names)
     with pytest.raises(ValueError, match="one_in must be at least 1, got 0"):
-        held_out("a", one_in=0)
+        is_held_out("a", one_in=0)
 
 
 def test_documents_are_held_out_by_name_or_by_number(tmp_path):
     named = open_corpus(write_tree(tmp_path, {f"{number}.py": "x" for number in range(60)}))
-    assert held_out_documents(named).tolist() == [held_out(name) for name in named.names]
+    assert held_out_documents(named).tolist() == [is_held_out(name) for name in named.names]
     assert held_out_documents(named).sum() == 5
     numbered = write_corpus(tmp_path / "a.tokens", [[1]] * 60)
     assert numbered.names is None
@@ -380,7 +381,7 @@ def test_the_standard_library_is_source_without_packages_and_tests(tmp_path, mon
     (tmp_path / "link.py").symlink_to("gone")
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
     assert not any(is_library_source(name) for name in [*others, "link.py", "gone.py"])
-    corpus = open_library()
+    corpus = open_library_corpus()
     assert texts(corpus) == ["json", "os", "case"]
 
 
@@ -429,7 +430,7 @@ def test_encode_makes_ids_or_samples_of_records(tmp_path):
     [
         (lambda record: [record["gone"]], r"a.jsonl: line 2: KeyError: 'gone'"),
         (lambda record: record.gone, r"a.jsonl: line 2: AttributeError: .*'gone'"),
-        (chat_encoder(open_tokenizer("bytes")), r"a.jsonl: line 2: .* no field 'messages'"),
+        (make_chat_encoder(open_tokenizer("bytes")), r"a.jsonl: line 2: .* no field 'messages'"),
         (lambda _: [-1], r"a.jsonl: line 2 has token -1 at 0"),
         (lambda _: [259], r"a.jsonl: line 2 has token 259 at 0, outside \[0, 259\)"),
         (lambda _: 3, r"a.jsonl: line 2 must be integers in one dimension"),
@@ -455,7 +456,7 @@ def test_a_directory_of_token_files_is_one_corpus_in_the_order_of_names(tmp_path
     assert list(corpus.sources) == ["a/y.tokens", "a/z.tokens", "b.tokens"]
     assert corpus.vocab_size == 10
     with pytest.raises(ValueError, match="no names for `keep`"):
-        open_corpus(tmp_path, keep=held_out)
+        open_corpus(tmp_path, keep=is_held_out)
     with pytest.raises(ValueError, match="no records for `encode`"):
         open_corpus(tmp_path, encode=len)
     with pytest.raises(DataError, match="vocabulary of 10 is larger than the tokenizer's, 9"):

@@ -14,7 +14,7 @@ from trainkit.data.joined import fingerprint
 from trainkit.data.mapped import check_unchanged
 from trainkit.text.corpora import foreign, layouts
 from trainkit.text.corpora.open import open_corpus
-from trainkit.text.corpora.shards import left_out
+from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.types import DataError
 
 
@@ -111,7 +111,7 @@ def test_an_array_cut_or_damaged_anywhere_is_refused(tmp_path):
 @pytest.mark.case("D1")
 def test_a_raw_file_needs_a_sidecar_with_its_dtype(tmp_path):
     path = raw(tmp_path / "a.bin", range(1000))
-    message = r'a.bin: .*does not say its dtype.*\{"dtype": "uint16"\}.* into .*a.bin.json'
+    message = r'a.bin: .*does not store its dtype.*\{"dtype": "uint16"\}.* into .*a.bin.json'
     with pytest.raises(DataError, match=message) as caught:
         open_corpus(path)
     assert caught.value.code == 65
@@ -167,7 +167,7 @@ def test_a_sidecar_that_is_read_is_not_told_as_left_out(tmp_path, name):
     np.save(tmp_path / "a.npy", np.arange(5, dtype=np.uint16))
     (tmp_path / "a.npy").rename(tmp_path / name)
     (tmp_path / f"{name}.json").write_text('{"vocab_size": 9}')
-    assert not left_out(tmp_path)
+    assert not describe_unread_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_sidecar_that_is_read_is_not_told_as_left_out(tmp_path, name):
         ({"dtype": ">u2"}, "dtype '>u2' is not one of uint8, uint16"),
         ({"dtype": "float32"}, "dtype 'float32' is not one of"),
         ({"dtype": 2}, "dtype 2 is not one of"),
-        ({"dtype": "uint64"}, "10 bytes are no whole number of uint64"),
+        ({"dtype": "uint64"}, "10 bytes are no multiple of uint64"),
         ({"dtype": "uint16", "vocabsize": 3}, "must be a JSON object of dtype, offsets"),
         (["dtype"], "must be a JSON object of .*, got list"),
         ({"dtype": "uint16", "vocab_size": 4}, r"offset 4 \(byte 8 .*token 4 outside .* of 4"),
@@ -299,7 +299,7 @@ def test_megatrons_documents_are_runs_of_its_sequences(tmp_path, code, dtype):
         ({"magic": b"MMIDIDX\x00\x01"}, "a.idx: no Megatron index of version 1"),
         ({"version": struct.pack("<Q", 2)}, "a.idx: no Megatron index of version 1"),
         ({"version": struct.pack(">Q", 1)}, "a.idx: no Megatron index of version 1"),
-        ({"code": b"\x07"}, "a.idx: dtype code 7 is none of tokens"),
+        ({"code": b"\x07"}, "a.idx: dtype code 7 is no dtype of tokens"),
         ({"code": b"\x04"}, "a.idx: sequence 1 begins at byte 4 .* instead of 8"),
         ({"sequences": struct.pack("<Q", 2**60)}, "a.idx: the file has .* bytes instead of"),
         ({"documents": struct.pack("<Q", 9)}, "a.idx: the file has .* bytes instead of"),

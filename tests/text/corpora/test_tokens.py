@@ -14,12 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.data.corpus import memory_corpus
-from trainkit.data.joined import fingerprint, join_corpora
+from trainkit.data.corpus import make_corpus
+from trainkit.data.joined import concat_corpora, fingerprint
 from trainkit.data.mapped import check_unchanged
 from trainkit.text.corpora import content, token_file
 from trainkit.text.corpora.open import open_corpus
-from trainkit.text.corpora.token_file import BLOCK, encode_header, facts_of, read_header, sampled
+from trainkit.text.corpora.token_file import (
+    BLOCK,
+    encode_header,
+    get_header_fields,
+    read_header,
+    sample_chunks,
+)
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
 from trainkit.types import DataError, DiskError, Sample
 
@@ -46,7 +52,7 @@ def test_what_was_written_is_read(tmp_path_factory, documents):
     for corpus in (
         write_corpus(path, iter(documents)),
         open_corpus(path),
-        memory_corpus(iter(documents)),
+        make_corpus(iter(documents)),
     ):
         assert corpus.lengths.tolist() == [len(document) for document in documents]
         read = [corpus.read(i, 0, len(document)).tolist() for i, document in enumerate(documents)]
@@ -64,7 +70,7 @@ def test_what_is_trained_on_is_written_beside_the_tokens(tmp_path_factory, docum
     for corpus in (
         write_corpus(path, iter(documents), vocab_size=100),
         open_corpus(path),
-        memory_corpus(iter(documents), vocab_size=100),
+        make_corpus(iter(documents), vocab_size=100),
     ):
         for number, document in enumerate(documents):
             read = corpus.read(number, 0, len(document.tokens))
@@ -89,7 +95,7 @@ def test_documents_that_span_chunks_come_out_whole(tmp_path, monkeypatch, kind):
     assert path.stat().st_size == header_of(path).size
 
 
-@pytest.mark.parametrize("make", [memory_corpus, lambda d: write_corpus("a.tokens", d)])
+@pytest.mark.parametrize("make", [make_corpus, lambda d: write_corpus("a.tokens", d)])
 def test_all_documents_are_samples_or_none_is(tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     one = sample([1], [True])
@@ -105,15 +111,15 @@ def test_all_documents_are_samples_or_none_is(tmp_path, monkeypatch, make):
 
 
 def test_a_corpus_in_memory_checks_its_tokens_and_names():
-    corpus = memory_corpus([[1], [2, 3]], vocab_size=10, names=["a", "b"])
+    corpus = make_corpus([[1], [2, 3]], vocab_size=10, names=["a", "b"])
     assert (corpus.names, corpus.vocab_size, corpus.tokens.dtype) == (["a", "b"], 10, np.uint8)
-    with pytest.raises(DataError, match=r"memory_corpus: document 1 has token 10 at 1"):
-        memory_corpus([[1], [2, 10]], vocab_size=10)
+    with pytest.raises(DataError, match=r"make_corpus: document 1 has token 10 at 1"):
+        make_corpus([[1], [2, 10]], vocab_size=10)
     with pytest.raises(DataError, match=r"document 0 has token -1"):
-        memory_corpus([[-1]])
+        make_corpus([[-1]])
     with pytest.raises(ValueError, match="1 names for 2 documents"):
-        memory_corpus([[1], [2]], names=["a"])
-    assert len(memory_corpus([]).lengths) == 0
+        make_corpus([[1], [2]], names=["a"])
+    assert len(make_corpus([]).lengths) == 0
 
 
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def header_of(path):
 
 def forge(path, *, content=None, **changes):
     """Write a file whose hashes all fit, whatever it says."""
-    header = facts_of(header_of(path))
+    header = get_header_fields(header_of(path))
     content = path.read_bytes()[BLOCK : header_of(path).table_at] if content is None else content
     chunk = changes.get("chunk_bytes", header["chunk_bytes"])
     parts = [content[i : i + chunk] for i in range(0, len(content), chunk)] if chunk > 0 else []
@@ -226,13 +232,13 @@ def test_a_large_file_is_read_in_other_places_at_each_start(tmp_path, monkeypatc
 
 @given(st.integers(0, 500), st.integers(0, 40))
 def test_a_sample_of_chunks_has_the_first_the_last_and_others(count, most):
-    chosen = sampled(count, most)
+    chosen = sample_chunks(count, most)
     assert chosen == sorted(set(chosen))
     assert set(chosen) <= set(range(count))
     assert len(chosen) == min(count, most) if most != 2 else len(chosen) <= 2
     if min(count, most) >= 3:
         assert (chosen[0], chosen[-1]) == (0, count - 1)
-    assert sampled(count, None) == list(range(count))
+    assert sample_chunks(count, None) == list(range(count))
 
 
 @pytest.mark.parametrize(
@@ -455,7 +461,7 @@ def test_a_fingerprint_changes_with_tokens_offsets_and_what_is_trained_on(tmp_pa
     ]
     files = [write_corpus(tmp_path / f"{i}.tokens", c) for i, c in enumerate(contents)]
     assert len({fingerprint(corpus) for corpus in files}) == len(contents)
-    assert len({fingerprint(memory_corpus(c)) for c in contents}) == len(contents)
+    assert len({fingerprint(make_corpus(c)) for c in contents}) == len(contents)
     again = write_corpus(tmp_path / "again.tokens", contents[4])
     assert fingerprint(again) == fingerprint(files[4]) == files[4].sources["4.tokens"]
 
@@ -471,12 +477,12 @@ def test_a_file_that_is_cut_grown_or_written_to_while_it_is_open_is_refused(tmp_
     check_unchanged(corpus)
     with path.open("r+b") as file:
         file.truncate(4000)
-    with pytest.raises(DataError, match=rf"has 4000 bytes, it had {len(data)} when") as caught:
+    with pytest.raises(DataError, match=rf"has 4000 bytes, but had {len(data)} when") as caught:
         check_unchanged(corpus)
     assert (caught.value.where, caught.value.got, caught.value.want) == (str(path), 4000, len(data))
     path.write_bytes(data + b"more")
     with pytest.raises(DataError, match=r"a.tokens: the file has"):
-        check_unchanged(join_corpora([memory_corpus([[1]]), corpus]))
+        check_unchanged(concat_corpora([make_corpus([[1]]), corpus]))
     path.write_bytes(data)
     os.utime(path, ns=(0, corpus.file.modified + 1))
     with pytest.raises(DataError, match=r"was written to while it was open"):

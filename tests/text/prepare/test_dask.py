@@ -7,12 +7,12 @@ import orjson
 import pytest
 
 from trainkit.text.prepare import prepare_corpus
-from trainkit.text.tokenizers import byte_tokenizer
+from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.types import DataError
 
 dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
-BYTES = byte_tokenizer()
+BYTES = make_byte_tokenizer()
 
 
 @contextmanager

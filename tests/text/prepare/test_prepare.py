@@ -30,30 +30,36 @@ from hypothesis import strategies as st
 
 from trainkit import hub
 from trainkit.models import Experts
-from trainkit.models.experts import Tape, check_tape, preload_
-from trainkit.post.evaluation.columns import logprob_columns, score_corpus
-from trainkit.post.evaluation.score import Scored
-from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder, encode_chat, template_hash
+from trainkit.models.experts import RoutingTape, check_tape, preload_
+from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
+from trainkit.post.evaluation.score import ExampleScores
+from trainkit.text.chat import (
+    CHATML_SPECIAL,
+    TEMPLATES,
+    encode_chat,
+    make_chat_encoder,
+    template_hash,
+)
 from trainkit.text.corpora import open_conversations
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.text import TEXT_SUFFIXES
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
 from trainkit.text.prepare import chunks, parts, workers
 from trainkit.text.prepare import prepare as room
-from trainkit.text.prepare.prepare import Progress, prepare_corpus
+from trainkit.text.prepare.prepare import PrepareProgress, prepare_corpus
 from trainkit.text.tokenizers import (
-    byte_tokenizer,
     encode_document,
+    make_byte_tokenizer,
+    make_text_encoder,
     open_tokenizer,
     save_tokenizer,
-    text_encoder,
     tokenizer_hash,
     train_bpe,
 )
 from trainkit.tools.commands import prepare as command
 from trainkit.types import Column, ConfigError, DataError, DiskError
 
-BYTES = byte_tokenizer()
+BYTES = make_byte_tokenizer()
 WORDS = ["", "one", "zwei ä", "three\n" * 9, "4" * 200, "fünf", "", "seven", "eight " * 30]
 
 
@@ -149,7 +155,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_the_records_give_one_after_the_other(kind, chunk_bytes, source, out):
     path = KINDS[kind](source)
-    encode = text_encoder(BYTES)
+    encode = make_text_encoder(BYTES)
     records = list(read_records(path))
     write_corpus(
         out.with_name("b.tokens"),
@@ -173,7 +179,7 @@ def test_lines_are_cut_anywhere_and_each_is_read_once(tmp_path_factory, content)
         want = [orjson.loads(line) for line in content if line.strip()]
         places = [i for i, line in enumerate(content, start=1) if line.strip()]
         for size in (1, 7, 64, 1 << 20):
-            cuts = chunks.cut_source(path, suffixes=[], chunk_bytes=size)
+            cuts = chunks.split_source(path, suffixes=[], chunk_bytes=size)
             found = [(c, i, r) for c in cuts for i, r in enumerate(chunks.read_chunk(c))]
             assert [record for *_, record in found] == want
             names = [chunks.document_name(chunk, i) for chunk, i, _ in found]
@@ -184,7 +190,7 @@ def test_lines_are_cut_anywhere_and_each_is_read_once(tmp_path_factory, content)
 def test_a_cut_that_falls_on_the_end_of_a_line_stays_there(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two", "six"])
     line = path.stat().st_size // 3
-    cuts = chunks.cut_source(path, suffixes=[], chunk_bytes=line)
+    cuts = chunks.split_source(path, suffixes=[], chunk_bytes=line)
     assert [(cut.begin, cut.end) for cut in cuts] == [(i * line, (i + 1) * line) for i in range(3)]
 
 
@@ -206,7 +212,7 @@ def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out
     (source / "b" / "page.html").write_text("x")
     (source / "c" / "link").symlink_to(source / "b")
     told = []
-    run(source, out, tell=told.append)
+    run(source, out, log=told.append)
     assert told[0] == (
         f"{source}: 1 file of another kind is left out, such as b/page.html; "
         "1 linked folder is left out, such as c/link"
@@ -220,7 +226,7 @@ def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out
 
 def test_a_text_file_is_a_source_of_one_document(tmp_path):
     (tmp_path / "input.txt").write_text("one\n\ntwo")
-    (cut,) = chunks.cut_source(tmp_path / "input.txt", suffixes=TEXT_SUFFIXES, chunk_bytes=1)
+    (cut,) = chunks.split_source(tmp_path / "input.txt", suffixes=TEXT_SUFFIXES, chunk_bytes=1)
     assert list(chunks.read_chunk(cut)) == [{"text": "one\n\ntwo"}]
     assert chunks.document_name(cut, 0) == str(tmp_path / "input.txt")
     run(tmp_path / "input.txt", tmp_path / "a.tokens")
@@ -231,7 +237,7 @@ def test_a_file_of_nul_bytes_is_refused_at_the_first(tmp_path):
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.truncate(3 << 30)
     with pytest.raises(DataError, match=r"a\.jsonl: bad JSON: a line with a NUL byte"):
-        chunks.cut_source(tmp_path / "a.jsonl", suffixes=TEXT_SUFFIXES, chunk_bytes=1 << 20)
+        chunks.split_source(tmp_path / "a.jsonl", suffixes=TEXT_SUFFIXES, chunk_bytes=1 << 20)
 
 
 def test_a_name_that_could_not_be_reported_is_refused_at_once(source, out):
@@ -332,7 +338,7 @@ def test_an_interrupted_run_keeps_its_parts_and_says_so(source, out):
     assert names_in(out.parent) == ["a.tokens.parts"]
     assert len(names_in(out.parent / "a.tokens.parts")) == 4
     shown = []
-    done = run(path, out, tell=said.append, progress=shown.append)
+    done = run(path, out, log=said.append, progress=shown.append)
     assert done.parts_kept == 2
     assert "going on with 2 of 3 parts" in said[0]
     assert len(said) == 2  # that, and the joining
@@ -369,7 +375,7 @@ def change_facts(path):
         (change_part, {}, (1, "changed after it was written")),
         (swap_part, {}, (1, "part_00000000.tokens is not the file that was written")),
         (change_facts, {}, (1, "part_00000000.json is damaged")),
-        (bool, {"tokenizer": byte_tokenizer(["x"])}, (0, "tokenizer changed from")),
+        (bool, {"tokenizer": make_byte_tokenizer(["x"])}, (0, "tokenizer changed from")),
         (bool, {"field": "body"}, (0, "encode changed from 'field text' to 'field body'")),
         (bool, {"chunk_bytes": 150}, (1, "end changed from")),
     ],
@@ -381,9 +387,9 @@ def test_parts_of_something_else_are_made_anew(change, options, found, source, o
     change(source)
     if "field" in options:  # it fails only after the parts were looked at
         with pytest.raises(DataError, match="there is no field 'body'"):
-            run(source, out, tell=said.append, **options)
+            run(source, out, log=said.append, **options)
     else:
-        assert run(source, out, tell=said.append, **options).parts_kept == kept
+        assert run(source, out, log=said.append, **options).parts_kept == kept
         assert texts_of(out) == [record["text"] for _, record in read_records(source)]
     assert reason in said[1]
 
@@ -418,7 +424,7 @@ def test_parts_of_another_trainkit_are_made_anew(change, source, out, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run(path, out, progress=stop_after(2))
     change(source, monkeypatch)
-    assert run(path, out, tell=said.append).parts_kept == 0
+    assert run(path, out, log=said.append).parts_kept == 0
     assert "changed from" in said[1]
     assert said[1].split(": ")[-1].startswith(("trainkit", "format"))
 
@@ -490,9 +496,9 @@ def test_what_a_killed_process_was_writing_is_cleared_away(source, out):
 def test_encoders_are_told_apart_by_their_name_their_code_and_what_is_bound_to_them():
     bound = functools.partial(encoded_by_letter, letter="a")
     others = [touching, encoded_by_letter, functools.partial(touching, "a"), "a"]
-    names = {parts.identity(value) for value in [bound, *others]}
+    names = {parts.identify(value) for value in [bound, *others]}
     assert len(names) == 5
-    assert parts.identity(functools.partial(encoded_by_letter, letter="a")) in names
+    assert parts.identify(functools.partial(encoded_by_letter, letter="a")) in names
 
 
 def test_two_runs_for_one_file_do_not_disturb_each_other(source, out):
@@ -518,7 +524,7 @@ def test_a_lock_whose_file_another_run_has_replaced_is_taken_anew(out, monkeypat
         lock(file, how)
 
     monkeypatch.setattr(room.fcntl, "flock", after_another_run)
-    with room.alone(out), path.open() as other, pytest.raises(BlockingIOError):
+    with room.lock_output(out), path.open() as other, pytest.raises(BlockingIOError):
         lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -801,7 +807,7 @@ def failing_at_once(_, name):
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_of_a_worker_comes_as_what_it_is_or_in_its_words(name, work, source):
     error, kind, message = ERRORS[name]
-    (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
+    (chunk,) = chunks.split_source(lines(source), suffixes=[], chunk_bytes=10_000)
     with pytest.raises(kind) as caught:
         work(functools.partial(failing_at_once, name=name), chunk)
     said = pickle.loads(pickle.dumps(caught.value))
@@ -815,7 +821,7 @@ def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, work, mo
     def broken(*_, **__):
         raise TwoPartsError("a", "b")
 
-    (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
+    (chunk,) = chunks.split_source(lines(source), suffixes=[], chunk_bytes=10_000)
     monkeypatch.setattr(parts, "read_chunk", broken)
     with pytest.raises(DataError, match="TwoPartsError: a and b"):
         work(None, chunk)
@@ -823,17 +829,19 @@ def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, work, mo
 
 
 def test_another_trainkit_is_refused(source, out, monkeypatch):
-    (chunk,) = chunks.cut_source(lines(source), suffixes=[], chunk_bytes=10_000)
+    (chunk,) = chunks.split_source(lines(source), suffixes=[], chunk_bytes=10_000)
     work = parts.make_work(out.parent, BYTES, None, "text")
-    monkeypatch.setattr(workers, "_here", threading.local())
+    monkeypatch.setattr(workers, "_thread_state", threading.local())
     with pytest.raises(DataError, match=r"has another trainkit .* \(of old\)"):
         workers._write(workers._Job("a run", "of old", work), 0, chunk)
 
 
 @pytest.mark.case("D11")
-def test_a_process_that_says_nothing_is_named(source, out, encoders):
+def test_a_process_without_a_heartbeat_is_named(source, out, encoders):
     path = write_lines(source / "a.jsonl", ["x" * 200, "hangs", "y" * 200])
-    message = r"process \d+ on .*, at chunk 1, bytes \d+ to \d+ of .*, has said nothing for \d+ s"
+    message = (
+        r"process \d+ on .*, at chunk 1, bytes \d+ to \d+ of .*, has sent no heartbeat for \d+ s"
+    )
     with pytest.raises(DataError, match=message):
         run(path, out, workers=2, timeout=2.0, make_encode=encoders.make_deadly)
     assert multiprocessing.active_children() == []
@@ -986,7 +994,7 @@ def model(tmp_path):
     pytest.importorskip("tokenizers")
     folder = tmp_path / "model"
     folder.mkdir()
-    for name, data in hub.tokenizer_files("bytes", template="llama3").items():
+    for name, data in hub.make_tokenizer_files("bytes", template="llama3").items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -1022,7 +1030,9 @@ def test_a_token_file_of_another_template_or_tokenizer_is_refused_with_the_name_
             opened(out, None, tokenizer=other, template=None)
     # What is scored says of its making what its corpus says.
     scored = out.with_name("scored.tokens")
-    measured = logprob_columns(lambda rows: [Scored(np.zeros(x.scored), True) for x in rows])
+    measured = make_logprob_columns(
+        lambda rows: [ExampleScores(np.zeros(x.scored), True) for x in rows]
+    )
     score_corpus(measured, open_tokens(out), scored, context=512, facts={})
     assert open_tokens(scored).template_hash == open_tokens(out).template_hash
 
@@ -1069,7 +1079,7 @@ def test_the_help_shows_a_column_of_choices_that_a_model_takes():
     (shown,) = (word for word in command.__doc__.split() if word.startswith("choices:"))
     name, column = command._column(shown)
     assert (name, column.of) == ("choices", "token")
-    tape, values = Tape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
+    tape, values = RoutingTape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
     preload_(tape, ["mlp"], torch.from_numpy(values) + torch.arange(2, dtype=torch.uint8))
     experts = Experts(count=2, chosen=2, width=8)
     check_tape(tape, ["mlp"], experts, is_token=torch.ones(3, dtype=torch.bool))
@@ -1115,9 +1125,9 @@ def test_the_command_refuses_flags_that_make_no_sense(flags, message, source, ou
 
 
 def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, work):
-    path, tokenizer = talks(source), byte_tokenizer(CHATML_SPECIAL)
-    make = functools.partial(chat_encoder, max_length=35, overlong="drop")
-    todo = chunks.cut_source(path, suffixes=[], chunk_bytes=1)
+    path, tokenizer = talks(source), make_byte_tokenizer(CHATML_SPECIAL)
+    make = functools.partial(make_chat_encoder, max_length=35, overlong="drop")
+    todo = chunks.split_source(path, suffixes=[], chunk_bytes=1)
     said = work(make, *todo, tokenizer=tokenizer)
     found = [(part.counts["truncated"], part.counts["dropped"]) for part in said]
     assert found == [(0, 0), (1, 0), (1, 0), (0, 1)]
@@ -1141,7 +1151,7 @@ def test_the_command_says_how_to_go_on_when_it_is_interrupted(finished, source, 
         return write(*args, **options)
 
     monkeypatch.setattr(parts, "write_corpus", interrupted)
-    monkeypatch.setattr(room, "_LEAST_CHUNK", 100)
+    monkeypatch.setattr(room, "_MIN_CHUNK_BYTES", 100)
     report, code = command_line(lines(source), "--out", out)
     assert code == 76
     assert ("give the same command again to go on from there" in report["error"]) == bool(finished)
@@ -1150,7 +1160,7 @@ def test_the_command_says_how_to_go_on_when_it_is_interrupted(finished, source, 
 
 
 def test_an_interrupt_before_the_first_part_is_none_of_a_traceback(source, out, monkeypatch):
-    monkeypatch.setattr(room, "check_out", stop_after(1))
+    monkeypatch.setattr(room, "check_output", stop_after(1))
     report, code = command_line(lines(source), "--out", out)
     assert (code, "begins anew" in report["error"]) == (76, True)
 
@@ -1161,7 +1171,7 @@ def test_progress_in_a_log_comes_every_ten_seconds_and_at_the_end(monkeypatch, c
     show = command._progress_printer()
     for seconds in np.arange(0, 30.5, 0.5):
         now[0] = 100.0 + seconds
-        show(Progress(1, 2, int(seconds * 10), 300, 0, float(seconds)))
+        show(PrepareProgress(1, 2, int(seconds * 10), 300, 0, float(seconds)))
     shown = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in shown] == [" 33 %", " 67 %", "100 %"]
     assert shown[0].endswith("0:00:20 left")

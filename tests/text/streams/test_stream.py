@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.batch import batch_hash
-from trainkit.data.prefetch import prefetch
-from trainkit.data.steps import deal_rows
-from trainkit.packing import best_fit, sequential
-from trainkit.text.streams.stream import batch_maker, documents_from, stream_counts, stream_steps
-from trainkit.types import Cursor, DataError, Place, Sample, Share, StepBatch
+from trainkit.data.prefetch import prefetch_batches
+from trainkit.data.steps import make_microbatches
+from trainkit.packing import best_fit, next_fit
+from trainkit.text.streams.stream import (
+    count_stream,
+    make_document_opener,
+    make_stream_reader,
+    pack_stream,
+)
+from trainkit.types import Cursor, DataError, DataShard, Sample, Share, StepBatch
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
 FEW = {"capacity": 16, "rows": 4, "seed": 3, "buffer_rows": 8}
@@ -33,13 +38,15 @@ DOCUMENTS = documents_of(SIZES)
 
 def steps_of(documents=DOCUMENTS, cursor=Cursor(), **changes):  # noqa: B008 (immutable)
     arguments = {"capacity": 16, "rows": 5, "seed": 3, "buffer_rows": 8} | changes
-    return stream_steps(documents_from(lambda: iter(documents)), cursor, **arguments)
+    return pack_stream(make_document_opener(lambda: iter(documents)), cursor, **arguments)
 
 
 def deal(step, rows_per_microbatch, share=Share(0, 1)):  # noqa: B008 (immutable)
     rows = range(len(step.packed))
-    place = Place(share)
-    parts = deal_rows(step.packed, rows, place=place, rows_per_microbatch=rows_per_microbatch)
+    place = DataShard(share)
+    parts = make_microbatches(
+        step.packed, rows, place=place, rows_per_microbatch=rows_per_microbatch
+    )
     return StepBatch(parts, step.cursor)
 
 
@@ -65,7 +72,7 @@ def same(one, other):
     st.integers(1, 6),
     st.integers(1, 5),
     st.sampled_from([1, 4]),
-    st.sampled_from([best_fit, sequential]),
+    st.sampled_from([best_fit, next_fit]),
 )
 def test_every_token_of_a_stream_comes_exactly_once(sizes, rows, buffer_rows, multiple_of, fit):
     documents = documents_of(sizes)
@@ -148,8 +155,8 @@ def test_no_more_than_a_window_and_a_step_is_read_ahead():
             read[0] += 20
             yield np.full(20, number)
 
-    steps = stream_steps(
-        documents_from(endless), Cursor(), capacity=16, rows=5, seed=0, buffer_rows=8
+    steps = pack_stream(
+        make_document_opener(endless), Cursor(), capacity=16, rows=5, seed=0, buffer_rows=8
     )
     assert read == [0]
     for step in islice(steps, 200):
@@ -171,7 +178,7 @@ def test_a_document_of_any_size_is_cut_into_windows_of_full_rows():
 )
 def test_what_is_left_out_is_counted_in_the_cursor(overlong, shortened, tokens):
     steps = list(steps_of(documents_of([20, 5, 100, 16]), overlong=overlong))
-    counts = stream_counts(steps[-1].cursor)
+    counts = count_stream(steps[-1].cursor)
     assert counts == {"documents": 4, "shortened_documents": shortened, "lost_tokens": tokens}
     assert sum(len(step.packed.corpus.tokens) for step in steps) == 141 - tokens
 
@@ -181,7 +188,7 @@ def test_documents_without_a_token_after_the_last_row_are_counted_in_the_last_st
     dropped = [size for size in after if size > 16]
     for sizes in ([16, *after], [16, *after, 16]):  # a window holds one row
         steps = list(steps_of(documents_of(sizes), rows=1, buffer_rows=1, overlong="drop"))
-        counts = [tuple(stream_counts(step.cursor).values()) for step in steps]
+        counts = [tuple(count_stream(step.cursor).values()) for step in steps]
         first = (1 + len(after), len(dropped), sum(dropped))
         assert counts == [first, (len(sizes), *first[1:])][: len(steps)]
         assert len(steps) == sizes.count(16)
@@ -215,7 +222,7 @@ def test_a_stream_can_be_prefetched_from_any_cursor():
     want = list(batches_from(Cursor()))
     for first in (0, 3):
         cursor = want[first - 1].cursor if first else Cursor()
-        with prefetch(batch_maker(batches_from), cursor) as next_batch:
+        with prefetch_batches(make_stream_reader(batches_from), cursor) as next_batch:
             have = [next_batch() for _ in want[first:]]
             assert next_batch() is None
         assert all(same(a, b) for a, b in zip(have, want[first:], strict=True))
@@ -228,7 +235,7 @@ def test_a_batch_maker_reads_on_and_begins_anew_only_at_another_cursor():
         opened.append(cursor.batch)
         return (deal(step, 5) for step in steps_of(cursor=cursor))
 
-    make_batch = batch_maker(batches_from)
+    make_batch = make_stream_reader(batches_from)
     first = make_batch(Cursor())
     second = make_batch(first.cursor)
     assert opened == [0]
@@ -245,7 +252,7 @@ def test_a_batch_maker_that_failed_begins_anew_instead_of_saying_that_the_source
                 raise failures.pop()
             yield deal(step, 5)
 
-    make_batch = batch_maker(batches_from)
+    make_batch = make_stream_reader(batches_from)
     cursor = make_batch(Cursor()).cursor
     with pytest.raises(OSError, match="disk is away"):
         make_batch(cursor)
@@ -328,7 +335,7 @@ def test_how_rows_are_packed_is_part_of_a_window():
     documents = documents_of([10, 6, 8, 8] * 4)
     first = next(steps_of(documents, rows=4))
     assert next(steps_of(documents, first.cursor, rows=4)).cursor.batch == 2
-    for other, fit in ((documents, sequential), (documents_of([8, 8, 10, 6] * 4), best_fit)):
+    for other, fit in ((documents, next_fit), (documents_of([8, 8, 10, 6] * 4), best_fit)):
         with pytest.raises(DataError, match="has 128 tokens in 8 rows"):
             next(steps_of(other, first.cursor, rows=4, fit=fit))
 
@@ -345,7 +352,7 @@ def test_a_cursor_beyond_the_rows_of_its_window_is_refused():
 def test_a_source_that_ends_before_the_window_of_its_cursor_is_refused(left):
     documents = documents_of([16] * left)
     with pytest.raises(DataError, match=r"document 8, with 4 rows used of .* ends before it: "):
-        list(stream_steps(lambda first: iter(documents[first:]), inside(), **FEW))
+        list(pack_stream(lambda first: iter(documents[first:]), inside(), **FEW))
 
 
 def test_only_the_window_of_the_cursor_is_compared():
@@ -369,10 +376,10 @@ def test_an_error_of_the_source_arrives_as_it_was_raised_and_names_the_document(
     cursor = Cursor(1, (first, 0, 0, 0, 0, 0))
 
     def batches_from(cursor):
-        steps = stream_steps(documents_from(lambda: breaking(broken, error)), cursor, **FEW)
+        steps = pack_stream(make_document_opener(lambda: breaking(broken, error)), cursor, **FEW)
         return (deal(step, 4) for step in steps)
 
-    with prefetch(batch_maker(batches_from), cursor) as next_batch:
+    with prefetch_batches(make_stream_reader(batches_from), cursor) as next_batch:
         for _ in range(2):  # the second call raises it again
             with pytest.raises(OSError, match="tape broke") as caught:
                 list(iter(next_batch, None))

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.text.tokenizers.bytes import byte_tokenizer
-from trainkit.text.tokenizers.documents import encode_document, encode_documents, text_encoder
-from trainkit.text.tokenizers.hf import hf_tokenizer, save_tokenizer, train_bpe
+from trainkit.text.tokenizers.bytes import make_byte_tokenizer
+from trainkit.text.tokenizers.documents import encode_document, encode_documents, make_text_encoder
+from trainkit.text.tokenizers.hf import open_hf_tokenizer, save_tokenizer, train_bpe
 from trainkit.text.tokenizers.open import (
-    covered_hashes,
     find_tokenizer,
+    list_compatible_hashes,
     open_tokenizer,
     tokenizer_hash,
 )
 from trainkit.text.tokenizers.special import CHAT_SPECIAL
 from trainkit.types import ConfigError, DataError, DiskError
 
-BYTES = byte_tokenizer()
+BYTES = make_byte_tokenizer()
 SPECIAL = ("<|end|>", "<|end|><|end|>", "<x>")
 TEXT = "def f(x):\n    return x + 12345  # naïve 日本語 \U0001f600\r\n\n\tif x:\n        pass\n"
 
@@ -48,7 +48,7 @@ def test_a_sample_that_ends_inside_a_character_can_be_shown():
 
 
 def test_special_tokens_of_ones_own_are_read_in_a_text_the_longest_first():
-    tokenizer = byte_tokenizer(SPECIAL)
+    tokenizer = make_byte_tokenizer(SPECIAL)
     assert tokenizer.special_ids == {"<|end|>": 259, "<|end|><|end|>": 260, "<x>": 261}
     assert tokenizer.vocab_size == 262
     ids = tokenizer.encode("<|end|><|end|><|end|>ä<x")
@@ -60,7 +60,7 @@ def test_special_tokens_of_ones_own_are_read_in_a_text_the_longest_first():
 
 @given(st.lists(st.sampled_from(["<", *SPECIAL, "ä", "日", "a"])).map("".join))
 def test_offsets_say_which_characters_a_byte_or_special_token_belongs_to(text):
-    tokenizer = byte_tokenizer(SPECIAL)
+    tokenizer = make_byte_tokenizer(SPECIAL)
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text)
     names = {i: name.encode() for name, i in tokenizer.special_ids.items()}
@@ -78,7 +78,7 @@ def test_offsets_say_which_characters_a_byte_or_special_token_belongs_to(text):
 @pytest.mark.parametrize("special", [["a", "a"], [""]])
 def test_special_tokens_must_differ_and_be_something(special):
     with pytest.raises(ValueError, match="special tokens must be different texts"):
-        byte_tokenizer(special)
+        make_byte_tokenizer(special)
 
 
 # ------------------------------------------------------------------------------------------- others
@@ -105,7 +105,7 @@ def test_special_tokens_are_added_only_where_there_are_some():
 
 
 def test_a_record_without_its_text_is_refused_with_the_fields_name():
-    encode = text_encoder(BYTES, field="body")
+    encode = make_text_encoder(BYTES, field="body")
     assert encode({"body": "a", "x": 1}).tolist() == [256, 97, 257]
     with pytest.raises(DataError, match=r"there is no field 'body'; found text, id"):
         encode({"text": "a", "id": 1})
@@ -121,20 +121,20 @@ def test_a_tokenizer_that_cannot_be_told_from_another_has_no_hash():
     before = tokenizer_hash(letters)
     letters.identity = "2"
     assert tokenizer_hash(letters) != before
-    assert tokenizer_hash(BYTES) == tokenizer_hash(byte_tokenizer())
-    assert tokenizer_hash(BYTES) != tokenizer_hash(byte_tokenizer(["x"]))
+    assert tokenizer_hash(BYTES) == tokenizer_hash(make_byte_tokenizer())
+    assert tokenizer_hash(BYTES) != tokenizer_hash(make_byte_tokenizer(["x"]))
 
 
 def test_bytes_cover_bytes_with_the_first_of_their_special_tokens():
-    hashes = covered_hashes(byte_tokenizer(["x", "y"]))
-    smaller = [byte_tokenizer(special) for special in ([], ["x"], ["x", "y"])]
+    hashes = list_compatible_hashes(make_byte_tokenizer(["x", "y"]))
+    smaller = [make_byte_tokenizer(special) for special in ([], ["x"], ["x", "y"])]
     assert hashes == tuple(map(tokenizer_hash, smaller))
-    assert tokenizer_hash(byte_tokenizer(["y"])) not in hashes
-    assert covered_hashes(object()) == ()
+    assert tokenizer_hash(make_byte_tokenizer(["y"])) not in hashes
+    assert list_compatible_hashes(object()) == ()
 
 
 def test_a_tokenizer_is_opened_by_its_name(tmp_path):
-    assert open_tokenizer("bytes") == byte_tokenizer(CHAT_SPECIAL)
+    assert open_tokenizer("bytes") == make_byte_tokenizer(CHAT_SPECIAL)
     with pytest.raises(DataError, match=r"there is no 'gpt5'; give `bytes`, a tokenizer\.json"):
         open_tokenizer("gpt5")
     with pytest.raises(DataError, match=r"tokenizer\.json: No such file"):
@@ -211,7 +211,7 @@ def test_the_ids_are_those_of_transformers(bpe, text, tmp_path):
     theirs.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
     want = theirs(text, add_special_tokens=False)["input_ids"]
     theirs.save_pretrained(tmp_path)
-    for ours in (hf_tokenizer(theirs), hf_tokenizer(tmp_path)):
+    for ours in (open_hf_tokenizer(theirs), open_hf_tokenizer(tmp_path)):
         assert ours.encode(text) == want
         assert ours.encode_batch([text, text]) == [want, want]
         assert ours.vocab_size == len(theirs)
@@ -233,16 +233,16 @@ def test_offsets_of_a_bpe_count_characters(bpe):
 def test_roles_come_from_arguments_then_the_files_beside_and_are_never_guessed(tmp_path):
     plain = train_bpe([TEXT], vocab_size=300, special=("<s>", "</s>"))
     save_tokenizer(plain, tmp_path / "tokenizer.json")
-    assert hf_tokenizer(tmp_path).eos_id is None
+    assert open_hf_tokenizer(tmp_path).eos_id is None
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "x"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    opened = hf_tokenizer(tmp_path)
+    opened = open_hf_tokenizer(tmp_path)
     assert (opened.bos_id, opened.eos_id, opened.pad_id) == (0, 1, None)
-    assert hf_tokenizer(tmp_path, eos="<s>").eos_id == 0
-    assert tokenizer_hash(hf_tokenizer(tmp_path, eos="<s>")) != tokenizer_hash(opened)
+    assert open_hf_tokenizer(tmp_path, eos="<s>").eos_id == 0
+    assert tokenizer_hash(open_hf_tokenizer(tmp_path, eos="<s>")) != tokenizer_hash(opened)
     with pytest.raises(DataError, match=r"'<end>' is not in its vocabulary of"):
-        hf_tokenizer(tmp_path, eos="<end>")
+        open_hf_tokenizer(tmp_path, eos="<end>")
 
 
 def test_tokens_that_only_the_configuration_lists_are_added_at_their_ids(bpe, tmp_path):
@@ -255,17 +255,17 @@ def test_tokens_that_only_the_configuration_lists_are_added_at_their_ids(bpe, tm
         (tmp_path / "tokenizer_config.json").write_text(text)
 
     write(size)
-    opened = hf_tokenizer(tmp_path)
+    opened = open_hf_tokenizer(tmp_path)
     assert opened.encode("<tool>") == [size]
     assert opened.vocab_size == size + 1
     write(size + 5)
     with pytest.raises(DataError, match=rf"gives '<tool>' the id {size + 5}, but it is {size}"):
-        hf_tokenizer(tmp_path)
+        open_hf_tokenizer(tmp_path)
     for value in ({"x": {}}, {"50": 3}, [1]):
         text = json.dumps({"added_tokens_decoder": value})
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises(DataError, match="no table of tokens by id"):
-            hf_tokenizer(tmp_path)
+            open_hf_tokenizer(tmp_path)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(bpe, tmp_path):
@@ -273,14 +273,14 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(bpe, tmp_path):
     for content in (b"{}", b"text", b"\xff\xfe", b""):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"tokenizer\.json: no tokenizer\.json"):
-            hf_tokenizer(path)
+            open_hf_tokenizer(path)
     path.write_text(bpe.backend.to_str().replace('"dropout":null', '"dropout":0.1'))
     with pytest.raises(DataError, match="drops merges at random"):
-        hf_tokenizer(path)
+        open_hf_tokenizer(path)
     save_tokenizer(bpe, path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer_config\.json: no JSON object but list"):
-        hf_tokenizer(path)
+        open_hf_tokenizer(path)
 
 
 def test_a_file_that_would_take_all_memory_is_refused_at_once(bpe, tmp_path):
@@ -307,7 +307,7 @@ def test_an_object_is_copied_and_its_truncation_does_not_count(bpe):
     other = type(bpe.backend).from_str(bpe.backend.to_str())
     other.enable_truncation(2)
     other.enable_padding(length=999)
-    assert hf_tokenizer(other).encode(TEXT) == bpe.encode(TEXT)
+    assert open_hf_tokenizer(other).encode(TEXT) == bpe.encode(TEXT)
     assert other.truncation["max_length"] == 2
 
 
@@ -316,4 +316,4 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(mo
     with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[hf\]"'):
         train_bpe(["a"], vocab_size=300)
     with pytest.raises(ConfigError, match="tokenizers is missing"):
-        hf_tokenizer("tokenizer.json")
+        open_hf_tokenizer("tokenizer.json")

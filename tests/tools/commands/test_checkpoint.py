@@ -25,7 +25,7 @@ from trainkit.weights.checkpoint.listing import describe_checkpoint
 from trainkit.weights.checkpoint.manifest import make_manifest
 from trainkit.weights.checkpoint.retention import remove_checkpoint
 from trainkit.weights.checkpoint.safe_files import hash_file, write_durably
-from trainkit.weights.checkpoint.sources import weights_from
+from trainkit.weights.checkpoint.sources import open_weights
 from trainkit.weights.convert import foreign, pickled
 
 DAMAGED = 66
@@ -279,7 +279,7 @@ def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, said, monk
     code, report = said("export", run_dir, tmp_path / "w", "--dtype", "bfloat16")
     assert code == 0
     assert report["from"]["checkpoint"] == "step_00000005"
-    assert weights_from(tmp_path / "w")("weight", (2, 3), (0, 0)).dtype == torch.bfloat16
+    assert open_weights(tmp_path / "w")("weight", (2, 3), (0, 0)).dtype == torch.bfloat16
     assert said("verify", tmp_path / "w")[0] == 0
     code, report = said("export", run_dir, tmp_path / "w")
     assert code == 64

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from trainkit.packing import balanced, first_fit, pack_bins, packing_report
+from trainkit.packing import first_fit, make_balanced_fit, pack_bins, report_packing
 from trainkit.text.corpora import write_corpus
 from trainkit.tools.commands import pack
 from trainkit.types import DataError, DiskError
@@ -45,11 +45,11 @@ def test_the_pack_command_reports_what_pack_bins_would_do(tmp_path):
         max_documents=2, seed=3,
     )  # fmt: skip
     report, code = run_pack(tmp_path / "texts", *words.split())
-    assert (report, code) == (packing_report(expected, lengths), 0)
+    assert (report, code) == (report_packing(expected, lengths), 0)
     assert report["dropped_documents"] > 0
     assert (tmp_path / "rows.png").stat().st_size > 10_000
     report, _ = run_pack(tmp_path / "texts", "--capacity", 64, "--balanced", 3)
-    assert report == packing_report(pack_bins(lengths, 64, fit=balanced(3)), lengths)
+    assert report == report_packing(pack_bins(lengths, 64, fit=make_balanced_fit(3)), lengths)
     assert report["rows"] == 6
     with pytest.raises(DiskError, match="nowhere is not a directory"):
         run_pack(tmp_path / "texts", "--capacity", 48, "--out", tmp_path / "nowhere" / "rows.png")

@@ -7,21 +7,21 @@ import signal
 import numpy as np
 import pytest
 import torch
-from hub.test_export_command import saved_run
 from torch import nn
+from weights.hub.test_export_command import saved_run
 
-from trainkit.batch import batch_of_rows, count_valid_tokens
-from trainkit.data import Packed, deal_rows
-from trainkit.models import Decoder, call_model, decoder_config
+from trainkit.batch import batch_from_rows, count_valid_tokens
+from trainkit.data import PackedCorpus, make_microbatches
+from trainkit.models import Decoder, call_model, make_decoder_config
 from trainkit.packing import pack_bins
-from trainkit.parallel import output_head, with_columns
+from trainkit.parallel import add_columns, make_output_head
 from trainkit.post.evaluation import columns as room
 from trainkit.post.objectives import distillation, stored_distillation
 from trainkit.text.corpora import open_tokens, write_corpus
 from trainkit.tools.commands import score
 from trainkit.types import Column, ConfigError, Sample
 
-CONFIG = decoder_config("tiny", layers=2, width=32, heads=2, kv_heads=2, mlp_width=48)
+CONFIG = make_decoder_config("tiny", layers=2, width=32, heads=2, kv_heads=2, mlp_width=48)
 LENGTHS = [5, 1, 30, 0, 12, 19, 7]
 
 
@@ -67,7 +67,7 @@ def test_a_token_has_the_log_probability_that_its_document_gives_it(home, model)
         for at in range(1, len(ids)):
             end = min((at - 1) // 16 * 16 + 16, len(ids) - 1)  # of the window that it counts in
             with torch.no_grad():
-                given = batch_of_rows(ids[None, max(0, end - 16) : at])
+                given = batch_from_rows(ids[None, max(0, end - 16) : at])
                 logits = call_model(model, given)[0, -1]
             want[at] = logits.log_softmax(-1)[ids[at]]
         assert np.abs(found - want).max(initial=0) < 1e-4, document
@@ -78,15 +78,15 @@ def test_a_student_learns_the_same_from_stored_words_as_from_the_teacher(home, m
     flags = ["--top-k", 8, "--temperature", 1.5, "--context", 64]
     run_score(home / "run", home / "a.tokens", "--out", out, *flags)
     corpus = open_tokens(out)
-    packed = Packed(corpus, pack_bins(corpus.lengths, 40, overlong="error"))
-    batches = deal_rows(packed, range(len(packed)), rows_per_microbatch=len(packed))
+    packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 40, overlong="error"))
+    batches = make_microbatches(packed, range(len(packed)), rows_per_microbatch=len(packed))
     assert count_valid_tokens(batches) > 20
     student = nn.Linear(CONFIG.width, CONFIG.vocab_size, bias=False)
     teacher = Decoder(CONFIG, head="hidden")
     teacher.load_state_dict(model.state_dict())
-    head = output_head([teacher], batches[0])
+    head = make_output_head([teacher], batches[0])
     keep = lambda output, _: {"teacher_hidden": output.hidden}  # noqa: E731
-    (batch,) = with_columns([teacher], batches, keep)
+    (batch,) = add_columns([teacher], batches, keep)
     how, found = {"beta": 0.0, "temperature": 1.5}, []
     for loss in (distillation(head, top_k=8, **how), stored_distillation(**how)):
         output = batch["teacher_hidden"], student.weight

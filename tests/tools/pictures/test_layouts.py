@@ -16,7 +16,7 @@ from trainkit import pictures
 from trainkit.attention.ring import _views
 from trainkit.batch.shards import spans_of_runs, zigzag_shard
 from trainkit.mesh.axes import partitions_of
-from trainkit.parallel.split import SCHEDULES, rank_of_stages
+from trainkit.parallel.split import SCHEDULES, assign_stages
 from trainkit.run.plots.drawing import check_picture
 from trainkit.types import Axis, ConfigError, DiskError, Layout, Share
 
@@ -173,16 +173,16 @@ SIZES = [(2, 4), (4, 8), (3, 6), (4, 16)]
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_of_one_stage_per_rank_is_that_of_the_formula(name, pp, microbatches):
-    tasks = pictures.pipeline_timeline(name, pp=pp, microbatches=microbatches)
-    share = pictures.bubble_share(tasks)
+    tasks = pictures.simulate_pipeline(name, pp=pp, microbatches=microbatches)
+    share = pictures.bubble_fraction(tasks)
     assert share == pytest.approx((pp - 1) / (microbatches + pp - 1), abs=1e-11)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), SIZES)
 def test_more_stages_and_split_backwards_shrink_the_bubble_as_published(pp, microbatches):
     share = {
-        name: pictures.bubble_share(
-            pictures.pipeline_timeline(name, pp=pp, microbatches=microbatches)
+        name: pictures.bubble_fraction(
+            pictures.simulate_pipeline(name, pp=pp, microbatches=microbatches)
         )
         for name in MANY
     }
@@ -190,10 +190,10 @@ def test_more_stages_and_split_backwards_shrink_the_bubble_as_published(pp, micr
     split = (pp - 1) / (6 * microbatches + pp - 1)  # only the first forwards are waited for
     wanted = dict.fromkeys(MANY, split) | dict.fromkeys(["interleaved_1f1b", "looped_bfs"], looped)
     assert share == pytest.approx(wanted, abs=1e-11)
-    four = pictures.pipeline_timeline(
+    four = pictures.simulate_pipeline(
         "interleaved_1f1b", pp=pp, microbatches=microbatches, stages_per_rank=4
     )
-    assert pictures.bubble_share(four) == pytest.approx(
+    assert pictures.bubble_fraction(four) == pytest.approx(
         (pp - 1) / (4 * microbatches + pp - 1), abs=1e-11
     )
 
@@ -201,9 +201,9 @@ def test_more_stages_and_split_backwards_shrink_the_bubble_as_published(pp, micr
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("pp", "microbatches"), SIZES)
 def test_a_timeline_does_all_work_once_in_an_order_that_can_be(name, pp, microbatches):
-    tasks = pictures.pipeline_timeline(name, pp=pp, microbatches=microbatches)
+    tasks = pictures.simulate_pipeline(name, pp=pp, microbatches=microbatches)
     stages = max(task.stage for task in tasks) + 1
-    ranks = rank_of_stages(name, pp)
+    ranks = assign_stages(name, pp)
     assert {task.stage: task.rank for task in tasks} == dict(enumerate(ranks))
     done = {(task.kind, task.stage, task.microbatch): task for task in tasks}
     assert len(done) == len(tasks)
@@ -231,7 +231,7 @@ def test_the_order_of_one_stage_per_rank_is_torch_s(name, whole):
     """Torch's record of 1F1B for the last rank begins with microbatch 1: it is left out."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    tasks = pictures.pipeline_timeline(name, pp=4, microbatches=6)
+    tasks = pictures.simulate_pipeline(name, pp=4, microbatches=6)
     for rank, order in enumerate(get_schedule_ops(name, 4, 6)[:whole]):
         mine = [f"{t.stage}{t.kind}{t.microbatch}" for t in tasks if t.rank == rank]
         assert mine == [str(action) for action in order if action is not None][: len(mine)]
@@ -242,7 +242,7 @@ def test_the_order_of_one_stage_per_rank_is_torch_s(name, whole):
 
 def test_1f1b_holds_no_more_microbatches_than_there_are_stages():
     for name, most in (("1f1b", 3), ("gpipe", 8)):
-        tasks = pictures.pipeline_timeline(name, pp=3, microbatches=8)
+        tasks = pictures.simulate_pipeline(name, pp=3, microbatches=8)
         held = np.cumsum([{"F": 1, "B": -1}[task.kind] for task in tasks if task.rank == 0])
         assert held.max() == most
 
@@ -260,7 +260,7 @@ def test_a_pipeline_that_cannot_be_is_refused():
         ("dual_pipe_v", {"microbatches": 4}, "dual_pipe_v: DualPipeV requires at least as many"),
     ]:
         with pytest.raises(ValueError, match=said):
-            pictures.pipeline_timeline(name, **({"pp": 4, "microbatches": 8} | numbers))
+            pictures.simulate_pipeline(name, **({"pp": 4, "microbatches": 8} | numbers))
 
 
 def test_a_picture_of_a_pipeline_prints_the_bubble_of_each_schedule(tmp_path):
@@ -324,7 +324,7 @@ def test_a_directory_is_no_picture(tmp_path):
 
 def test_the_pictures_of_the_pages_show_what_their_script_draws(tmp_path):
     """By their words, which no version of matplotlib changes."""
-    folder = Path(__file__).parents[2] / "docs" / "pictures"
+    folder = Path(__file__).parents[3] / "docs" / "pictures"
     spec = importlib.util.spec_from_file_location("pictures_of_layouts", folder / "layouts.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

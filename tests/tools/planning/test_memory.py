@@ -16,8 +16,8 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, Latents, Sliding, build_decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import make_optimizer
-from trainkit.post.adapters import Freeze, Lora, effective_freeze, lora, quantized, shards_bytes
-from trainkit.tools.planning import Job, memory_of, traffic_of
+from trainkit.post.adapters import Freeze, Lora, can_shard_bytes, lora, quantized, select_frozen
+from trainkit.tools.planning import Job, estimate_memory, estimate_traffic
 from trainkit.tools.planning.activations import results_of
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import GPT_LIKE, OLMO_LIKE
@@ -176,7 +176,7 @@ BESIDE = {  # what others of these show as well, each in two
     "name", [pytest.param(x, marks=ONLY_ALL if x in BESIDE else ()) for x in SOLO]
 )
 def test_the_peak_of_one_process_is_the_measured_one(name):
-    found, planned = measure(SOLO[name]), memory_of(SOLO[name], Layout(), fused_norms=False)
+    found, planned = measure(SOLO[name]), estimate_memory(SOLO[name], Layout(), fused_norms=False)
     assert planned.peak == pytest.approx(found.peak, rel=0.05)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
@@ -200,12 +200,14 @@ MOVED = {
 def test_activations_on_the_device_and_on_the_host_are_the_measured_ones(name):
     asked = MOVED[name]
     found = measure_choices(asked, Layout(), solo_parallel())
-    planned = memory_of(asked, Layout(), fused_norms=False)
+    planned = estimate_memory(asked, Layout(), fused_norms=False)
     assert planned.peak == pytest.approx(found.peak, rel=0.05)
     microbatches = asked.rows // asked.microbatch
     assert planned.host == pytest.approx(found.moved / microbatches, rel=0.05)
     assert planned.between == found.parameters + found.optimizer
-    stays = memory_of(attrs.evolve(asked, offload_activations=None), Layout(), fused_norms=False)
+    stays = estimate_memory(
+        attrs.evolve(asked, offload_activations=None), Layout(), fused_norms=False
+    )
     assert stays.peak > planned.peak
 
 
@@ -220,7 +222,7 @@ def test_activations_on_the_device_and_on_the_host_are_the_measured_ones(name):
 )
 def test_gradients_of_a_step_in_backward_are_there_one_by_one(asked):
     found = measure_choices(asked, Layout(), solo_parallel(), in_backward=True)
-    planned = memory_of(asked, Layout(), fused_norms=False, in_backward=True)
+    planned = estimate_memory(asked, Layout(), fused_norms=False, in_backward=True)
     assert planned.peak == pytest.approx(found.peak, rel=0.05)
 
 
@@ -261,8 +263,8 @@ def test_the_results_that_can_be_kept_are_those_that_a_block_makes(name):
 
 def test_a_mean_that_there_is_anyway_is_counted_once():
     free = job(optimizer="schedule-free")
-    kept = memory_of(attrs.evolve(free, mean=True), Layout())
-    assert kept == memory_of(free, Layout())
+    kept = estimate_memory(attrs.evolve(free, mean=True), Layout())
+    assert kept == estimate_memory(free, Layout())
 
 
 FROZEN = {
@@ -270,7 +272,7 @@ FROZEN = {
     "LoRA, two of the layers": adapted([lora(Lora(r"layers\.[01]\.mlp\.\w+", rank=4))]),
     "int8, experts": adapted([quantized("int8"), ADAPTERS], routed()),
     "the last two of six layers": job(
-        config(layers=6), frozen=effective_freeze(NAMES, LAST_TWO, {}, 0)
+        config(layers=6), frozen=select_frozen(NAMES, LAST_TWO, {}, 0)
     ),
 }
 
@@ -279,7 +281,7 @@ FROZEN = {
 def test_of_what_is_frozen_there_are_no_gradients_and_no_state(name):
     """To the byte; the peak is not below what is measured, since less may be kept for backward."""
     asked = FROZEN[name]
-    found, planned = measure(asked), memory_of(asked, Layout(), fused_norms=False)
+    found, planned = measure(asked), estimate_memory(asked, Layout(), fused_norms=False)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
     assert found.optimizer == planned.optimizer
@@ -290,8 +292,12 @@ def test_of_what_is_frozen_there_are_no_gradients_and_no_state(name):
 def test_a_copy_that_a_norm_keeps_is_seen():
     narrow = job(config(layers=6, mlp_width=64, vocab_size=64), row_length=512, rows=1)
     found = measure(narrow).peak
-    assert memory_of(narrow, Layout(), fused_norms=False).peak == pytest.approx(found, rel=0.05)
-    assert memory_of(narrow, Layout(), fused_norms=True).peak != pytest.approx(found, rel=0.05)
+    assert estimate_memory(narrow, Layout(), fused_norms=False).peak == pytest.approx(
+        found, rel=0.05
+    )
+    assert estimate_memory(narrow, Layout(), fused_norms=True).peak != pytest.approx(
+        found, rel=0.05
+    )
 
 
 # -------------------------------------------------------------------------------- two ranks
@@ -333,7 +339,7 @@ RANKS = [
     (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
     (Layout(ulysses=2), long(latent(), row_length=256, recompute="attention+products/2")),
 ]
-if shards_bytes():
+if can_shard_bytes():
     RANKS.append((Layout(dp_shard=2), adapted(rows=4, recompute="full")))
 RANKS_BESIDE = [
     (Layout(tp=2), job(recompute="full", row_length=128)),
@@ -355,7 +361,7 @@ RANKS_BESIDE = [
     (Layout(dp_shard=2, ep=2), job(routed(), row_length=128, rows=4, recompute="selective")),
     (Layout(dp_shard=2), job(rows=4, mean=True)),
 ]
-if shards_bytes():
+if can_shard_bytes():
     RANKS_BESIDE.append((Layout(dp_shard=2, ep=2), adapted(model=routed(), rows=4, precision=BF16)))
 CHOICES = [
     (Layout(dp_shard=2), long(DEEP, rows=2, precision=BF16, recompute="0.4")),
@@ -412,7 +418,7 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     # pipelines and of a ring do differ.
     pick = max if layout.pp * layout.ring > 1 or asked.config.experts else min
     found = pick((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
-    planned = memory_of(asked, layout, fused_norms=False)
+    planned = estimate_memory(asked, layout, fused_norms=False)
     bound = 0.08 if layout.ends_apart else 0.2 if asked.begins else 0.1
     assert planned.peak == pytest.approx(found.peak, rel=bound)
     assert found.parameters == planned.parameters
@@ -432,7 +438,7 @@ def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
     for pp_rank in range(layout.pp):
         planned = {}
         cut = next(name for name, degree in layout.degrees.items() if degree > 1)
-        for one in traffic_of(asked, layout, pp_rank=pp_rank):
+        for one in estimate_traffic(asked, layout, pp_rank=pp_rank):
             axis = cut if one.axis in ("fsdp", "ep") else one.axis
             count, size = planned.get((axis, one.kind), (0, 0))
             planned[axis, one.kind] = count + one.count, size + one.bytes
@@ -511,10 +517,12 @@ def test_the_peak_of_every_stage_of_a_pipeline_is_the_measured_one(measured_pipe
     """What waits for backward on each stage, with the weights that each microbatch casts."""
     asked, measured = measured_pipelines
     layout, of = asked[case]
-    planned = [memory_of(of, layout, pp_rank=r, fused_norms=False).peak for r in range(layout.pp)]
+    planned = [
+        estimate_memory(of, layout, pp_rank=r, fused_norms=False).peak for r in range(layout.pp)
+    ]
     found = [of_rank[case].peak for of_rank in measured]
     assert planned == pytest.approx(found, rel=0.05)
-    assert memory_of(of, layout, fused_norms=False).peak == max(planned)
+    assert estimate_memory(of, layout, fused_norms=False).peak == max(planned)
 
 
 @pytest.mark.parametrize("width", [64, 256])
@@ -529,5 +537,5 @@ def test_what_few_bits_leave_in_more_is_counted(width, storage):
         p.grad = torch.zeros_like(p)
     optimizer.step()
     held = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
-    planned = memory_of(job(own, precision=kept, optimizer_options=options), Layout())
+    planned = estimate_memory(job(own, precision=kept, optimizer_options=options), Layout())
     assert planned.optimizer == pytest.approx(held, rel=1e-3)

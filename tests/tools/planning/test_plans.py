@@ -8,18 +8,18 @@ import pytest
 
 from trainkit.__main__ import main
 from trainkit.models import DecoderConfig, Experts, count_parameters
-from trainkit.models.sizes import decoder_config
+from trainkit.models.sizes import make_decoder_config
 from trainkit.tools.planning import (
     Hardware,
     Job,
-    hardware,
-    layouts_of,
-    memory_of,
-    plan,
-    plan_table,
-    refusal,
-    seconds_of,
-    traffic_of,
+    estimate_memory,
+    estimate_seconds,
+    estimate_traffic,
+    explain_refusal,
+    format_estimates,
+    get_hardware,
+    list_layouts,
+    rank_layouts,
 )
 from trainkit.tools.planning.plans import _row_flops
 from trainkit.tools.planning.stages import Part, part_of
@@ -27,7 +27,7 @@ from trainkit.tools.planning.traffic import Transfer
 from trainkit.tools.planning.weights import units_of
 from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import ConfigError, Layout, Precision
-from trainkit.weights.hub import write_config
+from trainkit.weights.hub import write_decoder_config
 
 TINY = DecoderConfig(vocab_size=256, width=64, layers=4, heads=4, kv_heads=4, mlp_width=128)
 BF16, FP32 = Precision(compute="bf16"), Precision(compute="fp32")
@@ -56,7 +56,7 @@ def toy(**changes):
 
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 64])
 def test_every_factorisation_of_the_world_is_there_once(world):
-    found = list(layouts_of(world))
+    found = list(list_layouts(world))
     assert len(set(found)) == len(found)
     assert {layout.world for layout in found} == {world}
     exponents = []
@@ -80,23 +80,23 @@ def test_every_factorisation_of_the_world_is_there_once(world):
     ],
 )
 def test_an_impossible_layout_is_refused_with_both_numbers(layout, changes, words):
-    assert words in refusal(job(**changes), layout)
-    (one,) = plan(job(**changes), [layout], toy(), recompute=["none"])
+    assert words in explain_refusal(job(**changes), layout)
+    (one,) = rank_layouts(job(**changes), [layout], toy(), recompute=["none"])
     assert (one.fits, one.memory, one.seconds) == (False, None, None)
     assert words in one.why_not
 
 
 def test_a_possible_layout_is_not_refused():
-    assert refusal(job(), Layout(pp=2, dp_shard=2, ring=2, tp=2)) is None
-    assert refusal(job(), Layout(pp=2, dp_shard=2, schedule="dual_pipe_v")) is None
+    assert explain_refusal(job(), Layout(pp=2, dp_shard=2, ring=2, tp=2)) is None
+    assert explain_refusal(job(), Layout(pp=2, dp_shard=2, schedule="dual_pipe_v")) is None
 
 
 def test_offload_is_refused_where_nothing_is_sharded():
-    assert "cpu_offload is FSDP's" in refusal(job(), Layout(tp=2, cpu_offload=True))
+    assert "cpu_offload is FSDP's" in explain_refusal(job(), Layout(tp=2, cpu_offload=True))
     unfolded = Layout(ring=2, fold_sp="none", cpu_offload=True)
-    assert "raise dp_shard" in refusal(job(), unfolded)
-    assert refusal(job(), Layout(ring=2, cpu_offload=True)) is None
-    assert refusal(job(), Layout(dp_replicate=2, cpu_offload=True)) is None
+    assert "raise dp_shard" in explain_refusal(job(), unfolded)
+    assert explain_refusal(job(), Layout(ring=2, cpu_offload=True)) is None
+    assert explain_refusal(job(), Layout(dp_replicate=2, cpu_offload=True)) is None
 
 
 # -------------------------------------------------------------------------------- memory
@@ -133,14 +133,14 @@ def test_what_is_not_folded_is_not_sharded_but_summed(fold, fsdp, axis):
     layout = Layout(dp_shard=2, ring=2, ulysses=4, fold_sp=fold)
     assert (layout.count("fsdp"), layout.count("sp_unfolded")) == (fsdp, 16 // fsdp)
     whole = 4 * count_parameters(TINY)
-    memory = memory_of(job(), layout)
+    memory = estimate_memory(job(), layout)
     assert [memory.parameters * fsdp, memory.gradients * fsdp] == [whole, whole]
-    summed = [one for one in traffic_of(job(), layout) if one.kind == "all_reduce"]
+    summed = [one for one in estimate_traffic(job(), layout) if one.kind == "all_reduce"]
     flags = summed.pop(0)  # of FSDP: who has gradients
     assert (flags.axis, flags.count) == ("fsdp", 1)
     assert [one.axis for one in summed] == ([] if axis is None else [axis])
     assert all(one.bytes > memory.gradients for one in summed)
-    seconds = seconds_of(job(), layout, toy(between=1e8), efficiency=0.5)
+    seconds = estimate_seconds(job(), layout, toy(between=1e8), efficiency=0.5)
     assert all(seconds.exposed > one.sent / 1e8 for one in summed)  # nothing is left to hide it
 
 
@@ -149,7 +149,7 @@ def test_the_rank_that_needs_most_may_be_the_first_with_experts():
     config = attrs.evolve(TINY, layers=8, experts=experts)
     layout = Layout(pp=8, dp_shard=2)
     assert [part_of(job(config=config), layout, rank).experts for rank in range(3)] == [0, 0, 1]
-    found = memory_of(job(config=config, rows=32), layout)
+    found = estimate_memory(job(config=config, rows=32), layout)
     assert found.pp_rank == 2
     assert found.parameters > 64 * 3 * 64 * 128 * 4 / 2
 
@@ -159,8 +159,8 @@ def test_strided_experts_send_tokens_between_nodes_and_weights_inside():
     mixture, slow = job(config=attrs.evolve(TINY, experts=experts)), {"bf16": 1e6, "fp32": 1e6}
     adjacent = Layout(dp_shard=8, ep=2)
     strided = attrs.evolve(adjacent, ep_neighbours=False)
-    transfers = traffic_of(mixture, adjacent)
-    assert traffic_of(mixture, strided) == transfers
+    transfers = estimate_traffic(mixture, adjacent)
+    assert estimate_traffic(mixture, strided) == transfers
     sent = {
         axis: sum(one.sent for one in transfers if one.axis == axis)
         for axis in ("ep", "expert_fsdp")
@@ -168,7 +168,7 @@ def test_strided_experts_send_tokens_between_nodes_and_weights_inside():
     assert min(sent.values()) > 0
     inside, between = 1 / 1e9, 1 / 1e8
     near, far = (
-        seconds_of(mixture, layout, toy(flops=slow), efficiency=0.5).exposed
+        estimate_seconds(mixture, layout, toy(flops=slow), efficiency=0.5).exposed
         for layout in (adjacent, strided)
     )
     # Tokens are waited for; a tenth of the gradients' time shows beside what is computed.
@@ -177,7 +177,7 @@ def test_strided_experts_send_tokens_between_nodes_and_weights_inside():
 
 
 def test_less_is_kept_where_more_is_computed_again():
-    kept = [memory_of(job(recompute=policy), Layout()).activations for policy in POLICIES]
+    kept = [estimate_memory(job(recompute=policy), Layout()).activations for policy in POLICIES]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(POLICIES)
 
@@ -186,26 +186,30 @@ POLICIES = ("none", "selective", "0.4", "products/2", "attention", "full")
 
 
 def test_a_degree_divides_what_it_should():
-    big = job(config=decoder_config("llama-3.1-8b"), row_length=8192, precision=BF16)
-    solo = memory_of(big, Layout())
-    assert memory_of(big, Layout(tp=8)).parameters == pytest.approx(solo.parameters / 8, rel=1e-3)
-    assert memory_of(big, Layout(ring=8)).activations * 8 == pytest.approx(solo.activations)
-    assert memory_of(big, Layout(dp_replicate=8)).parameters == solo.parameters
-    whole, cut = (memory_of(attrs.evolve(big, loss=loss), Layout()) for loss in ("plain", "linear"))
+    big = job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, precision=BF16)
+    solo = estimate_memory(big, Layout())
+    assert estimate_memory(big, Layout(tp=8)).parameters == pytest.approx(
+        solo.parameters / 8, rel=1e-3
+    )
+    assert estimate_memory(big, Layout(ring=8)).activations * 8 == pytest.approx(solo.activations)
+    assert estimate_memory(big, Layout(dp_replicate=8)).parameters == solo.parameters
+    whole, cut = (
+        estimate_memory(attrs.evolve(big, loss=loss), Layout()) for loss in ("plain", "linear")
+    )
     assert whole.logits > 2 * cut.logits
 
 
 def test_what_exceeds_what_is_said():
-    one = attrs.evolve(hardware("h100"), ranks_per_node=1)
-    large = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
-    plans = plan(large, layouts_of(1), one)
+    one = attrs.evolve(get_hardware("h100"), ranks_per_node=1)
+    large = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
+    plans = rank_layouts(large, list_layouts(1), one)
     assert not any(found.fits for found in plans)
     peaks = [found.memory.peak for found in plans]
     assert peaks == sorted(peaks)
     assert f"{peaks[0] / 2**30:.1f} GiB" in plans[0].why_not
     assert "exceed 71.1 GiB; most are optimizer: 59.8 GiB" in plans[0].why_not
     enough = attrs.evolve(one, memory=peaks[0])
-    fitting = plan(large, layouts_of(1), enough, headroom=0.0)
+    fitting = rank_layouts(large, list_layouts(1), enough, headroom=0.0)
     assert [found.fits for found in fitting] == [peak == peaks[0] for peak in peaks]
     assert not fitting[-1].fits
 
@@ -214,13 +218,13 @@ def test_what_exceeds_what_is_said():
 
 
 def test_compute_is_the_models_operations_over_the_rate():
-    found = seconds_of(job(), Layout(), toy(), efficiency=0.5)
+    found = estimate_seconds(job(), Layout(), toy(), efficiency=0.5)
     block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     tokens = 128 * 16
     flops = 6 * (4 * block + 256 * 64) * tokens + 12 * 4 * 64 * (128 * 129 / 2) * 16
     assert found.step == found.compute == pytest.approx(flops / 0.5e12)
     again = {
-        mode: seconds_of(job(recompute=mode), Layout(), toy(), efficiency=0.5).compute
+        mode: estimate_seconds(job(recompute=mode), Layout(), toy(), efficiency=0.5).compute
         for mode in ("full", "selective", "attention", "products", "attention+products/2")
     }
     assert again["full"] == pytest.approx(found.compute * 4 / 3)
@@ -248,36 +252,36 @@ def test_what_leaves_a_rank_is_what_ring_algorithms_send(kind, sent):
 
 
 def test_a_message_takes_its_bytes_over_the_bandwidth_of_its_wire():
-    sent = sum(one.sent for one in traffic_of(job(), Layout(tp=4)))
-    near = seconds_of(job(), Layout(tp=4), toy(), efficiency=0.5)
-    far = seconds_of(job(), Layout(tp=4), toy(ranks_per_node=2), efficiency=0.5)
+    sent = sum(one.sent for one in estimate_traffic(job(), Layout(tp=4)))
+    near = estimate_seconds(job(), Layout(tp=4), toy(), efficiency=0.5)
+    far = estimate_seconds(job(), Layout(tp=4), toy(ranks_per_node=2), efficiency=0.5)
     assert near.exposed == pytest.approx(sent / 1e9)
     assert far.exposed == pytest.approx(sent / 1e8)
     assert near.hidden == 0
 
 
 def test_what_can_be_hidden_is_hidden_only_behind_arithmetic():
-    fast = seconds_of(job(), Layout(dp_shard=4), toy(inside=1e15), efficiency=0.5)
+    fast = estimate_seconds(job(), Layout(dp_shard=4), toy(inside=1e15), efficiency=0.5)
     assert fast.exposed == pytest.approx(0, abs=fast.compute * 1e-3)
-    slow = seconds_of(job(), Layout(dp_shard=4), toy(inside=1e5), efficiency=0.5)
-    sent = sum(one.sent for one in traffic_of(job(), Layout(dp_shard=4)))
+    slow = estimate_seconds(job(), Layout(dp_shard=4), toy(inside=1e5), efficiency=0.5)
+    sent = sum(one.sent for one in estimate_traffic(job(), Layout(dp_shard=4)))
     assert slow.compute + slow.exposed == pytest.approx(sent / 1e5, rel=0.01)
 
 
 def test_a_pipeline_waits_at_its_ends():
     wires = toy(inside=1e20)
     bubbles = {
-        schedule: seconds_of(job(), Layout(pp=2, schedule=schedule), wires, efficiency=0.5)
+        schedule: estimate_seconds(job(), Layout(pp=2, schedule=schedule), wires, efficiency=0.5)
         for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble_v")
     }
     shares = [found.bubble / found.compute for found in bubbles.values()]
     assert shares == pytest.approx([1 / 16, 1 / 32, 1 / 96])
-    assert seconds_of(job(), Layout(dp_shard=2), wires, efficiency=0.5).bubble == 0
+    assert estimate_seconds(job(), Layout(dp_shard=2), wires, efficiency=0.5).bubble == 0
 
 
 def test_documents_make_attention_cheaper():
     one, four = (
-        seconds_of(job(documents=n, row_length=4096), Layout(), toy(), efficiency=0.5).compute
+        estimate_seconds(job(documents=n, row_length=4096), Layout(), toy(), efficiency=0.5).compute
         for n in (1, 4)
     )
     assert four < one
@@ -287,7 +291,7 @@ def test_documents_make_attention_cheaper():
 
 
 def test_the_fastest_that_fits_is_first_and_the_impossible_last():
-    plans = plan(job(), layouts_of(8), toy())
+    plans = rank_layouts(job(), list_layouts(8), toy())
     assert len(plans) == 56 * 3
     fitting = [one for one in plans if one.fits]
     seconds = [one.seconds.step for one in fitting]
@@ -316,15 +320,15 @@ def test_a_wrong_argument_is_named(changes, words):
     options = {name: changes[name] for name in of_plan}
     others = {name: value for name, value in changes.items() if name not in of_plan}
     with pytest.raises(ValueError, match=words):
-        plan(job(**others), layouts_of(1), toy(), **options)
+        rank_layouts(job(**others), list_layouts(1), toy(), **options)
 
 
 def test_machines_are_records_that_anyone_can_write():
     names = ("a100", "h100", "h200", "b200", "cpu")
-    assert tuple(hardware(name).name for name in names) == names
-    assert all(hardware(name.upper()) == hardware(name) for name in names)
+    assert tuple(get_hardware(name).name for name in names) == names
+    assert all(get_hardware(name.upper()) == get_hardware(name) for name in names)
     with pytest.raises(ValueError, match="no machine is named 'abacus'; there are a100, h100"):
-        hardware("abacus")
+        get_hardware("abacus")
     with pytest.raises(ValueError, match="every figure must be positive"):
         toy(inside=0.0)
     with pytest.raises(ValueError, match='flops needs "fp32" and "bf16"'):
@@ -333,9 +337,11 @@ def test_machines_are_records_that_anyone_can_write():
 
 def test_both_reductions_are_tried_where_they_differ():
     """An 8B model with its gradients whole until the last microbatch does not fit on 8 x H100."""
-    large = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=32)
+    large = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=32)
     layouts = [Layout(dp_shard=8), Layout(dp_replicate=8), Layout(tp=8)]
-    plans = plan(large, layouts, hardware("H100"), recompute=["selective"], reduce=("last", "each"))
+    plans = rank_layouts(
+        large, layouts, get_hardware("H100"), recompute=["selective"], reduce=("last", "each")
+    )
     assert sorted((str(one.layout), one.layout.reduce, one.fits) for one in plans) == [
         ("dp_replicate 8", "each", False),
         ("dp_replicate 8", "last", False),
@@ -345,7 +351,7 @@ def test_both_reductions_are_tried_where_they_differ():
     ]
     assert (str(plans[0].layout), plans[0].layout.reduce) == ("dp_shard 8", "each")
     once = attrs.evolve(large, rows=8)  # one microbatch on each rank
-    assert len(plan(once, layouts[:1], hardware("h100"), reduce=("last", "each"))) == 3
+    assert len(rank_layouts(once, layouts[:1], get_hardware("h100"), reduce=("last", "each"))) == 3
 
 
 # -------------------------------------------------------------------------------- the command
@@ -353,13 +359,13 @@ def test_both_reductions_are_tried_where_they_differ():
 
 def test_the_table_shows_units_and_one_line_for_what_does_not_fit():
     small = toy(memory=4 * 2**20)
-    table = plan_table(plan(job(), layouts_of(2), small), limit=3).splitlines()
+    table = format_estimates(rank_layouts(job(), list_layouts(2), small), limit=3).splitlines()
     assert table[0].split()[:5] == ["layout", "recompute", "reduce", "peak", "GiB"]
     assert len({len(line) for line in table[:2]}) == 1
     assert any(line.startswith("  ... and ") for line in table)
     assert "does not fit:" in table
     assert any("exceed 0.00352 GiB; most are " in line for line in table)
-    nothing = plan_table(plan(job(), layouts_of(7), toy(memory=2**20)))
+    nothing = format_estimates(rank_layouts(job(), list_layouts(7), toy(memory=2**20)))
     assert nothing.startswith("nothing fits")
     assert "not possible:\n  3 x  " in nothing
 
@@ -414,9 +420,9 @@ def test_the_command_lists_both_reductions_where_they_differ(capsysbinary):
 
 def test_the_command_plans_the_model_of_a_folder(capsysbinary, tmp_path):
     folder = tmp_path / "model"
-    config = decoder_config("tiny", vocab_size=320)
+    config = make_decoder_config("tiny", vocab_size=320)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(write_config(config, context=64)))
+    (folder / "config.json").write_text(json.dumps(write_decoder_config(config, context=64)))
     words = ["plan", "--hardware", "CPU", "--row-length", "128", "--json"]
     assert main([*words, "--init", str(folder)]) == 0
     found = json.loads(capsysbinary.readouterr().out)
@@ -441,7 +447,7 @@ def test_the_command_takes_what_recipes_take_of_activations_and_of_the_mean(caps
     for one in json.loads(capsysbinary.readouterr().out):
         before, now = plain[one["recompute"]], one["memory"]
         assert now["optimizer"] == before["optimizer"] + before["parameters"]
-        config = decoder_config("10m")
+        config = make_decoder_config("10m")
         inputs = config.layers * 1024 * config.width * 4
         assert now["host"] == inputs - 100_000
 
@@ -464,13 +470,13 @@ def test_what_is_kept_summed_and_remembered_in_fewer_bits_is_counted_so():
     kept = Precision(compute="bf16", storage="bf16", reduction="bf16", moments="bf16")
     wide, low = (job(precision=one) for one in (BF16, kept))
     for layout in (Layout(), Layout(dp_shard=2)):  # gradients are in fp32
-        was, now = memory_of(wide, layout), memory_of(low, layout)
+        was, now = estimate_memory(wide, layout), estimate_memory(low, layout)
         assert (2 * now.parameters, now.gradients) == (was.parameters, was.gradients)
         assert now.optimizer < 0.51 * was.optimizer
     sent = [
-        sum(x.sent for x in traffic_of(one, Layout(dp_shard=2)) if x.kind == "reduce_scatter")
+        sum(x.sent for x in estimate_traffic(one, Layout(dp_shard=2)) if x.kind == "reduce_scatter")
         for one in (wide, low)
     ]
     assert sent[0] == 2 * sent[1]
     with pytest.raises(ConfigError, match="muon cannot keep moments in bf16"):
-        memory_of(attrs.evolve(low, optimizer="muon", precision=kept), Layout())
+        estimate_memory(attrs.evolve(low, optimizer="muon", precision=kept), Layout())

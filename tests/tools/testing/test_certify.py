@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.batch import blank_batch
+from trainkit.batch import make_padding_batch
 from trainkit.losses import next_token
 from trainkit.mesh import solo_parallel
 from trainkit.parallel import transforms
@@ -19,13 +19,13 @@ from trainkit.parallel.fsdp import fsdp
 from trainkit.post.adapters import Lora, lora
 from trainkit.tools.testing import run_ranks, train
 from trainkit.tools.testing.builtin import decoder_batch, exact_plan
-from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import (
     TIERS,
     Certificate,
-    Row,
-    as_markdown,
-    as_text,
+    CertificateRow,
+    format_markdown,
+    format_text,
     is_within,
     summary,
 )
@@ -33,7 +33,7 @@ from trainkit.tools.testing.certify import certify
 from trainkit.tools.testing.deal import deal_batch
 from trainkit.tools.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
 from trainkit.tools.testing.train import certificate_weights, relative
-from trainkit.types import ConfigError, Layout, Place, Share
+from trainkit.types import ConfigError, DataShard, Layout, Share
 
 # ------------------------------------------------------------------------------------ a user's own
 
@@ -90,7 +90,7 @@ def test_a_model_that_is_made_with_adapters_has_the_same_ones_in_every_layout(va
     found = certify(
         partial(with_adapters, values),
         decoder_batch,
-        [Case(), Case(Layout(dp_shard=2))],
+        [LayoutCase(), LayoutCase(Layout(dp_shard=2))],
         plan=embedding_plan,
         loss=next_token,
         call=own_call,
@@ -101,7 +101,7 @@ def test_a_model_that_is_made_with_adapters_has_the_same_ones_in_every_layout(va
 
 def test_a_users_model_plan_loss_and_call_are_certified():
     told = []
-    cases = [Case(), Case(Layout(dp_shard=2)), Case(Layout(dp_replicate=2))]
+    cases = [LayoutCase(), LayoutCase(Layout(dp_shard=2)), LayoutCase(Layout(dp_replicate=2))]
     found = certify(
         Bigrams,
         exact_batch,
@@ -110,9 +110,9 @@ def test_a_users_model_plan_loss_and_call_are_certified():
         loss=make_loss,
         call=own_call,
         steps=2,
-        tell=told.append,
+        log=told.append,
     )
-    assert found.ok, as_text(found)
+    assert found.ok, format_text(found)
     assert [(row.layout, row.world) for row in found.rows] == [
         ("one rank", 1),
         ("dp2", 2),
@@ -164,14 +164,14 @@ def test_what_a_layout_unties_is_named_and_so_is_a_buffer_that_differs():
     found = certify(
         TiedBigrams,
         exact_batch,
-        [Case(), Case(note="counts"), Case(note="untied")],
+        [LayoutCase(), LayoutCase(note="counts"), LayoutCase(note="untied")],
         plan=tied_plan,
         loss=next_token,
         call=own_call,
         steps=1,
     )
     tied, counted, untied = found.rows
-    assert tied not in found.red, as_text(found)
+    assert tied not in found.red, format_text(found)
     assert (counted in found.red, counted.worst, counted.parameters < 1e-12) == (True, "calls", 1)
     assert untied.error == (
         "one process does not hold 'head.weight'; on one process 'layers.0.weight' and "
@@ -199,7 +199,13 @@ def tying_plan(_ps, _case):
 
 def test_what_a_layout_ties_is_named():
     found = certify(
-        Untied, exact_batch, [Case()], plan=tying_plan, loss=next_token, call=own_call, steps=1
+        Untied,
+        exact_batch,
+        [LayoutCase()],
+        plan=tying_plan,
+        loss=next_token,
+        call=own_call,
+        steps=1,
     )
     assert found.rows[0].error == (
         "the ranks do not hold all of 'b.weight'; on the ranks 'a.weight' and 'b.weight' are one "
@@ -230,7 +236,7 @@ def impatient(fn, world, first, *rest, timeout, **options):
 def test_a_layout_that_fails_is_red_and_hides_no_other(monkeypatch):
     monkeypatch.setattr(sys.modules["trainkit.tools.testing.certify"], "run_ranks", impatient)
     notes = ["", "raises", "after it", "dies", "hangs", "at last"]
-    cases = [Case(Layout(dp_shard=2), note=note) for note in notes]
+    cases = [LayoutCase(Layout(dp_shard=2), note=note) for note in notes]
     found = certify(
         ExactModel,
         exact_batch,
@@ -249,22 +255,22 @@ def test_a_layout_that_fails_is_red_and_hides_no_other(monkeypatch):
     assert died.startswith("rank 1 of 2: was ended by SIGABRT")
     assert "still running: rank" in hung or "Timed out" in hung
     assert "failing_plan" in found.red[0].traceback
-    assert "RED: dp2, raises: rank 1 of 2: RuntimeError: the plan failed" in as_text(found)
+    assert "RED: dp2, raises: rank 1 of 2: RuntimeError: the plan failed" in format_text(found)
 
 
 BAD = [
     ({"cases": []}, "none"),
-    ({"cases": [Case(), Case()]}, "two are called 'one rank'"),
+    ({"cases": [LayoutCase(), LayoutCase()]}, "two are called 'one rank'"),
     ({"tier": "fp8"}, "tier must be one of"),
     ({"steps": 0}, "steps must be at least 1"),
-    ({"loss": lambda output, _: output}, "decorate it with losses.with_terms"),
+    ({"loss": lambda output, _: output}, "decorate it with losses.declare_terms"),
     ({"plan": lambda *_: []}, "top level of a module"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_a_bad_argument_is_refused(changes, message):
-    good = {"cases": [Case()], "plan": exact_plan, "loss": squares}
+    good = {"cases": [LayoutCase()], "plan": exact_plan, "loss": squares}
     arguments = good | changes
     with pytest.raises(ValueError, match=message):
         certify(ExactModel, exact_batch, arguments.pop("cases"), **arguments)
@@ -279,7 +285,7 @@ def test_a_model_whose_numbers_are_not_finite_is_refused_and_not_called_equal():
         certify(
             Bigrams,
             exact_batch,
-            [Case(Layout(dp_shard=2))],
+            [LayoutCase(Layout(dp_shard=2))],
             plan=own_plan,
             loss=make_loss,
             call=own_call,
@@ -291,7 +297,7 @@ def test_a_sequence_that_does_not_divide_is_a_row_with_both_numbers():
     found = certify(
         ExactModel,
         exact_batch,
-        [Case(Layout(ring=3))],
+        [LayoutCase(Layout(ring=3))],
         plan=exact_plan,
         loss=squares,
         call=call_exact,
@@ -309,12 +315,12 @@ def test_dealt_rows_are_those_of_the_batch_and_blank_ones():
     batch = exact_batch(0)
     batch = attrs.evolve(batch, extra={"weight": torch.rand(8, 16)})
     shares = [Share(rank, 3) for rank in range(3)]
-    dealt = [deal_batch(batch, Place(share), rows_per_microbatch=1) for share in shares]
+    dealt = [deal_batch(batch, DataShard(share), rows_per_microbatch=1) for share in shares]
     assert [len(microbatches) for microbatches in dealt] == [3, 3, 3]
     rows = [row for microbatches in dealt for row in microbatches]
     blank = [row for row in rows if (row.token_index < 0).all()]
     assert len(blank) == 1
-    expected = blank_batch(1, 16)
+    expected = make_padding_batch(1, 16)
     for name in ("input_ids", "labels", "position_ids", "document_ids", "token_index"):
         assert torch.equal(blank[0][name], expected[name])
         filled = torch.cat([row[name] for row in rows if row is not blank[0]])
@@ -332,7 +338,9 @@ def test_a_difference_is_relative_to_the_largest_and_nan_is_infinite():
 
 
 def test_a_row_is_within_a_tier_only_if_everything_is():
-    good = Row("dp2", 2, loss=1e-13, grad_norm=1e-13, parameters=1e-13, state=0.0, batches=True)
+    good = CertificateRow(
+        "dp2", 2, loss=1e-13, grad_norm=1e-13, parameters=1e-13, state=0.0, batches=True
+    )
     nan = float("nan")
     bad = [
         {"loss": 1e-11},
@@ -344,15 +352,15 @@ def test_a_row_is_within_a_tier_only_if_everything_is():
     bad += [{"loss": nan}, {"grad_norm": nan}, {"error": "it hung"}]
     assert is_within(good, TIERS["fp64"])
     assert not any(is_within(attrs.evolve(good, **change), TIERS["fp64"]) for change in bad)
-    assert not is_within(Row("dp2", 2), TIERS["bf16"])
+    assert not is_within(CertificateRow("dp2", 2), TIERS["bf16"])
     assert not Certificate("m", TIERS["fp64"], 1, ()).ok
 
 
 def test_a_table_says_which_rows_are_red_and_why():
-    good = Row("dp2", 2, 0.0, 0.0, 0.0, 0.0, worst="w", batches=True)
+    good = CertificateRow("dp2", 2, 0.0, 0.0, 0.0, 0.0, worst="w", batches=True)
     rows = (good, attrs.evolve(good, layout="tp2", loss=1.0), attrs.evolve(good, batches=False))
     found = Certificate("m", TIERS["fp64"], 3, rows)
-    text, page = as_text(found).splitlines(), as_markdown(found).splitlines()
+    text, page = format_text(found).splitlines(), format_markdown(found).splitlines()
     assert [line.endswith("RED") for line in text[:4]] == [False, False, True, True]
     assert "RED: tp2: its numbers differ" in text
     assert "RED: dp2: it trained on other tokens" in page
@@ -361,10 +369,12 @@ def test_a_table_says_which_rows_are_red_and_why():
 
 
 def test_a_layout_has_a_readable_name():
-    case = Case(Layout(pp=2, dp_replicate=2, ring=2, fold_sp="none", cpu_offload=True), note="mine")
+    case = LayoutCase(
+        Layout(pp=2, dp_replicate=2, ring=2, fold_sp="none", cpu_offload=True), note="mine"
+    )
     assert case.name == "pp2 x replica2 x ring2, 1f1b, fold none, cpu offload, mine"
     assert case.world == 8
-    assert Case(rows_per_microbatch=None).name == "one rank, all rows at once"
+    assert LayoutCase(rows_per_microbatch=None).name == "one rank, all rows at once"
 
 
 # ------------------------------------------------------------------------------------ devices
@@ -412,6 +422,6 @@ def test_a_certificate_on_gpus_that_are_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     how = {"plan": own_plan, "loss": next_token, "call": own_call, "device": "cuda"}
     with pytest.raises(ConfigError, match=r"certify: .*2 ranks, .*finds 1 on this machine"):
-        certify(Bigrams, exact_batch, [Case(Layout(dp_shard=2))], **how)
+        certify(Bigrams, exact_batch, [LayoutCase(Layout(dp_shard=2))], **how)
     with pytest.raises(ValueError, match="device must be"):
-        certify(Bigrams, exact_batch, [Case()], **how | {"device": "tpu"})
+        certify(Bigrams, exact_batch, [LayoutCase()], **how | {"device": "tpu"})

@@ -7,8 +7,8 @@ import torch
 
 from trainkit.tools.commands import certify
 from trainkit.tools.testing.builtin import cases_of_model, models_of_tier
-from trainkit.tools.testing.cases import default_cases
-from trainkit.tools.testing.certificate import TIERS, Certificate, Row
+from trainkit.tools.testing.cases import make_default_cases
+from trainkit.tools.testing.certificate import TIERS, Certificate, CertificateRow
 from trainkit.types import ConfigError
 
 
@@ -19,8 +19,8 @@ def options_of(*argv):
 
 
 def certificate(**changes):
-    row = Row("dp2", 2, 0.0, 0.0, 0.0, 0.0, worst="w", batches=True)
-    return Certificate("m", TIERS["fp64"], 3, (row, Row("tp2", 2, **changes)))
+    row = CertificateRow("dp2", 2, 0.0, 0.0, 0.0, 0.0, worst="w", batches=True)
+    return Certificate("m", TIERS["fp64"], 3, (row, CertificateRow("tp2", 2, **changes)))
 
 
 def test_a_layout_of_the_exact_tier_is_certified(capsys):
@@ -70,7 +70,7 @@ def test_on_gpus_the_layouts_are_those_that_they_reach(monkeypatch):
     monkeypatch.setattr("trainkit.tools.testing.builtin.certify_builtin", found)
     certify.run(options_of("--device", "cuda"))
     assert taken["device"] == "cuda"
-    worlds = {case.world for case in default_cases() if taken["chosen"](case)}
+    worlds = {case.world for case in make_default_cases() if taken["chosen"](case)}
     assert worlds == {1, 2}
 
 
@@ -94,7 +94,7 @@ def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
         lambda _, chosen, **__: taken.update(chosen=chosen) or [certificate()],
     )
     certify.run(options_of("--layouts", "dp2*", "*zero*", "--world", "2"))
-    names = {case.name for case in default_cases() if taken["chosen"](case)}
+    names = {case.name for case in make_default_cases() if taken["chosen"](case)}
     assert {"dp2", "dp2, reduce each", "pp2, zero_bubble_v"} <= names
     assert not {"tp2", "dp2 x tp2", "replica2"} & names
 
@@ -110,7 +110,7 @@ def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch
     certify.run(options_of())
     for can in (True, False):
         monkeypatch.setattr(fitting, "passes_to_itself", lambda can=can: can)
-        left_out = {x.layout.schedule for x in default_cases() if not taken["chosen"](x)}
+        left_out = {x.layout.schedule for x in make_default_cases() if not taken["chosen"](x)}
         assert left_out == (set() if can else {"zero_bubble_v", "dual_pipe_v"})
 
 

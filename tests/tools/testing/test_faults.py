@@ -14,7 +14,7 @@ from whole_step import Layout
 
 import trainkit as tk
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, Experts, decoder_config
+from trainkit.models import Decoder, Experts, make_decoder_config
 from trainkit.tools.testing import RankError, faults, run_ranks
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import SOLO, Cursor, TrainState, Update
@@ -160,7 +160,7 @@ def hooks_of(stages):
 
 
 def parameters(stages):
-    return {name: whole_step.full(p) for name, p in tk.named_parameters_of(stages).items()}
+    return {name: whole_step.full(p) for name, p in tk.get_named_parameters(stages).items()}
 
 
 def all_sites(layout):
@@ -187,8 +187,10 @@ def test_a_number_that_is_not_finite_spoils_one_step_and_moves_nothing(layout):
 @pytest.mark.parametrize("fault", ["nan_loss_at", "nan_gradient_at"])
 def test_a_fault_reaches_routed_outputs_and_parameters_that_are_shown_cast(fault):
     experts = Experts(count=4, chosen=2, width=8, first=1)
-    model = decoder_config("tiny", layers=2, width=16, heads=2, kv_heads=2, experts=experts)
-    model = tk.parallel.precision(torch.bfloat16)(Decoder(model, head="hidden"), tk.solo_parallel())
+    model = make_decoder_config("tiny", layers=2, width=16, heads=2, kv_heads=2, experts=experts)
+    model = tk.parallel.mixed_precision(torch.bfloat16)(
+        Decoder(model, head="hidden"), tk.solo_parallel()
+    )
     for p in model.parameters():
         torch.nn.init.constant_(p, 0.1)
     batch = decoder_batch(0)
@@ -197,7 +199,7 @@ def test_a_fault_reaches_routed_outputs_and_parameters_that_are_shown_cast(fault
         model.zero_grad()
         hidden, weight, *_ = tk.models.call_routed(model, batch).output
         (hidden @ weight.T).sum().backward()
-        return state, math.isfinite(tk.grad_norm(tk.parameters_of([model]), axis=SOLO))
+        return state, math.isfinite(tk.grad_norm(tk.get_parameters([model]), axis=SOLO))
 
     spoiled = getattr(faults, fault)(2, [model])(step)
     found = [spoiled(TrainState(step=done), None)[1] for done in range(3)]

@@ -13,9 +13,9 @@ from trainkit.losses import next_token_linear
 from trainkit.models.config import parameter_shapes
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import ROWS, SHALLOW, decoder_batch, decoder_of, decoder_plan
-from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.deal import deal_batch
-from trainkit.tools.testing.ledger import Collective, Ledger, count_collectives
+from trainkit.tools.testing.ledger import Collective, CollectiveLedger, count_collectives
 from trainkit.tools.testing.train import certificate_optimizer, certificate_weights
 from trainkit.types import Layout
 
@@ -26,18 +26,18 @@ TENSORS = 11 * LAYERS + 3  # each has a number that says who has its gradient, i
 ORDER = 16  # two more compare the order of gathers
 ROUNDS = ROWS // 2  # microbatches where all rows are one rank's
 TWO = [
-    Case(Layout(dp_shard=2)),
-    Case(Layout(dp_shard=2, reduce="each")),
-    Case(Layout(dp_replicate=2)),
-    Case(Layout(tp=2)),
-    Case(Layout(ring=2)),
-    Case(Layout(ring=2, fold_sp="none")),
-    Case(Layout(ulysses=2, fold_sp="none")),
-    Case(Layout(pp=2)),
+    LayoutCase(Layout(dp_shard=2)),
+    LayoutCase(Layout(dp_shard=2, reduce="each")),
+    LayoutCase(Layout(dp_replicate=2)),
+    LayoutCase(Layout(tp=2)),
+    LayoutCase(Layout(ring=2)),
+    LayoutCase(Layout(ring=2, fold_sp="none")),
+    LayoutCase(Layout(ulysses=2, fold_sp="none")),
+    LayoutCase(Layout(pp=2)),
 ]
 FOUR = [
-    Case(Layout(dp_replicate=2, dp_shard=2)),
-    Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
+    LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
+    LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
 ]
 
 
@@ -50,7 +50,7 @@ def ledgers_of(case):
             decoder_plan(ps, case),
             weights=certificate_weights,
         )
-        params, optimizer = tk.parameters_of(stages), certificate_optimizer(stages, ps.pp)
+        params, optimizer = tk.get_parameters(stages), certificate_optimizer(stages, ps.pp)
         run = tk.bind_forward_backward(
             stages,
             next_token_linear,
@@ -202,6 +202,8 @@ def test_every_kind_is_counted_with_the_bytes_of_the_whole_tensor():
 
 
 def test_a_ledger_is_read_by_axis_and_kind():
-    ledger = Ledger((Collective("tp", 2, "send", 3, 24), Collective("pp", 2, "send", 1, 8)))
+    ledger = CollectiveLedger(
+        (Collective("tp", 2, "send", 3, 24), Collective("pp", 2, "send", 1, 8))
+    )
     assert ledger.count("tp", "send"), ledger.bytes("pp", "send") == (3, 8)
     assert ledger.count("tp", "receive") == 0

@@ -7,12 +7,12 @@ from torch import nn
 
 import trainkit as tk
 from trainkit import losses
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.parallel.leaks import leaks, refuse_leaks
-from trainkit.tools.testing import Case, PackingError, certify, check_packing
+from trainkit.tools.testing import LayoutCase, PackingError, certify, check_packing
 from trainkit.tools.testing.builtin import CONFIG, decoder_batch, decoder_of
-from trainkit.tools.testing.certificate import as_markdown, as_text
+from trainkit.tools.testing.certificate import format_markdown, format_text
 from trainkit.types import ConfigError
 
 # ------------------------------------------------------------------------------- models of our own
@@ -66,7 +66,7 @@ def packed_rows(lengths=(3, 5, 8)):
     starts = torch.zeros(2, length, dtype=torch.bool)
     starts[:, list(torch.tensor(lengths).cumsum(0)[:-1])] = True
     ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(0))
-    return batch_of_rows(ids, starts=starts)
+    return batch_from_rows(ids, starts=starts)
 
 
 def test_documents_are_compared_alone_and_the_model_stays_as_it_is():
@@ -265,16 +265,16 @@ def rows_of_three(_step):
 @pytest.mark.parametrize("model", [sound_model, leaking_model])
 def test_the_first_row_of_a_certificate_compares_packed_documents(model):
     how = {"plan": plan, "loss": losses.next_token, "call": call, "steps": 1}
-    packed = certify(model, rows_of_three, [Case()], **how)
-    lines = as_text(packed).splitlines()
+    packed = certify(model, rows_of_three, [LayoutCase()], **how)
+    lines = format_text(packed).splitlines()
     assert lines[1].startswith("packed documents")
-    assert "| packed documents |" in as_markdown(packed)
+    assert "| packed documents |" in format_markdown(packed)
     if model is sound_model:
-        assert packed.ok, as_text(packed)
+        assert packed.ok, format_text(packed)
         assert packed.packing.loss < 1e-14
         return
     assert not packed.ok
     assert packed.packing in packed.red
-    assert "RED: packed documents: check_packing: Model computes document 1" in as_text(packed)
+    assert "RED: packed documents: check_packing: Model computes document 1" in format_text(packed)
     assert packed.rows[0].error.startswith("not trained")
-    assert certify(model, rows_of_one, [Case()], **how).ok  # one document a row
+    assert certify(model, rows_of_one, [LayoutCase()], **how).ok  # one document a row

@@ -8,11 +8,11 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.collectives import (
+    all_gather,
     all_max,
+    all_to_all,
     broadcast,
-    exchange,
-    gather_dim,
-    scatter_sum,
+    reduce_scatter,
     sum_forward,
     sum_grad,
 )
@@ -36,8 +36,8 @@ def test_sums_maxima_and_broadcasts():
 def gathered_and_scattered(axis, whole):
     """Return whether gathering own parts gives the whole, and scattering sums its parts."""
     own = whole.chunk(axis.count)[axis.index]
-    parts = scatter_sum(whole, axis, dim=0)
-    return torch.equal(gather_dim(own, axis, dim=0), whole), torch.equal(parts, WORLD * own)
+    parts = reduce_scatter(whole, axis, dim=0)
+    return torch.equal(all_gather(own, axis, dim=0), whole), torch.equal(parts, WORLD * own)
 
 
 def test_gathering_and_scattering_undo_each_other():
@@ -47,8 +47,10 @@ def test_gathering_and_scattering_undo_each_other():
 
 def exchanged_twice(axis):
     x = torch.arange(16.0).reshape(8, 2) + 100 * axis.index
-    there = exchange(x, axis, split_dim=0, gather_dim=1)
-    return there.shape == (1, 16), torch.equal(exchange(there, axis, split_dim=1, gather_dim=0), x)
+    there = all_to_all(x, axis, split_dim=0, gather_dim=1)
+    return there.shape == (1, 16), torch.equal(
+        all_to_all(there, axis, split_dim=1, gather_dim=0), x
+    )
 
 
 def test_an_exchange_is_undone_by_the_one_the_other_way():

@@ -16,7 +16,7 @@ from torch import nn
 from whole_step import Layout, build
 
 import trainkit as tk
-from trainkit.run.sinks import events
+from trainkit.run.sinks import open_events
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError, NumericsError
 from trainkit.weights.checkpoint import background_save as flight
@@ -24,7 +24,7 @@ from trainkit.weights.checkpoint import list_checkpoints, snapshot, verify_check
 from trainkit.weights.checkpoint import save as save_module
 from trainkit.weights.checkpoint.manifest import read_manifest
 from trainkit.weights.checkpoint.retention import Retention
-from trainkit.weights.checkpoint.save import saves
+from trainkit.weights.checkpoint.save import open_saver
 
 SOLO = tk.solo_parallel()
 
@@ -75,7 +75,7 @@ def test_what_happens_after_a_save_is_not_in_it(tmp_path, monkeypatch, protected
         monkeypatch.setattr(snapshot, "_copy", lambda *each: copies.append(each))
     stages, optimizer, ps = small_run()
     before = stages[0].weight.detach().clone()
-    with saves(tmp_path, stages, optimizer, ps) as (save, saved):
+    with open_saver(tmp_path, stages, optimizer, ps) as (save, saved):
         save(at(1))
         with torch.no_grad():
             stages[0].weight.fill_(7.0)
@@ -90,7 +90,9 @@ def test_a_save_beside_the_training_writes_what_one_at_once_writes(tmp_path):
     found = []
     for background in (True, False):
         folder = tmp_path / f"{background}"
-        with saves(folder, stages, optimizer, ps, background=background, facts={"a": 1}) as both:
+        with open_saver(
+            folder, stages, optimizer, ps, background=background, facts={"a": 1}
+        ) as both:
             save, saved = both
             save(at(1), score=0.5)
             (outcome,) = saved(wait=True)
@@ -103,7 +105,7 @@ def test_a_save_beside_the_training_writes_what_one_at_once_writes(tmp_path):
 def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
     told, steps = [], []
-    with saves(tmp_path, *small_run(), tell=told.append) as (save, saved):
+    with open_saver(tmp_path, *small_run(), log=told.append) as (save, saved):
         save(at(1))
         assert saved() == saved() == []
         threading.Timer(0.3, gate.set).start()
@@ -131,7 +133,7 @@ def test_control_without_the_wait_one_save_is_written_over_by_the_next(tmp_path,
 
     monkeypatch.setattr(save_module._Outcomes, "land", without_waiting)
     stages, optimizer, ps = small_run()
-    with saves(tmp_path, stages, optimizer, ps) as (save, _):
+    with open_saver(tmp_path, stages, optimizer, ps) as (save, _):
         save(at(1))
         with torch.no_grad():
             stages[0].weight.fill_(7.0)
@@ -151,7 +153,7 @@ def test_control_without_the_wait_one_save_is_written_over_by_the_next(tmp_path,
 def test_leaving_waits_for_the_save(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
     threading.Timer(0.2, gate.set).start()
-    with saves(tmp_path, *small_run()) as (save, _):
+    with open_saver(tmp_path, *small_run()) as (save, _):
         save(at(1))
     assert names_in(tmp_path) == ["latest", "step_00000001"]
 
@@ -171,7 +173,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_as_good_as_any(
         reserve(path, size)
 
     monkeypatch.setattr(write, "_reserve", no_room)
-    with saves(tmp_path, *small_run(), background=background) as (save, saved):
+    with open_saver(tmp_path, *small_run(), background=background) as (save, saved):
         save(at(1))
         (failed,) = saved(wait=True)
         assert isinstance(failed.error, DiskError)
@@ -189,7 +191,7 @@ def test_leaving_fails_when_the_last_save_did(tmp_path, monkeypatch, collected):
     monkeypatch.setattr(write, "_check_finite", lambda _: 1 / 0)
 
     def leave():
-        with saves(tmp_path, *small_run()) as (save, saved):
+        with open_saver(tmp_path, *small_run()) as (save, saved):
             save(at(1))
             if collected:
                 assert len(saved(wait=True)) == 1
@@ -203,7 +205,7 @@ def test_control_a_thread_that_nobody_asks_loses_its_failure(tmp_path, monkeypat
     monkeypatch.setattr(write, "_check_finite", lambda _: 1 / 0)
     monkeypatch.setattr(flight, "all_max", lambda told, _: torch.zeros_like(told))
     monkeypatch.setattr(flight, "_outcome", lambda *_: ({"path": "nowhere"}, None))
-    with saves(tmp_path, *small_run()) as (save, saved):
+    with open_saver(tmp_path, *small_run()) as (save, saved):
         save(at(1))
         assert saved(wait=True)[0].error is None
     assert names_in(tmp_path) != ["latest", "step_00000001"]
@@ -212,7 +214,7 @@ def test_control_a_thread_that_nobody_asks_loses_its_failure(tmp_path, monkeypat
 @pytest.mark.case("N6")
 def test_a_state_that_is_not_finite_is_told_and_training_may_go_on(tmp_path):
     stages, optimizer, ps = small_run()
-    with saves(tmp_path, stages, optimizer, ps) as (save, saved):
+    with open_saver(tmp_path, stages, optimizer, ps) as (save, saved):
         with torch.no_grad():
             stages[0].bias[1] = float("inf")
         save(at(1))
@@ -229,7 +231,7 @@ def test_a_state_that_is_not_finite_is_told_and_training_may_go_on(tmp_path):
 def test_a_save_that_takes_longer_than_a_run_has_to_stop_is_told(tmp_path):
     told = []
     for grace in (60.0, 0.0):
-        with saves(tmp_path, *small_run(), grace=grace, tell=told.append) as (save, _):
+        with open_saver(tmp_path, *small_run(), grace=grace, log=told.append) as (save, _):
             save(at(1))
     (line,) = told
     assert re.search(r"the save of step 1 took [\d.]+ s; .* has 0 s to save", line)
@@ -243,7 +245,7 @@ def test_an_exception_lets_a_rank_alone_finish_what_it_can(tmp_path, monkeypatch
     gate = held_back(monkeypatch)
 
     def run():
-        with saves(tmp_path, *small_run()) as (save, _):
+        with open_saver(tmp_path, *small_run()) as (save, _):
             save(at(1))
             threading.Timer(0.1, gate.set).start()
             raise HasToEndError
@@ -261,9 +263,9 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
     if fails:
         monkeypatch.setattr(flight, "write_rank", fail)
     with (
-        events(tmp_path / "events.jsonl") as event,
+        open_events(tmp_path / "events.jsonl") as event,
         suppress(DiskError),
-        saves(tmp_path, *small_run(), event=event, tell=lambda _: None) as (save, saved),
+        open_saver(tmp_path, *small_run(), event=event, log=lambda _: None) as (save, saved),
     ):
         began = time.time()
         save(at(1))
@@ -279,7 +281,7 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
 def test_what_must_be_on_the_disk_before_a_commit_is_asked_for_before_it(tmp_path):
     seen = []
     options = {"before_commit": lambda: seen.append(names_in(tmp_path))}
-    with saves(tmp_path, *small_run(), **options) as (save, _):
+    with open_saver(tmp_path, *small_run(), **options) as (save, _):
         save(at(1))
     assert len(seen) == 1
     assert not any(name.startswith("step_") for name in seen[0])
@@ -294,7 +296,7 @@ def test_two_hundred_saves_in_a_row_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the disk's 2,000 waits show nothing here
     stages, optimizer, ps = small_run()
     most, steps = 0, []
-    with saves(tmp_path, stages, optimizer, ps, retention=Retention(last=2)) as (save, saved):
+    with open_saver(tmp_path, stages, optimizer, ps, retention=Retention(last=2)) as (save, saved):
         save(at(0))
         saved(wait=True)
         before = open_files()
@@ -338,7 +340,7 @@ def save_beside(run_dir):
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
         found = []
-        with saves(run_dir, stages, optimizer, ps, tell=lambda _: None) as (save, saved):
+        with open_saver(run_dir, stages, optimizer, ps, log=lambda _: None) as (save, saved):
             for step in (1, 2, 3):
                 reserve = write._reserve
                 if step == 2 and ps.world.index == 1:
@@ -362,7 +364,7 @@ def leave_early(run_dir):
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
         began = time.monotonic()
-        with suppress(HasToEndError), saves(run_dir, stages, optimizer, ps) as (save, _):
+        with suppress(HasToEndError), open_saver(run_dir, stages, optimizer, ps) as (save, _):
             save(at(9))
             threading.Timer(0.2, gate.set).start()
             raise HasToEndError

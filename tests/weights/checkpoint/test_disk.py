@@ -17,14 +17,14 @@ import trainkit as tk
 from trainkit import files
 from trainkit.types import DiskError
 from trainkit.weights.checkpoint import (
+    check_disk_space,
     list_checkpoints,
-    require_space,
     snapshot,
     verify_checkpoint,
     write,
 )
 from trainkit.weights.checkpoint import save as checkpoint_save
-from trainkit.weights.checkpoint.save import save_checkpoint, saves
+from trainkit.weights.checkpoint.save import open_saver, save_checkpoint
 
 SOLO = tk.solo_parallel()
 
@@ -215,7 +215,7 @@ def test_a_pointer_that_cannot_be_written_does_not_undo_a_commit(tmp_path, monke
         raise OSError(errno.ENOSPC, "injected")
 
     monkeypatch.setattr(checkpoint_save, "point_to", refused)
-    with saves(tmp_path, *small_run(1)[1:], tell=told.append) as (save, _):
+    with open_saver(tmp_path, *small_run(1)[1:], log=told.append) as (save, _):
         save(tk.TrainState(step=1))
     assert committed(tmp_path) == ["step_00000001"]
     assert "injected" in told[0]
@@ -270,9 +270,9 @@ def test_room_for_one_is_told_and_room_for_none_is_refused(tmp_path, monkeypatch
         )
         if factor < 1:
             with pytest.raises(DiskError, match="needs about"):
-                require_space(tmp_path, small_run(1)[1])
+                check_disk_space(tmp_path, small_run(1)[1])
         else:
-            require_space(tmp_path, small_run(1)[1], tell=told.append)
+            check_disk_space(tmp_path, small_run(1)[1], log=told.append)
             assert len(told) == 1
     assert "not for a second beside it" in told[0]
 
@@ -305,7 +305,7 @@ def test_the_disk_is_told_to_begin_with_every_byte_before_the_last_fsync(tmp_pat
 def test_a_slow_disk_holds_nobody_up_beside_the_training(tmp_path, monkeypatch):
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (time.sleep(0.1), fsync(handle))[1])
-    with saves(tmp_path, *small_run(1)[1:]) as (save, saved):
+    with open_saver(tmp_path, *small_run(1)[1:]) as (save, saved):
         begin = time.monotonic()
         save(tk.TrainState(step=1))
         saved()
@@ -324,7 +324,7 @@ def test_a_disk_without_inodes_is_told_as_one(tmp_path, monkeypatch):
         return os.statvfs_result(values)
 
     def fail():
-        with files.disk_errors(tmp_path / "a", by="save_checkpoint"):
+        with files.convert_disk_errors(tmp_path / "a", by="save_checkpoint"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     assert "no inode is" not in str(failure_of(fail))

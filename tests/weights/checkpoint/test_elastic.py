@@ -6,15 +6,15 @@ import os
 import attrs
 import pytest
 import torch
-from checkpoint.small import quiet
 from every_pair import ONLY_ALL, WITH_ALL
 from torch import nn
+from weights.checkpoint.small import quiet
 from whole_step import CAPACITY, Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
 from trainkit.models import Decoder, DecoderConfig, Experts, init_weights
 from trainkit.optim import adamw
-from trainkit.parallel import build_stages, expert, fsdp
+from trainkit.parallel import build_stages, expert_parallel, fsdp
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor
 from trainkit.weights.checkpoint import boxes, reading, staging
@@ -127,7 +127,7 @@ def read(pair, folder, *, forget=False):
     layout = LAYOUTS[pair[1]]
     with session(layout) as ps:
         rest = *build(layout, ps), ps
-        state = tk.resume(folder / pair[0], tk.TrainState(), *rest, tell=quiet)
+        state = tk.resume(folder / pair[0], tk.TrainState(), *rest, log=quiet)
         loaded = tk.state_hash(state, *rest)
         state = attrs.evolve(state, cursor=Cursor()) if forget else state
         return loaded, go_on(layout, ps, state, *rest[:2], until=STEPS)[1]
@@ -266,7 +266,7 @@ def experts(ps, *, filled):
         return drawn(name, shape, offset) if filled else torch.zeros(shape)
 
     (model,) = build_stages(
-        functools.partial(Decoder, CONFIG), ps, [expert(), fsdp()], weights=weights
+        functools.partial(Decoder, CONFIG), ps, [expert_parallel(), fsdp()], weights=weights
     )
     model.layers["1"].mlp.router.bias.fill_(0.25 if filled else 0)
     optimizer = adamw(model.parameters(), lr=0.1)

@@ -32,7 +32,7 @@ from trainkit.weights.checkpoint.export import (
 )
 from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, sealed
 from trainkit.weights.checkpoint.safe_files import hash_file
-from trainkit.weights.checkpoint.sources import verify_weights, weights_from
+from trainkit.weights.checkpoint.sources import open_weights, verify_weights
 from trainkit.weights.checkpoint.stored import Extent, Stored, contiguous_stride, safetensors_file
 
 FIXTURE = Path(__file__).parent / "fixtures/v1/step_00000003"
@@ -74,7 +74,7 @@ def test_what_was_exported_is_read_back_bit_for_bit(source, tmp_path):
     folder = tmp_path / "weights"
     report = export_checkpoint(path, folder, shard_bytes=120)
     assert report["tensors"] == len(wanted)
-    weights = weights_from(folder)
+    weights = open_weights(folder)
     for name, x in wanted.items():
         assert same_bits(whole(weights, name, x), x)
     rows = wanted["out.weight"]
@@ -98,9 +98,9 @@ def test_without_the_hashes_a_flipped_bit_would_be_other_weights(source, tmp_pat
     data[-3] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"model.safetensors does not match its sha256"):
-        weights_from(folder)
+        open_weights(folder)
     monkeypatch.setattr(sources, "verify_weights", lambda *_, **__: [])
-    weights = weights_from(folder)
+    weights = open_weights(folder)
     assert not all(same_bits(whole(weights, name, x), x) for name, x in wanted.items())
 
 
@@ -117,7 +117,7 @@ def test_a_dtype_is_changed_for_floats_alone(tmp_path):
     tensors = {"w": torch.linspace(0, 1, 7), "b": torch.arange(3), "s": torch.tensor(2.0)}
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
     write_weights(safetensors_file(tmp_path / "a.safetensors"), tmp_path / "w", dtype="bfloat16")
-    weights = weights_from(tmp_path / "w")
+    weights = open_weights(tmp_path / "w")
     assert same_bits(
         whole(weights, "w", tensors["w"]).view(torch.int16),
         tensors["w"].bfloat16().view(torch.int16),
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_whole_and_built_from(tmp_path):
     save = functools.partial(run_steps, layout, steps=1, save_to=tmp_path / "run")
     wanted = run_ranks(save, 2)[0]["parameters"]
     export_checkpoint(tmp_path / "run", tmp_path / "w", shard_bytes=3000)
-    weights = weights_from(tmp_path / "w", allow_extra=["*"])
+    weights = open_weights(tmp_path / "w", allow_extra=["*"])
     for name, x in wanted.items():
         assert whole(weights, name, torch.from_numpy(x)).numpy().tobytes() == x.tobytes(), name
 
@@ -158,7 +158,7 @@ def test_a_large_tensor_is_read_and_written_in_parts(tmp_path, monkeypatch):
         folder = tmp_path / f"w{chunk}"
         write_weights(safetensors_file(tmp_path / "a.safetensors"), folder)
         assert len(asked) == parts
-        assert same_bits(whole(weights_from(folder), "x", x), x)
+        assert same_bits(whole(open_weights(folder), "x", x), x)
 
 
 def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_path):
@@ -169,7 +169,7 @@ def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_pat
     report = save_tensors(tensors, tmp_path / "w", shard_bytes=60, beside={"config.json": b"{}"})
     assert report["tensors"] == len(tensors)
     assert verify_weights(tmp_path / "w") == []
-    read = weights_from(tmp_path / "w")
+    read = open_weights(tmp_path / "w")
     for name, x in tensors.items():
         found = whole(read, name, x)
         assert (found.dtype, found.shape) == (x.dtype, x.shape), name
@@ -178,11 +178,11 @@ def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_pat
     file = tmp_path / "w" / report["files"][0]
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="does not verify"):
-        weights_from(tmp_path / "w")
+        open_weights(tmp_path / "w")
     with pytest.raises(ConfigError, match="is there already"):
         save_tensors(tensors, tmp_path / "w")
     save_tensors({"a": torch.ones(2, dtype=torch.float64)}, tmp_path / "w2", dtype="bfloat16")
-    assert weights_from(tmp_path / "w2")("a", (2,), (0,)).dtype == torch.bfloat16
+    assert open_weights(tmp_path / "w2")("a", (2,), (0,)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def killed_at(source, folder, place):
     """Export in this process, and kill it at a place."""
     kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
     appended, renamed, synced = (iter(range(1000)) for _ in range(3))
-    append, sync, replace = plain.write_all, files.sync_folder, Path.rename
+    append, sync, replace = plain.write_all, files.fsync_folder, Path.rename
     if place[0] == "rename":  # as where the disk cannot exchange two folders
-        files.exchange_paths = lambda *_: False
+        files.swap_paths = lambda *_: False
 
     def appending(*arguments):
         append(*arguments)
@@ -230,7 +230,7 @@ def killed_at(source, folder, place):
             kill()
         return replace(self, target)
 
-    plain.write_all, files.sync_folder = appending, syncing
+    plain.write_all, files.fsync_folder = appending, syncing
     Path.rename = renaming
     export_checkpoint(source, folder, overwrite=True, shard_bytes=100)
 
@@ -266,7 +266,7 @@ def test_an_export_that_is_killed_leaves_no_half_folder(place, source, tmp_path)
 def test_a_folder_is_never_missing_while_another_takes_its_place(source, tmp_path, monkeypatch):
     path, folder = source[0], tmp_path / "out/weights"
     export_checkpoint(path, folder)
-    old, seen, sync = tree(folder), [], files.sync_folder
+    old, seen, sync = tree(folder), [], files.fsync_folder
 
     def syncing(path):
         seen.append(tree(folder))
@@ -274,7 +274,7 @@ def test_a_folder_is_never_missing_while_another_takes_its_place(source, tmp_pat
             raise OSError(5, "Input/output error")
         sync(path)
 
-    monkeypatch.setattr(files, "sync_folder", syncing)
+    monkeypatch.setattr(files, "fsync_folder", syncing)
     for fails in (True, False):
         seen.clear()
         if fails:  # what is told to have failed is not there
@@ -297,7 +297,7 @@ def test_a_folder_whose_successor_cannot_take_its_name_comes_back(source, tmp_pa
         assert not path.exists()  # the old one has stepped aside
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files, "exchange_paths", lambda *_: False)  # as on NFS
+    monkeypatch.setattr(files, "swap_paths", lambda *_: False)  # as on NFS
     monkeypatch.setattr(files, "commit_folder", commit_fails)
     with pytest.raises(DiskError, match="Input/output error"):
         export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
@@ -362,7 +362,7 @@ def test_what_is_there_is_never_overwritten_unasked(source, tmp_path):
 def test_an_export_that_still_runs_keeps_its_folder(source, tmp_path):
     path, _ = source
     folder = tmp_path / "weights"
-    with files.new_folder(folder, by="export") as staging:
+    with files.atomic_folder(folder, by="export") as staging:
         (staging / "mine").write_text("")
         files.recover_folder(folder)
         assert (staging / "mine").exists()
@@ -483,7 +483,7 @@ def test_a_safetensors_file_that_lies_is_refused(header, data, said, tmp_path):
     header_file(folder / "model.safetensors", header, data)
     forged(folder)
     with pytest.raises(CheckpointError, match=said):
-        weights_from(folder)
+        open_weights(folder)
 
 
 @pytest.mark.case("K18")
@@ -536,11 +536,11 @@ def test_an_index_that_lists_other_tensors_is_refused(source, tmp_path):
     index.write_bytes(orjson.dumps(said))
     forged(folder)
     with pytest.raises(CheckpointError, match="does not list the tensors that are there"):
-        weights_from(folder)
+        open_weights(folder)
     shutil.copy(folder / "model-00001-of-00003.safetensors", folder / "twice.safetensors")
     forged(folder)
     with pytest.raises(CheckpointError, match="in two files"):
-        weights_from(folder)
+        open_weights(folder)
 
 
 def test_each_rank_hashes_its_share_and_all_refuse_alike(source, tmp_path):
@@ -552,7 +552,7 @@ def test_each_rank_hashes_its_share_and_all_refuse_alike(source, tmp_path):
 
     def read(axis):
         try:
-            weights = weights_from(folder, axis=axis)
+            weights = open_weights(folder, axis=axis)
         except CheckpointError as error:
             return error.what
         return all(same_bits(whole(weights, name, x), x) for name, x in wanted.items())
@@ -572,7 +572,7 @@ def test_each_rank_hashes_its_share_and_all_refuse_alike(source, tmp_path):
 def test_weights_of_another_name_or_shape_are_refused(source, tmp_path):
     path, _ = source
     export_checkpoint(path, tmp_path / "weights")
-    weights = weights_from(tmp_path / "weights")
+    weights = open_weights(tmp_path / "weights")
     with pytest.raises(CheckpointError, match=r"there is no nothing; there are embedding.weight"):
         weights("nothing", (1,), (0,))
     for shape, offset in (((7, 5), (0, 0)), ((7, 4), (1, 0)), ((7,), (0,))):

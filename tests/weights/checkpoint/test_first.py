@@ -3,12 +3,12 @@
 import shutil
 
 import pytest
-from checkpoint.small import small_run
+from weights.checkpoint.small import small_run
 
 import trainkit as tk
 from trainkit.tools.testing import faults
 from trainkit.types import ConfigError
-from trainkit.weights.checkpoint import FirstWeights, find_first_weights, first_weights_facts
+from trainkit.weights.checkpoint import InitialWeights, find_initial_weights, hash_initial_weights
 
 
 @pytest.fixture
@@ -26,51 +26,51 @@ KNOWN = {"first weights": "1234"}
 
 def test_nothing_asked_for_is_what_the_run_has_recorded(begun):
     run, first = begun
-    found = find_first_weights(None, run_dir=run)
-    assert (found, found.path) == (FirstWeights(first, run, KNOWN), run)
-    assert first_weights_facts(found, *small_run()[1::2]) == KNOWN
+    found = find_initial_weights(None, run_dir=run)
+    assert (found, found.path) == (InitialWeights(first, run, KNOWN), run)
+    assert hash_initial_weights(found, *small_run()[1::2]) == KNOWN
     path = run / "checkpoints" / "step_00000001"
-    found = find_first_weights(None, run_dir=run.parent / "fork", request=path)
-    assert found == FirstWeights(first, path, KNOWN)
-    assert find_first_weights(None, run_dir=run, request="never") == FirstWeights(None)
+    found = find_initial_weights(None, run_dir=run.parent / "fork", request=path)
+    assert found == InitialWeights(first, path, KNOWN)
+    assert find_initial_weights(None, run_dir=run, request="never") == InitialWeights(None)
 
 
 def test_of_a_base_that_has_gone_on_the_same_checkpoint_is_compared(begun):
     run, first = begun
     base = first.parent.parent
     tk.save_checkpoint(base, *small_run(steps=2))
-    assert find_first_weights(base, run_dir=run) == FirstWeights(first)
+    assert find_initial_weights(base, run_dir=run) == InitialWeights(first)
     moved = base.rename(base.parent / "moved")
-    found = find_first_weights(moved, run_dir=run)
-    assert found == FirstWeights(moved / "checkpoints" / first.name)
+    found = find_initial_weights(moved, run_dir=run)
+    assert found == InitialWeights(moved / "checkpoints" / first.name)
     with pytest.raises(ConfigError, match=r"there is no .*typo, and the run in .* began with"):
-        find_first_weights(run.parent / "typo", run_dir=run)
+        find_initial_weights(run.parent / "typo", run_dir=run)
 
 
 def test_a_base_that_was_deleted_leaves_its_run_alone(begun):
     run, first = begun
     shutil.rmtree(first)
     for named in (first, first.parent.parent):
-        assert find_first_weights(named, run_dir=run) == FirstWeights(first, run, KNOWN)
+        assert find_initial_weights(named, run_dir=run) == InitialWeights(first, run, KNOWN)
 
 
 def test_damage_is_passed_over_as_resume_does(begun):
     run, first = begun
     faults.flip_bit(run / "checkpoints" / "step_00000002" / "state.json", 100)
-    assert find_first_weights(None, run_dir=run).source == first
+    assert find_initial_weights(None, run_dir=run).source == first
     faults.flip_bit(run / "checkpoints" / "step_00000001" / "state.json", 100)
-    assert find_first_weights(None, run_dir=run) == FirstWeights(None)
+    assert find_initial_weights(None, run_dir=run) == InitialWeights(None)
 
 
 def test_adapters_need_their_base(tmp_path):
     facts = {"base": "99", "base_from": "runs/base", "config.init": "runs/other"}
     tk.save_checkpoint(tmp_path, *small_run(), facts=facts)
-    found = find_first_weights(None, run_dir=tmp_path)
+    found = find_initial_weights(None, run_dir=tmp_path)
     assert (str(found.source), found.own) == ("runs/base", None)
 
 
 def test_the_hash_is_that_of_the_weights(tmp_path):
     _, stages, _, ps = small_run()
-    found = first_weights_facts(FirstWeights(tmp_path), stages, ps)
-    assert found == first_weights_facts(FirstWeights(tmp_path), small_run()[1], ps)
-    assert found != first_weights_facts(FirstWeights(tmp_path), small_run(steps=2)[1], ps)
+    found = hash_initial_weights(InitialWeights(tmp_path), stages, ps)
+    assert found == hash_initial_weights(InitialWeights(tmp_path), small_run()[1], ps)
+    assert found != hash_initial_weights(InitialWeights(tmp_path), small_run(steps=2)[1], ps)

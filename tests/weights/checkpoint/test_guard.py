@@ -5,13 +5,13 @@ import math
 import attrs
 import pytest
 import torch
-from checkpoint.small import live, same, small_run
+from weights.checkpoint.small import live, same, small_run
 
 import trainkit as tk
 from trainkit.health import Policy
 from trainkit.types import Cursor, DiskError, NumericsError, StepBatch
 from trainkit.weights.checkpoint import list_checkpoints, write
-from trainkit.weights.checkpoint.guard import guarded_saves
+from trainkit.weights.checkpoint.guard import open_guarded_saver
 
 GOOD = {"loss": 2.0, "grad_norm": 1.0, "tokens": 8, "skipped": 0}
 BAD = GOOD | {"loss": math.nan, "skipped": 1}
@@ -27,12 +27,12 @@ def run(out, records, *, save_at=(), seen=None):
     """Train steps whose records are given; return the state, and what was told and noted."""
     state, stages, optimizer, ps = small_run(steps=0)
     told, events = [], []
-    options = {"policy": Policy(max_skips=2), "replay": replay_nothing, "tell": told.append}
+    options = {"policy": Policy(max_skips=2), "replay": replay_nothing, "log": told.append}
 
     def event(name, **facts):
         events.append((name, facts.get("step"), facts.get("reason", facts.get("error"))))
 
-    with guarded_saves(out, stages, optimizer, ps, event=event, **options) as (save, guard):
+    with open_guarded_saver(out, stages, optimizer, ps, event=event, **options) as (save, guard):
         for cursor, record in enumerate(records, 1):
             if not record["skipped"]:
                 for p in stages[0].parameters():
@@ -84,8 +84,8 @@ def test_a_storm_that_does_not_end_is_67_with_the_list_and_a_checkpoint_or_none(
 def test_a_save_that_finds_its_state_damaged_leads_back(tmp_path):
     state, stages, optimizer, ps = small_run(steps=1)
     options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
-    with guarded_saves(
-        tmp_path, stages, optimizer, ps, background=False, tell=lambda _: None, **options
+    with open_guarded_saver(
+        tmp_path, stages, optimizer, ps, background=False, log=lambda _: None, **options
     ) as (save, guard):
         save(state)
         good = live(stages, optimizer)
@@ -110,8 +110,8 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     state, stages, optimizer, ps = small_run(steps=1)
     told = []
     options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
-    with guarded_saves(
-        tmp_path, stages, optimizer, ps, background=False, tell=told.append, **options
+    with open_guarded_saver(
+        tmp_path, stages, optimizer, ps, background=False, log=told.append, **options
     ) as (save, guard):
         save(state)
         guard(attrs.evolve(state, step=2), GOOD, BATCH)
@@ -124,7 +124,10 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     full[0] = True
     with (
         pytest.raises(DiskError),
-        guarded_saves(tmp_path, stages, optimizer, ps, tell=told.append, **options) as (save, _),
+        open_guarded_saver(tmp_path, stages, optimizer, ps, log=told.append, **options) as (
+            save,
+            _,
+        ),
     ):
         save(attrs.evolve(state, step=3))
 
@@ -137,4 +140,4 @@ def test_without_the_guard_a_damaged_state_is_trained_on(tmp_path):
     for p in stages[0].parameters():
         p.grad = torch.full_like(p, math.nan)
     optimizer.step()
-    assert not any(p.isfinite().all() for p in tk.parameters_of(stages))
+    assert not any(p.isfinite().all() for p in tk.get_parameters(stages))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checkpoint.small import live, quiet, same
 from torch import nn
+from weights.checkpoint.small import live, quiet, same
 
 import trainkit as tk
 from trainkit.types import Cursor
@@ -95,7 +95,7 @@ def test_a_wrapper_that_shows_all_goes_on_bit_for_bit(tmp_path):
         model, parts = model_and_parts()
         optimizer = Both(*parts, show="all")
         run = [model], optimizer, tk.solo_parallel()
-        state = tk.resume(tmp_path, tk.TrainState(), *run, tell=quiet)
+        state = tk.resume(tmp_path, tk.TrainState(), *run, log=quiet)
         if state.step == 0:
             state = stepped(model, optimizer, state)
             tk.save_checkpoint(tmp_path, state, *run)
@@ -159,10 +159,10 @@ def test_a_module_with_an_extra_state_is_refused_before_the_first_step(tmp_path)
     run = tmp_path / "run"
     for nothing in (None, torch.empty(0), {}):
         model[0].extra = nothing
-        with tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel()):
+        with tk.checkpoint.open_saver(run, [model], optimizer, tk.solo_parallel()):
             pass
     model[0].extra = {"calls": 1}
     told = r"0 \(Counting\) has an extra state, a `dict`"
-    opening = tk.checkpoint.saves(run, [model], optimizer, tk.solo_parallel())
+    opening = tk.checkpoint.open_saver(run, [model], optimizer, tk.solo_parallel())
     with pytest.raises(ValueError, match=told), opening:
         pytest.fail("it was let in")

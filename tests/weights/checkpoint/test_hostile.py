@@ -13,8 +13,8 @@ import attrs
 import orjson
 import pytest
 import torch
-from checkpoint.small import live, reseal, rewrite, same, small_run
 from safetensors.torch import load_file, save_file
+from weights.checkpoint.small import live, reseal, rewrite, same, small_run
 
 import trainkit as tk
 from trainkit.tools.testing import run_ranks

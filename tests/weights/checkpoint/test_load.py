@@ -9,12 +9,12 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from checkpoint.damage import damage
-from checkpoint.small import live, quiet, reseal, rewrite, same, small_model, small_run
 from torch import nn
+from weights.checkpoint.damage import damage
+from weights.checkpoint.small import live, quiet, reseal, rewrite, same, small_model, small_run
 
 import trainkit as tk
-from trainkit.run.config import RunConfig, changes_of, option
+from trainkit.run.config import RunConfig, make_resume_rules, option
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint import (
@@ -25,7 +25,7 @@ from trainkit.weights.checkpoint import (
     staging,
     verify_checkpoint,
 )
-from trainkit.weights.checkpoint.facts import Changes, compare_facts
+from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
 from trainkit.weights.checkpoint.safe_files import owner_problems
 
@@ -101,7 +101,7 @@ def test_the_newest_that_is_whole_is_taken_and_the_loss_is_told(tmp_path):
     (tmp_path / "checkpoints/step_00000009").mkdir()  # as no save of ours leaves it
     (tmp_path / "checkpoints/.staging-0").mkdir()
     told = []
-    state = tk.resume(tmp_path, tk.TrainState(), *small_run(steps=0)[1:], tell=told.append)
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run(steps=0)[1:], log=told.append)
     assert state.step == 1
     names = ("step_00000009", "step_00000005", "step_00000002")
     assert [line.split(":")[0][-13:] for line in told[:3]] == list(names)
@@ -123,7 +123,7 @@ def test_without_verifying_the_newest_would_be_taken_damaged(tmp_path, monkeypat
     flip_last_byte(path / "rank_00000.safetensors")
     monkeypatch.setattr(reading, "_must_match", lambda *_: None)
     _, stages, optimizer, ps = small_run(steps=0)
-    assert tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=quiet).step == 2
+    assert tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=quiet).step == 2
     assert not same(live(*small_run(steps=2)[1:3]), live(stages, optimizer))
 
 
@@ -136,7 +136,7 @@ def test_when_nothing_is_whole_it_is_an_error_and_never_a_fresh_start(request_of
     (path / "rank_00000.safetensors").write_bytes(data)
     _, stages, optimizer, ps = small_run(steps=2)
     before = live(stages, optimizer)
-    options = {"request": request_of(path), "tell": quiet}
+    options = {"request": request_of(path), "log": quiet}
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors does not match its sha256"):
         tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, **options)
     assert same(before, live(stages, optimizer))
@@ -146,7 +146,7 @@ def test_when_nothing_is_whole_it_is_an_error_and_never_a_fresh_start(request_of
 def test_a_path_that_is_not_there_is_an_error(tmp_path):
     path = tmp_path / "checkpoints/step_00000999"
     with pytest.raises(CheckpointError, match="step_00000999 is not there") as error:
-        tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request=path, tell=quiet)
+        tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request=path, log=quiet)
     assert error.value.code == 66
 
 
@@ -154,14 +154,14 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 def test_without_the_check_a_run_would_begin_afresh(tmp_path, monkeypatch):
     """The negative control: a path that is not there read as "nothing to go on from"."""
     monkeypatch.setattr(load, "_candidates", lambda *_: iter(()))
-    options = {"request": tmp_path / "nowhere", "tell": quiet}
+    options = {"request": tmp_path / "nowhere", "log": quiet}
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], **options).step == 0
 
 
 @pytest.mark.case("G7")
 def test_an_empty_directory_is_a_fresh_start(tmp_path):
     fresh = tk.TrainState()
-    assert tk.resume(tmp_path, fresh, *small_run()[1:], tell=quiet) is fresh
+    assert tk.resume(tmp_path, fresh, *small_run()[1:], log=quiet) is fresh
 
 
 @pytest.mark.case("K9")
@@ -178,7 +178,7 @@ def test_the_pointer_for_people_is_never_read(kind, tmp_path):
     elif kind != "missing":
         target = {"dangling": "nowhere", "outside": other, "a torn one": "step_00000001"}[kind]
         pointer.symlink_to(target) if kind == "outside" else pointer.write_text(str(target))
-    assert tk.resume(run_dir, tk.TrainState(), *small_run()[1:], tell=quiet).step == 2
+    assert tk.resume(run_dir, tk.TrainState(), *small_run()[1:], log=quiet).step == 2
 
 
 @pytest.mark.case("K9")
@@ -192,7 +192,7 @@ def test_a_pointer_that_was_trusted_would_lose_steps(tmp_path, monkeypatch):
         return [directory / (directory / "latest").read_text().strip()]
 
     monkeypatch.setattr(load, "list_checkpoints", trusting)
-    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=quiet).step == 1
+    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=quiet).step == 1
 
 
 # ------------------------------------------------------------------------------- misfits
@@ -428,10 +428,10 @@ def test_a_checkpoint_of_another_run_is_refused_unless_it_is_asked_for(tmp_path)
     _, stages, optimizer, ps = small_run(steps=0)
     before = live(stages, optimizer)
     with pytest.raises(CheckpointError, match=f"run_id {run_of(foreign)}, this run has"):
-        tk.resume(one, tk.TrainState(), stages, optimizer, ps, tell=quiet)
+        tk.resume(one, tk.TrainState(), stages, optimizer, ps, log=quiet)
     assert same(before, live(stages, optimizer))
     told = []
-    options = {"request": copied, "tell": told.append}
+    options = {"request": copied, "log": told.append}
     assert tk.resume(one, tk.TrainState(), stages, optimizer, ps, **options).step == 3
     assert f"forked from {run_of(foreign)}" in told[-1]
     after = tk.save_checkpoint(one, tk.TrainState(step=4), stages, optimizer, ps)
@@ -447,7 +447,7 @@ def test_without_the_check_another_run_would_be_taken(tmp_path, monkeypatch):
     foreign = tk.save_checkpoint(tmp_path / "two", *small_run(steps=3))
     shutil.copytree(foreign, tmp_path / "one/checkpoints" / foreign.name)
     monkeypatch.setattr(load, "_refuse_another_run", lambda *_: None)
-    state = tk.resume(tmp_path / "one", tk.TrainState(), *small_run()[1:], tell=quiet)
+    state = tk.resume(tmp_path / "one", tk.TrainState(), *small_run()[1:], log=quiet)
     assert state.step == 3
 
 
@@ -461,28 +461,28 @@ def test_a_fork_leaves_its_parent_as_it_was(tmp_path):
         path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=steps))
     before = tree(tmp_path / "parent")
     rest = small_run(steps=0)[1:]
-    options = {"request": path, "tell": quiet}
+    options = {"request": path, "log": quiet}
     state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, **options)
     made = tk.save_checkpoint(tmp_path / "child", state, *rest)
     assert tree(tmp_path / "parent") == before
     assert run_of(made) != run_of(path)
     parent = json.loads((made / "manifest.json").read_text())["parent"]
     assert parent == {"run": run_of(path), "step": 2, "path": str(path)}
-    assert tk.resume(tmp_path / "child", tk.TrainState(), *rest, tell=quiet).step == 2
+    assert tk.resume(tmp_path / "child", tk.TrainState(), *rest, log=quiet).step == 2
 
 
 @pytest.mark.case("X13", "G7")
 def test_a_fork_that_is_killed_before_it_saves_does_not_begin_from_scratch(tmp_path):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=3))
     rest, child = small_run(steps=0)[1:], tmp_path / "child"
-    tk.resume(child, tk.TrainState(), *rest, request=path, tell=quiet)
-    assert tk.resume(child, tk.TrainState(), *rest, tell=quiet).step == 3
-    assert tk.resume(child, tk.TrainState(), *rest, request="never", tell=quiet).step == 0
-    assert tk.resume(child, tk.TrainState(), *rest, tell=quiet).step == 0
-    tk.resume(child, tk.TrainState(), *rest, request=path, tell=quiet)
+    tk.resume(child, tk.TrainState(), *rest, request=path, log=quiet)
+    assert tk.resume(child, tk.TrainState(), *rest, log=quiet).step == 3
+    assert tk.resume(child, tk.TrainState(), *rest, request="never", log=quiet).step == 0
+    assert tk.resume(child, tk.TrainState(), *rest, log=quiet).step == 0
+    tk.resume(child, tk.TrainState(), *rest, request=path, log=quiet)
     shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="step_00000003 is not there"):
-        tk.resume(child, tk.TrainState(), *rest, tell=quiet)
+        tk.resume(child, tk.TrainState(), *rest, log=quiet)
 
 
 @pytest.mark.case("X13")
@@ -491,7 +491,7 @@ def test_without_a_fork_nobody_would_know_the_parent(tmp_path, monkeypatch):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run())
     monkeypatch.setattr(load, "_is_fork", lambda *_: False)
     rest = small_run(steps=0)[1:]
-    options = {"request": path, "tell": quiet}
+    options = {"request": path, "log": quiet}
     state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, **options)
     made = tk.save_checkpoint(tmp_path / "child", state, *rest)
     assert json.loads((made / "manifest.json").read_text())["parent"] is None
@@ -510,24 +510,22 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
         os.chown(path / "index.json", 12345, -1)
         assert "belongs to user 12345" in owner_problems(path)[0]
     told, rest = [], small_run()[1:]
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, tell=told.append).step == 1
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 1
     assert any("can be written by everybody" in line for line in told)
     with pytest.raises(CheckpointError, match=r"resume: .*json"):
-        tk.resume(tmp_path, tk.TrainState(), *rest, strict_owner=True, tell=quiet)
+        tk.resume(tmp_path, tk.TrainState(), *rest, strict_owner=True, log=quiet)
 
 
 # ------------------------------------------------------------------------------- what has changed
 
 FACTS = {"config.seed": 0, "config.lr": 0.1, "config.microbatch": 2, "files of a": {"a.bin": "1"}}
-CHANGES = Changes(free=["microbatch"], flagged=["lr", "schedule-steps"])
+CHANGES = ResumeRules(free=["microbatch"], flagged=["lr", "schedule-steps"])
 
 
 def resume_with(run_dir, changes=CHANGES, **facts):
     told, run = [], small_run(steps=0)[1:]
     facts = FACTS | facts
-    state = tk.resume(
-        run_dir, tk.TrainState(), *run, facts=facts, changes=changes, tell=told.append
-    )
+    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, changes=changes, log=told.append)
     return state, told
 
 
@@ -546,24 +544,24 @@ def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
         resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
     assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
-    allowed = Changes(**{**vars_of(CHANGES), "allow": ["lr"]})
+    allowed = ResumeRules(**{**vars_of(CHANGES), "allow": ["lr"]})
     state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})
     assert told[-1] == "its config.lr is 0.1, the run's is 0.2"
     with pytest.raises(
         ConfigError, match="seed cannot change in a run; what can be allowed to is lr"
     ):
-        resume_with(with_facts, Changes(flagged=["lr"], allow=["seed"]))
+        resume_with(with_facts, ResumeRules(flagged=["lr"], allow=["seed"]))
 
 
-def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, capsys):
+def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, caplog):
     path, run = with_facts / "checkpoints" / "step_00000001", small_run(steps=0)[1:3]
     facts, told = FACTS | {"config.microbatch": 4}, []
-    load_checkpoint(path, *run, facts=facts, changes=CHANGES, tell=told.append)
+    load_checkpoint(path, *run, facts=facts, changes=CHANGES, log=told.append)
     assert told == ["its config.microbatch is 2, the run's is 4"]
     load_checkpoint(path, *run, facts=facts, changes=CHANGES)
-    assert capsys.readouterr().out == f"{told[0]}\n"
+    assert caplog.messages == told
     load_checkpoint(path, *run, facts=FACTS, changes=CHANGES)
-    assert capsys.readouterr().out == ""
+    assert caplog.messages == told
 
 
 def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts):
@@ -594,10 +592,10 @@ def test_without_facts_another_configuration_would_go_on(with_facts, monkeypatch
 def test_another_machine_is_told(tmp_path):
     path = tk.save_checkpoint(tmp_path, *small_run())
     told = []
-    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=told.append)
+    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=told.append)
     assert len(told) == 1
     rewrite(path, "state.json", lambda state: state["machine"].update(threads=77))
-    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=told.append)
+    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=told.append)
     assert f"written with threads 77, now {torch.get_num_threads()}" in told[-1]
 
 
@@ -618,7 +616,7 @@ def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_c
 
 
 def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
-    changes = Changes(free=["files"])
+    changes = ResumeRules(free=["files"])
     saved = {"files": {"a": "1", "b": "2"}, "fingerprint": "12"}
     moved = {"files": {"c": "1", "b": "2"}, "fingerprint": "12"}
     line = "files: a was removed; files: c was added"
@@ -636,7 +634,7 @@ def test_a_free_field_frees_no_fact_of_its_name():
 
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path
-    for changes in (changes_of(Config()), changes_of(config)):
+    for changes in (make_resume_rules(Config()), make_resume_rules(config)):
         refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, changes)
         assert (refused, told) == ([], ["its config.tokenizer is a, the run's is b"])
         refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, changes)
@@ -720,7 +718,7 @@ def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
 def test_a_fork_that_is_requeued_with_the_same_command_goes_on(tmp_path):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=2))
     rest, child, told = small_run(steps=0)[1:], tmp_path / "child", []
-    options = {"request": path, "tell": told.append}
+    options = {"request": path, "log": told.append}
     tk.resume(child, tk.TrainState(), *rest, **options)
     tk.save_checkpoint(child, tk.TrainState(step=7), *rest)
     assert tk.resume(child, tk.TrainState(), *rest, **options).step == 7

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.small import quiet, reseal
 from torch import nn
+from weights.checkpoint.small import quiet, reseal
 
 import trainkit as tk
 from trainkit.types import CheckpointError, Cursor
@@ -47,7 +47,7 @@ def old(request, tmp_path):
 def test_a_checkpoint_of_every_format_is_read(old):
     _, run_dir = old
     stages, optimizer, ps = fresh()
-    state = tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, tell=quiet)
+    state = tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, log=quiet)
     assert (state.step, state.tokens, state.cursor) == (3, 30, Cursor(3, (1, 2)))
     assert state.health == {"skips": 1.0}
     assert tk.state_hash(state, stages, optimizer, ps) == STATE_HASH
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_every_format_is_read(old):
 def test_reading_an_old_format_does_not_change_it(old):
     version, run_dir = old
     path = run_dir / "checkpoints/step_00000003"
-    tk.resume(run_dir, tk.TrainState(), *fresh(), tell=quiet)
+    tk.resume(run_dir, tk.TrainState(), *fresh(), log=quiet)
     for file in (FIXTURES / f"v{version}/step_00000003").iterdir():
         assert (path / file.name).read_bytes() == file.read_bytes()
 
@@ -81,6 +81,6 @@ def test_a_later_format_says_what_it_needs(old):
     reseal(path, version=VERSION + 1, trainkit="9.8.7")
     wanted = rf"version {VERSION + 1}, written by trainkit 9\.8\.7; .* upgrade trainkit"
     with pytest.raises(CheckpointError, match=wanted) as error:
-        tk.resume(run_dir, tk.TrainState(), *fresh(), tell=quiet)
+        tk.resume(run_dir, tk.TrainState(), *fresh(), log=quiet)
     assert error.value.code == 66
     assert verify_checkpoint(path)

@@ -7,18 +7,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole_step import Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, NumericsError
 from trainkit.weights.checkpoint import replicas
-from trainkit.weights.checkpoint.replicas import canary, nonfinite_names
+from trainkit.weights.checkpoint.replicas import find_nonfinite_state, make_replica_check
 
 ROUND = range(110, 210, 10)  # the ten looks in which each tensor is due once
 
 
 def flip(tensor, bit):
     """Flip one bit of the last element that this rank holds of a tensor."""
-    local = box_of(tensor).local
+    local = get_local_box(tensor).local
     local.view(torch.int64 if local.element_size() == 8 else torch.int32).reshape(-1)[-1] ^= (
         1 << bit
     )
@@ -30,7 +30,7 @@ def trained(layout, ps, steps):
     bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
     stages, optimizer = build(layout, ps)
     step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
-    look, told = canary(stages, optimizer, ps, every=1, within=3), []
+    look, told = make_replica_check(stages, optimizer, ps, every=1, within=3), []
     while state.step < steps:
         state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
         told += look(state.step)
@@ -41,7 +41,7 @@ def drifts(layout, degrees, names, guilty):
     """Flip bits of named tensors on one rank in turn; return what is found, and when."""
     with tk.parallel_session(**degrees) as ps:
         stages, optimizer, told = trained(layout, ps, 3)
-        look, found = canary(stages, optimizer, ps), {"while training": told}
+        look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
         found["before"] = [text for step in range(1, 111) for text in look(step)]
         tensors = replicas._tensors_of(stages, optimizer)
         for name in names:
@@ -157,7 +157,7 @@ def test_a_long_box_is_hashed_in_parts(monkeypatch):
 
 def test_one_process_has_nothing_to_compare():
     model = nn.Linear(2, 2)
-    look = canary([model], torch.optim.SGD(model.parameters()), tk.solo_parallel())
+    look = make_replica_check([model], torch.optim.SGD(model.parameters()), tk.solo_parallel())
     assert [look(step) for step in range(20)] == [[]] * 20
 
 
@@ -166,17 +166,17 @@ def test_a_period_that_cannot_be_kept_is_refused(every, within):
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="canary: every must be"):
-        canary([model], sgd, tk.solo_parallel(), every=every, within=within)
+        make_replica_check([model], sgd, tk.solo_parallel(), every=every, within=within)
 
 
 def damaged_state(degrees):
     """Put a NaN into a moment on rank 1; return what is named before and after."""
     with tk.parallel_session(**degrees) as ps:
         stages, optimizer, _ = trained(Layout(), ps, 1)
-        before = nonfinite_names(stages, optimizer, ps.world)
+        before = find_nonfinite_state(stages, optimizer, ps.world)
         if ps.world.index == 1:
-            box_of(replicas._tensors_of(stages, optimizer)[MOMENT]).local.fill_(torch.nan)
-        return before, nonfinite_names(stages, optimizer, ps.world)
+            get_local_box(replicas._tensors_of(stages, optimizer)[MOMENT]).local.fill_(torch.nan)
+        return before, find_nonfinite_state(stages, optimizer, ps.world)
 
 
 @pytest.mark.case("N4")
@@ -200,6 +200,6 @@ def test_few_of_many_damaged_tensors_are_named():
     for p in model.parameters():
         nn.init.constant_(p, torch.inf)
     with Reads() as reads:
-        told = nonfinite_names([model], torch.optim.SGD(model.parameters()), SOLO, most=2)
+        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, most=2)
     assert reads.count <= 1  # the host waits for the device once, not for each tensor
     assert told == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]

@@ -11,14 +11,14 @@ from torch import nn
 from whole_step import Layout, run_steps
 
 import trainkit as tk
-from trainkit.run.sinks import run_sinks
+from trainkit.run.sinks import open_run_sinks
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor, DiskError, Share
 from trainkit.weights.checkpoint import (
+    check_disk_space,
     list_checkpoints,
     load_weights,
-    require_space,
-    saves,
+    open_saver,
     verify_checkpoint,
 )
 
@@ -102,7 +102,7 @@ def unchanged(before, stages, optimizer):
 def test_counters_and_cursor_come_back(tmp_path):
     run = small_run(steps=3)
     tk.save_checkpoint(tmp_path, *run)
-    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=lambda _: None)
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=lambda _: None)
     assert (state.step, state.tokens, state.cursor) == (3, 7, Cursor(3, (1, 2)))
 
 
@@ -132,8 +132,8 @@ LOST = {
 @pytest.mark.parametrize("left", LOST.values(), ids=LOST)
 def test_a_run_that_has_saved_and_lost_it_does_not_begin_afresh(left, directory, tmp_path):
     with (
-        run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event),
-        saves(tmp_path, *small_run()[1:], event=event) as (save, saved),
+        open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event),
+        open_saver(tmp_path, *small_run()[1:], event=event) as (save, saved),
     ):
         log(1, {"loss": 1.0})
         save(tk.TrainState(step=1))
@@ -148,14 +148,14 @@ def test_a_run_that_has_saved_and_lost_it_does_not_begin_afresh(left, directory,
     assert "--resume never" in error.value.hint
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], request="never").step == 0
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=9):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9):
         pass
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:]).step == 0  # it has not saved
 
 
 @pytest.mark.case("L9")
 def test_a_run_that_never_saved_begins_afresh(tmp_path):
-    with run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event):
+    with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, event):
         log(1, {"loss": 1.0})
         event("save", step=1, path=None, error="no room")
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:]).step == 0
@@ -166,11 +166,11 @@ def test_a_fork_that_has_lost_what_it_saved_does_not_begin_at_the_fork_again(tmp
     run_dir, rest = tmp_path / "fork", small_run()[1:]
     run_dir.mkdir()
     for _ in range(2):  # a requeued job that has not saved yet
-        state = tk.resume(run_dir, tk.TrainState(), *rest, request=origin, tell=lambda _: None)
+        state = tk.resume(run_dir, tk.TrainState(), *rest, request=origin, log=lambda _: None)
     shutil.rmtree(tk.save_checkpoint(run_dir, attrs.evolve(state, step=2), *rest))
     for request in (origin, "auto"):
         with pytest.raises(CheckpointError, match="has saved"):
-            tk.resume(run_dir, tk.TrainState(), *rest, request=request, tell=lambda _: None)
+            tk.resume(run_dir, tk.TrainState(), *rest, request=request, log=lambda _: None)
 
 
 ODD = {
@@ -204,7 +204,7 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path):
     damaged = tmp_path / "checkpoints/step_00000002/rank_00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     told = []
-    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=told.append)
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=told.append)
     assert state.step == 1
     assert "step_00000002" in told[0]
     assert "step_00000001" in told[1]
@@ -216,7 +216,7 @@ def test_when_none_verifies_it_is_an_error_and_nothing_changes(tmp_path):
     _, stages, optimizer, ps = small_run()
     before = snapshot(stages, optimizer)
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=lambda _: None)
     assert unchanged(before, stages, optimizer)
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_shape_is_refused_with_all_differences(tmp_path)
     _, stages, optimizer, ps = small_run(width=5)
     before = snapshot(stages, optimizer)
     with pytest.raises(CheckpointError, match=r"model/weight is float32\[2, 3\]") as caught:
-        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=lambda _: None)
     assert "float32[2, 5]" in str(caught.value)
     assert unchanged(before, stages, optimizer)
 
@@ -236,11 +236,11 @@ def test_moments_never_begin_afresh_unseen(tmp_path):
     plain = torch.optim.SGD(model.parameters())
     tk.save_checkpoint(tmp_path / "plain", state, stages, plain, ps)
     with pytest.raises(CheckpointError, match="its optimizer is SGD, the run has AdamW"):
-        tk.resume(tmp_path / "plain", state, stages, optimizer, ps, tell=lambda _: None)
+        tk.resume(tmp_path / "plain", state, stages, optimizer, ps, log=lambda _: None)
     partial = torch.optim.AdamW([model.weight])
     tk.save_checkpoint(tmp_path / "partial", state, stages, partial, ps)
     with pytest.raises(CheckpointError, match="bias was not trained when it was saved"):
-        tk.resume(tmp_path / "partial", state, stages, optimizer, ps, tell=lambda _: None)
+        tk.resume(tmp_path / "partial", state, stages, optimizer, ps, log=lambda _: None)
 
 
 def test_weights_alone_can_be_read(tmp_path):
@@ -258,7 +258,7 @@ def test_buffers_are_saved_and_come_back(tmp_path):
     tk.save_checkpoint(tmp_path, tk.TrainState(step=1), [model], optimizer, solo)
     fresh = nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(fresh.parameters())
-    tk.resume(tmp_path, tk.TrainState(), [fresh], optimizer, solo, tell=lambda _: None)
+    tk.resume(tmp_path, tk.TrainState(), [fresh], optimizer, solo, log=lambda _: None)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), fresh.buffers(), strict=True))
 
 
@@ -275,7 +275,7 @@ def test_after_never_nothing_goes_back_to_the_abandoned_branch(tmp_path):
     for steps in (1, 3):
         tk.save_checkpoint(tmp_path, *small_run(steps=steps))
     rest, told = small_run()[1:], []
-    options = {"tell": told.append}
+    options = {"log": told.append}
     assert tk.resume(tmp_path, tk.TrainState(), *rest, request="never", **options).step == 0
     assert "set 2 checkpoints of another branch aside" in told[-1]
     assert tk.resume(tmp_path, tk.TrainState(), *rest, **options).step == 0
@@ -287,7 +287,7 @@ def test_after_never_nothing_goes_back_to_the_abandoned_branch(tmp_path):
 def test_after_an_older_one_nothing_goes_back_to_the_newer(tmp_path):
     paths = [tk.save_checkpoint(tmp_path, *small_run(steps=steps)) for steps in (1, 2, 3)]
     rest = small_run()[1:]
-    quiet = {"tell": lambda _: None}
+    quiet = {"log": lambda _: None}
     assert tk.resume(tmp_path, tk.TrainState(), *rest, request=paths[1], **quiet).step == 2
     assert tk.resume(tmp_path, tk.TrainState(), *rest, **quiet).step == 2
 
@@ -295,7 +295,7 @@ def test_after_an_older_one_nothing_goes_back_to_the_newer(tmp_path):
 def test_what_a_killed_save_left_is_removed(tmp_path):
     tk.save_checkpoint(tmp_path, *small_run())
     (tmp_path / "checkpoints/.staging-0").mkdir()
-    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], tell=lambda _: None)
+    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=lambda _: None)
     assert not (tmp_path / "checkpoints/.staging-0").exists()
 
 
@@ -303,7 +303,7 @@ def test_facts_must_be_what_they_were(tmp_path):
     run = small_run()
     tk.save_checkpoint(tmp_path, *run, facts={"corpus": "a", "more": [1, 2]})
     state = tk.TrainState()
-    quiet = {"tell": lambda _: None}
+    quiet = {"log": lambda _: None}
     assert tk.resume(tmp_path, state, *run[1:], facts={"more": (1, 2)}, **quiet).step == 1
     with pytest.raises(CheckpointError, match="its corpus is a, the run's is b"):
         tk.resume(tmp_path, state, *run[1:], facts={"corpus": "b"}, **quiet)
@@ -327,7 +327,7 @@ def test_another_kind_of_memory_is_refused(tmp_path):
     tk.save_checkpoint(tmp_path, state, stages, plain, ps)
     heavy = torch.optim.SGD(stages[0].parameters(), momentum=0.9)
     with pytest.raises(CheckpointError, match=r"has momentum = 0, the run's has 0\.9"):
-        tk.resume(tmp_path, state, stages, heavy, ps, tell=lambda _: None)
+        tk.resume(tmp_path, state, stages, heavy, ps, log=lambda _: None)
 
 
 def test_a_parameter_outside_the_stages_is_refused(tmp_path):
@@ -344,7 +344,7 @@ def test_an_empty_parameter_comes_back(tmp_path):
     model = nn.ParameterDict({"full": torch.ones(2), "empty": torch.empty(0, 4)})
     optimizer = torch.optim.SGD(model.parameters())
     tk.save_checkpoint(tmp_path, state, [model], optimizer, ps)
-    assert tk.resume(tmp_path, state, [model], optimizer, ps, tell=lambda _: None).step == 1
+    assert tk.resume(tmp_path, state, [model], optimizer, ps, log=lambda _: None).step == 1
 
 
 def save_with_one_rank_failing(run_dir):
@@ -372,7 +372,7 @@ def save_what_is_awkward(run_dir, kind):
     with tk.parallel_session(**degrees) as ps:
         if kind == "gathered":
             stages, optimizer = build(Layout(), ps)
-            batch = tk.batch.blank_batch(1, 4)
+            batch = tk.batch.make_padding_batch(1, 4)
             with torch.no_grad():
                 stages[0](batch.input_ids, position_ids=batch.position_ids, spans=batch.spans)
         else:
@@ -381,7 +381,7 @@ def save_what_is_awkward(run_dir, kind):
         state = tk.TrainState(tokens=1)
         found = tk.state_hash(state, stages, optimizer, ps)
         tk.save_checkpoint(run_dir, state, stages, optimizer, ps)
-        tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        tk.resume(run_dir, tk.TrainState(), stages, optimizer, ps, log=lambda _: None)
         return found, tk.state_hash(state, stages, optimizer, ps)
 
 
@@ -400,7 +400,7 @@ def local_moments(run_dir):
 
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
-        p = tk.parameters_of(stages)[0]
+        p = tk.get_parameters(stages)[0]
         optimizer.state[p]["mine"] = torch.zeros_like(p.to_local())
         tk.save_checkpoint(run_dir, tk.TrainState(), stages, optimizer, ps)
 
@@ -412,7 +412,7 @@ def test_local_state_of_a_sharded_parameter_is_refused(tmp_path):
 
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(DiskError, match="needs about"):
-        require_space(tmp_path, [nn.Linear(3, 2)], copies=1 << 50)
+        check_disk_space(tmp_path, [nn.Linear(3, 2)], copies=1 << 50)
 
 
 def test_another_dtype_is_refused_and_not_cast(tmp_path):
@@ -423,7 +423,7 @@ def test_another_dtype_is_refused_and_not_cast(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"model/weight is float32\[2, 3\], the run has bfloat16"
     ):
-        tk.resume(tmp_path, state, half, other, ps, tell=lambda _: None)
+        tk.resume(tmp_path, state, half, other, ps, log=lambda _: None)
 
 
 def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
@@ -431,7 +431,7 @@ def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
     before = {f"{i}.txt": "a" for i in range(9)}
     tk.save_checkpoint(tmp_path, *run, facts={"data": before})
     live = {**before, "0.txt": "b", "new.txt": "c"}
-    quiet = {"tell": lambda _: None}
+    quiet = {"log": lambda _: None}
     del live["1.txt"]
     with pytest.raises(CheckpointError) as error:
         tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": live}, **quiet)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainkit as tk
-from trainkit.schedules import due
+from trainkit.schedules import is_due
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint import (
     find_checkpoint,
@@ -28,7 +28,7 @@ from trainkit.weights.checkpoint.retention import (
     plan_retention,
     remove_checkpoint,
 )
-from trainkit.weights.checkpoint.save import save_checkpoint, saves
+from trainkit.weights.checkpoint.save import open_saver, save_checkpoint
 
 SOLO = tk.solo_parallel()
 
@@ -155,7 +155,7 @@ def test_what_powers_of_two_keep_is_what_is_due():
             Retention(last=2, powers_of_two=True),
         )
     }
-    assert kept == {70, 69} | {s for s in steps if due(s, 0, powers_of_two=True)}
+    assert kept == {70, 69} | {s for s in steps if is_due(s, 0, powers_of_two=True)}
     assert kept == {70, 69, 1, 2, 4, 8, 16, 32, 64}
 
 
@@ -168,7 +168,7 @@ def test_a_folder_of_weights_is_no_checkpoint_and_says_what_to_do(file, tmp_path
     (tmp_path / "manifest.json").write_text('{"format": "trainkit-weights"}')
     with pytest.raises(CheckpointError, match="holds weights alone") as error:
         find_checkpoint(tmp_path)
-    assert "weights_from" in error.value.hint
+    assert "open_weights" in error.value.hint
 
 
 def test_facts_that_a_reader_needs_are_named_where_they_are_not(tmp_path):
@@ -182,13 +182,13 @@ def test_the_best_is_found_and_a_damaged_one_passed_over(tmp_path):
     assert find_checkpoint(tmp_path).name == "step_00000004"
     assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
     damage(home / "step_00000002")
-    assert find_checkpoint(tmp_path, best=True, tell=told.append).name == "step_00000003"
+    assert find_checkpoint(tmp_path, best=True, log=told.append).name == "step_00000003"
     assert "passed over" in told[0]
     assert find_checkpoint(home / "step_00000001", best=True).name == "step_00000001"
     for step in (1, 3):
         shutil.rmtree(home / f"step_0000000{step}")
     with pytest.raises(CheckpointError, match="none has a score and verifies"):
-        find_checkpoint(tmp_path, best=True, tell=told.append)
+        find_checkpoint(tmp_path, best=True, log=told.append)
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         find_checkpoint(tmp_path / "nowhere", best=True)
 
@@ -199,12 +199,12 @@ def test_torn_ones_do_not_count_as_kept_and_go_once_a_newer_one_is_good(tmp_path
     damage(home / "step_00000003")
     damage(home / "step_00000004")
     told = []
-    report = apply_retention(home, Retention(last=2), tell=told.append)
+    report = apply_retention(home, Retention(last=2), log=told.append)
     assert "step_00000004 is damaged" in told[0]
     assert report["deleted"] == []
     assert report["verified"] == ["step_00000002", "step_00000001"]
     checkpoints(tmp_path, [5])
-    report = apply_retention(home, Retention(last=2), tell=told.append)
+    report = apply_retention(home, Retention(last=2), log=told.append)
     assert report["deleted"] == ["step_00000004", "step_00000003", "step_00000001"]
     assert names(home) == report["kept"] == ["step_00000005", "step_00000002"]
 
@@ -227,7 +227,7 @@ NOT_OURS = {
 def test_what_trainkit_has_not_made_is_left_alone(make, name, tmp_path):
     home = checkpoints(tmp_path, [2, 3, 4])
     make(home / name)
-    report = apply_retention(home, Retention(last=2), tell=lambda _: None)
+    report = apply_retention(home, Retention(last=2), log=lambda _: None)
     assert report["deleted"] == ["step_00000002"]
     assert (home / name).is_dir()
 
@@ -246,7 +246,7 @@ def test_when_nothing_verifies_nothing_goes(tmp_path):
     home = checkpoints(tmp_path, [1, 2, 3])
     for path in list_checkpoints(home):
         damage(path)
-    assert apply_retention(home, Retention(last=2), tell=lambda _: None)["deleted"] == []
+    assert apply_retention(home, Retention(last=2), log=lambda _: None)["deleted"] == []
 
 
 @pytest.mark.case("K11")
@@ -286,7 +286,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_half_a_checkpoint(tmp_path, monk
     assert names(home) == ["step_00000003", "step_00000002"]
     assert not (home / ".deleting-step_00000001/manifest.json").exists()
     monkeypatch.undo()
-    tk.resume(tmp_path, tk.TrainState(), *small_run(), tell=lambda _: None)
+    tk.resume(tmp_path, tk.TrainState(), *small_run(), log=lambda _: None)
     assert not list(home.glob(".deleting*"))
 
 
@@ -298,7 +298,7 @@ def test_saves_prune_as_they_go_and_read_each_only_once(tmp_path, monkeypatch):
         retention, "verify_checkpoint", lambda path: (read.append(path.name), real(path))[1]
     )
     home = checkpoints(tmp_path, [1, 2])
-    with saves(tmp_path, *small_run(), retention=Retention(last=3, every=4)) as (save, _):
+    with open_saver(tmp_path, *small_run(), retention=Retention(last=3, every=4)) as (save, _):
         for step in range(3, 11):
             save(tk.TrainState(step=step))
     assert [int(name[5:]) for name in names(home)] == [10, 9, 8, 4]
@@ -311,8 +311,8 @@ def test_a_deletion_that_fails_is_told_and_the_save_stands(tmp_path, monkeypatch
 
     monkeypatch.setattr(retention, "remove_checkpoint", refused)
     told = []
-    with saves(
-        tmp_path, *small_run(), retention=Retention(last=2), tell=told.append, background=False
+    with open_saver(
+        tmp_path, *small_run(), retention=Retention(last=2), log=told.append, background=False
     ) as (save, saved):
         for step in (1, 2, 3):
             save(tk.TrainState(step=step))
@@ -357,7 +357,10 @@ def test_a_link_is_left_alone_and_what_it_leads_to_too(tmp_path, monkeypatch):
 def test_a_pointer_that_cannot_be_written_does_not_keep_old_checkpoints(tmp_path):
     (tmp_path / "checkpoints/latest").mkdir(parents=True)
     told = []
-    with saves(tmp_path, *small_run(), retention=Retention(last=2), tell=told.append) as (save, _):
+    with open_saver(tmp_path, *small_run(), retention=Retention(last=2), log=told.append) as (
+        save,
+        _,
+    ):
         for step in range(4):
             save(tk.TrainState(step=step))
     assert names(tmp_path / "checkpoints") == ["step_00000003", "step_00000002"]

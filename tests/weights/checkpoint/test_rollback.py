@@ -6,7 +6,7 @@ import json
 import attrs
 import pytest
 import torch
-from checkpoint.small import live, quiet, same, small_run
+from weights.checkpoint.small import live, quiet, same, small_run
 
 import trainkit as tk
 from trainkit.tools.testing import run_ranks
@@ -36,7 +36,7 @@ def run_to(run_dir, *, saves=(2, 4), until=7):
 def test_the_state_goes_back_and_the_data_does_not(tmp_path):
     *run, kept = run_to(tmp_path, saves=(2, 4, 6))
     told = []
-    found = roll_back(tmp_path, *run, before=4, tell=told.append)
+    found = roll_back(tmp_path, *run, before=4, log=told.append)
     assert (found.step, found.tokens, found.cursor) == (4, 40, Cursor(12))
     assert found.health["losses"] == [4.0]
     assert (found.health["rollbacks"], found.health["rolled_back"]) == (1.0, [5.0])
@@ -51,9 +51,9 @@ def test_the_state_goes_back_and_the_data_does_not(tmp_path):
 @pytest.mark.case("N5")
 def test_a_run_that_is_killed_after_a_rollback_goes_on_from_it(tmp_path):
     *run, _ = run_to(tmp_path)
-    found = roll_back(tmp_path, *run, before=4, tell=quiet)
+    found = roll_back(tmp_path, *run, before=4, log=quiet)
     rest = small_run(steps=0)[1:]
-    state = tk.resume(tmp_path, tk.TrainState(), *rest, tell=quiet)
+    state = tk.resume(tmp_path, tk.TrainState(), *rest, log=quiet)
     assert (state.step, state.cursor, state.health) == (4, found.cursor, found.health)
     assert same(live(*rest[:2]), live(run[1], run[2]))
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_the_bad_steps_or_a_damaged_one_is_not_taken(tmp_path):
     *run, _ = run_to(tmp_path, saves=(2, 3, 4, 6))
     shard = tmp_path / "checkpoints/step_00000003/rank_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert roll_back(tmp_path, *run, before=3, tell=quiet).step == 2
+    assert roll_back(tmp_path, *run, before=3, log=quiet).step == 2
 
 
 @pytest.mark.case("N5")
@@ -71,11 +71,11 @@ def test_after_so_many_rollbacks_it_ends_with_the_list(tmp_path):
     state, *rest, _ = run_to(tmp_path)
     for count, first_bad in enumerate((5.0, 6.0)):
         state = attrs.evolve(state, health={**state.health, "first_bad": first_bad})
-        state = roll_back(tmp_path, state, *rest, before=4, max_rollbacks=2, tell=quiet)
+        state = roll_back(tmp_path, state, *rest, before=4, max_rollbacks=2, log=quiet)
         assert state.health["rollbacks"] == count + 1
     before = live(*rest[:2])
     with pytest.raises(NumericsError, match=r"may roll back 2 times.*before step 5, 6") as error:
-        roll_back(tmp_path, state, *rest, before=4, max_rollbacks=2, tell=quiet)
+        roll_back(tmp_path, state, *rest, before=4, max_rollbacks=2, log=quiet)
     assert error.value.code == 67
     assert same(before, live(*rest[:2]))
 
@@ -84,7 +84,7 @@ def test_after_so_many_rollbacks_it_ends_with_the_list(tmp_path):
 def test_without_an_earlier_checkpoint_it_says_so(tmp_path):
     *run, _ = run_to(tmp_path, saves=(6,))
     with pytest.raises(CheckpointError, match="no checkpoint at or before step 4 that verifies"):
-        roll_back(tmp_path, *run, before=4, tell=quiet)
+        roll_back(tmp_path, *run, before=4, log=quiet)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000006"]
 
 
@@ -93,7 +93,7 @@ def test_without_it_auto_would_go_on_from_the_bad_branch(tmp_path):
     """The negative control: the newest checkpoint is one of the steps that went wrong."""
     run_to(tmp_path, saves=(2, 4, 6))
     rest = small_run(steps=0)[1:]
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, tell=quiet).step == 6
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=quiet).step == 6
 
 
 def roll_back_on_two(run_dir):
@@ -101,8 +101,8 @@ def roll_back_on_two(run_dir):
     with tk.parallel_session() as ps:
         tk.save_checkpoint(run_dir, state, stages, optimizer, ps)
         later = attrs.evolve(state, step=3, cursor=Cursor(9))
-        found = roll_back(run_dir, later, stages, optimizer, ps, before=2, tell=quiet)
-        failing = functools.partial(roll_back, run_dir, later, stages, optimizer, ps, tell=quiet)
+        found = roll_back(run_dir, later, stages, optimizer, ps, before=2, log=quiet)
+        failing = functools.partial(roll_back, run_dir, later, stages, optimizer, ps, log=quiet)
         with pytest.raises(CheckpointError):
             failing(before=0)
         return found.step, found.cursor.batch

@@ -18,15 +18,15 @@ from whole_step import Layout, build
 
 import trainkit as tk
 from trainkit import files
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError, Cursor, DiskError, NumericsError
 from trainkit.weights.checkpoint import background_save as flight
 from trainkit.weights.checkpoint import list_checkpoints, snapshot, verify_checkpoint, write
 from trainkit.weights.checkpoint.boxes import DTYPES
-from trainkit.weights.checkpoint.directory import fork_run, run_identity
+from trainkit.weights.checkpoint.directory import fork_run, get_run_id
 from trainkit.weights.checkpoint.manifest import is_sealed, read_manifest
-from trainkit.weights.checkpoint.save import save_checkpoint, saves
+from trainkit.weights.checkpoint.save import open_saver, save_checkpoint
 from trainkit.weights.checkpoint.tensors import run_tensors, state_hash
 
 SOLO = tk.solo_parallel()
@@ -57,7 +57,7 @@ def test_a_manifest_says_which_run_which_configuration_and_which_state(tmp_path)
     path = save_checkpoint(tmp_path, *run, config={"lr": 0.1, "seed": 3}, score=1.5)
     manifest = read_manifest(path)
     assert manifest["version"] == 2
-    assert manifest["run"] == run_identity(tmp_path)["run"]
+    assert manifest["run"] == get_run_id(tmp_path)["run"]
     assert manifest["config"] == {"lr": 0.1, "seed": 3}
     assert manifest["state_hash"] == state_hash(*run)
     assert (manifest["score"], manifest["torch"]) == (1.5, torch.__version__)
@@ -68,7 +68,7 @@ def test_what_health_remembers_is_in_the_hash_and_comes_back(tmp_path):
     state, *rest = small_run()
     assert state_hash(state, *rest) != state_hash(tk.TrainState(1, 7, state.cursor), *rest)
     save_checkpoint(tmp_path, state, *rest)
-    found = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+    found = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
     assert found.health == HEALTH
     assert state_hash(found, *rest) == state_hash(state, *rest)
 
@@ -112,7 +112,7 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
         model = One(**options)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         rest = [model], optimizer, SOLO
-        state = tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+        state = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
         if not ends:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -145,7 +145,7 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
     rest = [model], torch.optim.SGD(model.parameters()), SOLO
 
     def half(tensor, **options):
-        box = box_of(tensor, **options)
+        box = get_local_box(tensor, **options)
         return attrs.evolve(box, local=box.local[:1])
 
     monkeypatch.setattr("trainkit.weights.checkpoint.tensors.box_of", half)
@@ -157,7 +157,7 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         monkeypatch.setattr(write, "_refuse_gaps", lambda *_: None)
         save_checkpoint(tmp_path, tk.TrainState(), *rest)
         with pytest.raises(CheckpointError):
-            tk.resume(tmp_path, tk.TrainState(), *rest, tell=lambda _: None)
+            tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
 
 
 def test_a_configuration_that_is_not_plain_is_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_saved_and_loaded_and_saved_again_it_is_the_same(tmp_path):
     first = save_checkpoint(tmp_path, *small_run(3))
     _, stages, optimizer, ps = small_run(1)
     for _ in range(2):
-        state = tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, tell=lambda _: None)
+        state = tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=lambda _: None)
         again = save_checkpoint(tmp_path, state, stages, optimizer, ps)
         assert read_manifest(again) == read_manifest(first)
 
@@ -225,23 +225,23 @@ def test_the_hash_that_threads_add_up_is_that_of_the_state_in_every_layout(tmp_p
 
 def test_a_directory_keeps_its_identity_when_the_file_is_lost_or_damaged(tmp_path):
     save_checkpoint(tmp_path, *small_run())
-    known = run_identity(tmp_path)
+    known = get_run_id(tmp_path)
     file = tmp_path / "run.json"
     good = file.read_bytes()
     for damaged in (b"", b"{}", good.replace(known["run"].encode(), b"0" * 32)):
         file.write_bytes(damaged)
-        assert run_identity(tmp_path) == known
+        assert get_run_id(tmp_path) == known
         assert file.read_bytes() == good
     file.unlink()
-    assert run_identity(tmp_path) == known
+    assert get_run_id(tmp_path) == known
 
 
 def test_a_fork_has_an_identity_of_its_own_and_names_its_parent(tmp_path):
-    parent = {**run_identity(tmp_path), "step": 3, "path": "elsewhere"}
+    parent = {**get_run_id(tmp_path), "step": 3, "path": "elsewhere"}
     fork = fork_run(tmp_path, parent)
     assert fork["run"] != parent["run"]
     path = save_checkpoint(tmp_path, *small_run())
-    assert read_manifest(path)["parent"] == run_identity(tmp_path)["parent"] == parent
+    assert read_manifest(path)["parent"] == get_run_id(tmp_path)["parent"] == parent
 
 
 # ------------------------------------------------------------------------- never into what exists
@@ -305,7 +305,7 @@ def order_of(tmp_path, monkeypatch):
         events.append(("rename", Path(target).name))
         return rename(self, target)
 
-    run_identity(tmp_path)
+    get_run_id(tmp_path)
     monkeypatch.setattr(os, "fsync", traced_fsync)
     monkeypatch.setattr(Path, "rename", traced_rename)
     save_checkpoint(tmp_path, *small_run())
@@ -332,7 +332,7 @@ def test_data_then_manifest_then_directory_then_name_then_parent(tmp_path, monke
 
 @pytest.mark.case("F8")
 def test_control_a_directory_that_is_not_synced_shows(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "sync_folder", lambda _: None)
+    monkeypatch.setattr(files, "fsync_folder", lambda _: None)
     assert not durable_before_it_is_named(order_of(tmp_path, monkeypatch))
 
 
@@ -496,7 +496,7 @@ def test_reports_are_sealed_and_gone_after_a_commit(tmp_path, monkeypatch):
 def test_many_small_tensors_are_saved_in_bounded_time(tmp_path):
     model = nn.ParameterList(torch.ones(2) for _ in range(1000))
     optimizer = torch.optim.SGD(model.parameters())
-    with saves(tmp_path, [model], optimizer, SOLO, background=False) as (save, saved):
+    with open_saver(tmp_path, [model], optimizer, SOLO, background=False) as (save, saved):
         save(tk.TrainState(step=1))
         (outcome,) = saved()
     assert outcome.seconds < 10

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
-from trainkit.weights.checkpoint.sources import weights_from
+from trainkit.weights.checkpoint.sources import open_weights
 from trainkit.weights.checkpoint.stored import check_crc
 from trainkit.weights.convert import foreign, pickled
-from trainkit.weights.convert.foreign import foreign_tensors
+from trainkit.weights.convert.foreign import read_foreign_tensors
 from trainkit.weights.convert.weights import convert_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -98,7 +98,7 @@ def whole(weights, name, x):
 
 
 def assert_same(folder, wanted):
-    weights = weights_from(folder)
+    weights = open_weights(folder)
     for name, x in wanted.items():
         found = whole(weights, name, x)
         assert found.dtype == x.dtype, name
@@ -633,7 +633,7 @@ def _claim(metadata):
 @pytest.mark.case("K3", "K4")
 def test_a_damaged_item_is_refused_where_torch_says_nothing(sharded, tmp_path):
     clean = torchs(sharded)
-    found = foreign_tensors(sharded)
+    found = read_foreign_tensors(sharded)
     chance = random.Random(0)
     silent = 0
     for name in sorted(found.tensors):
@@ -676,7 +676,7 @@ def test_any_other_damage_is_refused_or_harmless(sharded, tmp_path, monkeypatch)
             assert_same(out, wanted)  # a byte between two tensors
     shard.write_bytes(good)
     # The control: without the CRCs a flipped bit goes through.
-    extent = foreign_tensors(sharded).tensors["model.0.weight"].extents[0]
+    extent = read_foreign_tensors(sharded).tensors["model.0.weight"].extents[0]
     bad = bytearray(extent.path.read_bytes())
     bad[extent.start] ^= 1
     extent.path.write_bytes(bad)

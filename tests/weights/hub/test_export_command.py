@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from trainkit import evaluation, hub
 from trainkit.__main__ import main
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
-from trainkit.models import build_decoder, call_model, call_routed, decoder_config
+from trainkit.models import build_decoder, call_model, call_routed, make_decoder_config
 from trainkit.models.decoder import whole_logits
 from trainkit.text.chat import (
-    SOURCES,
+    JINJA_SOURCES,
     TEMPLATES,
     encode_chat,
-    folder_stop_ids,
-    folder_template,
-    jinja_template,
-    stop_ids,
+    find_stop_ids,
+    make_jinja_template,
+    read_stop_ids,
+    read_template,
 )
 from trainkit.text.tokenizers import (
     encode_document,
@@ -37,8 +37,8 @@ from trainkit.types import TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 
 transformers = pytest.importorskip("transformers")
-CONFIG = decoder_config("tiny", layers=2)
-GOLDEN = Path(__file__).parents[1] / "chat" / "golden"
+CONFIG = make_decoder_config("tiny", layers=2)
+GOLDEN = Path(__file__).parents[2] / "text" / "chat" / "golden"
 
 
 def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, **facts):
@@ -68,9 +68,9 @@ def test_a_run_that_began_with_a_folder_keeps_its_context(tmp_path, capsys):
     flags = [tmp_path / "run", tmp_path / "there", "--overwrite", "--context", 512]
     assert command(capsys, *flags)[0] == 0
     assert hub.open_folder(tmp_path / "there").values["max_position_embeddings"] == 512
-    found = hub.open_trained(tmp_path / "run", context=64)
+    found = hub.open_model(tmp_path / "run", context=64)
     assert (found.context, found.full_context) == (64, 1024)
-    assert hub.open_trained(tmp_path / "run").context == 1024
+    assert hub.open_model(tmp_path / "run").context == 1024
 
 
 def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_pat
     said = tokenizer("def naïve(): <|im_end|>", return_tensors="pt").input_ids
     assert said[0].tolist() == [256, *open_tokenizer("bytes").encode("def naïve(): <|im_end|>")]
     with torch.no_grad():
-        got, want = call_model(model, batch_of_rows(said)), theirs(said).logits
+        got, want = call_model(model, batch_from_rows(said)), theirs(said).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert tokenizer.decode([256, 104, 105, 257], skip_special_tokens=True) == "hi"
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id] == [
@@ -102,7 +102,7 @@ def test_what_is_exported_comes_in_again_as_it_was(tmp_path, capsys):
     command(capsys, tmp_path / "run", tmp_path / "there")
     folder = hub.open_folder(tmp_path / "there")
     assert attrs.evolve(folder.config, head_dim=None) == CONFIG
-    weights = hub.folder_weights(folder)
+    weights = hub.open_folder_weights(folder)
     for name, p in model.named_parameters():
         assert torch.equal(weights(name, tuple(p.shape), (0,) * p.ndim), p), name
 
@@ -116,7 +116,7 @@ def test_the_bytes_of_any_text_have_equal_ids_there(text):
     from tokenizers import Tokenizer
 
     ours = open_tokenizer("bytes")
-    theirs = Tokenizer.from_str(hub.tokenizer_files("bytes")["tokenizer.json"].decode())
+    theirs = Tokenizer.from_str(hub.make_tokenizer_files("bytes")["tokenizer.json"].decode())
     if any(name in text for name in ("<|bos|>", "<|eos|>", "<|pad|>")):
         return
     assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
@@ -147,7 +147,7 @@ def test_a_tokenizer_and_what_lies_beside_it_are_copied_through(tmp_path, capsys
 
 def test_a_tokenizer_file_alone_gets_the_files_that_name_its_roles(tmp_path):
     save_tokenizer(train_bpe(["low lower lowest"] * 3, vocab_size=270), tmp_path / "t.json")
-    files = hub.tokenizer_files(tmp_path / "t.json")
+    files = hub.make_tokenizer_files(tmp_path / "t.json")
     for name, data in files.items():
         (tmp_path / "there").mkdir(exist_ok=True)
         (tmp_path / "there" / name).write_bytes(data)
@@ -155,7 +155,7 @@ def test_a_tokenizer_file_alone_gets_the_files_that_name_its_roles(tmp_path):
     assert theirs.eos_token == "<|eos|>"
     ours = open_tokenizer(tmp_path / "t.json")
     assert theirs("lowest").input_ids == [ours.bos_id, *ours.encode("lowest")]
-    again = hub.tokenizer_files(tmp_path / "there")  # which begins texts with BOS already
+    again = hub.make_tokenizer_files(tmp_path / "there")  # which begins texts with BOS already
     assert again["tokenizer.json"] == files["tokenizer.json"]
 
 
@@ -179,8 +179,8 @@ def test_what_names_a_bos_and_adds_none_has_it_after_texts_and_not_after_convers
     home = like_gpt2(tmp_path / "base")
     saved_run(tmp_path / "run", tokenizer=home, **{"config.template": "chatml"})
     assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
-    assert not hub.open_trained(tmp_path / "run").adds_bos
-    assert not hub.open_trained(tmp_path / "there").adds_bos
+    assert not hub.open_model(tmp_path / "run").adds_bos
+    assert not hub.open_model(tmp_path / "there").adds_bos
 
 
 @pytest.mark.parametrize("name", ["bytes", "t.json", "gpt2"])
@@ -193,12 +193,12 @@ def test_a_run_and_its_export_are_given_the_same_ids(name, tmp_path, capsys):
     saved_run(tmp_path / "run", tokenizer=name)
     assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
-    run, folder = (hub.open_trained(tmp_path / each) for each in ("run", "there"))
+    run, folder = (hub.open_model(tmp_path / each) for each in ("run", "there"))
     assert run.adds_bos
     assert folder.adds_bos
     for text in ("lowest é", ""):
         pairs = [
-            evaluation.encode_pair(each.tokenizer, text, " more", add_bos=each.adds_bos)
+            evaluation.encode_continuation(each.tokenizer, text, " more", add_bos=each.adds_bos)
             for each in (run, folder)
         ]
         assert pairs[0] == pairs[1]
@@ -214,10 +214,10 @@ def spoken(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_template_of_a_run_gives_the_same_ids_in_transformers(name, tmp_path):
-    for file, data in hub.tokenizer_files("bytes", template=name).items():
+    for file, data in hub.make_tokenizer_files("bytes", template=name).items():
         (tmp_path / file).write_bytes(data)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer("bytes")
-    again = folder_template(tmp_path)
+    again = read_template(tmp_path)
     for row in spoken(name):
         how = {"add_generation_prompt": row.get("add_generation_prompt", False)}
         how["tools"] = row.get("tools")
@@ -234,9 +234,9 @@ def test_the_template_of_a_run_gives_the_same_ids_in_transformers(name, tmp_path
                 for each in (TEMPLATES[name], again)
             ]
             assert masks[0] == masks[1], row["name"]
-    stops = sorted([ours.eos_id, *stop_ids(ours, TEMPLATES[name])])
-    assert folder_stop_ids(tmp_path) == (*stops,)
-    assert stop_ids(ours, again) == stop_ids(ours, TEMPLATES[name])
+    stops = sorted([ours.eos_id, *find_stop_ids(ours, TEMPLATES[name])])
+    assert read_stop_ids(tmp_path) == (*stops,)
+    assert find_stop_ids(ours, again) == find_stop_ids(ours, TEMPLATES[name])
 
 
 def test_what_a_template_refuses_its_jinja_refuses():
@@ -249,7 +249,7 @@ def test_what_a_template_refuses_its_jinja_refuses():
     }
     wrong["llama3"] += [([{"role": "system", "content": "a"}], [{}]), ([called], [{}])]
     for name, cases in wrong.items():
-        native, jinja = TEMPLATES[name], jinja_template(SOURCES[name], stop="<|im_end|>")
+        native, jinja = TEMPLATES[name], make_jinja_template(JINJA_SOURCES[name], stop="<|im_end|>")
         for messages, tools in cases:
             for template in (native, jinja):
                 with pytest.raises(ValueError, match=r"no place|not know|at a time|the tools"):
@@ -258,9 +258,9 @@ def test_what_a_template_refuses_its_jinja_refuses():
 
 def test_a_folders_template_goes_through_and_another_takes_its_place(tmp_path, capsys):
     base, other = tmp_path / "base", tmp_path / "other"
-    for home, home_source in ((base, "{{ 'x' + eos_token }}"), (other, SOURCES["qwen3"])):
+    for home, home_source in ((base, "{{ 'x' + eos_token }}"), (other, JINJA_SOURCES["qwen3"])):
         home.mkdir()
-        for file, data in hub.tokenizer_files("bytes").items():
+        for file, data in hub.make_tokenizer_files("bytes").items():
             (home / file).write_bytes(data)
         (home / "chat_template.jinja").write_text(home_source)
     more = base / "additional_chat_templates"
@@ -277,13 +277,13 @@ def test_a_folders_template_goes_through_and_another_takes_its_place(tmp_path, c
     said = [{"role": "user", "content": "a"}]
     for tools, want in ((None, "x"), ([{"name": "f"}], "y")):
         got = theirs.apply_chat_template(said, tools=tools, tokenize=False)
-        ours = folder_template(tmp_path / "there")(said, tools=tools)
+        ours = read_template(tmp_path / "there")(said, tools=tools)
         assert got == f"{want}<|eos|>" == "".join(segment.text for segment in ours)
     for template in (str(other), "qwen3"):
-        files = hub.tokenizer_files(tmp_path / "moved", template=template)
-        assert files["chat_template.jinja"].decode() == SOURCES["qwen3"]
+        files = hub.make_tokenizer_files(tmp_path / "moved", template=template)
+        assert files["chat_template.jinja"].decode() == JINJA_SOURCES["qwen3"]
         assert b"chat_template" not in files["tokenizer_config.json"]
-        ids = [3, 257, *stop_ids(open_tokenizer("bytes"), TEMPLATES["qwen3"])]
+        ids = [3, 257, *find_stop_ids(open_tokenizer("bytes"), TEMPLATES["qwen3"])]
         said = {"eos_token_id": ids, "top_k": 5}
         assert orjson.loads(files["generation_config.json"]) == said
 
@@ -311,7 +311,7 @@ def test_a_folder_that_is_there_stays_unless_an_export_wrote_it(tmp_path, capsys
 
 def recipe(name):
     """Return a recipe as a module."""
-    path = Path(__file__).parents[2] / "recipes" / f"{name}.py"
+    path = Path(__file__).parents[3] / "recipes" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -328,7 +328,7 @@ def test_a_run_of_the_recipe_for_experts_is_loaded_by_transformers(tmp_path, cap
     assert theirs.config.model_type == "glm4_moe"
     ids = torch.arange(60).view(2, 30)
     with torch.no_grad():
-        got, want = whole_logits(call_routed(model, batch_of_rows(ids))), theirs(ids).logits
+        got, want = whole_logits(call_routed(model, batch_from_rows(ids))), theirs(ids).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 

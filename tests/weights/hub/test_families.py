@@ -6,18 +6,18 @@ import attrs
 import orjson
 import pytest
 import torch
-from hub import published, tiny
 from torch import nn
+from weights.hub import published, tiny
 
 from trainkit import hub
-from trainkit.batch import batch_of_rows
+from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
-from trainkit.models.sizes import config_from_facts, decoder_config, decoder_sizes
+from trainkit.models.sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.parallel import build_stages, problems
 from trainkit.tools.testing.builtin import decoder_batch
-from trainkit.types import CheckpointError, ConfigError, Layout, Rows, TrainState
+from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 from trainkit.weights.hub.folder import links_of, our_shapes
 from trainkit.weights.hub.links import check_links, linked, make_links, their_shapes
@@ -26,7 +26,7 @@ from trainkit.weights.hub.links import check_links, linked, make_links, their_sh
 def read(folder, context=tiny.CONTEXT):
     """Return the decoder that a folder holds."""
     opened = hub.open_folder(folder, context=context)
-    weights = hub.folder_weights(opened, dtype=torch.float32)
+    weights = hub.open_folder_weights(opened, dtype=torch.float32)
     (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
     return model
 
@@ -74,7 +74,7 @@ def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
     assert (tmp_path / "a" / "model.safetensors").exists() != sharded
     ours = read(tmp_path / "a")
     batch = decoder_batch(0)
-    alone = batch_of_rows(batch.input_ids)
+    alone = batch_from_rows(batch.input_ids)
     with torch.no_grad():
         near(ours_of(ours, alone), theirs_of(theirs, alone, packed=False), "logits of one document")
     is_token = batch.document_ids >= 0
@@ -102,7 +102,7 @@ def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
     theirs = their_shapes(links)
     files = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(x.shape) for name, x in files.items()} == theirs
-    back = linked(hub.folder_weights(folder), [link.turned() for link in links], theirs)
+    back = linked(hub.open_folder_weights(folder), [link.turned() for link in links], theirs)
     for name, x in files.items():
         assert torch.equal(back(name, theirs[name], (0,) * x.ndim), x), name
         if x.ndim == 2 and len(x) > 8:  # and any part of one
@@ -122,7 +122,7 @@ def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
             hub.import_tensors(state, values)
         assert "save_pretrained writes them apart" in error.value.hint
         state = load_file(tmp_path / "model.safetensors")
-    ours, want = hub.import_tensors(state, values), hub.folder_weights(folder)
+    ours, want = hub.import_tensors(state, values), hub.open_folder_weights(folder)
     assert ours.keys() == our_shapes(folder.config).keys()
     for name, x in ours.items():
         assert torch.equal(x, want(name, tuple(x.shape), (0,) * x.ndim)), name
@@ -136,9 +136,9 @@ def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
 
 
 def test_tensors_in_memory_that_are_not_the_models_are_named():
-    model = build_decoder(decoder_config("tiny", layers=1, tied=True), seed=0)
+    model = build_decoder(make_decoder_config("tiny", layers=1, tied=True), seed=0)
     theirs = hub.export_tensors(model.state_dict(), model.config, family="llama")
-    values = hub.write_config(model.config, context=64)
+    values = hub.write_decoder_config(model.config, context=64)
     embedding = theirs["model.embed_tokens.weight"]
     import_tensors = functools.partial(hub.import_tensors, values=values)
     ours = import_tensors(theirs | {"lm_head.weight": embedding})
@@ -183,8 +183,8 @@ def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(
     made = tiny.make_theirs(row)
     made.save_pretrained(tmp_path / "a")
     folder = hub.open_folder(tmp_path / "a", context=tiny.CONTEXT)
-    written = hub.write_config(folder.config, context=folder.context, family=folder.family)
-    again = hub.read_config(written, context=tiny.CONTEXT)
+    written = hub.write_decoder_config(folder.config, context=folder.context, family=folder.family)
+    again = hub.read_decoder_config(written, context=tiny.CONTEXT)
     assert attrs.evolve(again, head_dim=folder.config.head_dim) == folder.config
     theirs = type(made.config).from_dict(written)
     skipped = {"dtype", "architectures", "initializer_range", "transformers_version", "layer_types"}
@@ -196,9 +196,9 @@ def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(
     }
 
 
-@pytest.mark.parametrize("name", decoder_sizes())
+@pytest.mark.parametrize("name", list_decoder_sizes())
 def test_every_size_has_a_family_that_computes_it(name):
-    config = decoder_sizes()[name]
+    config = list_decoder_sizes()[name]
     families = {"tiny": "llama", "10m": "llama", "60m": "llama", "125m": "llama", "350m": "llama"}
     families |= {
         "mixtral-8x7b": "mixtral",
@@ -207,19 +207,22 @@ def test_every_size_has_a_family_that_computes_it(name):
     }
     families |= {"qwen3-235b-a22b": "qwen3_moe"}
     want = families.get(name, name.split("-")[0].split(".")[0])
-    found = hub.family_of(config)
+    found = hub.match_family(config)
     assert found.model_type == want
-    assert hub.read_config(hub.write_config(config, context=64)).rope_scaling == config.rope_scaling
+    assert (
+        hub.read_decoder_config(hub.write_decoder_config(config, context=64)).rope_scaling
+        == config.rope_scaling
+    )
     if config.layers * (config.experts.count if config.experts else 1) < 10_000:
         links_of(found, config)
 
 
 def test_a_decoder_of_no_family_is_told_why_of_each():
-    config = attrs.evolve(decoder_sizes()["tiny"], qk_norm=True, qkv_bias=True)
+    config = attrs.evolve(list_decoder_sizes()["tiny"], qk_norm=True, qkv_bias=True)
     with pytest.raises(
         ConfigError, match=r"llama: its qk_norm is False.*qwen3: its qkv_bias"
     ) as it:
-        hub.family_of(config)
+        hub.match_family(config)
     assert len(it.value.got) == len(hub.FAMILIES)
 
 
@@ -237,7 +240,7 @@ def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_p
     (tmp_path / "config.json").write_bytes(orjson.dumps(said))
     ours, ids = read(tmp_path, context=None), torch.arange(40).view(2, 20)
     with torch.no_grad():
-        near(ours_of(ours, batch_of_rows(ids)), theirs(ids).logits, name)
+        near(ours_of(ours, batch_from_rows(ids)), theirs(ids).logits, name)
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 8]}
@@ -272,7 +275,7 @@ def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
     values = quantize_folder(tmp_path, block)
     folder = hub.open_folder(tmp_path)
     links, theirs = links_of(folder.family, folder.config), {k: x.shape for k, x in values.items()}
-    back = linked(hub.folder_weights(folder), [link.turned() for link in links], theirs)
+    back = linked(hub.open_folder_weights(folder), [link.turned() for link in links], theirs)
     for name, x in values.items():
         assert torch.equal(back(name, x.shape, (0,) * x.ndim), x), name
         if x.ndim == 2 and len(x) > 15:
@@ -300,38 +303,38 @@ def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
         assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
             folder.config
         )
-        (found,) = problems(Layout(), folder.config, Rows(row_length=8, rows=1), world=1)
+        (found,) = problems(Layout(), folder.config, BatchShape(row_length=8, rows=1), world=1)
         assert f"the model has a context of {folder.config.reach}; set row_length" in str(found)
-    assert hub.init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
-    for file, data in hub.tokenizer_files("bytes").items():
+    assert hub.read_init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
+    for file, data in hub.make_tokenizer_files("bytes").items():
         (tmp_path / file).write_bytes(data)
     values = orjson.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(values | {"vocab_size": 271}))
-    assert hub.open_trained(tmp_path).context == 4
-    assert hub.open_trained(tmp_path, context=9).config.reach == 9
+    assert hub.open_model(tmp_path).context == 4
+    assert hub.open_model(tmp_path, context=9).config.reach == 9
 
 
 def test_a_context_beyond_learned_positions_is_refused(tmp_path):
-    config = decoder_sizes()["tiny"]
+    config = list_decoder_sizes()["tiny"]
     learned = attrs.evolve(config, positions=16, head_dim=None)
     make_run = {"config.tokenizer": "bytes", "config.row_length": 16}
     facts = {**make_run, "model": attrs.asdict(learned)}
     model = build_decoder(learned, seed=0)
     rest = [model], torch.optim.SGD(model.parameters()), solo_parallel()
     save_checkpoint(tmp_path, TrainState(), *rest, facts=facts)
-    assert hub.open_trained(tmp_path).context == 16
+    assert hub.open_model(tmp_path).context == 16
     with pytest.raises(ConfigError, match=r"17 tokens are asked for, and positions of .* reach 16"):
-        hub.open_trained(tmp_path, context=17)
+        hub.open_model(tmp_path, context=17)
 
 
 def test_a_map_with_a_gap_is_refused_by_name():
     shapes = {"a": (4, 2), "b": (2, 2)}
     with pytest.raises(ConfigError, match="no name for b"):
-        make_links({"a": hub.There("x")}, shapes, heads={}, rotary=0)
-    table = {"a": hub.There("x"), "b": hub.There("y")}
+        make_links({"a": hub.HFTensor("x")}, shapes, heads={}, rotary=0)
+    table = {"a": hub.HFTensor("x"), "b": hub.HFTensor("y")}
     with pytest.raises(ConfigError, match=r"make_links: b must have a dimension, got"):
         make_links(table, {"a": (2,), "b": ()}, heads={}, rotary=0)
-    links = make_links({"a": hub.There("x"), "b": hub.There("x")}, shapes, heads={}, rotary=0)
+    links = make_links({"a": hub.HFTensor("x"), "b": hub.HFTensor("x")}, shapes, heads={}, rotary=0)
     with pytest.raises(ConfigError, match="x: 12 of 8 elements are linked"):
         check_links(links, shapes)
 
@@ -339,7 +342,7 @@ def test_a_map_with_a_gap_is_refused_by_name():
 def test_a_transposed_and_joined_tensor_comes_back():
     shapes, table = {"q": (3, 2), "k": (4, 2)}, {}
     for name in shapes:
-        table[name] = hub.There("qk", joined=True, transposed=True)
+        table[name] = hub.HFTensor("qk", joined=True, transposed=True)
     links = make_links(table, shapes, heads={}, rotary=0)
     check_links(links, shapes)
     assert their_shapes(links) == {"qk": (2, 7)}

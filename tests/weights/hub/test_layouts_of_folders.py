@@ -9,14 +9,21 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from hub import tiny
 from safetensors.torch import load_file, save_file
+from weights.hub import tiny
 
 from trainkit import hub
 from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder
-from trainkit.parallel import box_of, build_stages, expert, fsdp, named_parameters_of, tensor
-from trainkit.parallel.names import named_buffers_of
+from trainkit.parallel import (
+    build_stages,
+    expert_parallel,
+    fsdp,
+    get_local_box,
+    get_named_parameters,
+    tensor_parallel,
+)
+from trainkit.parallel.names import get_named_buffers
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError, Layout, TrainState
 from trainkit.weights.checkpoint import list_checkpoints, save_checkpoint
@@ -51,14 +58,14 @@ def in_and_out(home, rows):
 def _in_and_out(home, ps, layout):
     """Read a folder in a layout, compare this rank's boxes, and write it with all ranks."""
     folder = hub.open_folder(home / "a")
-    config, whole = folder.config, hub.folder_weights(folder)
-    plan = [tensor(), *([expert()] if config.experts else []), fsdp(layout)]
-    weights = hub.folder_weights(folder, axis=ps.world)
+    config, whole = folder.config, hub.open_folder_weights(folder)
+    plan = [tensor_parallel(), *([expert_parallel()] if config.experts else []), fsdp(layout)]
+    weights = hub.open_folder_weights(folder, axis=ps.world)
     stages = build_stages(lambda: Decoder(config), ps, plan, weights=weights)
-    named = {**named_parameters_of(stages), **named_buffers_of(stages)}
+    named = {**get_named_parameters(stages), **get_named_buffers(stages)}
     seen = 0
     for name in our_shapes(config).keys() & named.keys():
-        box = box_of(named[name])
+        box = get_local_box(named[name])
         seen += box.local.numel()
         if box.local.numel():
             values = whole(name, tuple(box.local.shape), box.offset)
@@ -137,7 +144,7 @@ def test_bfloat16_is_written_where_it_is_asked_for_and_read_into_fp32(tmp_path):
         assert x.dtype == (torch.float32 if name in biases else torch.bfloat16)
     folder = hub.open_folder(tmp_path / "c")
     (model,) = build_stages(
-        lambda: Decoder(folder.config), solo_parallel(), [], weights=hub.folder_weights(folder)
+        lambda: Decoder(folder.config), solo_parallel(), [], weights=hub.open_folder_weights(folder)
     )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     want = theirs.model.norm.weight.bfloat16().float()
@@ -162,7 +169,7 @@ def peaks_of_reading(folders, share, ranks):
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     kept, found = [], []
     for folder in folders:
-        weights = hub.folder_weights(hub.open_folder(folder))
+        weights = hub.open_folder_weights(hub.open_folder(folder))
         for name, shape in weights.shapes.items():
             torch.empty(1, *shape[1:]).copy_(weights(name, (1, *shape[1:]), (0,) * len(shape)))
         Path("/proc/self/clear_refs").write_text("5")

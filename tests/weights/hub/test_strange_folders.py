@@ -6,8 +6,8 @@ import shutil
 import attrs
 import pytest
 import torch
-from hub import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from weights.hub import tiny
 
 import trainkit as tk
 from trainkit import adapters, hub
@@ -40,12 +40,12 @@ def say(home, *left_out, **changes):
 
 def through(home, out):
     """Train a folder for two steps, export it; return what `transformers` makes of it, and ours."""
-    trained, ps = hub.open_trained(home), tk.solo_parallel()
+    trained, ps = hub.open_model(home), tk.solo_parallel()
     make_model = lambda: Decoder(trained.config, head="hidden")  # noqa: E731
-    stages = tk.build_stages(make_model, ps, [], weights=adapters.base_weights(home))
-    params = tk.parameters_of(stages)
+    stages = tk.build_stages(make_model, ps, [], weights=adapters.open_base_weights(home))
+    params = tk.get_parameters(stages)
     optimizer = tk.optim.adamw(params, lr=1e-2)
-    batch = tk.batch.batch_of_rows(torch.arange(32).view(2, 16))
+    batch = tk.batch.batch_from_rows(torch.arange(32).view(2, 16))
     run = tk.bind_forward_backward(stages, tk.losses.next_token_linear, axis=ps.pp)
     for _ in range(2):
         run([batch], denominator=tk.count_valid_tokens([batch]))
@@ -138,11 +138,11 @@ def test_what_cannot_be_read_is_refused_by_what_it_is(change, error, told, tmp_p
     home = folder_of(tmp_path / "folder", **many)
     change(home)
     with pytest.raises(error, match=told):
-        adapters.base_weights(hub.open_trained(home).path)
+        adapters.open_base_weights(hub.open_model(home).path)
 
 
 def test_a_model_with_another_head_is_called_what_it_is(tmp_path):
     home = folder_of(tmp_path / "folder", kind="ForSequenceClassification")
     told = r"says \['LlamaForSequenceClassification'\], and LlamaForCausalLM is what is read; lm_h"
     with pytest.raises(CheckpointError, match=told):
-        hub.folder_weights(hub.open_folder(home))
+        hub.open_folder_weights(hub.open_folder(home))

@@ -27,21 +27,21 @@ def recipes(folder, code=0):
 
 def test_a_base_is_trained_once_and_a_pretrained_run_goes_before_it(tmp_path, capfd):
     place, runs = recipes(tmp_path / "recipes"), tmp_path / "runs"
-    assert hub.base_run(place, runs=runs) == runs / "base"
+    assert hub.ensure_base_run(place, runs=runs) == runs / "base"
     out, err = capfd.readouterr()
     assert (out, "what it prints" in err) == ("", True)  # what is printed is the recipe's alone
     (place / "pretrain.py").write_text("raise SystemExit(1)")
-    assert hub.base_run(place, runs=runs) == runs / "base"
+    assert hub.ensure_base_run(place, runs=runs) == runs / "base"
     (runs / "pretrain/checkpoints/step_00000007").mkdir(parents=True)
-    assert hub.base_run(place, runs=runs) == runs / "pretrain"
-    assert hub.base_run(place, recipe="finetune", runs=runs) == runs / "answers"
+    assert hub.ensure_base_run(place, runs=runs) == runs / "pretrain"
+    assert hub.ensure_base_run(place, recipe="finetune", runs=runs) == runs / "answers"
     (runs / "finetune/checkpoints/step_00000007").mkdir(parents=True)
-    assert hub.base_run(place, recipe="finetune", runs=runs) == runs / "finetune"
+    assert hub.ensure_base_run(place, recipe="finetune", runs=runs) == runs / "finetune"
 
 
 def test_a_base_that_was_stopped_ends_the_recipe_with_its_exit_code(tmp_path):
     with pytest.raises(SystemExit) as end:
-        hub.base_run(recipes(tmp_path / "recipes", code=75), runs=tmp_path / "runs")
+        hub.ensure_base_run(recipes(tmp_path / "recipes", code=75), runs=tmp_path / "runs")
     assert end.value.code == 75
 
 
@@ -51,16 +51,16 @@ def test_one_of_several_processes_trains_no_base(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ConfigError, match="nothing to begin with") as error:
-        hub.base_run(recipes(tmp_path / "recipes"), runs=tmp_path / "runs")
+        hub.ensure_base_run(recipes(tmp_path / "recipes"), runs=tmp_path / "runs")
     assert "python recipes/pretrain.py" in error.value.hint
     assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_nothing_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json.* and no checkpoints"):
-        hub.open_trained(tmp_path)
+        hub.open_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    for opened in (hub.open_trained, hub.open_folder):
+    for opened in (hub.open_model, hub.open_folder):
         with pytest.raises(CheckpointError, match=rf"{tmp_path} has no config\.json") as error:
             opened(tmp_path)
         assert "hf download NAME --local-dir DIR" in error.value.hint
@@ -75,5 +75,5 @@ def test_what_is_nothing_is_named(tmp_path):
 def test_adapters_without_their_model_are_refused_with_what_helps(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds adapters, without the model") as error:
-        hub.open_trained(tmp_path)
+        hub.open_model(tmp_path)
     assert "--merge" in error.value.hint

@@ -6,83 +6,88 @@ the model beneath, which no checkpoint of adapters holds; `merge` adds them to i
 transform that holds a model's in them.
 """
 
-from trainkit.post.adapters.aqn import quantization_noise
-from trainkit.post.adapters.base import adapter_facts, base_weights, keep_base_
+from trainkit.post.adapters.aqn import add_quantization_noise
+from trainkit.post.adapters.base import adapter_facts, exclude_frozen_, open_base_weights
 from trainkit.post.adapters.export import (
-    Saved,
+    SavedAdapters,
     export_peft,
-    merged_run,
-    merged_weights,
-    saved_adapters,
+    merge_run,
+    merge_weights,
+    read_adapters,
 )
-from trainkit.post.adapters.fake import LINEARS, convert_, fake_quantized, linear_transforms
+from trainkit.post.adapters.fake import (
+    LINEARS,
+    fake_quantize,
+    make_linear_transforms,
+    quantize_model_,
+)
 from trainkit.post.adapters.float8 import float8
 from trainkit.post.adapters.formats import (
     NF4_VALUES,
-    Format,
+    QuantizationFormat,
     Quantized,
     add_low_rank,
     dequantize,
     quantize,
-    round_trip,
+    quantize_dequantize,
 )
-from trainkit.post.adapters.freeze import Freeze, apply_freeze_, effective_freeze, freeze_facts
+from trainkit.post.adapters.freeze import Freeze, apply_freeze_, make_freeze_facts, select_frozen
 from trainkit.post.adapters.frozen import (
-    Packing,
+    QuantizationSpec,
+    can_shard_bytes,
     dequantized,
-    packings_of,
+    get_quantizations,
     quantized,
-    rounded_weights,
-    shards_bytes,
+    round_weights,
 )
-from trainkit.post.adapters.lowrank import Lora, activate_
-from trainkit.post.adapters.merge import merge_, merged, restart_
-from trainkit.post.adapters.peft import LowRanks, Peft, open_peft, to_peft
-from trainkit.post.adapters.trained import build_trained
+from trainkit.post.adapters.lowrank import Lora, select_adapter_
+from trainkit.post.adapters.merge import merge_adapters_, restart_adapters_, use_merged_adapters
+from trainkit.post.adapters.peft import LowRankFactors, PeftAdapter, read_peft, to_peft
+from trainkit.post.adapters.trained import build_trained_stages
 from trainkit.post.adapters.transform import lora, problems
 
 __all__ = [
     "LINEARS",
     "NF4_VALUES",
-    "Format",
     "Freeze",
     "Lora",
-    "LowRanks",
-    "Packing",
-    "Peft",
+    "LowRankFactors",
+    "PeftAdapter",
+    "QuantizationFormat",
+    "QuantizationSpec",
     "Quantized",
-    "Saved",
-    "activate_",
+    "SavedAdapters",
     "adapter_facts",
     "add_low_rank",
+    "add_quantization_noise",
     "apply_freeze_",
-    "base_weights",
-    "build_trained",
-    "convert_",
+    "build_trained_stages",
+    "can_shard_bytes",
     "dequantize",
     "dequantized",
-    "effective_freeze",
+    "exclude_frozen_",
     "export_peft",
-    "fake_quantized",
+    "fake_quantize",
     "float8",
-    "freeze_facts",
-    "keep_base_",
-    "linear_transforms",
+    "get_quantizations",
     "lora",
-    "merge_",
-    "merged",
-    "merged_run",
-    "merged_weights",
-    "open_peft",
-    "packings_of",
+    "make_freeze_facts",
+    "make_linear_transforms",
+    "merge_adapters_",
+    "merge_run",
+    "merge_weights",
+    "open_base_weights",
     "problems",
-    "quantization_noise",
     "quantize",
+    "quantize_dequantize",
+    "quantize_model_",
     "quantized",
-    "restart_",
-    "round_trip",
-    "rounded_weights",
-    "saved_adapters",
-    "shards_bytes",
+    "read_adapters",
+    "read_peft",
+    "restart_adapters_",
+    "round_weights",
+    "select_adapter_",
+    "select_frozen",
     "to_peft",
+    "use_merged_adapters",
 ]

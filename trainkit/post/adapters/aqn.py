@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.noise import key_of, normal_quantiles, signed
-from trainkit.parallel.names import box_of, canonical_name, named_parameters_of
+from trainkit.noise import make_key, normal_by_quantile, to_int64
+from trainkit.parallel.names import canonical_name, get_local_box, get_named_parameters
 from trainkit.parallel.reduction import local_of, reducers_of, reshard_
 from trainkit.post.adapters.frozen import Noise
 from trainkit.types import ConfigError
@@ -26,7 +26,7 @@ _NORMS = re.compile(r"layers\.\d+\.(attention|mlp)_norm\.weight")
 
 
 @contextmanager
-def quantization_noise(
+def add_quantization_noise(
     stages: Sequence[nn.Module], *, seed: int, step: int, weights: float = 0.0, norms: float = 0.0
 ) -> Iterator[None]:
     """Add noise to what is frozen for a `with` block: around a step's passes, or what it samples.
@@ -63,7 +63,7 @@ def quantization_noise(
         >>> scale_at = piecewise(1e-2, [(0, 1.0), (100, 0.05, "exponential")])
         >>> model = quantized("int8", modules="0")(nn.Sequential(nn.Linear(2, 2)), solo_parallel())
         >>> before = model(torch.ones(1, 2))
-        >>> with quantization_noise([model], seed=0, step=7, weights=scale_at(7)):
+        >>> with add_quantization_noise([model], seed=0, step=7, weights=scale_at(7)):
         ...     during = model(torch.ones(1, 2))
         >>> torch.equal(before, during), torch.equal(before, model(torch.ones(1, 2)))
         (False, True)
@@ -102,7 +102,7 @@ def _in_few_bits(stages: Sequence[nn.Module], scale: float) -> list[tuple[Any, s
 def _norms(stages: Sequence[nn.Module], scale: float) -> list[tuple[str, nn.Parameter]]:
     """Return the norms before attention and MLP, which must be frozen: a step would be undone."""
     _check("norms", scale)
-    named = [(x, p) for x, p in named_parameters_of(stages).items() if _NORMS.fullmatch(x)]
+    named = [(x, p) for x, p in get_named_parameters(stages).items() if _NORMS.fullmatch(x)]
     trained = [name for name, p in named if p.requires_grad]
     if scale and (trained or not named):
         what = f"{trained[0]} is trained" if trained else "no norm stands before attention or MLP"
@@ -113,11 +113,11 @@ def _norms(stages: Sequence[nn.Module], scale: float) -> list[tuple[str, nn.Para
 def _check(name: str, scale: float) -> None:
     if not 0 <= scale < math.inf:
         what = f"{name} must be at least 0 and finite, got {scale}"
-        raise ConfigError(f"quantization_noise: {what}", where=name, got=scale)
+        raise ConfigError(f"add_quantization_noise: {what}", where=name, got=scale)
 
 
 def _nothing(name: str, scale: float, what: str, mend: str) -> ConfigError:
-    told = f"quantization_noise: {name} is {scale}, and {what} on this rank; {mend}"
+    told = f"add_quantization_noise: {name} is {scale}, and {what} on this rank; {mend}"
     return ConfigError(told, where=name, got=scale)
 
 
@@ -134,14 +134,14 @@ def _add_(
     for stage in stages if moved else ():
         reshard_(reducers_of(stage))
     for name, p in moved:
-        box = box_of(p)
+        box = get_local_box(p)
         if box.local.numel():
             key = _key(seed, step, name, p)
-            box.local.add_(normal_quantiles(key, box.local.shape, box.offset) * scale)
+            box.local.add_(normal_by_quantile(key, box.local.shape, box.offset) * scale)
 
 
 def _key(seed: int, step: int, name: str, like: Tensor) -> Tensor:
-    key = signed(key_of(seed, "quantization noise", step, name))
+    key = to_int64(make_key(seed, "quantization noise", step, name))
     return torch.full((), key, dtype=torch.int64, device=like.device)
 
 

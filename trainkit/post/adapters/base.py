@@ -10,28 +10,28 @@ import attrs
 import orjson
 from torch import nn
 
-from trainkit.collectives import all_gather_json, together
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import mark_base_, named_parameters_of
-from trainkit.post.adapters.frozen import packings_of
+from trainkit.parallel.names import get_named_parameters, mark_base_
+from trainkit.post.adapters.frozen import get_quantizations
 from trainkit.post.adapters.lowrank import MERGE, adapters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import WEIGHTS, find_checkpoint, format_of
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of, weights_from
+from trainkit.weights.checkpoint.sources import model_of, open_weights
 from trainkit.weights.checkpoint.tensors import base_hash
-from trainkit.weights.hub.folder import folder_weights, is_folder, open_folder
+from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_weights
 
 
-def keep_base_(
+def exclude_frozen_(
     stages: Sequence[nn.Module], ps: ParallelState, *, source: Path | str | None
 ) -> dict[str, Any]:
     """Leave what is frozen out of checkpoints, and return facts by which it is known again.
 
     For when the stages are built and filled. Checkpoints of the run then hold what is trained
     alone, and `resume` refuses another base, by the fact "base". To go on, build the stages with
-    `base_weights(source)` again, and call this again.
+    `open_base_weights(source)` again, and call this again.
 
     Args:
         stages: This rank's stages.
@@ -49,11 +49,11 @@ def keep_base_(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(2, 2).requires_grad_(False)
-        >>> facts = keep_base_([model], solo_parallel(), source="runs/pretrain")
+        >>> facts = exclude_frozen_([model], solo_parallel(), source="runs/pretrain")
         >>> len(facts["base"]), facts["base_from"]
         (16, 'runs/pretrain')
     """
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     for p in named.values():
         mark_base_(p, is_base=not p.requires_grad)
     facts = adapter_facts(stages, axis=ps.world)
@@ -77,10 +77,10 @@ def adapter_facts(stages: Sequence[nn.Module], *, axis: Axis) -> dict[str, Any]:
         for _, _, beside in adapters_of(stages)
         for adapter in beside.values()
     ]
-    held = {name: x.form for stage in stages for name, x in packings_of(stage).items()}
+    held = {name: x.form for stage in stages for name, x in get_quantizations(stage).items()}
     told: dict[bytes, Any] = {}
     forms: dict[str, set[str]] = {}
-    for specs, packed in all_gather_json([own, held], axis):
+    for specs, packed in all_gather_objects([own, held], axis):
         told |= {orjson.dumps(one): one for one in specs}
         for name, form in packed.items():
             forms.setdefault(form, set()).add(name.rpartition(".")[0])
@@ -88,7 +88,7 @@ def adapter_facts(stages: Sequence[nn.Module], *, axis: Axis) -> dict[str, Any]:
     return {"adapters": [told[key] for key in sorted(told)], "quantized": names}
 
 
-def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
+def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
     """Return the weights of a Hugging Face folder, of a run or of an exported folder.
 
     Args:
@@ -108,19 +108,19 @@ def base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
         Reads and hashes files; communicates on `axis`.
 
     Examples:
-        >>> base_weights("/does/not/exist")
+        >>> open_base_weights("/does/not/exist")
         Traceback (most recent call last):
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
-    if is_folder(path):
-        return folder_weights(open_folder(path), axis=axis)
+    if is_hf_folder(path):
+        return open_folder_weights(open_folder(path), axis=axis)
     if format_of(Path(path)) == WEIGHTS:
-        return weights_from(path, axis=axis)
-    said = together(lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis)[0]
+        return open_weights(path, axis=axis)
+    said = run_on_all_ranks(lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis)[0]
     facts = read_facts(said)
     if "base" in facts:
         raise CheckpointError(
-            f"base_weights: {said} holds adapters alone, of a base at {facts.get('base_from')}",
+            f"open_base_weights: {said} holds only adapters, of a base at {facts.get('base_from')}",
             where=said,
             hint=MERGE,
         )

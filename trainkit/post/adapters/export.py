@@ -19,11 +19,11 @@ from trainkit.models.decoder import Decoder
 from trainkit.models.sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
 from trainkit.parallel.materialize import box_in, listed, shapes_of
-from trainkit.post.adapters.base import base_weights
-from trainkit.post.adapters.frozen import packings_of, rounded_weights
+from trainkit.post.adapters.base import open_base_weights
+from trainkit.post.adapters.frozen import get_quantizations, round_weights
 from trainkit.post.adapters.lowrank import BESIDE, Lora, split_name
-from trainkit.post.adapters.peft import CONFIG, LowRanks, to_peft
-from trainkit.post.adapters.trained import build_trained
+from trainkit.post.adapters.peft import CONFIG, LowRankFactors, to_peft
+from trainkit.post.adapters.trained import build_trained_stages
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.export import origin_of, row_boxes, write_weights
 from trainkit.weights.checkpoint.load import read_facts
@@ -32,15 +32,15 @@ from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.sources import model_of
 from trainkit.weights.checkpoint.stored import Stored
 from trainkit.weights.checkpoint.tensors import box_hash
-from trainkit.weights.hub.configs import family_named, family_of
+from trainkit.weights.hub.configs import family_named, match_family
 from trainkit.weights.hub.families import Family
-from trainkit.weights.hub.folder import is_folder, open_folder
+from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 _AT_ONCE = 1 << 22  # elements
 
 
 @attrs.frozen(eq=False)
-class Saved:
+class SavedAdapters:
     """What a checkpoint of adapters holds.
 
     Attributes:
@@ -52,23 +52,23 @@ class Saved:
 
     facts: Mapping[str, Any]
     loras: tuple[Lora, ...]
-    held: Mapping[str, LowRanks]
+    held: Mapping[str, LowRankFactors]
     whole: Mapping[str, Tensor]
 
 
-def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
+def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAdapters:
     """Read the adapters of a run into memory.
 
     Args:
-        checkpoint: A checkpoint of a run whose base is kept elsewhere (`keep_base_`); or the run,
-            of which the newest that verifies is taken.
+        checkpoint: A checkpoint of a run whose base is kept elsewhere (`exclude_frozen_`); or the
+            run, of which the newest that verifies is taken.
         name: The adapter, where several stand side by side and are saved.
 
     Raises:
         CheckpointError: It does not verify, or holds no adapters, or those of another name.
 
     Examples:
-        >>> saved_adapters("/does/not/exist")
+        >>> read_adapters("/does/not/exist")
         Traceback (most recent call last):
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
@@ -81,7 +81,7 @@ def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
     known = sorted({split_name(own)[1] for own in tensors if f".{BESIDE}." in own})
     if len(known) != 1 and name not in known:
         raise CheckpointError(
-            f"saved_adapters: {path} holds the adapters {known or 'of none'}, and "
+            f"read_adapters: {path} holds the adapters {known or 'of none'}, and "
             f"{name or 'one'} was asked for",
             where=path,
             got=known,
@@ -96,18 +96,18 @@ def saved_adapters(checkpoint: Path | str, *, name: str | None = None) -> Saved:
             if which == chosen:
                 parts.setdefault(matrix, {})[key] = x
     held = {
-        matrix: LowRanks(x["a"], x["b"], _spec_of(matrix, loras).scale, x.get("magnitude"))
+        matrix: LowRankFactors(x["a"], x["b"], _spec_of(matrix, loras).scale, x.get("magnitude"))
         for matrix, x in parts.items()
     }
     whole = {own: x for own, x in tensors.items() if f".{BESIDE}." not in own}
-    return Saved(facts, loras, held, whole)
+    return SavedAdapters(facts, loras, held, whole)
 
 
 def _spec_of(matrix: str, loras: Sequence[Lora]) -> Lora:
     found = [one for one in loras if re.fullmatch(one.modules, matrix)]
     if len(found) != 1:
         raise CheckpointError(
-            f"saved_adapters: the facts of the run say {len(found)} times what the adapter of "
+            f"read_adapters: the facts of the run say {len(found)} times what the adapter of "
             f"{matrix} is",
             where=matrix,
         )
@@ -126,7 +126,7 @@ def export_peft(
     """Write the adapters of a run as a folder that `peft.PeftModel.from_pretrained` loads.
 
     Args:
-        checkpoint: As for `saved_adapters`.
+        checkpoint: As for `read_adapters`.
         folder: The new folder.
         name: The adapter, where several stand side by side and are saved.
         family: The `model_type` of the base; by default that of its folder, or the first that
@@ -138,7 +138,7 @@ def export_peft(
         {"folder", "files", "tensors", "bytes", "from"}.
 
     Raises:
-        CheckpointError: As `saved_adapters`.
+        CheckpointError: As `read_adapters`.
         ConfigError: No family computes the decoder, PEFT has no place for an adapter (`to_peft`),
             or the folder is there already.
 
@@ -146,7 +146,7 @@ def export_peft(
         Writes a folder.
     """
     path = find_checkpoint(checkpoint)
-    saved = saved_adapters(path, name=name)
+    saved = read_adapters(path, name=name)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     base = base or saved.facts.get("base_from")
     known = _family(base, config, family)
@@ -175,7 +175,7 @@ def export_peft(
 def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
     if name is not None:
         return family_named(name, where="family")
-    return open_folder(source).family if source and is_folder(source) else family_of(config)
+    return open_folder(source).family if source and is_hf_folder(source) else match_family(config)
 
 
 def _trained(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,51 +185,51 @@ def _trained(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def merged_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
-    """Return `merged_weights` of a run, after its base has been found to be the one that it had.
+def merge_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
+    """Return `merge_weights` of a run, after its base has been found to be the one that it had.
 
     Of a base in few bits they are what these stand for, with the adapters added.
 
     Args:
-        checkpoint: As for `saved_adapters`.
+        checkpoint: As for `read_adapters`.
         base: Where the base is; by default where it was.
 
     Raises:
-        CheckpointError: As `saved_adapters`; or the base is another one than the run's.
+        CheckpointError: As `read_adapters`; or the base is another one than the run's.
         ConfigError: Nobody says where the base is.
 
     Effects:
         Reads all of the base, and hashes it.
     """
     path = find_checkpoint(checkpoint)
-    saved = saved_adapters(path)
+    saved = read_adapters(path)
     source = base or saved.facts.get("base_from")
     if source is None:
-        raise ConfigError("merged_run: the run does not say where its base is; name it: --base")
-    weights = base_weights(source)
+        raise ConfigError("merge_run: the run does not say where its base is; name it: --base")
+    weights = open_base_weights(source)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     shapes = parameter_shapes(config)
     frozen = {own: shape for own, shape in shapes.items() if own not in saved.whole}
     if saved.facts["quantized"]:  # its base is what the few bits stand for
         make_model = partial(Decoder, config)
-        (model,) = build_trained(path, make_model, solo_parallel(), [], base=source)
-        return merged_weights(saved, rounded_weights(weights, packings_of(model)))
+        (model,) = build_trained_stages(path, make_model, solo_parallel(), [], base=source)
+        return merge_weights(saved, round_weights(weights, get_quantizations(model)))
     want = saved.facts["base"]
     # the run has held it in fp32, or as it is
     if all(_hash_of(weights, frozen, kind) != want for kind in (torch.float32, None)):
         raise CheckpointError(
-            f"merged_run: {source} is another base than the run's, whose hash is {want}",
+            f"merge_run: {source} is another base than the run's, whose hash is {want}",
             where=source,
             want=want,
             hint="name the one that the run began with: --base",
         )
-    return merged_weights(saved, weights)
+    return merge_weights(saved, weights)
 
 
 def _hash_of(
     weights: Weights, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None
 ) -> str:
-    """Return the hash of weights as `keep_base_` knows a base, some rows at a time."""
+    """Return the hash of weights as `exclude_frozen_` knows a base, some rows at a time."""
     total = 0
     for own, whole in shapes.items():
         for shape, offset in row_boxes(tuple(whole), _AT_ONCE):
@@ -239,7 +239,7 @@ def _hash_of(
     return f"{total & MASK64:016x}"
 
 
-def merged_weights(saved: Saved, base: Weights) -> Weights:
+def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
     """Return the weights of a base with what a run has learnt added, box by box.
 
     W + scale * B A, or what DoRA makes of its rows, in fp32 at least, rounded once to the base's
@@ -247,16 +247,16 @@ def merged_weights(saved: Saved, base: Weights) -> Weights:
 
     Args:
         saved: The adapters.
-        base: The weights of their base: `base_weights(saved.facts["base_from"])`.
+        base: The weights of their base: `open_base_weights(saved.facts["base_from"])`.
 
     Raises:
         ValueError: As `base`, when called.
 
     Examples:
-        >>> low = LowRanks(torch.ones(1, 2), torch.ones(3, 1), 0.5)
-        >>> saved = Saved({}, (), {"up": low}, {})
+        >>> low = LowRankFactors(torch.ones(1, 2), torch.ones(3, 1), 0.5)
+        >>> saved = SavedAdapters({}, (), {"up": low}, {})
         >>> ones = lambda name, shape, offset: torch.ones(tuple(shape))
-        >>> merged_weights(saved, ones)("up.weight", (1, 2), (2, 0))
+        >>> merge_weights(saved, ones)("up.weight", (1, 2), (2, 0))
         tensor([[1.5000, 1.5000]])
     """
 

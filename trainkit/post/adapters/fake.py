@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from trainkit.collectives import all_max
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.parallel.linears import change_, choose_layers, plain_problem
-from trainkit.parallel.styles import Style
+from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.float8 import float8
 from trainkit.post.adapters.formats import (
     FP8_BLOCK,
     NF4_BLOCK,
     NF4_GROUP,
-    Format,
+    QuantizationFormat,
     block_of,
     largest_of,
-    round_trip,
+    quantize_dequantize,
 )
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, among
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
 
 Activation = Literal["int8", "fp8_row"]
 """What activations are rounded to, with scales for each token."""
@@ -45,7 +45,7 @@ class _Fake:
     """How a layer's operands are rounded, and the axes over which its sides are cut."""
 
     name: str
-    weights: Format
+    weights: QuantizationFormat
     activations: Activation | None
     inputs: Axis = SOLO
     outputs: Axis = SOLO
@@ -60,13 +60,13 @@ class _Fake:
             largest = all_max(largest_of(x, rows=self.weights == "fp8_row"), self.inputs)
         if largest is not None and self.weights == "nvfp4":
             largest = all_max(largest, self.outputs)
-        return round_trip(x, self.weights, largest=largest)
+        return quantize_dequantize(x, self.weights, largest=largest)
 
     def activation(self, x: Tensor) -> Tensor:
         """Return what enters a layer as it will be; features may be cut."""
         if self.activations == "fp8_row":
             largest = all_max(largest_of(x, rows=True), self.inputs)
-            return round_trip(x, "fp8_row", largest=largest)
+            return quantize_dequantize(x, "fp8_row", largest=largest)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         ends = torch.stack([-wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)])
         low, high = all_max(ends.clamp_min(0), self.inputs).unbind()
@@ -76,14 +76,18 @@ class _Fake:
         return ((codes - zero) * scale).to(x.dtype)
 
 
-def fake_quantized(
-    weights: Format = "int4", activations: Activation | None = None, *, modules: str | None = None
+def fake_quantize(
+    weights: QuantizationFormat = "int4",
+    activations: Activation | None = None,
+    *,
+    modules: str | None = None,
 ) -> Transform:
     r"""Return the transform that lets layers compute with rounded weights, and train plain ones.
 
     It stands before adapters and `tensor`, in the place of `float8`. Names, values and dtypes of
     parameters stay what they are, so a checkpoint or an exported folder holds plain weights, which
-    have been trained for being quantised: by `convert_`, or by whatever serves them. Blocks and
+    have been trained for being quantised: by `quantize_model_`, or by whatever serves them. Blocks
+        and
     scales are those of the whole matrix in every layout.
 
     | weights, activations | what serves it |
@@ -117,12 +121,12 @@ def fake_quantized(
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Sequential(nn.Linear(32, 1, bias=False))
         >>> _ = nn.init.constant_(model[0].weight, 7.5)
-        >>> fake_quantized("int4")(model, solo_parallel())(torch.ones(1, 32))  # 7.5 becomes 7
+        >>> fake_quantize("int4")(model, solo_parallel())(torch.ones(1, 32))  # 7.5 becomes 7
         tensor([[224.]], grad_fn=...)
     """
-    among(get_args(Format), "fake_quantized", weights=weights)
+    check_choice(get_args(QuantizationFormat), "fake_quantize", weights=weights)
     if activations is not None:
-        among(get_args(Activation), "fake_quantized", activations=activations)
+        check_choice(get_args(Activation), "fake_quantize", activations=activations)
 
     def change(name: str, layer: Any) -> None:
         layer.fake = _Fake(name, weights, activations)
@@ -131,7 +135,7 @@ def fake_quantized(
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
         problem = partial(_problem, weights)
-        layers, left_out = choose_layers(module, modules, by="fake_quantized", problem=problem)
+        layers, left_out = choose_layers(module, modules, by="fake_quantize", problem=problem)
         told = f"fake {weights}" + (f" on {activations}" if activations else "")
         change_(layers, left_out, change, told=told)
         return module
@@ -139,7 +143,7 @@ def fake_quantized(
     return Transform(apply, kind="rounded")
 
 
-def _problem(form: Format, part: nn.Module) -> str | None:
+def _problem(form: QuantizationFormat, part: nn.Module) -> str | None:
     is_plain = type(part) is ExpertWeights
     told = None if is_plain else plain_problem(part)
     if told:
@@ -193,7 +197,7 @@ class _Straight(torch.autograd.Function):
         return d_y, None
 
 
-def _cut_(self: Any, style: Style, axis: Axis) -> Style:
+def _cut_(self: Any, style: ParallelStyle, axis: Axis) -> ParallelStyle:
     """Note how tensor parallelism cuts the weight, and refuse that it cuts blocks."""
     dim, form = style.cuts.get("weight"), self.fake.weights
     if dim is None:
@@ -203,7 +207,7 @@ def _cut_(self: Any, style: Style, axis: Axis) -> Style:
     block = columns if dim else (FP8_BLOCK if form == "fp8" else 1)
     if part % block:
         raise ConfigError(
-            f"fake_quantized: tp = {axis.count} leaves {self.fake.name!r} a side of {part}, and "
+            f"fake_quantize: tp = {axis.count} leaves {self.fake.name!r} a side of {part}, and "
             f"{form} has blocks of {block} there, which it would cut; lower tp, or let the pattern "
             "of modules leave it out",
             where="tp",
@@ -216,19 +220,19 @@ def _cut_(self: Any, style: Style, axis: Axis) -> Style:
 # ----------------------------------------------------------------------------------------- convert
 
 
-def convert_(
+def quantize_model_(
     model: nn.Module,
-    weights: Format = "int4",
+    weights: QuantizationFormat = "int4",
     activations: Activation | None = None,
     *,
     modules: str | None = None,
 ) -> nn.Module:
-    """Quantise a model for good by torchao, as `fake_quantized` let it expect.
+    """Quantise a model for good by torchao, as `fake_quantize` let it expect.
 
     Args:
         model: A whole one in one process: one that was fake-quantised, or that has loaded what was
             exported of it, of ours or of `transformers`.
-        weights: As in `fake_quantized`; int4, with int8 or without, or fp8_row with fp8_row.
+        weights: As in `fake_quantize`; int4, with int8 or without, or fp8_row with fp8_row.
         activations: As above.
         modules: As above.
 
@@ -247,7 +251,7 @@ def convert_(
         torchao, https://github.com/pytorch/ao.
 
     Examples:
-        >>> model = convert_(nn.Sequential(nn.Linear(32, 1)), "int4")
+        >>> model = quantize_model_(nn.Sequential(nn.Linear(32, 1)), "int4")
         >>> type(model[0].weight).__name__
         'IntxUnpackedToInt8Tensor'
     """
@@ -255,7 +259,7 @@ def convert_(
     known = [("int4", None), ("int4", "int8"), *([("fp8_row",) * 2] if device == "cuda" else [])]
     if (weights, activations) not in known:
         raise ConfigError(
-            f"convert_: torchao quantises weights and activations on {device} to "
+            f"quantize_model_: torchao quantises weights and activations on {device} to "
             f"{', '.join(map(str, known))}, not to {(weights, activations)}",
             where="weights",
             got=(weights, activations),
@@ -264,12 +268,14 @@ def convert_(
     for name, p in model.named_parameters():
         if hasattr(p, "placements"):
             what = f"{name!r} is sharded; build the model in one process, from its checkpoint"
-            raise ConfigError(f"convert_: {what}", where=name)
+            raise ConfigError(f"quantize_model_: {what}", where=name)
     for part in model.modules():
         if "fake" in vars(part):
             part.__class__ = type(part).__bases__[0]
             del part.fake
-    layers, _ = choose_layers(model, modules, by="convert_", problem=partial(_problem, weights))
+    layers, _ = choose_layers(
+        model, modules, by="quantize_model_", problem=partial(_problem, weights)
+    )
     chosen = {*layers.values()}
     with quietly():
         from torchao import quantization as ao  # noqa: PLC0415 (an extra, and seconds of import)
@@ -312,31 +318,34 @@ LINEARS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "float8_tensorwise": (float8, "tensorwise"),
         "float8_rowwise": (float8, "rowwise"),
         "float8_rowwise_with_gw_hp": (float8, "rowwise_with_gw_hp"),
-        "qat_int4": (fake_quantized, "int4"),
-        "qat_int8_int4": (fake_quantized, "int4", "int8"),
-        "qat_fp8": (fake_quantized, "fp8_row", "fp8_row"),
-        "qat_nvfp4": (fake_quantized, "nvfp4"),
+        "qat_int4": (fake_quantize, "int4"),
+        "qat_int8_int4": (fake_quantize, "int4", "int8"),
+        "qat_fp8": (fake_quantize, "fp8_row", "fp8_row"),
+        "qat_nvfp4": (fake_quantize, "nvfp4"),
     }
 )
 """What a recipe calls the ways in which linear layers can compute, and the transform of each."""
 
 
-def linear_transforms(linears: str, modules: str | None = None) -> list[Transform]:
+def make_linear_transforms(linears: str, modules: str | None = None) -> list[Transform]:
     """Return the transforms, one or none, that a name in `LINEARS` stands for.
 
     Args:
         linears: The name.
-        modules: See `float8` and `fake_quantized`.
+        modules: See `float8` and `fake_quantize`.
 
     Raises:
         ConfigError: Modules are named for "plain", which leaves all alone.
         ValueError: There is no such name.
 
     Examples:
-        >>> linear_transforms("plain"), [step.kind for step in linear_transforms("qat_int4")]
+        >>> (
+        ...     make_linear_transforms("plain"),
+        ...     [step.kind for step in make_linear_transforms("qat_int4")],
+        ... )
         ([], ['rounded'])
     """
-    among(tuple(LINEARS), "linear_transforms", linears=linears)
+    check_choice(tuple(LINEARS), "make_linear_transforms", linears=linears)
     if not LINEARS[linears]:
         if modules is not None:
             what = "linear_modules says which layers compute otherwise, and linears is plain"

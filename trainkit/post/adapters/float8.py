@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_max
 from trainkit.parallel.linears import change_, choose_layers, plain_problem
-from trainkit.parallel.styles import Style
+from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, among
+from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
 
 Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 """What shares a scale; see `float8`."""
@@ -119,7 +119,7 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
         >>> type(model.up).__name__, type(model.head).__name__
         ('Float8Linear', 'Linear')
     """
-    among(get_args(Scaling), "float8", scaling=scaling)
+    check_choice(get_args(Scaling), "float8", scaling=scaling)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         _check_device(ps.device)
@@ -173,7 +173,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def _cut_(self: Any, style: Style, axis: Axis) -> Style:
+def _cut_(self: Any, style: ParallelStyle, axis: Axis) -> ParallelStyle:
     """Note how tensor parallelism cuts the weight."""
     dim = style.cuts.get("weight")
     if dim is None:

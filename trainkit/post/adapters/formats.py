@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import NumericsError, among, check_range
+from trainkit.types import NumericsError, check_choice, check_range
 
-Format = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
+QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
 
-PACKED: tuple[Format, ...] = ("nf4", "int8", "fp8")
+PACKED: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
 """Those whose bytes a model can hold: each row is whole by itself."""
 
 NF4_BLOCK, NF4_GROUP, INT8_BLOCK, FP8_BLOCK, INT4_BLOCK, NVFP4_BLOCK = 64, 256, 128, 128, 32, 16
@@ -40,7 +40,7 @@ NF4_VALUES = (
 """What the sixteen codes of NF4 stand for, as parts of their block's largest magnitude."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES: Mapping[Format, tuple[float, ...]] = MappingProxyType(
+_VALUES: Mapping[QuantizationFormat, tuple[float, ...]] = MappingProxyType(
     {
         "nf4": NF4_VALUES,
         "nvfp4": (*_E2M1, *(-x for x in _E2M1)),
@@ -48,7 +48,7 @@ _VALUES: Mapping[Format, tuple[float, ...]] = MappingProxyType(
     }
 )
 
-HALF_STEPS: Mapping[Format, float] = MappingProxyType(
+HALF_STEPS: Mapping[QuantizationFormat, float] = MappingProxyType(
     {"nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2, "int8": 0.5, "fp8": 0.125}
 )
 """About half the way from one code to the next, in scales: what quantising is off by. Of nf4 where
@@ -79,7 +79,7 @@ class Quantized:
         dtype: That of the matrix, and of what `dequantize` gives by default.
     """
 
-    form: Format
+    form: QuantizationFormat
     codes: Tensor
     scales: Tensor
     levels: Tensor | None
@@ -92,7 +92,9 @@ class Quantized:
         return sum(x.nbytes for x in (self.codes, self.scales, self.levels) if x is not None)
 
 
-def quantize(weight: Tensor, form: Format, *, largest: Tensor | None = None) -> Quantized:
+def quantize(
+    weight: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
+) -> Quantized:
     """Quantise a matrix to a format; 0 stays 0.
 
     | form | bits an element | what shares a scale, and what it is |
@@ -147,12 +149,18 @@ def quantize(weight: Tensor, form: Format, *, largest: Tensor | None = None) -> 
         >>> dequantize(quantize(torch.tensor([[0.0, 0.3, 448.0], [0, 0, 0]]), "fp8_row"))[0, 1]
         tensor(0.3125)
     """
-    among(get_args(Format) if largest is None else ("nvfp4", "fp8_row"), "quantize", form=form)
+    check_choice(
+        get_args(QuantizationFormat) if largest is None else ("nvfp4", "fp8_row"),
+        "quantize",
+        form=form,
+    )
     given = () if largest is None else (largest,)
     return attrs.evolve(_PIECES[form](_checked(weight), *given), dtype=weight.dtype)
 
 
-def round_trip(x: Tensor, form: Format, *, largest: Tensor | None = None) -> Tensor:
+def quantize_dequantize(
+    x: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
+) -> Tensor:
     """Return what a matrix is after it was quantised, without a look at whether it is finite.
 
     What is not finite takes its scale along, and with it all that shares it.
@@ -163,7 +171,7 @@ def round_trip(x: Tensor, form: Format, *, largest: Tensor | None = None) -> Ten
         largest: As in `quantize`.
 
     Examples:
-        >>> round_trip(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
+        >>> quantize_dequantize(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
         tensor([[ 0.,  1., -8.,  7.]])
     """
     given = () if largest is None else (largest,)
@@ -200,7 +208,7 @@ def add_low_rank(
     a: Tensor,
     *,
     scale: float,
-    to: torch.dtype | Format = torch.float32,
+    to: torch.dtype | QuantizationFormat = torch.float32,
 ) -> Tensor | Quantized:
     """Return a matrix with a product of low rank added to it in fp32: base + scale * b @ a.
 
@@ -233,7 +241,7 @@ def add_low_rank(
 # -------------------------------------------------------------------------------------- the pieces
 
 
-def block_of(form: Format) -> int:
+def block_of(form: QuantizationFormat) -> int:
     """Return how many elements of a row a scale is for.
 
     Examples:
@@ -247,7 +255,7 @@ def block_of(form: Format) -> int:
 def times_scales(
     codes: Tensor,
     scales: Tensor,
-    form: Format,
+    form: QuantizationFormat,
     *,
     columns: int,
     first: int = 0,
@@ -352,7 +360,7 @@ def _fp8_row(x: Tensor, largest: Tensor | None = None) -> Quantized:
     return Quantized("fp8_row", codes, scales, None, tuple(x.shape), x.dtype)
 
 
-_PIECES: dict[Format, Callable[..., Quantized]] = {
+_PIECES: dict[QuantizationFormat, Callable[..., Quantized]] = {
     "nf4": _nf4,
     "int8": _int8,
     "fp8": _fp8,
@@ -428,7 +436,7 @@ def _checked(weight: Tensor) -> Tensor:
     return x
 
 
-def codes_per_byte(form: Format) -> int:
+def codes_per_byte(form: QuantizationFormat) -> int:
     """Return how many elements a byte of codes holds.
 
     Examples:
@@ -438,7 +446,7 @@ def codes_per_byte(form: Format) -> int:
     return 2 if form in _PAIRS else 1
 
 
-def scale_bytes(form: Format, columns: int) -> int:
+def scale_bytes(form: QuantizationFormat, columns: int) -> int:
     """Return the bytes that a row of a matrix has for its scales, each row by itself.
 
     Examples:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from trainkit.parallel.names import COPY_SUFFIX, fitting_names, is_base, named_parameters_of
+from trainkit.parallel.names import COPY_SUFFIX, fitting_names, get_named_parameters, is_base
 from trainkit.parallel.reduction import fsdp_groups, reducers_of, reshard_
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shortened
@@ -32,7 +32,7 @@ Schedule = Mapping[int, Sequence[Freeze]]
 """What holds from each of some steps on."""
 
 
-def effective_freeze(
+def select_frozen(
     names: Iterable[str], base: Sequence[Freeze], schedule: Schedule, step: int
 ) -> frozenset[str]:
     """Return which parameters are frozen in a step: of all that match, the last word counts.
@@ -52,12 +52,12 @@ def effective_freeze(
     Examples:
         >>> schedule = {10: [Freeze("head.*", frozen=False)]}
         >>> names, base = ["embedding.weight", "head.weight"], [Freeze(".*")]
-        >>> sorted(effective_freeze(names, base, schedule, 9))
+        >>> sorted(select_frozen(names, base, schedule, 9))
         ['embedding.weight', 'head.weight']
-        >>> sorted(effective_freeze(names, base, schedule, 10))
+        >>> sorted(select_frozen(names, base, schedule, 10))
         ['embedding.weight']
     """
-    names, asks = list(names), {"by": "effective_freeze", "what": "parameter"}
+    names, asks = list(names), {"by": "select_frozen", "what": "parameter"}
     found: dict[str, bool] = {}
     for start, specs in [(0, base), *sorted(schedule.items())]:
         for spec in specs:
@@ -67,14 +67,14 @@ def effective_freeze(
     return frozenset(name for name, frozen in found.items() if frozen)
 
 
-def freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:
+def make_freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:
     """Return the fact that a run is continued with: what is frozen when.
 
     Patterns that follow one another and say the same, frozen or not, mean the same in any order,
     and stand in the alphabet's.
 
     Examples:
-        >>> freeze_facts([Freeze("norm.*"), Freeze("head.*")], {})
+        >>> make_freeze_facts([Freeze("norm.*"), Freeze("head.*")], {})
         {'freeze': [[0, 'head.*', True], [0, 'norm.*', True]]}
     """
     found: list[list[Any]] = []
@@ -89,7 +89,7 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
 
     Optimizers must hold all that is trained in any step (make them before the first call); what is
     frozen has no gradient, is not stepped, and keeps its moments. A run calls it with
-    `effective_freeze(..., state.step)` before each step in which that changes, and after a resume.
+    `select_frozen(..., state.step)` before each step in which that changes, and after a resume.
 
     Args:
         stages: This rank's stages, in any layout but with DDP.
@@ -116,14 +116,14 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
         )
     for found in reducers:
         reshard_(found)
-    named = {name.removesuffix(COPY_SUFFIX): [] for name in named_parameters_of(stages)}
-    for name, p in named_parameters_of(stages).items():
+    named = {name.removesuffix(COPY_SUFFIX): [] for name in get_named_parameters(stages)}
+    for name, p in get_named_parameters(stages).items():
         named[name.removesuffix(COPY_SUFFIX)].append(p)
     lost = [name for name, ps in named.items() if name not in frozen and any(map(is_base, ps))]
     if lost:
         raise ConfigError(
             f"apply_freeze_: {shortened(lost)} would be trained, and is of a base that no "
-            "checkpoint holds; leave keep_base_ out, or keep it frozen",
+            "checkpoint holds; leave exclude_frozen_ out, or keep it frozen",
             where=lost[0],
         )
     for name, ps in named.items():

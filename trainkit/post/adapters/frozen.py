@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.experts import ExpertWeights, grouped_product
-from trainkit.noise import normal_quantiles
+from trainkit.noise import normal_by_quantile
 from trainkit.parallel.materialize import Fill, box_in
 from trainkit.parallel.names import canonical_name, fitting_names
-from trainkit.parallel.styles import Style
+from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.formats import (
     FP8_BLOCK,
     HALF_STEPS,
     NF4_GROUP,
     PACKED,
-    Format,
+    QuantizationFormat,
     Quantized,
     block_of,
     codes_per_byte,
@@ -38,7 +38,7 @@ from trainkit.post.adapters.formats import (
     scales_of,
     times_scales,
 )
-from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, among
+from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, check_choice
 
 SCALES = "_scales"
 """What the name of a parameter that holds scales has behind that of its codes."""
@@ -50,13 +50,13 @@ _AT_ONCE = 1 << 18  # elements that are quantised at a time: what is held of the
 
 
 @attrs.frozen
-class Packing:
+class QuantizationSpec:
     """How a matrix `[..., R, C]` is held in few bits; `shape` is the whole one's.
 
     `first` is the column of it that the codes begin with: not 0 where columns are cut.
     """
 
-    form: Format
+    form: QuantizationFormat
     shape: tuple[int, ...]
     dtype: torch.dtype
     first: int = 0
@@ -64,7 +64,7 @@ class Packing:
 
 @attrs.frozen(eq=False)
 class Noise:
-    """Noise on what a matrix's codes stand for, for as long as `quantization_noise` holds.
+    """Noise on what a matrix's codes stand for, for as long as `add_quantization_noise` holds.
 
     Attributes:
         key: int64, 0-d, on the device of the codes.
@@ -78,7 +78,9 @@ class Noise:
     offset: tuple[int, ...]
 
 
-def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") -> Transform:
+def quantized(
+    form: QuantizationFormat = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+"
+) -> Transform:
     r"""Return the transform that holds frozen matrices in few bits; the first of a plan.
 
     Linear layers, and the weights of experts, whose names match are quantised as they are filled,
@@ -115,10 +117,10 @@ def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") 
         {'weight': (torch.uint8, (4, 32)), 'bias': (torch.float32, (4,)),
          'weight_scales': (torch.uint8, (4, 9))}
     """
-    among(PACKED, "quantized", form=form)
+    check_choice(PACKED, "quantized", form=form)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
-        if ps.fsdp.count * ps.dp_replicate.count > 1 and not shards_bytes():
+        if ps.fsdp.count * ps.dp_replicate.count > 1 and not can_shard_bytes():
             raise ConfigError(
                 f"quantized: FSDP of torch {torch.__version__} cannot shard bytes; take torch "
                 "2.12 or later, or a layout without dp_shard and dp_replicate",
@@ -134,13 +136,13 @@ def quantized(form: Format = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+") 
     return Transform(apply, kind="quantized")
 
 
-def shards_bytes() -> bool:
+def can_shard_bytes() -> bool:
     """Say whether this torch's FSDP can shard parameters of bytes: from 2.12 on.
 
     That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
 
     Examples:
-        >>> shards_bytes() == (torch.__version__ >= "2.12")
+        >>> can_shard_bytes() == (torch.__version__ >= "2.12")
         True
     """
     return torch.__version__ >= "2.12"
@@ -155,7 +157,7 @@ def dequantized(
 ) -> Tensor:
     """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
 
-    Within `quantization_noise` it has the noise, as the module's forward pass does.
+    Within `add_quantization_noise` it has the noise, as the module's forward pass does.
 
     Args:
         module: A module, within whose forward pass sharded parameters are there.
@@ -183,11 +185,11 @@ def dequantized(
     return unpacked(own, scales, packing, dtype or packing.dtype, noise)
 
 
-def packings_of(module: nn.Module) -> dict[str, Packing]:
+def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
     """Return how each quantised matrix of a model is held, by its name in the whole model.
 
     Examples:
-        >>> packings_of(nn.Linear(1, 1))
+        >>> get_quantizations(nn.Linear(1, 1))
         {}
     """
     return {
@@ -197,20 +199,20 @@ def packings_of(module: nn.Module) -> dict[str, Packing]:
     }
 
 
-def rounded_weights(weights: Weights, packings: Mapping[str, Packing]) -> Weights:
+def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) -> Weights:
     """Return weights in which matrices are what their codes stand for, in fp32.
 
     A model filled by them computes what a quantised one does that is filled by `weights`.
 
     Args:
         weights: The weights.
-        packings: The matrices by name, from `packings_of`.
+        packings: The matrices by name, from `get_quantizations`.
 
     Examples:
         >>> from trainkit.post.adapters.formats import dequantize
         >>> random = torch.rand(1, 3)
         >>> read = lambda name, shape, offset: random
-        >>> rounded = rounded_weights(read, {"w": Packing("int8", (1, 3), torch.float32)})
+        >>> rounded = round_weights(read, {"w": QuantizationSpec("int8", (1, 3), torch.float32)})
         >>> torch.equal(rounded("w", (1, 3), (0, 0)), dequantize(quantize(random, "int8")))
         True
     """
@@ -227,7 +229,7 @@ def rounded_weights(weights: Weights, packings: Mapping[str, Packing]) -> Weight
     return give
 
 
-def packing_of(module: nn.Module, name: str = "weight") -> Packing | None:
+def packing_of(module: nn.Module, name: str = "weight") -> QuantizationSpec | None:
     """Return how a module holds a matrix, None where it is not quantised.
 
     Examples:
@@ -237,7 +239,7 @@ def packing_of(module: nn.Module, name: str = "weight") -> Packing | None:
 
 
 def noise_of(module: nn.Module, name: str) -> Noise | None:
-    """Return the noise on a module's matrix, None outside of `quantization_noise`.
+    """Return the noise on a module's matrix, None outside of `add_quantization_noise`.
 
     Examples:
         >>> noise_of(nn.Linear(1, 1), "weight")
@@ -254,16 +256,16 @@ def _fits(part: nn.Module) -> bool:
 # ----------------------------------------------------------------------------------------- modules
 
 
-def _pack_(name: str, module: Any, form: Format) -> None:
+def _pack_(name: str, module: Any, form: QuantizationFormat) -> None:
     """Hold a module's matrices in few bits; on the meta device, until they are filled."""
-    module.packings = dict[str, Packing]()
+    module.packings = dict[str, QuantizationSpec]()
     module.fills, fill = dict[str, Fill](), _Rows(module.packings)
     for key in ("weight",) if isinstance(module, nn.Linear) else ("gate", "up", "down"):
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
             what = "is sharded already; quantized() comes first in a plan"
             raise ConfigError(f"quantized: {name!r} {what}", where=name)
-        packing = Packing(form, tuple(weight.shape), weight.dtype)
+        packing = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
         module.packings[key] = packing
         module.fills |= {key: fill, key + SCALES: fill}
         if weight.is_meta:
@@ -317,7 +319,7 @@ _LINEAR = {"forward": _linear}
 _EXPERTS = {"product": _product}
 
 
-def _cut_(self: Any, style: Style, axis: Axis) -> Style:
+def _cut_(self: Any, style: ParallelStyle, axis: Axis) -> ParallelStyle:
     """Return how tensor parallelism cuts codes and scales where a style cuts the matrix."""
     for key, packing in self.packings.items():
         if style.cuts.get(key) == 0:
@@ -329,7 +331,7 @@ def _cut_(self: Any, style: Style, axis: Axis) -> Style:
 
 
 @cache
-def _with_scales(style: Style, key: str) -> Style:
+def _with_scales(style: ParallelStyle, key: str) -> ParallelStyle:
     return attrs.evolve(style, cuts={**style.cuts, key + SCALES: 0})
 
 
@@ -352,7 +354,7 @@ class _TimesFrozen(torch.autograd.Function):
         x: Tensor,
         codes: Tensor,
         scales: Tensor,
-        how: tuple[Packing, Multiply, Noise | None],
+        how: tuple[QuantizationSpec, Multiply, Noise | None],
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.packing, ctx.multiply, ctx.noise = how
@@ -383,7 +385,7 @@ def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
 def unpacked(
     codes: Tensor,
     scales: Tensor,
-    packing: Packing,
+    packing: QuantizationSpec,
     dtype: torch.dtype,
     noise: Noise | None = None,
 ) -> Tensor:
@@ -391,7 +393,7 @@ def unpacked(
 
     Examples:
         >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)
-        >>> packing = Packing("int8", (1, 1), torch.float32)
+        >>> packing = QuantizationSpec("int8", (1, 1), torch.float32)
         >>> unpacked(codes, scales.view(torch.uint8), packing, torch.float64)
         tensor([[2.]], dtype=torch.float64)
     """
@@ -408,7 +410,7 @@ def unpacked(
     added = None
     if noise is not None:
         box = (*codes.shape[:-1], columns), (*noise.offset, packing.first)
-        added = normal_quantiles(noise.key, *box) * (noise.scale * HALF_STEPS[form])
+        added = normal_by_quantile(noise.key, *box) * (noise.scale * HALF_STEPS[form])
     how: dict[str, Any] = {"columns": columns, "first": packing.first, "noise": added}
     return times_scales(codes, wide, form, **how).to(dtype)
 
@@ -419,7 +421,7 @@ class _Rows:
     Whole rows are read, and in fp8 those of the same blocks, however little of them is held here.
     """
 
-    def __init__(self, packings: Mapping[str, Packing]) -> None:
+    def __init__(self, packings: Mapping[str, QuantizationSpec]) -> None:
         self.packings = packings
         self.kept: dict[Any, Tensor] = {}
 
@@ -441,7 +443,7 @@ class _Rows:
 def _packed_rows(
     weights: Weights,
     name: str,
-    packing: Packing,
+    packing: QuantizationSpec,
     box: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
@@ -472,7 +474,7 @@ def _spans_of_rows(first: int, last: int, height: int, columns: int) -> Iterator
         yield low, min(low + step, height)
 
 
-def _quantize(values: Tensor, name: str, packing: Packing) -> Quantized:
+def _quantize(values: Tensor, name: str, packing: QuantizationSpec) -> Quantized:
     try:
         return quantize(values, packing.form)
     except NumericsError as error:

@@ -17,12 +17,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import gather_dim, sum_forward
+from trainkit.collectives import all_gather, sum_forward
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
 from trainkit.parallel.recompute import unseen
-from trainkit.parallel.styles import SEQUENCE_DIM, Style
+from trainkit.parallel.styles import SEQUENCE_DIM, ParallelStyle
 from trainkit.post.adapters.frozen import dequantized, packing_of
 from trainkit.types import SOLO, Axis, ConfigError
 
@@ -61,7 +61,7 @@ class Lora:
         alpha: What the product is scaled by, over r.
         dropout: The part of the path's input that is dropped in training. Which elements, is a
             function of the token and of the place in the model (`noise.dropout`), an expert's
-            number among them (`noise.numbered_keys`).
+            number among them (`noise.split_keys`).
         rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
             scaling factor for fine-tuning with LoRA", 2023).
         dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
@@ -172,7 +172,7 @@ class Adapter(nn.Module):
         if self.keys is None:
             raise ValueError(
                 f"Lora: dropout is {self.spec.dropout} and the model is training, but "
-                f"{self.whole_name} gets no noise_key; put noise.token_keys(...) into the batch "
+                f"{self.whole_name} gets no noise_key; put noise.make_token_keys() into the batch "
                 "(call_with_noise and call_routed pass it), or call model.eval()"
             )
         if torch.compiler.is_compiling():  # hashing a name cannot be traced
@@ -196,11 +196,11 @@ class LowRank(Adapter):
     """
 
     @staticmethod
-    def style_beside(style: Style) -> Style:
+    def style_beside(style: ParallelStyle) -> ParallelStyle:
         """Return how it takes part in tensor parallelism beside a module of a style."""
         return _style_beside(style)
 
-    def cut_(self, style: Style, axis: Axis) -> Style:
+    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Take part in tensor parallelism by a style of `style_beside`, which is returned.
 
         Effects:
@@ -231,12 +231,12 @@ class LowRank(Adapter):
 
 
 @cache
-def _style_beside(style: Style) -> Style:
+def _style_beside(style: ParallelStyle) -> ParallelStyle:
     cut = style.cuts.get("weight")
     if cut is None:
-        return Style(partial=style.partial, sequence=style.sequence)
+        return ParallelStyle(partial=style.partial, sequence=style.sequence)
     cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
-    return Style(cuts=cuts, partial=True, sequence=style.sequence)
+    return ParallelStyle(cuts=cuts, partial=True, sequence=style.sequence)
 
 
 class ExpertLowRank(Adapter):
@@ -323,7 +323,7 @@ def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, A
                     yield module, name, each
 
 
-def activate_(stages: Iterable[nn.Module], name: str | None) -> None:
+def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
     """Choose which of the adapters that stand side by side computes; None leaves the base alone.
 
     Which of them is trained stays as it is.
@@ -339,13 +339,13 @@ def activate_(stages: Iterable[nn.Module], name: str | None) -> None:
         Sets an attribute of every adapted module.
 
     Examples:
-        >>> activate_([nn.Linear(1, 1)], None)
+        >>> select_adapter_([nn.Linear(1, 1)], None)
     """
     found = [beside for _, _, beside in adapters_of(stages)]
     known = {one for beside in found for one in beside.names}
     if found and name is not None and name not in known:
         raise ConfigError(
-            f"activate_: there is no adapter {name!r}, but {', '.join(sorted(known))}",
+            f"select_adapter_: there is no adapter {name!r}, but {', '.join(sorted(known))}",
             where="name",
             got=name,
             want=sorted(known),
@@ -373,7 +373,7 @@ class Keys:
         if self.own.shape == x.shape[:-1]:
             return self.own
         if axis.count not in self.gathered:
-            self.gathered[axis.count] = gather_dim(self.own, axis, dim=SEQUENCE_DIM)
+            self.gathered[axis.count] = all_gather(self.own, axis, dim=SEQUENCE_DIM)
         return self.gathered[axis.count]
 
 

@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.noise import key_of, symmetric
-from trainkit.parallel.names import box_of
+from trainkit.noise import make_key, uniform_symmetric
+from trainkit.parallel.names import get_local_box
 from trainkit.parallel.reduction import local_of, reducers_of, reshard_
 from trainkit.post.adapters.lowrank import Adapter, adapters_of
 from trainkit.types import ConfigError
 
 
 @torch.no_grad()
-def merge_(stages: Iterable[nn.Module]) -> None:
+def merge_adapters_(stages: Iterable[nn.Module]) -> None:
     """Add the adapters that compute to their base, and let them add nothing from here on.
 
     W becomes W + scale * B A, or what DoRA makes of its rows; it is added in fp32 at least, and
     rounded once. Then B is zeros, so that the model computes what it did, but for that rounding.
-    The base is another one from here on: a run that merges must save it (no `keep_base_`).
+    The base is another one from here on: a run that merges must save it (no `exclude_frozen_`).
 
     Args:
         stages: This rank's stages, all of them, in any layout.
@@ -41,7 +41,7 @@ def merge_(stages: Iterable[nn.Module]) -> None:
         >>> _ = lora(Lora("up", rank=1))(model, solo_parallel())
         >>> _ = nn.init.ones_(model.up.lora["default"].b)
         >>> before = model.up(torch.ones(1, 2))
-        >>> merge_([model])
+        >>> merge_adapters_([model])
         >>> torch.allclose(model.up(torch.ones(1, 2)), before, atol=1e-6)
         True
     """
@@ -51,21 +51,21 @@ def merge_(stages: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def merged(stages: Sequence[nn.Module]) -> Iterator[None]:
+def use_merged_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Merge for a `with` block, to evaluate or to generate; then the base has its bits again.
 
     They are kept in host memory, since W + D - D need not be W.
 
     Args:
-        stages: As for `merge_`.
+        stages: As for `merge_adapters_`.
 
     Effects:
-        Those of `merge_`, undone in the end.
+        Those of `merge_adapters_`, undone in the end.
     """
     stages = list(stages)
     written = [p for weight, adapter in _computing(stages) for p in (weight, adapter.b)]
     held = [(p, local_of(p.data).cpu().clone()) for p in written]
-    merge_(stages)
+    merge_adapters_(stages)
     try:
         yield
     finally:
@@ -77,12 +77,14 @@ def merged(stages: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def restart_(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, seed: int) -> None:
+def restart_adapters_(
+    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, seed: int
+) -> None:
     """Let the adapters that compute begin afresh: A drawn anew, B zeros, and nothing remembered.
 
-    After `merge_` this is ReLoRA (Lialin et al., "ReLoRA: high-rank training through low-rank
-    updates", 2023); in a recipe, `if due(state.step, 1000): merge_(stages); restart_(stages,
-    optimizer, seed=cfg.seed + state.step)`.
+    After `merge_adapters_` this is ReLoRA (Lialin et al., "ReLoRA: high-rank training through
+    low-rank updates", 2023); in a recipe, `if due(state.step, 1000): merge_adapters_(stages);
+    restart_adapters_(stages, optimizer, seed=cfg.seed + state.step)`.
 
     Args:
         stages: This rank's stages.
@@ -93,12 +95,14 @@ def restart_(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, s
         Writes the adapters, and drops what the optimizer remembers of them.
 
     Examples:
-        >>> restart_([nn.Linear(1, 1)], torch.optim.SGD([nn.Parameter(torch.ones(1))]), seed=1)
+        >>> restart_adapters_(
+        ...     [nn.Linear(1, 1)], torch.optim.SGD([nn.Parameter(torch.ones(1))]), seed=1
+        ... )
     """
     for _, adapter in _computing(stages):
-        box = box_of(adapter.a)
-        key = key_of(seed, f"{adapter.whole_name}.a")
-        values = symmetric(key, tuple(box.local.shape), box.offset)
+        box = get_local_box(adapter.a)
+        key = make_key(seed, f"{adapter.whole_name}.a")
+        values = uniform_symmetric(key, tuple(box.local.shape), box.offset)
         box.local.copy_(values.mul_(adapter.inputs**-0.5))
         local_of(adapter.b.data).zero_()
         for p in adapter.parameters():
@@ -115,7 +119,7 @@ def _computing(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Adap
         if adapter is not None:
             if "packings" in vars(module):
                 raise ConfigError(
-                    f"merge_: the base of {adapter.whole_name} is held in few bits; "
+                    f"merge_adapters_: the base of {adapter.whole_name} is held in few bits; "
                     "export with --merge, which reads the base that it was made of",
                     where=adapter.whole_name,
                 )
@@ -130,7 +134,7 @@ def _whole(p: Any) -> Tensor:
 
 def _merged(weight: nn.Parameter, adapter: Adapter) -> Tensor:
     """Return this rank's part of a matrix with its adapter, in its dtype."""
-    a, b, box = _whole(adapter.a), _whole(adapter.b), box_of(weight)
+    a, b, box = _whole(adapter.a), _whole(adapter.b), get_local_box(weight)
     wide = torch.promote_types(weight.dtype, torch.float32)
     *experts, rows, columns = (
         slice(start, start + size) for start, size in zip(box.offset, box.local.shape, strict=True)

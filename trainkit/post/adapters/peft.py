@@ -53,7 +53,7 @@ _MUST_BE = {
 
 
 @attrs.frozen(eq=False)
-class Peft:
+class PeftAdapter:
     """An adapter's folder, as `lora` takes it.
 
     `lora(*found.loras, trained=found.trained, values=found.values)` in a plan, and
@@ -84,7 +84,7 @@ class Peft:
 
 
 @attrs.frozen(eq=False)
-class LowRanks:
+class LowRankFactors:
     """The adapter of one matrix: A `[..., r, in]`, B `[..., out, r]`, what they are scaled by.
 
     `lengths` are those of the rows, with DoRA.
@@ -163,7 +163,7 @@ def _places(rows: _Rows) -> tuple[slice, slice]:
 
 
 def to_peft(
-    held: Mapping[str, LowRanks],
+    held: Mapping[str, LowRankFactors],
     whole: Mapping[str, Tensor],
     family: Family,
     config: DecoderConfig,
@@ -219,7 +219,9 @@ def to_peft(
     return settings, tensors | own
 
 
-def _joined(module: str, parts: Sequence[_Rows], held: Mapping[str, LowRanks]) -> LowRanks:
+def _joined(
+    module: str, parts: Sequence[_Rows], held: Mapping[str, LowRankFactors]
+) -> LowRankFactors:
     """Return the one adapter of a module there that computes what those of its parts do."""
     names = list(dict.fromkeys(rows.ours for rows in parts if rows.ours in held))
     ranks = [held[name].a.shape[-2] for name in names]
@@ -243,10 +245,10 @@ def _joined(module: str, parts: Sequence[_Rows], held: Mapping[str, LowRanks]) -
         b[..., there, begin : begin + ranks[number]] = one.b[..., here, :] * factor
         if lengths is not None and one.lengths is not None:
             lengths[there] = one.lengths[here]
-    return LowRanks(torch.cat([held[name].a for name in names], -2), b, first.scale, lengths)
+    return LowRankFactors(torch.cat([held[name].a for name in names], -2), b, first.scale, lengths)
 
 
-def _named(module: str, one: LowRanks) -> dict[str, Tensor]:
+def _named(module: str, one: LowRankFactors) -> dict[str, Tensor]:
     """Return the tensors of a module's adapter by PEFT's names."""
     path = f"{_BEFORE}{module}"
     if one.a.ndim == 3:  # experts: those of `down_proj` wrap those of `gate_up_proj`
@@ -323,7 +325,7 @@ def _is_plain(link: Link, whole: Tensor) -> bool:
 # --------------------------------------------------------------------------------------------- in
 
 
-def open_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft:
+def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> PeftAdapter:
     """Read an adapter's folder that PEFT has written, or `export` has.
 
     Args:
@@ -341,10 +343,10 @@ def open_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         Reads the folder.
 
     Examples:
-        >>> from trainkit.weights.hub import family_of
-        >>> from trainkit.models import decoder_config
-        >>> tiny = decoder_config("tiny")
-        >>> open_peft("/does/not/exist", family_of(tiny), tiny)
+        >>> from trainkit.weights.hub import match_family
+        >>> from trainkit.models import make_decoder_config
+        >>> tiny = make_decoder_config("tiny")
+        >>> read_peft("/does/not/exist", match_family(tiny), tiny)
         Traceback (most recent call last):
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/adapter_config.json cannot ...
     """
@@ -358,21 +360,21 @@ def open_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
     found, problems = _split_names(tensors, places, config)
     halves = [module for module, parts in found.items() if not {"a", "b"} <= parts.keys()]
     problems += [f"{module} has one of lora_A and lora_B alone" for module in halves]
-    ours: dict[str, LowRanks] = {}
+    ours: dict[str, LowRankFactors] = {}
     for module, parts in found.items():
         if module not in halves:
             ours |= _apart(module, parts, places[module], told, problems)
     whole = _whole_tensors(tensors, told, family, config, problems)
     if problems or not ours:
         raise CheckpointError(
-            f"open_peft: {folder} is no adapter of this {family.model_type}: "
+            f"read_peft: {folder} is no adapter of this {family.model_type}: "
             f"{shortened(problems) or 'it holds none'}",
             where=folder,
             got=problems,
         )
     loras = tuple(_loras_of(ours, told))
     trained = "|".join(map(re.escape, whole)) or None
-    return Peft(loras, trained, _values_of(ours), whole)
+    return PeftAdapter(loras, trained, _values_of(ours), whole)
 
 
 def _is_number(x: Any) -> bool:
@@ -418,7 +420,7 @@ def _check_settings(told: Mapping[str, Any], where: Path) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"open_peft: {where}: {shortened(problems)}", where=str(where), got=problems
+            f"read_peft: {where}: {shortened(problems)}", where=str(where), got=problems
         )
 
 
@@ -477,7 +479,7 @@ def _apart(
     rows: Sequence[_Rows],
     told: Mapping[str, Any],
     problems: list[str],
-) -> dict[str, LowRanks]:
+) -> dict[str, LowRankFactors]:
     """Return the adapters of our matrices that a module's there is."""
     a, b, lengths = parts["a"], parts["b"], parts.get("magnitude")
     outputs = max(x.theirs + (x.count - 1) * x.their_step + 1 for x in rows)
@@ -495,12 +497,12 @@ def _apart(
         return {}
     alpha = _by_pattern(told, "alpha_pattern", module, told.get("lora_alpha", 8))
     scale = alpha / (rank**0.5 if told.get("use_rslora") else rank)
-    found: dict[str, LowRanks] = {}
+    found: dict[str, LowRankFactors] = {}
     for name in dict.fromkeys(x.ours for x in rows):
         own = [x for x in rows if x.ours == name]
         size = sum(x.count for x in own)
         own_lengths = None if lengths is None else lengths[:size].clone()
-        part = LowRanks(a, b.new_zeros(*b.shape[:-2], size, rank), scale, own_lengths)
+        part = LowRankFactors(a, b.new_zeros(*b.shape[:-2], size, rank), scale, own_lengths)
         for x in own:
             here, there = _places(x)
             part.b[..., here, :] = b[..., there, :]
@@ -518,7 +520,7 @@ def _by_pattern(told: Mapping[str, Any], table: str, module: str, default: float
                 return value
         except re.error as error:
             raise ConfigError(
-                f"open_peft: {table} has {pattern!r}, which is no regular expression",
+                f"read_peft: {table} has {pattern!r}, which is no regular expression",
                 where=table,
                 got=pattern,
             ) from error
@@ -560,7 +562,7 @@ def _whole_tensors(
     return found
 
 
-def _loras_of(ours: Mapping[str, LowRanks], told: Mapping[str, Any]) -> Iterable[Lora]:
+def _loras_of(ours: Mapping[str, LowRankFactors], told: Mapping[str, Any]) -> Iterable[Lora]:
     """Yield the specifications of adapters: one for all that are of one rank and scale."""
     groups: dict[tuple[int, float, bool], list[str]] = {}
     for name, one in ours.items():
@@ -577,7 +579,7 @@ def _loras_of(ours: Mapping[str, LowRanks], told: Mapping[str, Any]) -> Iterable
         )
 
 
-def _values_of(ours: Mapping[str, LowRanks]) -> Fill:
+def _values_of(ours: Mapping[str, LowRankFactors]) -> Fill:
     """Return what fills the adapters."""
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:

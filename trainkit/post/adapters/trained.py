@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.parallel.names import box_of, named_parameters_of
+from trainkit.parallel.names import get_local_box, get_named_parameters
 from trainkit.parallel.stages import build_stages
 from trainkit.parallel.transforms import Transform
-from trainkit.post.adapters.base import base_weights, keep_base_
+from trainkit.post.adapters.base import exclude_frozen_, open_base_weights
 from trainkit.post.adapters.frozen import quantized
 from trainkit.post.adapters.lowrank import Lora
 from trainkit.post.adapters.transform import lora
@@ -21,10 +21,10 @@ from trainkit.types import CheckpointError, ModelTransform, ParallelState
 from trainkit.weights.checkpoint.load import load_weights, read_facts
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.sources import model_of
-from trainkit.weights.hub.folder import is_folder
+from trainkit.weights.hub.folder import is_hf_folder
 
 
-def build_trained(
+def build_trained_stages(
     path: Path | str,
     make_model: Callable[[], nn.Module],
     ps: ParallelState,
@@ -39,7 +39,7 @@ def build_trained(
     beside it, so the model computes what it did when it was trained.
 
     Args:
-        path: A checkpoint of a run, or a Hugging Face folder, as `hub.open_trained` finds it.
+        path: A checkpoint of a run, or a Hugging Face folder, as `hub.open_model` finds it.
         make_model: Makes the whole model; see `build_stages`.
         ps: The layout.
         plan: The transforms but for `quantized` and `lora`, which the run itself says.
@@ -54,23 +54,23 @@ def build_trained(
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> build_trained("/does/not/exist", lambda: nn.Linear(1, 1), solo_parallel(), [])
+        >>> build_trained_stages("/does/not/exist", lambda: nn.Linear(1, 1), solo_parallel(), [])
         Traceback (most recent call last):
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
     """
-    facts: Mapping[str, Any] = {} if is_folder(path) else _facts(path)
+    facts: Mapping[str, Any] = {} if is_hf_folder(path) else _facts(path)
     source = base or facts["base_from"] if "base" in facts else path
-    weights = base_weights(source, axis=ps.world)
+    weights = open_base_weights(source, axis=ps.world)
     if "base" not in facts:
         return build_stages(make_model, ps, plan, weights=weights, **how)
     with torch.device("meta"):
         known = {name for name, _ in make_model().named_parameters()}
     own = _own_plan(path, facts, known)
     stages = build_stages(make_model, ps, [*own, *plan], weights=weights, **how)
-    found = keep_base_(stages, ps, source=source)["base"]
+    found = exclude_frozen_(stages, ps, source=source)["base"]
     if found != facts["base"]:
         raise CheckpointError(
-            f"build_trained: what is in {source} now is not the base of {path}",
+            f"build_trained_stages: what is in {source} now is not the base of {path}",
             where=source,
             got=found,
             want=facts["base"],
@@ -86,9 +86,9 @@ def _take_means_(path: Path, stages: Sequence[nn.Module]) -> None:
     """Put what was evaluated in the place of what was trained, where a checkpoint has a mean."""
     stored = model_of(path)
     read = reader(stored)
-    for name, p in named_parameters_of(stages).items():
+    for name, p in get_named_parameters(stages).items():
         if p.requires_grad and name in stored:
-            box = box_of(p)
+            box = get_local_box(p)
             box.local.copy_(read(name, box.local.shape, box.offset))
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder import Decoder, Head
-from trainkit.noise import key_of, symmetric
-from trainkit.parallel.materialize import Fill, weights_of
+from trainkit.noise import make_key, uniform_symmetric
+from trainkit.parallel.materialize import Fill, weights_from_module
 from trainkit.parallel.names import canonical_name, fitting_names
 from trainkit.parallel.transforms import Transform
-from trainkit.post.adapters.frozen import dequantized, held_as, packing_of, rounded_weights
+from trainkit.post.adapters.frozen import dequantized, held_as, packing_of, round_weights
 from trainkit.post.adapters.lowrank import (
     BESIDE,
     MERGE,
@@ -54,8 +54,8 @@ def lora(
     computes at first what its base does.
 
     Given several times, with other names, adapters stand side by side: those of the last name
-    compute and are trained, and `activate_` chooses another. Given again with the same name, for
-    other matrices, it adds to them.
+    compute and are trained, and `select_adapter_` chooses another. Given again with the same name,
+    for other matrices, it adds to them.
 
     Args:
         loras: Which matrices, and what kind of adapter; see `Lora`. A decoder's head is none.
@@ -102,7 +102,7 @@ def lora(
         for beside in before:
             beside.requires_grad_(requires_grad=False)
         on_meta = any(p.is_meta for p in module.parameters())
-        base = None if on_meta else weights_of(module)
+        base = None if on_meta else weights_from_module(module)
         for name, (place, one) in _matched(module, loras).items():
             _adapt_(place, name, one, values or _initial_values(seed, place, name), base)
         for _, _, beside in adapters_of([module]):
@@ -128,15 +128,15 @@ def problems(
     r"""Return what does not fit of adapters and a decoder, as errors that nobody has raised yet.
 
     Args:
-        plan: What a plan begins with: `quantized`, `float8` or `fake_quantized`, `lora`, or none.
+        plan: What a plan begins with: `quantized`, `float8` or `fake_quantize`, `lora`, or none.
         model: The decoder.
         layout: The layout that it is to be trained in.
-        base: The facts of the checkpoint that is to be the base, which `base_weights` refuses if it
-            holds adapters alone; of a folder none.
+        base: The facts of the checkpoint that is to be the base, which `open_base_weights` refuses
+            if it holds adapters alone; of a folder none.
 
     Examples:
-        >>> from trainkit.models import decoder_config
-        >>> tiny = decoder_config("tiny")
+        >>> from trainkit.models import make_decoder_config
+        >>> tiny = make_decoder_config("tiny")
         >>> problems([lora(Lora(r"layers\.\d+\.attention\.wq"))], tiny)
         []
         >>> print(*problems([lora(Lora("q_proj"))], tiny))
@@ -255,9 +255,9 @@ def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
         if key == "b":
             return torch.zeros(tuple(shape))
         if key == "a":
-            return symmetric(key_of(seed, name), shape, offset).mul_(inputs**-0.5)
+            return uniform_symmetric(make_key(seed, name), shape, offset).mul_(inputs**-0.5)
         if packing is not None and on_meta:  # the base is what its codes stand for
-            base = rounded_weights(base, {own: packing})
+            base = round_weights(base, {own: packing})
         whole = base(own, (*shape, inputs), (*offset, 0))
         return torch.cat([rows.double().norm(dim=-1) for rows in whole.split(_ROWS, -2)], -1)
 

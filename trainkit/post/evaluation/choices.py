@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.post.evaluation.examples import Item, encode_pair, make_example
-from trainkit.post.evaluation.score import Scored
+from trainkit.post.evaluation.examples import EvalItem, encode_continuation, make_example
+from trainkit.post.evaluation.score import ExampleScores
 from trainkit.post.evaluation.texts import items_of
-from trainkit.text.tokenizers.documents import text_of
+from trainkit.text.tokenizers.documents import get_text
 from trainkit.types import DataError, Tokenizer
 
 MEASURES = ("plain", "per_token", "per_byte")
@@ -25,7 +25,7 @@ def read_choices(
     context: int,
     add_bos: bool = False,
     sources: dict[str, str] | None = None,
-) -> list[Item]:
+) -> list[EvalItem]:
     """Return the questions of a file, ready to be scored: an example for each choice.
 
     A record is `{"context": ..., "choices": [..., ...], "answer": 0}`. A choice follows upon the
@@ -44,38 +44,40 @@ def read_choices(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "a.jsonl"
         ...     _ = path.write_text('{"context": "1 + 1 =", "choices": [" 2", " 11"], "answer": 0}')
-        ...     (item,) = read_choices(path, byte_tokenizer(), context=64)
+        ...     (item,) = read_choices(path, make_byte_tokenizer(), context=64)
         >>> item.facts, [example.scored for example in item.examples]
         ({'answer': 0, 'tokens': [2, 3], 'bytes': [2, 3]}, [2, 3])
     """
     how = {"context": context, "add_bos": add_bos}
-    return items_of(Path(path), lambda record: choice_item(record, tokenizer, **how), sources)
+    return items_of(Path(path), lambda record: make_choice_item(record, tokenizer, **how), sources)
 
 
-def choice_item(
+def make_choice_item(
     record: Mapping[str, Any], tokenizer: Tokenizer, *, context: int, add_bos: bool = False
-) -> Item:
+) -> EvalItem:
     """Return a question, ready to be scored: what `read_choices` makes of a record.
 
     Raises:
         DataError: It is no question.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> choice_item({"context": "a", "choices": ["b"]}, byte_tokenizer(), context=8)
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> make_choice_item({"context": "a", "choices": ["b"]}, make_byte_tokenizer(), context=8)
         Traceback (most recent call last):
         ...
         trainkit.types.DataError: there must be two choices or more, got 1
     """
-    before, choices, answer = text_of(record, "context"), *_checked(record)
-    pairs = [encode_pair(tokenizer, before, choice, add_bos=add_bos) for choice in choices]
+    before, choices, answer = get_text(record, "context"), *_checked(record)
+    pairs = [encode_continuation(tokenizer, before, choice, add_bos=add_bos) for choice in choices]
     examples = [make_example(*pair, context=context) for pair in pairs]
     sizes = [len(choice.encode()) for choice in choices]
-    return Item(examples, {"answer": answer, "tokens": [len(x) for _, x in pairs], "bytes": sizes})
+    return EvalItem(
+        examples, {"answer": answer, "tokens": [len(x) for _, x in pairs], "bytes": sizes}
+    )
 
 
 def _checked(record: Mapping[str, Any]) -> tuple[list[str], int]:
@@ -90,15 +92,15 @@ def _checked(record: Mapping[str, Any]) -> tuple[list[str], int]:
     return choices, answer
 
 
-def choice_line(item: Item, scored: Sequence[Scored]) -> dict[str, Any]:
+def make_choice_record(item: EvalItem, scored: Sequence[ExampleScores]) -> dict[str, Any]:
     """Return the line of a question: what each choice scores, and which is best by each measure.
 
     Of choices that score the same the first is best, as for numpy's `argmax` and `lm-eval`;
     "ties" says by which measures that decided.
 
     Examples:
-        >>> item = Item([], {"answer": 0, "tokens": [1, 2], "bytes": [4, 4]})
-        >>> line = choice_line(item, [Scored(np.full(n, -1.0), True) for n in (1, 2)])
+        >>> item = EvalItem([], {"answer": 0, "tokens": [1, 2], "bytes": [4, 4]})
+        >>> line = make_choice_record(item, [ExampleScores(np.full(n, -1.0), True) for n in (1, 2)])
         >>> line["logprobs"], line["best"], line["ties"]
         ([-1.0, -2.0], {'plain': 0, 'per_token': 0, 'per_byte': 0}, ['per_token'])
     """
@@ -119,7 +121,7 @@ def accuracy(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the share of questions whose best choice is the answer, by each measure.
 
     Args:
-        lines: The lines of questions, from `choice_line`.
+        lines: The lines of questions, from `make_choice_record`.
 
     Returns:
         "questions", "accuracy", "accuracy_per_token" and "accuracy_per_byte" (the `acc` and

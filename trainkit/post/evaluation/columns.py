@@ -19,15 +19,26 @@ from typing import Any
 import numpy as np
 import orjson
 
-from trainkit.collectives import together
-from trainkit.data.corpus import documents_of
-from trainkit.data.joined import join_corpora
-from trainkit.files import disk_errors, replacing, say_on_stderr
-from trainkit.post.evaluation.examples import Example, rolling_windows
-from trainkit.post.evaluation.score import Score, TopWords
+from trainkit.collectives import run_on_all_ranks
+from trainkit.data.corpus import iterate_documents
+from trainkit.data.joined import concat_corpora
+from trainkit.files import atomic_write, convert_disk_errors
+from trainkit.post.evaluation.examples import Example, make_rolling_windows
+from trainkit.post.evaluation.score import Scorer, TopWords
 from trainkit.text.corpora.tokens import SUFFIX, open_tokens, write_corpus
-from trainkit.text.prepare.prepare import alone, check_out
-from trainkit.types import SOLO, Axis, Column, ConfigError, DataError, IntArray, Sample, check_range
+from trainkit.text.prepare.prepare import check_output, lock_output
+from trainkit.types import (
+    SOLO,
+    Axis,
+    Column,
+    ConfigError,
+    DataError,
+    IntArray,
+    Log,
+    Sample,
+    check_range,
+    log_warning,
+)
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -35,11 +46,11 @@ Measure = Callable[[Sequence[Example]], Sequence[Values]]
 """From examples to the columns of each one's counting tokens by name, `[scored, ...]`."""
 
 
-def logprob_columns(score: Score) -> tuple[dict[str, Column], Measure]:
+def make_logprob_columns(score: Scorer) -> tuple[dict[str, Column], Measure]:
     """Return the column "reference_logprobs" of a score, and what measures it.
 
     Examples:
-        >>> columns, _ = logprob_columns(lambda examples: [])
+        >>> columns, _ = make_logprob_columns(lambda examples: [])
         >>> columns["reference_logprobs"].dtype
         'float32'
     """
@@ -50,11 +61,11 @@ def logprob_columns(score: Score) -> tuple[dict[str, Column], Measure]:
     return {"reference_logprobs": Column("float32")}, measure
 
 
-def top_columns(top_words: TopWords, top_k: int) -> tuple[dict[str, Column], Measure]:
+def make_top_k_columns(top_words: TopWords, top_k: int) -> tuple[dict[str, Column], Measure]:
     """Return the columns that `objectives.stored_distillation` reads, and what measures them.
 
     Examples:
-        >>> columns, _ = top_columns(lambda examples: [], 4)
+        >>> columns, _ = make_top_k_columns(lambda examples: [], 4)
         >>> columns["teacher_ids"]
         Column(dtype='int32', inner=(4,), of='label')
     """
@@ -76,24 +87,24 @@ def score_corpus(
     facts: Mapping[str, Any],
     axis: Axis = SOLO,
     part_tokens: int = 1 << 17,
-    tell: Callable[[str], object] = say_on_stderr,
+    log: Log = log_warning,
 ) -> int:
     """Write a corpus as a token file with columns more; return how many parts were there already.
 
     Each token is given those before it in its document, `context` of them at most: of a longer
-    document the windows are those of `rolling_windows`. The first token of a document is predicted
-    by nothing, and its values are 0; no batch has them, since it is nobody's label.
+    document the windows are those of `make_rolling_windows`. The first token of a document is
+    predicted by nothing, and its values are 0; no batch has them, since it is nobody's label.
 
     Args:
-        measured: The columns and what finds them: `logprob_columns`, or `top_columns`.
-        corpus: A `TokenCorpus`, or a `JoinedCorpus` of several; columns that it has are kept.
+        measured: The columns and what finds them: `make_logprob_columns`, or `make_top_k_columns`.
+        corpus: A `TokenCorpus`, or a `ConcatCorpus` of several; columns that it has are kept.
         out: The file to make, which ends in `.tokens`.
         context: The most tokens that the model is given.
         facts: What the columns follow from: hashes of the model and of the corpus, settings; as
             JSON has it. Parts of other facts are made anew.
         axis: The ranks that measure together, all of which must call this: `ps.world`.
         part_tokens: About how many tokens a part has, which decides how much work is lost.
-        tell: Called with a sentence about parts that are used again, or not, on the first rank.
+        log: Called with a sentence about parts that are used again, or not, on the first rank.
 
     Raises:
         ConfigError: The corpus has such a column already, or another process makes the file.
@@ -108,18 +119,18 @@ def score_corpus(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.data.corpus import memory_corpus
-        >>> from trainkit.post.evaluation.score import Scored
-        >>> half = lambda examples: [Scored(np.full(x.scored, -0.5), True) for x in examples]
+        >>> from trainkit.data.corpus import make_corpus
+        >>> from trainkit.post.evaluation.score import ExampleScores
+        >>> half = lambda examples: [ExampleScores(np.full(x.scored, -0.5), True) for x in examples]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     out, corpus = Path(folder) / "a.tokens", memory_corpus([[1, 2, 3], [4]])
-        ...     _ = score_corpus(logprob_columns(half), corpus, out, context=8, facts={})
+        ...     out, corpus = Path(folder) / "a.tokens", make_corpus([[1, 2, 3], [4]])
+        ...     _ = score_corpus(make_logprob_columns(half), corpus, out, context=8, facts={})
         ...     open_tokens(out).values
         {'reference_logprobs': array([ 0. , -0.5, -0.5,  0. ], dtype=float32)}
     """
     check_range("score_corpus", at_least=1, context=context, part_tokens=part_tokens)
     (columns, measure), out = measured, Path(out)
-    check_out(out)
+    check_output(out)
     if twice := sorted({*columns} & {*corpus.columns}):
         what = f"the corpus has the column {', '.join(twice)} already"
         raise ConfigError(f"score_corpus: {what}", hint="score the corpus that it was made from")
@@ -128,20 +139,18 @@ def score_corpus(
     folder, cuts = out.with_name(f"{out.name}.parts"), _cuts(corpus.offsets, part_tokens)
     paths = [folder / f"part_{number:08d}{SUFFIX}" for number in range(len(cuts) - 1)]
     parts = list(zip(paths, pairwise(cuts), strict=True))
-    first_rank, documents = partial(_on_first_rank, axis), documents_of(corpus)
+    first_rank, documents = partial(_on_first_rank, axis), iterate_documents(corpus)
     with ExitStack() as lock:
-        first_rank(lambda: lock.enter_context(alone(out, by="score_corpus")))
-        first_rank(lambda: _begin(folder, facts, tell))
-        had = first_rank(
-            lambda: [_is_finished(p, corpus.lengths[a:b], tell) for p, (a, b) in parts]
-        )
+        first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
+        first_rank(lambda: _begin(folder, facts, log))
+        had = first_rank(lambda: [_is_finished(p, corpus.lengths[a:b], log) for p, (a, b) in parts])
         for (path, (first, last)), is_there in zip(parts, had, strict=True):
             own = [*islice(documents, last - first)]
             if not is_there:
                 scored = [*_scored(own, columns, measure, context)]
                 first_rank(partial(write_corpus, path, scored, **how))
         if any(had):
-            first_rank(lambda: tell(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
+            first_rank(lambda: log(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
         first_rank(lambda: _join(paths, out, corpus, how))
     return sum(had)
 
@@ -150,22 +159,22 @@ def _on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:
     """Return what JSON holds of what is done on the first rank alone; all raise if it does.
 
     Effects:
-        Those of `work`; communicates as `together`.
+        Those of `work`; communicates as `run_on_all_ranks`.
     """
 
     def own() -> Any:
         done = work() if axis.index == 0 else None
         return done if isinstance(done, list) else None
 
-    return together(own, axis)[0]
+    return run_on_all_ranks(own, axis)[0]
 
 
 def _join(paths: Sequence[Path], out: Path, corpus: Any, how: Any) -> None:
     """Write the parts as one file, made with what the corpus was made with, and delete them."""
-    whole = join_corpora(open_tokens(path, check="none") for path in paths)
+    whole = concat_corpora(open_tokens(path, check="none") for path in paths)
     write_corpus(
         out,
-        documents_of(whole),
+        iterate_documents(whole),
         tokenizer_hash=getattr(corpus, "tokenizer_hash", None),
         template_hash=getattr(corpus, "template_hash", None),
         made_with=getattr(corpus, "made_with", None),
@@ -180,26 +189,26 @@ def _cuts(offsets: IntArray, part_tokens: int) -> list[int]:
     return np.unique([0, *firsts, len(offsets) - 1]).tolist()
 
 
-def _begin(folder: Path, facts: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+def _begin(folder: Path, facts: Mapping[str, Any], log: Log) -> None:
     """Make the folder of parts; those of other facts go."""
     path, want = folder / "facts.json", orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
     if folder.is_dir() and (not path.is_file() or path.read_bytes() != want):
-        tell(f"{folder}: its parts are of another model, corpus or setting, and are made anew")
+        log(f"{folder}: its parts are of another model, corpus or setting, and are made anew")
         shutil.rmtree(folder)
-    with disk_errors(folder, by="score_corpus"):
+    with convert_disk_errors(folder, by="score_corpus"):
         folder.mkdir(exist_ok=True)
     if not path.is_file():
-        with replacing(path, by="score_corpus") as file:
+        with atomic_write(path, by="score_corpus") as file:
             file.write(want)
 
 
-def _is_finished(path: Path, lengths: IntArray, tell: Callable[[str], object]) -> bool:
+def _is_finished(path: Path, lengths: IntArray, log: Log) -> bool:
     if not path.is_file():
         return False
     try:
         return np.array_equal(open_tokens(path, check="full").lengths, lengths)
     except DataError as error:
-        tell(f"made anew: {error}")
+        log(f"made anew: {error}")
         return False
 
 
@@ -209,7 +218,7 @@ def _scored(
     """Yield documents with what is measured of their tokens."""
     samples = [x if isinstance(x, Sample) else Sample(x, np.ones(len(x), bool)) for x in documents]
     windows = [
-        rolling_windows(x.tokens[1:].tolist(), prefix=int(x.tokens[0]), context=context)
+        make_rolling_windows(x.tokens[1:].tolist(), prefix=int(x.tokens[0]), context=context)
         if len(x.tokens) > 1
         else []
         for x in samples

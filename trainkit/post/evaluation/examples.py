@@ -27,7 +27,7 @@ class Example:
 
 
 @attrs.frozen(eq=False)
-class Item:
+class EvalItem:
     """What one line of results is about: its examples, and what is known of it without a model."""
 
     examples: Sequence[Example]
@@ -71,7 +71,7 @@ def make_example(
     return Example(ids[cut:], count, cut)
 
 
-def rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> list[Example]:
+def make_rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> list[Example]:
     """Return windows over a text of any length in which each of its tokens counts exactly once.
 
     The first begins with `prefix`. Each further one holds the next `context` tokens, given the last
@@ -80,15 +80,15 @@ def rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> list[Ex
 
     Args:
         ids: The text's tokens.
-        prefix: What the first token follows upon: `prefix_id(tokenizer)`.
+        prefix: What the first token follows upon: `get_prefix_id(tokenizer)`.
         context: The most tokens that the model is given.
 
     Examples:
-        >>> windows = rolling_windows([1, 2, 3, 4, 5], prefix=0, context=3)
+        >>> windows = make_rolling_windows([1, 2, 3, 4, 5], prefix=0, context=3)
         >>> [(window.ids.tolist(), window.scored) for window in windows]
         [([0, 1, 2, 3], 3), ([2, 3, 4, 5], 2)]
     """
-    check_range("rolling_windows", at_least=1, context=context)
+    check_range("make_rolling_windows", at_least=1, context=context)
     whole = np.concatenate([[prefix], np.asarray(ids, np.int64)]).astype(np.int64)
     ends = [min(done + context, len(ids)) for done in range(0, len(ids), context)]
     begins = [0, *ends[:-1]]
@@ -98,15 +98,15 @@ def rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> list[Ex
     ]
 
 
-def prefix_id(tokenizer: Tokenizer) -> int:
+def get_prefix_id(tokenizer: Tokenizer) -> int:
     """Return the token that a text follows upon that nothing stands before: BOS, or else EOS.
 
     Raises:
         DataError: The tokenizer has neither.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> prefix_id(byte_tokenizer())
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> get_prefix_id(make_byte_tokenizer())
         256
     """
     found = [getattr(tokenizer, name, None) for name in ("bos_id", "eos_id")]
@@ -120,13 +120,13 @@ def prefix_id(tokenizer: Tokenizer) -> int:
     return known[0]
 
 
-def encode_pair(
+def encode_continuation(
     tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool = False
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a context and of its continuation, as `lm-eval` cuts them.
 
     Both are encoded as one text, so that a word is cut as in any text; blanks at the end of the
-    context go to the continuation. An empty context is `prefix_id`.
+    context go to the continuation. An empty context is `get_prefix_id`.
 
     Args:
         tokenizer: What encodes them.
@@ -135,17 +135,17 @@ def encode_pair(
         add_bos: Begin with the tokenizer's BOS, unless the text does.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> encode_pair(byte_tokenizer(), "a ", "b")
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> encode_continuation(make_byte_tokenizer(), "a ", "b")
         ([97], [32, 98])
-        >>> encode_pair(byte_tokenizer(), "", "b")
+        >>> encode_continuation(make_byte_tokenizer(), "", "b")
         ([256], [98])
     """
     stem = context.rstrip()
     whole, before = (with_bos(tokenizer, x, add=add_bos) for x in (context + continuation, stem))
     if before:
         return before, whole[len(before) :]
-    first = prefix_id(tokenizer)
+    first = get_prefix_id(tokenizer)
     return ([first], whole) if whole[:1] != [first] else (whole[:1], whole[1:])
 
 
@@ -153,8 +153,8 @@ def with_bos(tokenizer: Tokenizer, text: str, *, add: bool) -> list[int]:
     """Return the tokens of a text, after BOS if that is asked for and it does not begin with it.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> with_bos(byte_tokenizer(), "a", add=True)
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> with_bos(make_byte_tokenizer(), "a", add=True)
         [256, 97]
     """
     ids = list(tokenizer.encode(text))

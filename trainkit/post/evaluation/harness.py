@@ -1,8 +1,8 @@
 """EleutherAI's `lm-eval` on a model of ours, in any layout; nothing of it is imported before.
 
 The harness asks three things of a model, and each is a function of this room: log-likelihoods are
-`bind_score`, those of long texts its sums over `rolling_windows`, and texts come from whatever
-writes them.
+`make_scorer`, those of long texts its sums over `make_rolling_windows`, and texts come from
+whatever writes them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.post.evaluation.examples import make_example, prefix_id, rolling_windows, with_bos
-from trainkit.post.evaluation.score import Score
+from trainkit.post.evaluation.examples import (
+    get_prefix_id,
+    make_example,
+    make_rolling_windows,
+    with_bos,
+)
+from trainkit.post.evaluation.score import Scorer
 from trainkit.types import ConfigError, Tokenizer, check_range, needs_extra
 
 Generate = Callable[..., Sequence[Sequence[int]]]
@@ -27,8 +32,8 @@ _MOST_TOKENS = 256  # that are written where a task does not say, as with lm-eva
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
-def harness_model(
-    score: Score,
+def make_harness_model(
+    score: Scorer,
     tokenizer: Tokenizer,
     *,
     context: int,
@@ -43,7 +48,7 @@ def harness_model(
     Its attribute `cut` counts the contexts that were too long.
 
     Args:
-        score: The model, from `bind_score`.
+        score: The model, from `make_scorer`.
         tokenizer: Its tokenizer.
         context: The most tokens that it is given; longer contexts are cut on their left.
         generate: What writes texts; without it a task that needs it is refused.
@@ -55,10 +60,10 @@ def harness_model(
 
     Examples:
         >>> import numpy as np
-        >>> from trainkit.post.evaluation.score import Scored
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> score = lambda examples: [Scored(-np.ones(x.scored), False) for x in examples]
-        >>> model = harness_model(score, byte_tokenizer(), context=8)
+        >>> from trainkit.post.evaluation.score import ExampleScores
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> score = lambda examples: [ExampleScores(-np.ones(x.scored), False) for x in examples]
+        >>> model = make_harness_model(score, make_byte_tokenizer(), context=8)
         >>> from lm_eval.api.instance import Instance
         >>> ask = lambda kind, *args: [Instance(kind, {}, args, 0)]
         >>> model.loglikelihood(ask("loglikelihood", "a", " bc"), disable_tqdm=True)
@@ -70,7 +75,7 @@ def harness_model(
         from lm_eval.api.model import TemplateLM  # noqa: PLC0415 - an extra
 
     kind = type("TrainkitModel", (_Answers, TemplateLM), {})
-    check_range("harness_model", at_least=1, rows=rows)
+    check_range("make_harness_model", at_least=1, rows=rows)
     write = None if generate is None else partial(_in_batches, generate, rows=rows)
     return kind(score, tokenizer, context, write, add_bos)
 
@@ -85,7 +90,7 @@ class _Answers:
 
     def __init__(
         self,
-        score: Score,
+        score: Scorer,
         tokenizer: Tokenizer,
         context: int,
         generate: Generate | None,
@@ -101,7 +106,7 @@ class _Answers:
 
     @property
     def prefix_token_id(self) -> int:
-        return prefix_id(self.words)
+        return get_prefix_id(self.words)
 
     @property
     def tokenizer_name(self) -> str:
@@ -126,7 +131,7 @@ class _Answers:
         del disable_tqdm
         how = {"prefix": self.prefix_token_id, "context": self.context}
         asked = [request.args for request in requests]
-        windows = [rolling_windows(self.tok_encode(text), **how) for (text,) in asked]
+        windows = [make_rolling_windows(self.tok_encode(text), **how) for (text,) in asked]
         found = iter(self.score([window for each in windows for window in each]))
         sums = [sum(next(found).logprob for _ in each) for each in windows]
         for args, total in zip(asked, sums, strict=True):
@@ -137,7 +142,7 @@ class _Answers:
         del disable_tqdm
         if self.generate is None:
             raise ConfigError(
-                "harness_model: a task asks for texts, and nothing here writes them",
+                "make_harness_model: a task asks for texts, and nothing here writes them",
                 where="generate",
                 hint="give generate=",
             )
@@ -167,13 +172,15 @@ def _written(
         room = context - wish["max_new_tokens"]
         if room < 1:
             raise ConfigError(
-                f"harness_model: a task asks for {wish['max_new_tokens']} tokens, and the model "
+                f"make_harness_model: a task wants {wish['max_new_tokens']} tokens, and the model "
                 f"sees {context} at once",
                 got=wish["max_new_tokens"],
                 want=f"at most {context - 1}",
                 hint="give max_gen_toks in the task's generation_kwargs",
             )
-        prompts = [encode(asked[number][0])[-room:] or [prefix_id(tokenizer)] for number in numbers]
+        prompts = [
+            encode(asked[number][0])[-room:] or [get_prefix_id(tokenizer)] for number in numbers
+        ]
         for number, ids in zip(numbers, generate(prompts, **wish), strict=True):
             texts[number] = _before(tokenizer.decode(ids), wish["stop"])
     return texts
@@ -200,7 +207,7 @@ def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
     temperature, samples = left.pop("temperature", None), left.pop("do_sample", None)
     if left:
         raise ConfigError(
-            f"harness_model: a task asks for {', '.join(sorted(left))}, which this model does not "
+            f"make_harness_model: a task wants {', '.join(sorted(left))}, which the model does not "
             "know",
             where="generation_kwargs",
             got=sorted(left),
@@ -267,7 +274,7 @@ def evaluate_tasks(
     """Return what `lm-eval` measures of a model, by task and metric.
 
     Args:
-        model: From `harness_model`; every rank that it is spread over calls this.
+        model: From `make_harness_model`; every rank that it is spread over calls this.
         names: Names of tasks.
         manager: What knows them, from `open_tasks`.
         shots: How many solved examples stand before each question; by default as the task has it.

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from trainkit.collectives import together
-from trainkit.files import disk_errors, sync_folder
-from trainkit.post.evaluation.examples import Item
-from trainkit.post.evaluation.score import Score, Scored
+from trainkit.collectives import run_on_all_ranks
+from trainkit.files import convert_disk_errors, fsync_folder
+from trainkit.post.evaluation.examples import EvalItem
+from trainkit.post.evaluation.score import ExampleScores, Scorer
 from trainkit.types import SOLO, Axis, DataError, check_range
 
 Lines = Sequence[Mapping[str, Any]]
@@ -22,10 +22,10 @@ _FORM = {"form": "trainkit results 2"}
 _HASH = b',"hash":"'
 
 
-def in_groups(
-    score: Score,
-    items: Sequence[Item],
-    line: Callable[[Item, Sequence[Scored]], Mapping[str, Any]],
+def score_in_groups(
+    score: Scorer,
+    items: Sequence[EvalItem],
+    line: Callable[[EvalItem, Sequence[ExampleScores]], Mapping[str, Any]],
     *,
     group: int = 256,
     start: int = 0,
@@ -35,22 +35,23 @@ def in_groups(
     Groups are the same whatever `start` is, so that a run that goes on gives the same bits.
 
     Args:
-        score: What scores examples, from `bind_score`; on all ranks.
+        score: What scores examples, from `make_scorer`; on all ranks.
         items: What is asked, from `read_texts` or `read_choices`.
-        line: Makes a line of an item and what its examples score: `text_line` or `choice_line`.
+        line: Makes a line of an item and what its examples score: `make_text_record` or
+            `make_choice_record`.
         group: How many items are scored together.
         start: How many items have a line already.
 
     Examples:
         >>> from trainkit.post.evaluation.examples import make_example
-        >>> items = [Item([make_example([1], [i], context=8)]) for i in range(3)]
-        >>> half = lambda examples: [Scored(np.array([-0.5]), True) for _ in examples]
+        >>> items = [EvalItem([make_example([1], [i], context=8)]) for i in range(3)]
+        >>> half = lambda examples: [ExampleScores(np.array([-0.5]), True) for _ in examples]
         >>> import numpy as np
         >>> line = lambda item, scored: {"logprob": scored[0].logprob}
-        >>> list(in_groups(half, items, line, group=2, start=1))
+        >>> list(score_in_groups(half, items, line, group=2, start=1))
         [[{'index': 1, 'logprob': -0.5}], [{'index': 2, 'logprob': -0.5}]]
     """
-    check_range("in_groups", at_least=1, group=group)
+    check_range("score_in_groups", at_least=1, group=group)
     done = start - start % group if start < len(items) else start
     for first in range(done, len(items), group):
         chosen = items[first : first + group]
@@ -62,7 +63,7 @@ def in_groups(
         yield lines[max(0, start - first) :]
 
 
-def write_lines(
+def write_results(
     path: Path | str,
     lines_from: Callable[[int], Iterable[Lines]],
     *,
@@ -94,12 +95,12 @@ def write_lines(
         >>> lines_from = lambda start: [[{"index": i, "logprob": -i}] for i in range(start, 3)]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "scores.jsonl"
-        ...     first = write_lines(path, lines_from, facts={"model": "a"})
+        ...     first = write_results(path, lines_from, facts={"model": "a"})
         ...     text = path.read_text()
         ...     _ = path.write_text(text[:-5])
         ...     (
         ...         first,
-        ...         write_lines(path, lines_from, facts={"model": "a"}),
+        ...         write_results(path, lines_from, facts={"model": "a"}),
         ...         path.read_text() == text,
         ...     )
         (0, 2, True)
@@ -112,22 +113,22 @@ def write_lines(
         return _go_on(handles[0], path, facts)
 
     def append(lines: Lines) -> None:
-        with disk_errors(path, by="write_lines"):
+        with convert_disk_errors(path, by="write_lines"):
             handles[0].write(b"".join(map(_line, lines)))
             handles[0].flush()
             os.fsync(handles[0].fileno())
 
     try:
-        start = together(lambda: begin() if writes else None, axis)[0]
+        start = run_on_all_ranks(lambda: begin() if writes else None, axis)[0]
         for lines in lines_from(start):
-            together(lambda lines=lines: append(lines) if writes else None, axis)
+            run_on_all_ranks(lambda lines=lines: append(lines) if writes else None, axis)
     finally:
         for file in handles:
             file.close()
     return start
 
 
-def read_lines(path: Path | str) -> list[dict[str, Any]]:
+def read_results(path: Path | str) -> list[dict[str, Any]]:
     """Return the lines of a file of results, without its first, which says what they are of.
 
     Raises:
@@ -135,7 +136,7 @@ def read_lines(path: Path | str) -> list[dict[str, Any]]:
             out.
 
     Examples:
-        >>> read_lines("/does/not/exist")
+        >>> read_results("/does/not/exist")
         Traceback (most recent call last):
         ...
         trainkit.types.DataError: /does/not/exist cannot be read: No such file or directory
@@ -149,11 +150,11 @@ def read_lines(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _open(path: Path) -> BinaryIO:
-    with disk_errors(path, by="write_lines"):
+    with convert_disk_errors(path, by="write_lines"):
         is_new = not path.exists()
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
         if is_new:
-            sync_folder(path.parent)
+            fsync_folder(path.parent)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,7 +176,7 @@ def _go_on(file: BinaryIO, path: Path, facts: Mapping[str, Any]) -> int:
         count, end = 0, file.tell()
         for count, (_, end) in enumerate(_whole_lines(file, path), start=1):  # noqa: B007
             pass
-    with disk_errors(path, by="write_lines"):
+    with convert_disk_errors(path, by="write_lines"):
         file.truncate(end)
         file.seek(end)
         if not end:

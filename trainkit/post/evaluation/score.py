@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from trainkit.batch import collate_bins, to_device
 from trainkit.batch.shards import shard_sequence
 from trainkit.collectives import all_max, all_sum
-from trainkit.data.corpus import memory_corpus
+from trainkit.data.corpus import make_corpus
 from trainkit.losses import cross_entropy_per_token
 from trainkit.losses.linear import cast_factors, linear_in_chunks
-from trainkit.losses.softmax import scores_, vocabulary_axis
+from trainkit.losses.softmax import make_vocabulary_axis, scores_
 from trainkit.models.call import call_model
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
@@ -31,18 +31,18 @@ from trainkit.types import (
     Axis,
     Bins,
     Call,
+    DataShard,
     Hidden,
     IntArray,
     NumericsError,
-    Place,
     VocabularyAxis,
     check_range,
-    unrouted,
+    drop_routing,
 )
 
 
 @attrs.frozen(eq=False)
-class Scored:
+class ExampleScores:
     """What the counting tokens of an example score.
 
     Attributes:
@@ -59,23 +59,23 @@ class Scored:
         return float(self.logprobs.sum())
 
 
-Score = Callable[[Sequence[Example]], list[Scored]]
-"""`Score(examples) -> what each scores`, in their order, on every rank."""
+Scorer = Callable[[Sequence[Example]], list[ExampleScores]]
+"""`Scorer(examples) -> what each scores`, in their order, on every rank."""
 
 TopWords = Callable[[Sequence[Example]], list[tuple[np.ndarray[Any, Any], ...]]]
 """`TopWords(examples) -> (ids, logprobs) of each`, `[scored, k]`, in their order, on every rank."""
 
 
-def bind_score(
+def make_scorer(
     stages: Sequence[nn.Module],
     *,
-    place: Place = Place(),  # noqa: B008 (frozen)
+    place: DataShard = DataShard(),  # noqa: B008 (frozen)
     axis: Axis = SOLO,
     pp: Axis = SOLO,
     tp: Axis = SOLO,
     call: Call = call_model,
     tokens_per_batch: int = 8192,
-) -> Score:
+) -> Scorer:
     """Return the function that scores examples with a model in its layout.
 
     Examples are packed into rows as long as the longest of them, as documents that do not see each
@@ -93,8 +93,8 @@ def bind_score(
         tokens_per_batch: How many tokens a rank computes at a time, or one row if that is longer.
 
     Returns:
-        `score(examples) -> [Scored]`; equal on all ranks, all of which must call it with the same
-        examples. It raises NumericsError where a log-probability is not finite, and ValueError
+        `score(examples) -> [ExampleScores]`; equal on all ranks, all of which must call it with the
+        same examples. It raises NumericsError where a log-probability is not finite, and ValueError
         where an example has less than one token to be scored, or no token before them.
 
     Effects:
@@ -103,8 +103,8 @@ def bind_score(
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import decoder_config
-        >>> score = bind_score([build_decoder(decoder_config("tiny"), seed=0)])
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> score = make_scorer([build_decoder(make_decoder_config("tiny"), seed=0)])
         >>> one, two = score([Example(np.array([5, 6, 7]), 1), Example(np.array([5, 6, 7]), 2)])
         >>> bool(abs(one.logprob - two.logprobs[1]) < 1e-5), len(two.logprobs)
         (True, 2)
@@ -112,28 +112,28 @@ def bind_score(
     how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call}
     values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch, **how)
 
-    def score(examples: Sequence[Example]) -> list[Scored]:
+    def score(examples: Sequence[Example]) -> list[ExampleScores]:
         return [_scored(x, number) for number, x in enumerate(values_of(examples))]
 
     return score
 
 
-def bind_top_words(
+def make_top_k_scorer(
     stages: Sequence[nn.Module],
     top_k: int,
     *,
     temperature: float = 1.0,
-    place: Place = Place(),  # noqa: B008 (frozen)
+    place: DataShard = DataShard(),  # noqa: B008 (frozen)
     axis: Axis = SOLO,
     pp: Axis = SOLO,
     tp: Axis = SOLO,
     call: Call = call_model,
     tokens_per_batch: int = 8192,
 ) -> TopWords:
-    """Return the function that finds a model's likeliest words, as `bind_score` does a score.
+    """Return the function that finds a model's likeliest words, as `make_scorer` does a score.
 
     Args:
-        stages: As in `bind_score`, and so are the names that are not here.
+        stages: As in `make_scorer`, and so are the names that are not here.
         top_k: How many words are kept for each token.
         temperature: What logits are divided by first.
         place: Which part of a batch this rank holds.
@@ -152,19 +152,19 @@ def bind_top_words(
             many words.
 
     Effects:
-        As `bind_score`.
+        As `make_scorer`.
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import decoder_config
-        >>> model = build_decoder(decoder_config("tiny"), seed=0)
-        >>> [(ids, logprobs)] = bind_top_words([model], 3)([Example(np.array([5, 6, 7]), 2)])
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
+        >>> [(ids, logprobs)] = make_top_k_scorer([model], 3)([Example(np.array([5, 6, 7]), 2)])
         >>> ids.shape, bool((logprobs[:, 0] > logprobs[:, 2]).all())
         ((2, 3), True)
     """
-    check_range("bind_top_words", at_least=1, top_k=top_k)
+    check_range("make_top_k_scorer", at_least=1, top_k=top_k)
     if temperature <= 0:
-        raise ValueError(f"bind_top_words: temperature must be above 0, got {temperature}")
+        raise ValueError(f"make_top_k_scorer: temperature must be above 0, got {temperature}")
     how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call}
     measure = partial(_top_words, top_k=top_k, temperature=temperature)
     values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch, **how)
@@ -185,7 +185,7 @@ def _bind(
     measure: Callable[[Any, Tensor], Sequence[Tensor]],
     width: int,
     *,
-    place: Place,
+    place: DataShard,
     axis: Axis,
     pp: Axis,
     tp: Axis,
@@ -193,7 +193,7 @@ def _bind(
     tokens_per_batch: int,
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
     """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
-    check_range("bind_score", at_least=1, tokens_per_batch=tokens_per_batch)
+    check_range("make_scorer", at_least=1, tokens_per_batch=tokens_per_batch)
     multiple = 2 * place.ring.count if place.ring.count > 1 else 1
     length_multiple = multiple * place.ulysses.count * tp.count
     how: dict[str, Any] = {"pp": pp, "call": call, "place": place}
@@ -231,12 +231,12 @@ def _run(
     width: int,
     pp: Axis,
     call: Call,
-    place: Place,
+    place: DataShard,
 ) -> Tensor:
     """Return what is measured of the tokens of this rank `[width, rows x S]`, else 0."""
     device, last = compute_device(stages[0]), places_of(stages, pp)[-1].last
     table = torch.zeros(width, len(labels) - 1, dtype=torch.float64, device=device)
-    inputs = memory_corpus(example.ids[:-1] for example in examples)
+    inputs = make_corpus(example.ids[:-1] for example in examples)
     with evaluating(stages):
         for chosen in rows:
             batch = collate_bins(inputs, bins, chosen, row_positions=chosen)
@@ -262,7 +262,7 @@ def _begins(bins: Bins) -> IntArray:
     return begins
 
 
-def _dealt(num_rows: int, place: Place, *, rows: int) -> np.ndarray[Any, Any]:
+def _dealt(num_rows: int, place: DataShard, *, rows: int) -> np.ndarray[Any, Any]:
     """Return this rank's rows, batch after batch `[batches, rows]`; -1 is a blank one.
 
     All ranks have the same number of batches.
@@ -274,9 +274,9 @@ def _dealt(num_rows: int, place: Place, *, rows: int) -> np.ndarray[Any, Any]:
     return order.reshape(-1, ranks, rows)[:, place.rows.index]
 
 
-def _scored(values: np.ndarray[Any, Any], number: int) -> Scored:
+def _scored(values: np.ndarray[Any, Any], number: int) -> ExampleScores:
     _check_finite(values[0], number)
-    return Scored(values[0].copy(), bool(values[1].all()))
+    return ExampleScores(values[0].copy(), bool(values[1].all()))
 
 
 def _check_finite(logprobs: np.ndarray[Any, Any], number: int) -> None:
@@ -321,12 +321,12 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         >>> token_scores(hidden @ weight.T, labels)
         (tensor([[-0.8620, -0.8620]]), tensor([[ True, False]]))
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     if isinstance(output, Tensor):
         logits = output.detach()
         return -cross_entropy_per_token(logits, labels), logits.argmax(-1) == labels
     hidden, weight, axis, softcap = Hidden(*output)
-    axis = vocabulary_axis(weight, axis)
+    axis = make_vocabulary_axis(weight, axis)
     factors = cast_factors("token_scores", hidden, weight, labels, softcap=softcap, axis=axis)
     flat = labels.flatten()
 
@@ -346,14 +346,14 @@ def _top_words(output: Any, labels: Tensor, *, top_k: int, temperature: float) -
 
     The ids are floating: exact below 2^24 words in fp32.
     """
-    output = unrouted(output)
+    output = drop_routing(output)
     if isinstance(output, Tensor):
         _check_top_k(top_k, output.shape[-1])
         flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
         found = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
     else:
         hidden, weight, axis, softcap = Hidden(*output)
-        axis = vocabulary_axis(weight, axis)
+        axis = make_vocabulary_axis(weight, axis)
         _check_top_k(top_k, axis.total)
         factors = cast_factors("top_words", hidden, weight, labels, softcap=softcap, axis=axis)
 
@@ -368,7 +368,7 @@ def _top_words(output: Any, labels: Tensor, *, top_k: int, temperature: float) -
 
 def _check_top_k(top_k: int, words: int) -> None:
     if top_k > words:
-        raise ValueError(f"bind_top_words: top_k is {top_k}, and the model has {words} words")
+        raise ValueError(f"make_top_k_scorer: top_k is {top_k}, and the model has {words} words")
 
 
 def _likeliest(logits: Tensor, axis: VocabularyAxis) -> Tensor:

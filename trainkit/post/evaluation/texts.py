@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from trainkit.post.evaluation.examples import (
-    Item,
-    encode_pair,
+    EvalItem,
+    encode_continuation,
+    get_prefix_id,
     make_example,
-    prefix_id,
-    rolling_windows,
+    make_rolling_windows,
     with_bos,
 )
-from trainkit.post.evaluation.score import Scored
+from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.corpora.records import read_records, record_place
-from trainkit.text.tokenizers.documents import text_of
+from trainkit.text.tokenizers.documents import get_text
 from trainkit.types import DataError, Tokenizer
 
 
@@ -33,17 +33,17 @@ def read_texts(
     add_bos: bool = False,
     field: str = "text",
     sources: dict[str, str] | None = None,
-) -> list[Item]:
+) -> list[EvalItem]:
     r"""Return the texts and the pairs of a file, ready to be scored.
 
     A record is `{"context": ..., "continuation": ...}`, of which the continuation counts, or
-    `{"text": ...}`, all of whose tokens count: `rolling_windows` of any length.
+    `{"text": ...}`, all of whose tokens count: `make_rolling_windows` of any length.
 
     Args:
         path: What `corpora.read_records` takes: lines of JSON, a text file, a folder of them.
         tokenizer: The model's.
         context: The most tokens that the model is given.
-        add_bos: Begin contexts with BOS; a text follows upon `prefix_id` in any case.
+        add_bos: Begin contexts with BOS; a text follows upon `get_prefix_id` in any case.
         field: The field that holds a text.
         sources: Gets the hash of each file by its name.
 
@@ -53,59 +53,59 @@ def read_texts(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "a.jsonl"
         ...     _ = path.write_text('{"text": "two words"}\n{"context": "a", "continuation": "b"}')
-        ...     one, two = read_texts(path, byte_tokenizer(), context=6)
+        ...     one, two = read_texts(path, make_byte_tokenizer(), context=6)
         >>> one.facts, [window.scored for window in one.examples], two.examples[0].ids
         ({'tokens': 9, 'words': 2, 'bytes': 9}, [6, 3], array([97, 98]))
     """
     how = {"context": context, "add_bos": add_bos, "field": field}
-    return items_of(Path(path), lambda record: text_item(record, tokenizer, **how), sources)
+    return items_of(Path(path), lambda record: make_text_item(record, tokenizer, **how), sources)
 
 
-def text_item(
+def make_text_item(
     record: Mapping[str, Any],
     tokenizer: Tokenizer,
     *,
     context: int,
     add_bos: bool = False,
     field: str = "text",
-) -> Item:
+) -> EvalItem:
     """Return a text or a pair, ready to be scored: what `read_texts` makes of a record.
 
     Raises:
         DataError: It is neither, its continuation is empty or does not fit.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> text_item({"text": "two words"}, byte_tokenizer(), context=64).facts
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> make_text_item({"text": "two words"}, make_byte_tokenizer(), context=64).facts
         {'tokens': 9, 'words': 2, 'bytes': 9}
     """
     if "continuation" in record:
         if field in record:
             what = f"it has both {field!r} and 'continuation'"
             raise DataError(f"{what}: it is a text, or a pair with a context")
-        texts = text_of(record, "context"), text_of(record, "continuation")
-        pair = encode_pair(tokenizer, *texts, add_bos=add_bos)
-        return Item([make_example(*pair, context=context)], {"tokens": len(pair[1])})
-    text = text_of(record, field)
-    ids, first = with_bos(tokenizer, text, add=False), prefix_id(tokenizer)
+        texts = get_text(record, "context"), get_text(record, "continuation")
+        pair = encode_continuation(tokenizer, *texts, add_bos=add_bos)
+        return EvalItem([make_example(*pair, context=context)], {"tokens": len(pair[1])})
+    text = get_text(record, field)
+    ids, first = with_bos(tokenizer, text, add=False), get_prefix_id(tokenizer)
     facts = {"tokens": len(ids), "words": count_words(text), "bytes": len(text.encode())}
-    return Item(rolling_windows(ids, prefix=first, context=context), facts)
+    return EvalItem(make_rolling_windows(ids, prefix=first, context=context), facts)
 
 
 def items_of(
-    path: Path, of_record: Callable[[Mapping[str, Any]], Item], sources: dict[str, str] | None
-) -> list[Item]:
+    path: Path, of_record: Callable[[Mapping[str, Any]], EvalItem], sources: dict[str, str] | None
+) -> list[EvalItem]:
     """Return what each record of a file is; an error names the file and the line.
 
     Raises:
         DataError: As `of_record` does, or `corpora.read_records`; or there is no record.
 
     Examples:
-        >>> items_of(Path("/does/not/exist"), Item, None)
+        >>> items_of(Path("/does/not/exist"), EvalItem, None)
         Traceback (most recent call last):
         ...
         trainkit.types.DataError: /does/not/exist: No such file or directory...
@@ -139,11 +139,13 @@ def count_words(text: str) -> int:
     return len(re.split(r"\s+", text))
 
 
-def text_line(item: Item, scored: Sequence[Scored]) -> dict[str, Any]:
+def make_text_record(item: EvalItem, scored: Sequence[ExampleScores]) -> dict[str, Any]:
     """Return the line of a text or a pair: what it scores as a whole, and each token.
 
     Examples:
-        >>> text_line(Item([], {"words": 1}), [Scored(np.array([-0.5, -1.0]), False)])
+        >>> make_text_record(
+        ...     EvalItem([], {"words": 1}), [ExampleScores(np.array([-0.5, -1.0]), False)]
+        ... )
         {'words': 1, 'logprob': -1.5, 'greedy': False, 'cut': 0, 'token_logprobs': [-0.5, -1.0]}
     """
     logprobs = np.concatenate([part.logprobs for part in scored]) if scored else np.zeros(0)

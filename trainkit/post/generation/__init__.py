@@ -2,64 +2,64 @@
 
 `sampling` makes a distribution of logits and draws from it, in functions of tensors; `text` turns
 tokens into text while they come, and finds the strings that end it; `generate` is the loop. What a
-decoder keeps of the tokens before is `models.Cache`. `rollouts` makes batches of answers that are
+decoder keeps of the tokens before is `models.KVCache`. `rollouts` makes batches of answers that are
 reinforced, `rewards` asks a checker what they earn.
 """
 
 from trainkit.post.generation.generate import Completion, generate, generate_dealt
 from trainkit.post.generation.rewards import (
-    Checked,
-    Checker,
-    answer_advantages,
-    check_answers,
-    report_answers,
+    RewardFunction,
+    Rewards,
+    compute_advantages,
+    compute_rewards,
+    summarize_rollout,
 )
 from trainkit.post.generation.rollouts import (
     Answer,
-    answer_corpus,
-    bind_reader,
     check_logprobs,
-    minibatches,
-    old_logprobs,
+    compute_old_logprobs,
+    make_answer_corpus,
+    make_answer_reader,
     read_answers,
     sample_answers,
+    split_minibatches,
 )
 from trainkit.post.generation.sampling import (
     Sampling,
-    draw,
-    min_p,
+    filter_min_p,
+    filter_top_k,
+    filter_top_p,
     next_tokens,
-    repetition_penalty,
-    shaped,
-    temperature,
-    top_k,
-    top_p,
+    penalize_repetition,
+    sample_from_cdf,
+    scale_temperature,
+    shape_logits,
 )
 
 __all__ = [
     "Answer",
-    "Checked",
-    "Checker",
     "Completion",
+    "RewardFunction",
+    "Rewards",
     "Sampling",
-    "answer_advantages",
-    "answer_corpus",
-    "bind_reader",
-    "check_answers",
     "check_logprobs",
-    "draw",
+    "compute_advantages",
+    "compute_old_logprobs",
+    "compute_rewards",
+    "filter_min_p",
+    "filter_top_k",
+    "filter_top_p",
     "generate",
     "generate_dealt",
-    "min_p",
-    "minibatches",
+    "make_answer_corpus",
+    "make_answer_reader",
     "next_tokens",
-    "old_logprobs",
+    "penalize_repetition",
     "read_answers",
-    "repetition_penalty",
-    "report_answers",
     "sample_answers",
-    "shaped",
-    "temperature",
-    "top_k",
-    "top_p",
+    "sample_from_cdf",
+    "scale_temperature",
+    "shape_logits",
+    "split_minibatches",
+    "summarize_rollout",
 ]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import agree, all_gather_json
+from trainkit.collectives import all_gather_objects, any_rank
 from trainkit.models.bare import bare
-from trainkit.models.cache import Cache
-from trainkit.models.call import CachedCall, call_cached, call_model
+from trainkit.models.cache import KVCache
+from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.parallel.stage_forward import compute_device, evaluating
 from trainkit.post.generation.sampling import Sampling, next_tokens, places_of
@@ -28,7 +28,7 @@ from trainkit.types import (
     Spans,
     Tokenizer,
     check_range,
-    unrouted,
+    drop_routing,
 )
 
 
@@ -66,7 +66,7 @@ def generate(
 ) -> list[Completion]:
     """Return texts that continue prompts, drawn together, one token of each at a time.
 
-    A decoder keeps what it has computed of a text (`models.Cache`), so a token costs one row of
+    A decoder keeps what it has computed of a text (`models.KVCache`), so a token costs one row of
     work. Any other module is run over its whole text again for each token, one row after the other.
     The noise of a draw is a function of the seed, the row's id and the token's position, so a
     row's text does not depend on the rows beside it (but for rounding, which a product of more rows
@@ -107,8 +107,8 @@ def generate(
         every rank must call it with the same arguments. One host sync for each token.
 
     Examples:
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> model = build_decoder(decoder_config("tiny"), seed=0)
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
         >>> how = {"max_new_tokens": 4, "context": 16}
         >>> found = generate(model, [[1, 2, 3], [4]], **how)
         >>> [len(completion.ids) for completion in found]
@@ -124,14 +124,14 @@ def generate(
     if len(row_ids) != len(prompts):
         raise ValueError(f"generate: {len(prompts)} prompts have {len(row_ids)} row_ids; give each")
     if call is None:
-        call = CachedCall(call_cached) if isinstance(model, Decoder) else call_model
+        call = CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
     readers = [None if tokenizer is None else reader_of(tokenizer, p, stop=stop) for p in prompts]
     rows = [_Row(i, {*stop_ids}, reader, stream) for i, reader in enumerate(readers)]
     if max_new_tokens and rows:
         begins, device = [*map(len, prompts)], compute_device(model)
         places = places_of(row_ids, begins, max_new_tokens, seed=sampling.seed, device=device)
         # Cheaper than no_grad, by a tenth of a small model's step; FSDP does not take it.
-        alone = isinstance(call, CachedCall) and call.call is call_cached
+        alone = isinstance(call, CachedCall) and call.call is call_with_cache
         with evaluating([model]), torch.inference_mode() if alone else nullcontext():
             model = bare(model) if alone else model
             logits_of = _cached(model, call) if isinstance(call, CachedCall) else _anew(model, call)
@@ -203,9 +203,9 @@ def generate_dealt(
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> from trainkit.models import build_decoder, decoder_config
+        >>> from trainkit.models import build_decoder, make_decoder_config
         >>> from trainkit.parallel import bind_call
-        >>> model, ps = build_decoder(decoder_config("tiny"), seed=0), solo_parallel()
+        >>> model, ps = build_decoder(make_decoder_config("tiny"), seed=0), solo_parallel()
         >>> how = {"max_new_tokens": 4, "context": 16, "call": bind_call([model], ps, dealt=True)}
         >>> found = generate_dealt(model, [[1, 2, 3], [4]], axis=ps.dp, **how)
         >>> found == generate(model, [[1, 2, 3], [4]], **how)
@@ -223,16 +223,16 @@ def generate_dealt(
 
     def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         newest[:] = [batch]
-        agree(True, axis)
+        any_rank(True, axis)
         return call(model, batch)
 
     counted = CachedCall(run) if isinstance(call, CachedCall) else run
     ids = [row_ids[number] for number in own]
     drawn = generate(model, [prompts[n] for n in own], call=counted, row_ids=ids, **how)
-    while agree(False, axis):
+    while any_rank(False, axis):
         call(model, newest[0])
     told = [[n, attrs.asdict(x)] for n, x in zip(own, drawn, strict=True)]
-    found = {n: x for part in all_gather_json(told, axis)[::-1] for n, x in part}
+    found = {n: x for part in all_gather_objects(told, axis)[::-1] for n, x in part}
     return [Completion(**found[number]) for number in range(len(prompts))]
 
 
@@ -334,7 +334,7 @@ def _anew(model: nn.Module, call: Call) -> _LogitsOf:
         for row, begin in zip(text.ids, text.begins, strict=True):
             ids = row[max(begin, text.end - context) : text.end]
             batch = _packed(ids, [len(ids)], torch.arange(len(ids), device=ids.device))
-            output = unrouted(call(model, batch))
+            output = drop_routing(call(model, batch))
             if isinstance(output, tuple):
                 hidden, *weight = output
                 output = Hidden(hidden[:, -1:], *weight)
@@ -350,7 +350,7 @@ def _cached(model: nn.Module, call: CachedCall) -> _LogitsOf:
 
     def logits_of(text: _Text, kept: Tensor | None, context: int) -> Tensor:
         nonlocal batch
-        cache: Cache | None = batch["cache"]
+        cache: KVCache | None = batch["cache"]
         if cache is not None and kept is not None:
             cache = cache.of_rows(kept)
         longest = text.end - min(text.begins)
@@ -365,7 +365,7 @@ def _cached(model: nn.Module, call: CachedCall) -> _LogitsOf:
     return logits_of
 
 
-def _windows(text: _Text, context: int, before: Cache | None) -> dict[str, Any]:
+def _windows(text: _Text, context: int, before: KVCache | None) -> dict[str, Any]:
     """Return the last tokens of each row, packed; what `before` holds is written over."""
     device = text.ids.device
     lengths = [text.end - max(begin, text.end - context) for begin in text.begins]
@@ -379,7 +379,7 @@ def _windows(text: _Text, context: int, before: Cache | None) -> dict[str, Any]:
     begins = max(lengths) - torch.tensor(lengths, device=device)
     length = min(text.ids.shape[1], context)
     room = torch.arange(length, device=device)
-    cache = Cache(
+    cache = KVCache(
         length,
         end=max(lengths),
         rows=rows_,
@@ -393,14 +393,14 @@ def _windows(text: _Text, context: int, before: Cache | None) -> dict[str, Any]:
     return _packed(ids, lengths, places) | {"cache": cache}
 
 
-def _newest(text: _Text, before: Cache) -> dict[str, Any]:
+def _newest(text: _Text, before: KVCache) -> dict[str, Any]:
     """Return the last token of each row, as documents of one token."""
     cache = attrs.evolve(before, end=text.end, rows=None, slots=None, last=None)
     places = text.end - 1 - text.first
     return _packed(text.ids[:, text.end - 1], [1] * len(places), places) | {"cache": cache}
 
 
-def _next(text: _Text, before: Cache, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _next(text: _Text, before: KVCache, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same as `_newest` from the batch before, which had the same rows."""
     return {
         **batch,

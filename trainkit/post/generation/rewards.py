@@ -12,17 +12,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.collectives import together
+from trainkit.collectives import run_on_all_ranks
 from trainkit.post.generation.rollouts import Answer
 from trainkit.post.objectives.advantages import group_advantages
 from trainkit.types import SOLO, Axis
 
-Checker = Callable[[str, str], float]
+RewardFunction = Callable[[str, str], float]
 """`checker(prompt, answer) -> reward`."""
 
 
 @attrs.frozen
-class Checked:
+class Rewards:
     """What answers earned, equal on all ranks.
 
     Attributes:
@@ -38,9 +38,9 @@ class Checked:
     told: str | None = None
 
 
-def check_answers(
-    checker: Checker, answers: Sequence[Answer], *, seconds: float = 1.0, axis: Axis = SOLO
-) -> Checked:
+def compute_rewards(
+    checker: RewardFunction, answers: Sequence[Answer], *, seconds: float = 1.0, axis: Axis = SOLO
+) -> Rewards:
     """Return what each answer earns by a checker that may raise, or hang.
 
     An answer that was cut off has not ended, earns 0 and is not shown to the checker; one without
@@ -70,19 +70,19 @@ def check_answers(
         ...     return float(int(answer) == 19)
         >>> given = [("19", False), ("", False), ("1911", True)]
         >>> answers = [Answer("12+7=", [1], text, [2], 0, cut) for text, cut in given]
-        >>> check_answers(checker, answers).rewards, check_answers(checker, answers).raised
+        >>> compute_rewards(checker, answers).rewards, compute_rewards(checker, answers).raised
         ([1.0, 0.0, 0.0], 1)
     """
     if not seconds > 0:
-        raise ValueError(f"check_answers: seconds must be above 0, got {seconds}")
+        raise ValueError(f"compute_rewards: seconds must be above 0, got {seconds}")
 
     def check() -> dict[str, Any] | None:
         return attrs.asdict(_checked(checker, answers, seconds)) if axis.index == 0 else None
 
-    return Checked(**together(check, axis)[0])
+    return Rewards(**run_on_all_ranks(check, axis)[0])
 
 
-def answer_advantages(answers: Sequence[Answer], checked: Checked) -> Tensor:
+def compute_advantages(answers: Sequence[Answer], checked: Rewards) -> Tensor:
     """Return how far each answer is above the mean of those to its prompt, in their deviations.
 
     This is `objectives.group_advantages` of a rollout; any function of rewards and groups serves
@@ -93,7 +93,7 @@ def answer_advantages(answers: Sequence[Answer], checked: Checked) -> Tensor:
 
     Examples:
         >>> answers = [Answer("1+1=", [1], text, [2], 0) for text in "23"]
-        >>> answer_advantages(answers, Checked([1.0, 0.0]))
+        >>> compute_advantages(answers, Rewards([1.0, 0.0]))
         tensor([ 0.7070, -0.7070], dtype=torch.float64)
     """
     groups = torch.tensor([answer.group for answer in answers])
@@ -101,12 +101,12 @@ def answer_advantages(answers: Sequence[Answer], checked: Checked) -> Tensor:
     return group_advantages(rewards, groups, num_groups=int(groups.max()) + 1)
 
 
-def report_answers(answers: Sequence[Answer], checked: Checked) -> dict[str, Any]:
+def summarize_rollout(answers: Sequence[Answer], checked: Rewards) -> dict[str, Any]:
     """Return what a rollout came to, for an event: the mean reward, counts, the first failure.
 
     Examples:
         >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
-        >>> report_answers(answers, Checked([1.0, 0.0]))
+        >>> summarize_rollout(answers, Rewards([1.0, 0.0]))
         {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
     """
     return {
@@ -120,7 +120,7 @@ def report_answers(answers: Sequence[Answer], checked: Checked) -> dict[str, Any
     }
 
 
-def _checked(checker: Checker, answers: Sequence[Answer], seconds: float) -> Checked:
+def _checked(checker: RewardFunction, answers: Sequence[Answer], seconds: float) -> Rewards:
     rewards, raised, hung, told = list[float](), 0, 0, None
     for answer in answers:
         rewards.append(0.0)
@@ -136,7 +136,7 @@ def _checked(checker: Checker, answers: Sequence[Answer], seconds: float) -> Che
             raised += 1
             what = f"{type(error).__name__}: {error}"
             told = told or f"it raised {what} for {answer.prompt!r}, {answer.text!r}"
-    return Checked(rewards, raised, hung, told)
+    return Rewards(rewards, raised, hung, told)
 
 
 def _finite(reward: float) -> float:

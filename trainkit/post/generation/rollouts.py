@@ -1,10 +1,12 @@
 """Rollouts: answers that were sampled, here or elsewhere, as what a policy gradient trains on.
 
 A rollout is a list of answers, several to each prompt. `sample_answers` draws it of a model,
-`bind_reader` reads it of what another sampler writes; `answer_corpus` puts advantages beside the
-tokens, and `minibatches` cuts it for several updates. From there on it is dealt to ranks like any
-corpus, groups whole or not: advantages are there already. `old_logprobs` is what the trainer says
-of a microbatch before the first update, for `parallel.with_columns`.
+`make_answer_reader` reads it of what another sampler writes; `make_answer_corpus` puts advantages
+beside the tokens, and `split_minibatches` cuts it for several updates. From there on it is dealt to
+ranks like any
+corpus, groups whole or not: advantages are there already. `compute_old_logprobs` is what the
+    trainer says
+of a microbatch before the first update, for `parallel.add_columns`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from trainkit.collectives import all_sum, together
-from trainkit.data.corpus import TokenCorpus, memory_corpus
-from trainkit.data.packed import Packed
+from trainkit.collectives import all_sum, run_on_all_ranks
+from trainkit.data.corpus import TokenCorpus, make_corpus
+from trainkit.data.packed import PackedCorpus
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
 from trainkit.post.generation.generate import generate_dealt
@@ -106,10 +108,15 @@ def sample_answers(
         Those of `generate`; communicates on `axis`.
 
     Examples:
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> how = {"tokenizer": byte_tokenizer(), "max_new_tokens": 2, "context": 16, "each": 2}
-        >>> model = build_decoder(decoder_config("tiny"), seed=0)
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> how = {
+        ...     "tokenizer": make_byte_tokenizer(),
+        ...     "max_new_tokens": 2,
+        ...     "context": 16,
+        ...     "each": 2,
+        ... }
+        >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
         >>> [answer.group for answer in sample_answers(model, ["1+1=", "2+2="], **how)]
         [0, 0, 1, 1]
     """
@@ -167,12 +174,12 @@ def read_answers(
             The message names the record.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> record = {"prompt": "1+1=", "ids": [50, 257], "logprobs": [-0.1, -0.2]}
-        >>> read_answers([record], tokenizer=byte_tokenizer())[0].text
+        >>> read_answers([record], tokenizer=make_byte_tokenizer())[0].text
         '2'
         >>> text = {"prompt": "1+1=", "answer": "2", "logprobs": [-0.1, 12.0]}
-        >>> read_answers([text], tokenizer=byte_tokenizer())
+        >>> read_answers([text], tokenizer=make_byte_tokenizer())
         Traceback (most recent call last):
         ...
         trainkit.types.DataError: read_answers: record 0 has the log-probability 12.0 for token 1...
@@ -325,7 +332,7 @@ def _encode(text: str, name: str, tokenizer: AnyTokenizer, number: int) -> list[
     return ids
 
 
-def bind_reader(
+def make_answer_reader(
     records: Iterable[Mapping[str, Any]],
     *,
     tokenizer: AnyTokenizer,
@@ -352,22 +359,23 @@ def bind_reader(
         None here. The returned function reads from the iterator; communicates on `axis`.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> written = ({"prompt": "a", "answer": x, "logprobs": [-1.0, -1.0]} for x in "bcd")
-        >>> read = bind_reader(written, tokenizer=byte_tokenizer(), size=1)
+        >>> read = make_answer_reader(written, tokenizer=make_byte_tokenizer(), size=1)
         >>> [answer.text for answer in read(1)]
         ['c']
         >>> read(3)
         Traceback (most recent call last):
         ...
-        trainkit.types.DataError: bind_reader: rollout 3 needs answers 3 to 3, and there are 3; ...
+        trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, and there are
+        3; ...
     """
     waiting, taken = iter(records), 0
 
     def take(number: int) -> list[dict[str, Any]]:
         nonlocal waiting, taken
         begin, end = number * size, (number + 1) * size
-        asked = f"bind_reader: rollout {number} needs answers {begin} to {end - 1}, and"
+        asked = f"make_answer_reader: rollout {number} needs answers {begin} to {end - 1}, and"
         if begin < taken and waiting is not records:
             waiting, taken = iter(records), 0
         if begin < taken:
@@ -387,12 +395,12 @@ def bind_reader(
 
     def read(number: int) -> list[Answer]:
         work = partial(take, number) if axis.index == 0 else list
-        return [Answer(**fields) for fields in together(work, axis)[0]]
+        return [Answer(**fields) for fields in run_on_all_ranks(work, axis)[0]]
 
     return read
 
 
-def old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def compute_old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what a model says of each label, as a column of the batch: for `with_columns`.
 
     Args:
@@ -404,7 +412,7 @@ def old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
     Examples:
         >>> batch = {"labels": torch.tensor([[1, -100]])}
-        >>> old_logprobs(torch.zeros(1, 2, 4), batch)
+        >>> compute_old_logprobs(torch.zeros(1, 2, 4), batch)
         {'old_logprobs': tensor([[-1.3863, -0.0000]])}
     """
     return {"old_logprobs": output_logprobs("old_logprobs", output, batch)[0]}
@@ -454,7 +462,7 @@ def check_logprobs(
     return apart
 
 
-def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenCorpus:
+def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenCorpus:
     """Return answers as documents behind their prompts; only what was sampled is trained on.
 
     Args:
@@ -471,7 +479,7 @@ def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenC
 
     Examples:
         >>> answer = Answer("1+1=", [256, 49], "2", [50, 257], 0)
-        >>> corpus = answer_corpus([answer], advantages=[2.0])
+        >>> corpus = make_answer_corpus([answer], advantages=[2.0])
         >>> corpus.trained.tolist(), corpus.values["advantages"].tolist()
         ([0, 0, 1, 1], [0.0, 0.0, 2.0, 2.0])
     """
@@ -485,7 +493,7 @@ def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenC
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(
-                f"answer_corpus: answer {number} has the log-probability {largest}; it must be at "
+                f"make_answer_corpus: answer {number} has log-probability {largest}; it must be at "
                 "most 0",
                 where=f"answer {number}",
             )
@@ -500,18 +508,18 @@ def answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenC
 
     given = zip(answers, np.asarray(advantages).tolist(), strict=True)
     samples = (sample(number, *each) for number, each in enumerate(given))
-    return memory_corpus(samples, columns=columns)
+    return make_corpus(samples, columns=columns)
 
 
-def minibatches(
+def split_minibatches(
     corpus: TokenCorpus, count: int, *, capacity: int, multiple_of: int = 1
-) -> list[Packed]:
+) -> list[PackedCorpus]:
     """Cut a rollout into so many parts of consecutive answers, each packed: one for each update.
 
     What update n trains on was sampled n updates before, count - 1 at most.
 
     Args:
-        corpus: From `answer_corpus`.
+        corpus: From `make_answer_corpus`.
         count: How many parts.
         capacity: Tokens in a row; a longer answer is refused.
         multiple_of: As for `pack_bins`.
@@ -520,8 +528,8 @@ def minibatches(
         ValueError: There are fewer answers than parts, or an answer is longer than a row.
 
     Examples:
-        >>> corpus = memory_corpus([[1, 2], [3], [4, 5]])
-        >>> [part.bins.documents.tolist() for part in minibatches(corpus, 2, capacity=4)]
+        >>> corpus = make_corpus([[1, 2], [3], [4, 5]])
+        >>> [part.bins.documents.tolist() for part in split_minibatches(corpus, 2, capacity=4)]
         [[0, 1], [2]]
     """
     lengths = corpus.lengths
@@ -530,6 +538,6 @@ def minibatches(
     )
     part_of, size = np.arange(len(lengths)) * count // len(lengths), {"multiple_of": multiple_of}
     return [
-        Packed(corpus, pack_bins(own, capacity, overlong="error", group_size=0, **size))
+        PackedCorpus(corpus, pack_bins(own, capacity, overlong="error", group_size=0, **size))
         for own in (np.where(part_of == part, lengths, 0) for part in range(count))
     ]

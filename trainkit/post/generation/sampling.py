@@ -16,14 +16,14 @@ from torch import Tensor
 
 from trainkit.losses.shaping import (  # noqa: F401 (the room's)
     Shaping,
+    filter_min_p,
+    filter_top_k,
+    filter_top_p,
     filtered,
-    min_p,
-    temperature,
-    top_k,
-    top_p,
+    scale_temperature,
 )
-from trainkit.noise import counters, key_of
-from trainkit.types import fraction, non_negative, positive, rule
+from trainkit.noise import counters, make_key
+from trainkit.types import fraction, non_negative, positive, satisfies
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +48,7 @@ class Sampling:
     """Leave all but so many likeliest tokens out."""
 
     top_p: float = attrs.field(
-        default=1.0, validator=rule(lambda x: 0 < x <= 1, "above 0 and at most 1")
+        default=1.0, validator=satisfies(lambda x: 0 < x <= 1, "above 0 and at most 1")
     )
     """Leave out the least likely tokens that together have no more than 1 - top_p."""
 
@@ -56,7 +56,7 @@ class Sampling:
     """Leave out tokens that are less likely than the likeliest times this."""
 
     repetition_penalty: float = attrs.field(
-        default=1.0, validator=rule(lambda x: 0 < x < math.inf, "above 0 and finite")
+        default=1.0, validator=satisfies(lambda x: 0 < x < math.inf, "above 0 and finite")
     )
     """What the logits of tokens of the text so far are divided by, or multiplied by below 0."""
 
@@ -90,14 +90,14 @@ def next_tokens(
         >>> next_tokens(logits, torch.tensor([0.9]), Sampling()).item()
         2
     """
-    logits = shaped(logits, how, seen=seen)
+    logits = shape_logits(logits, how, seen=seen)
     if how.temperature > 0:
-        return draw(logits, places)
+        return sample_from_cdf(logits, places)
     largest, token = logits.max(-1)
     return token.masked_fill(largest.isnan(), -1)
 
 
-def shaped(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -> Tensor:
+def shape_logits(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -> Tensor:
     """Return the logits that the next token is drawn by, in fp32 or wider.
 
     Args:
@@ -107,31 +107,33 @@ def shaped(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -> Tens
         seen: As in `next_tokens`.
 
     Examples:
-        >>> shaped(torch.tensor([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)).tolist()
+        >>> shape_logits(
+        ...     torch.tensor([[1.0, 3.0, 2.0]]), Sampling(temperature=0.5, top_k=2)
+        ... ).tolist()
         [[-inf, 6.0, 4.0]]
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if how.repetition_penalty != 1 and seen is not None:
-        logits = repetition_penalty(logits, seen, how.repetition_penalty)
+        logits = penalize_repetition(logits, seen, how.repetition_penalty)
     if how.temperature == 0:
         return logits
     left_out = Shaping(top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
-    return filtered(temperature(logits, how.temperature), left_out)
+    return filtered(scale_temperature(logits, how.temperature), left_out)
 
 
-def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of tokens that were seen by a penalty, or multiply them where below 0.
 
     Examples:
         >>> logits, seen = torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]])
-        >>> repetition_penalty(logits, seen, 2.0).tolist()
+        >>> penalize_repetition(logits, seen, 2.0).tolist()
         [[1.0, -4.0, 2.0]]
     """
     penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, penalised, logits)
 
 
-def draw(logits: Tensor, places: Tensor) -> Tensor:
+def sample_from_cdf(logits: Tensor, places: Tensor) -> Tensor:
     """Return the tokens at places of the distributions' cumulative sums.
 
     Args:
@@ -142,7 +144,7 @@ def draw(logits: Tensor, places: Tensor) -> Tensor:
         int64 `[R]`; -1 where a logit is NaN.
 
     Examples:
-        >>> draw(torch.tensor([[0.0, 1.0, 0.0]] * 2), torch.tensor([0.0, 0.99])).tolist()
+        >>> sample_from_cdf(torch.tensor([[0.0, 1.0, 0.0]] * 2), torch.tensor([0.0, 0.99])).tolist()
         [0, 2]
     """
     cumulative = logits.double().softmax(-1).cumsum(-1)
@@ -172,9 +174,9 @@ def places_of(
         >>> torch.equal(of([3, 5], [0, 7], 2)[1:], of([5], [6], 3)[:, 1:])
         True
     """
-    keys = [counters.signed(key_of(seed, "generate", row)) for row in rows]
+    keys = [counters.to_int64(make_key(seed, "generate", row)) for row in rows]
     bits = [
-        counters.feature_bits(torch.tensor(key), name="place", features=count, first=first)
+        counters.make_random_bits(torch.tensor(key), name="place", features=count, first=first)
         for key, first in zip(keys, begin, strict=True)
     ]
     return (torch.stack(bits).double() * 2.0**-53).to(device)

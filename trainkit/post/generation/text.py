@@ -33,8 +33,8 @@ class Reader:
         stopped: Whether one of `stop` has appeared.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> reader = reader_of(byte_tokenizer(), [65], stop=["END"])
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> reader = reader_of(make_byte_tokenizer(), [65], stop=["END"])
         >>> [reader.read(byte) for byte in "né E.END".encode()]
         ['n', '', 'é', ' ', '', 'E.', '', '', '']
         >>> reader.text, reader.stopped
@@ -98,8 +98,8 @@ def reader_of(tokenizer: Tokenizer, prompt: Sequence[int], *, stop: Sequence[str
     """Return the reader of the text that goes on from a prompt.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> reader_of(byte_tokenizer(), [65], stop=[]).read(66)
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> reader_of(make_byte_tokenizer(), [65], stop=[]).read(66)
         'B'
     """
     before = [int(i) for i in prompt[-_BEFORE:]]

@@ -2,36 +2,36 @@
 
 from trainkit.post.objectives.advantages import gae, group_advantages, leave_one_out
 from trainkit.post.objectives.policy import (
-    Added,
-    bounded_weights,
-    clipped,
-    importance,
+    PolicyOptions,
+    cispo,
+    importance_weights,
     k1,
     k2,
     k3,
     policy_gradient,
+    ppo_clip,
     sequence_policy_gradient,
 )
 from trainkit.post.objectives.preference import (
+    add_reference_point,
     dpo,
     ipo,
     kto,
     log_ratio,
     orpo,
     simpo,
-    with_reference_point,
 )
 from trainkit.post.objectives.teachers import distillation, stored_distillation
 
 __all__ = [
-    "Added",
-    "bounded_weights",
-    "clipped",
+    "PolicyOptions",
+    "add_reference_point",
+    "cispo",
     "distillation",
     "dpo",
     "gae",
     "group_advantages",
-    "importance",
+    "importance_weights",
     "ipo",
     "k1",
     "k2",
@@ -41,8 +41,8 @@ __all__ = [
     "log_ratio",
     "orpo",
     "policy_gradient",
+    "ppo_clip",
     "sequence_policy_gradient",
     "simpo",
     "stored_distillation",
-    "with_reference_point",
 ]

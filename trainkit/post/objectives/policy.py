@@ -2,14 +2,14 @@
 
 Each label has an advantage, `batch["advantages"]`, and the log-probability that it had when the
 advantages were made, `batch["old_logprobs"]`. The forms differ in three choices, each a small
-function: what a ratio costs (`clipped`, `bounded_weights`), whether it is that of a token or of an
+function: what a ratio costs (`ppo_clip`, `cispo`), whether it is that of a token or of an
 answer (`policy_gradient`, `sequence_policy_gradient`), and what is divided by:
 
-- PPO, DAPO: `clipped` tokens over `batch.count_valid_tokens`.
-- GRPO: weighted `clipped` tokens with `document_mean`, over `batch.count_documents`.
-- Dr. GRPO: `clipped` tokens over `batch.count_documents` times the length that an answer may have.
-- CISPO: `bounded_weights` of tokens over `batch.count_valid_tokens`.
-- GSPO: `clipped` answers over `batch.count_documents`.
+- PPO, DAPO: `ppo_clip` tokens over `batch.count_valid_tokens`.
+- GRPO: weighted `ppo_clip` tokens with `weight_by_document`, over `batch.count_documents`.
+- Dr. GRPO: `ppo_clip` tokens over `batch.count_documents` times the length that an answer may have.
+- CISPO: `cispo` of tokens over `batch.count_valid_tokens`.
+- GSPO: `ppo_clip` answers over `batch.count_documents`.
 
 References:
     Schulman et al., "Proximal policy optimization" (2017); Shao et al., "DeepSeekMath" (2024), for
@@ -28,15 +28,15 @@ import torch
 from attrs.validators import optional
 from torch import Tensor
 
-from trainkit.losses.linear import Columns, OfScores, TokenScores
+from trainkit.losses.linear import LabelColumns, OfScores, TokenScores
 from trainkit.losses.shaping import UNSHAPED, Shaping
 from trainkit.losses.terms import (
     NamedLoss,
     ShapingOf,
     Terms,
-    loss_of_scores,
+    declare_terms,
+    make_score_loss,
     output_logprobs,
-    with_terms,
 )
 from trainkit.post.objectives.sequences import count_names, counted, sum_documents
 from trainkit.types import (
@@ -57,7 +57,7 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 """From log-probabilities and those of the reference to an estimate of the divergence, of each."""
 
 
-def clipped(low: float = 0.2, high: float = 0.2) -> Surrogate:
+def ppo_clip(low: float = 0.2, high: float = 0.2) -> Surrogate:
     """Return the pessimistic surrogate: no gain from a ratio beyond 1 - low or 1 + high.
 
     Args:
@@ -72,7 +72,7 @@ def clipped(low: float = 0.2, high: float = 0.2) -> Surrogate:
 
     Examples:
         >>> ratios, advantages = torch.tensor([1.5, 1.5]), torch.tensor([1.0, -1.0])
-        >>> clipped()(ratios.log(), ratios, advantages)
+        >>> ppo_clip()(ratios.log(), ratios, advantages)
         (tensor([-1.2000,  1.5000]), tensor([ True, False]))
     """
     check_range("clipped", at_least=0, at_most=1, low=low)
@@ -86,7 +86,7 @@ def clipped(low: float = 0.2, high: float = 0.2) -> Surrogate:
     return surrogate
 
 
-def bounded_weights(low: float = 1.0, high: float = 0.28) -> Surrogate:
+def cispo(low: float = 1.0, high: float = 0.28) -> Surrogate:
     """Return CISPO's surrogate: log-probabilities, weighed by ratios within bounds.
 
     Every token keeps a gradient, also where its ratio is bounded; but for a word that the shaping
@@ -104,11 +104,11 @@ def bounded_weights(low: float = 1.0, high: float = 0.28) -> Surrogate:
 
     Examples:
         >>> ratios, advantages = torch.tensor([2.0]), torch.tensor([1.0])
-        >>> bounded_weights(high=0.5)(torch.tensor([-1.0]), ratios, advantages)
+        >>> cispo(high=0.5)(torch.tensor([-1.0]), ratios, advantages)
         (tensor([1.5000]), tensor([True]))
     """
-    check_range("bounded_weights", at_least=0, at_most=1, low=low)
-    check_range("bounded_weights", at_least=0, high=high)
+    check_range("cispo", at_least=0, at_most=1, low=low)
+    check_range("cispo", at_least=0, high=high)
 
     def surrogate(logprobs: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         bounded = ratios.detach().clamp(1 - low, 1 + high)
@@ -152,7 +152,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.expm1() - difference
 
 
-def importance(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
+def importance_weights(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
     """Return how much likelier what was drawn is to the trainer than to its sampler, at most so.
 
     Raises:
@@ -163,7 +163,7 @@ def importance(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
         secretly brings you off-policy RL training" (2025).
 
     Examples:
-        >>> importance(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -9.0]), most=2.0)
+        >>> importance_weights(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -9.0]), most=2.0)
         tensor([1., 2.])
     """
     if not most > 0:
@@ -172,7 +172,7 @@ def importance(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
 
 
 @attrs.frozen(kw_only=True)
-class Added:
+class PolicyOptions:
     """What is added to a policy gradient, and how answers of another sampler are weighed.
 
     Raises:
@@ -180,7 +180,7 @@ class Added:
             finite, or `most_importance` is not above 0.
 
     Examples:
-        >>> Added(kl=k3, kl_weight=0.04).most_importance is None
+        >>> PolicyOptions(kl=k3, kl_weight=0.04).most_importance is None
         True
     """
 
@@ -191,7 +191,7 @@ class Added:
     """... this many times; 0 only reports it."""
 
     most_importance: float | None = attrs.field(default=None, validator=optional(positive))
-    """Weigh by the `importance` of `batch["sampler_logprobs"]`, truncated here."""
+    """Weigh by the `importance_weights` of `batch["sampler_logprobs"]`, truncated here."""
 
     def __attrs_post_init__(self) -> None:
         if self.kl_weight and self.kl is None:
@@ -199,14 +199,14 @@ class Added:
             raise ConfigError(f"Added: {what}; take k3, k2 or k1", where="kl", got=None)
 
 
-NOTHING_ADDED = Added()
+NOTHING_ADDED = PolicyOptions()
 _REFERENCE = "reference_logprobs"
 
 
 def policy_gradient(
     surrogate: Surrogate,
     *,
-    added: Added = NOTHING_ADDED,
+    added: PolicyOptions = NOTHING_ADDED,
     entropy_weight: float = 0.0,
     weighted: bool = False,
     shaping: Shaping | ShapingOf = UNSHAPED,
@@ -221,10 +221,10 @@ def policy_gradient(
     was. A word that the shaping leaves out by now has a ratio of 0, and no divergence.
 
     Args:
-        surrogate: What a ratio costs: `clipped`, `bounded_weights`, or one of your own.
+        surrogate: What a ratio costs: `ppo_clip`, `cispo`, or one of your own.
         added: What else is there.
         entropy_weight: How much of each token's entropy is taken off; below 0 it is added.
-        weighted: Whether a token counts `batch["weights"]`; see `document_mean`.
+        weighted: Whether a token counts `batch["weights"]`; see `weight_by_document`.
         shaping: How the sampler shapes logits, which old log-probabilities stand for too.
 
     Raises:
@@ -233,17 +233,17 @@ def policy_gradient(
     Examples:
         >>> batch = {"labels": torch.tensor([[1, 2]]), "advantages": torch.ones(1, 2)}
         >>> batch["old_logprobs"] = torch.full((1, 2), -1.3862944)
-        >>> total, terms = policy_gradient(clipped())(torch.zeros(1, 2, 4), batch)
+        >>> total, terms = policy_gradient(ppo_clip())(torch.zeros(1, 2, 4), batch)
         >>> float(total), float(terms["clipped"])
         (-2.0, 0.0)
     """
     check_range("policy_gradient", entropy_weight=entropy_weight)
 
-    def cost(scores: TokenScores, columns: Columns) -> Tensor:
+    def cost(scores: TokenScores, columns: LabelColumns) -> Tensor:
         value, _ = _bound(surrogate, scores, columns)
         if added.most_importance is not None:
             own = (_column(scores, columns, name) for name in ("old_logprobs", "sampler_logprobs"))
-            value = value * importance(*own, most=added.most_importance)
+            value = value * importance_weights(*own, most=added.most_importance)
         if added.kl is not None and added.kl_weight:
             value = value + added.kl_weight * _kl(added.kl, scores, columns, _REFERENCE)
         if entropy_weight:
@@ -258,11 +258,11 @@ def policy_gradient(
         for figure, measure in figures.items()
         for name, of in ((figure, measure), (f"{figure}/count", _one))
     }
-    return loss_of_scores({"policy": (cost, 1.0), **measured}, shaping=shaping)
+    return make_score_loss({"policy": (cost, 1.0), **measured}, shaping=shaping)
 
 
 def sequence_policy_gradient(
-    surrogate: Surrogate, *, added: Added = NOTHING_ADDED, axis: Axis = SOLO
+    surrogate: Surrogate, *, added: PolicyOptions = NOTHING_ADDED, axis: Axis = SOLO
 ) -> NamedLoss:
     """Return the policy gradient of whole answers: one ratio each, the geometric mean of tokens'.
 
@@ -272,7 +272,7 @@ def sequence_policy_gradient(
     Importance is that of the whole answer, the product of its tokens'.
 
     Args:
-        surrogate: What a ratio costs: `clipped`, or another.
+        surrogate: What a ratio costs: `ppo_clip`, or another.
         added: What else is there; divergences are means over the tokens of an answer.
         axis: The ranks over which the tokens of a row are dealt, `ps.sp`.
 
@@ -280,13 +280,13 @@ def sequence_policy_gradient(
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
 
     Examples:
-        >>> sequence_policy_gradient(clipped(3e-4, 4e-4)).terms[:2]
+        >>> sequence_policy_gradient(ppo_clip(3e-4, 4e-4)).terms[:2]
         ('policy', 'policy/count')
     """
     optional = {"kl": added.kl is not None, "truncated": added.most_importance is not None}
     asked = [name for name, is_asked in optional.items() if is_asked]
 
-    @with_terms(*count_names("policy", "clipped", "old_kl", *asked))
+    @declare_terms(*count_names("policy", "clipped", "old_kl", *asked))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         logprobs, beside = output_logprobs("sequence_policy_gradient", output, batch)
         kept = batch["labels"] != IGNORED_LABEL
@@ -321,16 +321,18 @@ def sequence_policy_gradient(
     return loss
 
 
-def _column(scores: TokenScores, columns: Columns, name: str) -> Tensor:
+def _column(scores: TokenScores, columns: LabelColumns, name: str) -> Tensor:
     return columns[name].to(scores.losses.dtype)
 
 
-def _bound(surrogate: Surrogate, scores: TokenScores, columns: Columns) -> tuple[Tensor, Tensor]:
+def _bound(
+    surrogate: Surrogate, scores: TokenScores, columns: LabelColumns
+) -> tuple[Tensor, Tensor]:
     ratios = (-scores.losses - _column(scores, columns, "old_logprobs")).exp()
     return surrogate(-scores.losses, ratios, _column(scores, columns, "advantages"))
 
 
-def _kl(estimator: Estimator, scores: TokenScores, columns: Columns, other: str) -> Tensor:
+def _kl(estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str) -> Tensor:
     """Return the divergence from what a column says; 0 of a word that is left out by now."""
     lost = scores.losses == torch.inf
     own = (-scores.losses, _column(scores, columns, other))
@@ -342,21 +344,21 @@ def _from_policy(logprobs: Tensor, old: Tensor) -> Tensor:
     return k3(old, logprobs)
 
 
-def _one(scores: TokenScores, _: Columns) -> Tensor:
+def _one(scores: TokenScores, _: LabelColumns) -> Tensor:
     return torch.ones_like(scores.losses)
 
 
-def _figures(surrogate: Surrogate, added: Added) -> dict[str, OfScores]:
+def _figures(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfScores]:
     """Return what is measured of each token, by name."""
 
     def beyond(times: float) -> OfScores:
-        def measure(scores: TokenScores, columns: Columns) -> Tensor:
+        def measure(scores: TokenScores, columns: LabelColumns) -> Tensor:
             log_ratio = -scores.losses - _column(scores, columns, "old_logprobs")
             return (log_ratio.abs() > math.log(times)).to(scores.losses.dtype)
 
         return measure
 
-    def truncated(scores: TokenScores, columns: Columns) -> Tensor:
+    def truncated(scores: TokenScores, columns: LabelColumns) -> Tensor:
         old, sampler = (_column(scores, columns, x) for x in ("old_logprobs", "sampler_logprobs"))
         return (old - sampler > math.log(added.most_importance or 1.0)).to(scores.losses.dtype)
 

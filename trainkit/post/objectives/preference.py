@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from trainkit.batch.denominators import on_host
 from trainkit.losses.logits import read_field
-from trainkit.losses.terms import NamedLoss, Terms, output_logprobs, with_terms
+from trainkit.losses.terms import NamedLoss, Terms, declare_terms, output_logprobs
 from trainkit.losses.weights import add_column
 from trainkit.post.objectives.sequences import Documents, count_names, counted, sum_documents
 from trainkit.types import SOLO, Axis, check_range
@@ -191,7 +191,7 @@ def kto(
     A document's flag is `batch["desirable"]`, 1 or 0 at each of its labels. What it is compared
     with, the reference point of the step, is `batch["kl"]` at each label, and no function of this
     microbatch alone: the mean log-ratio of answers to prompts that are not theirs; see `log_ratio`
-    and `with_reference_point`. Below 0 it counts as 0. The denominator is `batch.count_documents`.
+    and `add_reference_point`. Below 0 it counts as 0. The denominator is `batch.count_documents`.
 
     Beside "preference" it reports "desirable_reward" and "undesirable_reward", `beta` times the
     log-ratio, over the documents of either kind.
@@ -224,7 +224,7 @@ def kto(
     )
     names = count_names("preference", "desirable_reward", "undesirable_reward")
 
-    @with_terms(*names)
+    @declare_terms(*names)
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         found = _documents("kto", output, batch, "desirable", "kl", axis=axis)
         ratio, good = found.sums[_SCORES], found.means("desirable") > 0.5
@@ -243,8 +243,8 @@ def kto(
 def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
     """Return the log-ratios of documents to the reference, summed, as the terms of a `Loss`.
 
-    Of rows whose answers belong to other prompts (`chat.exchange_answers`) `evaluate` gives, as
-    "kl", the mean that `with_reference_point` gives to `kto`: one number in every layout.
+    Of rows whose answers belong to other prompts (`chat.mismatch_answers`) `evaluate` gives, as
+    "kl", the mean that `add_reference_point` gives to `kto`: one number in every layout.
 
     Args:
         axis: The ranks over which the tokens of a row are dealt.
@@ -257,7 +257,7 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
         ('kl', 'kl/count')
     """
 
-    @with_terms(*count_names("kl"))
+    @declare_terms(*count_names("kl"))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         found = _documents("log_ratio", output, batch, axis=axis)
         ratio = found.sums[_SCORES]
@@ -266,7 +266,7 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
     return loss
 
 
-def with_reference_point(
+def add_reference_point(
     microbatches: Iterable[Mapping[str, Any]], kl: Tensor
 ) -> list[Mapping[str, Any]]:
     """Return microbatches with what `kto` compares with as the column "kl": at least 0, detached.
@@ -282,12 +282,12 @@ def with_reference_point(
         Ethayarajh et al. 2024, section 4.1: the reference point z0, which no gradient goes through.
 
     Examples:
-        >>> [batch] = with_reference_point([{"labels": torch.zeros(1, 2)}], torch.tensor(-0.5))
+        >>> [batch] = add_reference_point([{"labels": torch.zeros(1, 2)}], torch.tensor(-0.5))
         >>> batch["kl"]
         tensor([[0., 0.]])
     """
     point = kl.detach().float().clamp(min=0)
-    where = "with_reference_point"
+    where = "add_reference_point"
     labels = [(batch, read_field(where, batch, "labels")) for batch in microbatches]
     return [add_column(batch, "kl", point.to(x.device).expand(x.shape)) for batch, x in labels]
 
@@ -322,7 +322,7 @@ def _of_pairs(
     """Return a loss of pairs; rewards are `scale` times the scores of documents."""
     rewards = ("margin", "accuracy", "chosen_reward", "rejected_reward")
 
-    @with_terms(*count_names("preference", *rewards))
+    @declare_terms(*count_names("preference", *rewards))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         found = _documents("preference", output, batch, reference=reference, axis=axis)
         scores = found.means(_SCORES) if over_tokens == "mean" else found.sums[_SCORES]

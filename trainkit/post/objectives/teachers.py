@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_max, all_sum, gather_replicated
+from trainkit.collectives import all_gather_replicated, all_max, all_sum
 from trainkit.losses.linear import (
-    Columns,
     Factors,
+    LabelColumns,
     OfLogits,
     columns_of,
     linear_in_chunks,
@@ -30,11 +30,11 @@ from trainkit.losses.linear import (
 from trainkit.losses.softmax import (
     add_to_own_,
     largest_logits,
+    make_vocabulary_axis,
     own_words,
     pick_own,
-    vocabulary_axis,
 )
-from trainkit.losses.terms import NamedLoss, Terms, read_output, with_terms
+from trainkit.losses.terms import NamedLoss, Terms, declare_terms, read_output
 from trainkit.types import IGNORED_LABEL, Axis, Hidden, VocabularyAxis, check_range
 
 _LEAST = -1e30  # stands for the logarithm of 0, which times a probability of 0 would be NaN
@@ -80,7 +80,7 @@ def distillation(
     _check("distillation", beta, temperature, chunk)
     check_range("distillation", at_least=1, top_k=top_k)
 
-    def bind_compare(factors: Factors, columns: Columns, axis: VocabularyAxis) -> OfLogits:
+    def bind_compare(factors: Factors, columns: LabelColumns, axis: VocabularyAxis) -> OfLogits:
         hidden, weight = columns["teacher_hidden"].detach(), teacher.weight.detach()
         _check_teacher(hidden, weight, words=len(factors.weight))
         make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
@@ -136,7 +136,7 @@ def stored_distillation(
     """
     _check("stored_distillation", beta, temperature, chunk)
 
-    def bind_compare(_: Factors, columns: Columns, axis: VocabularyAxis) -> OfLogits:
+    def bind_compare(_: Factors, columns: LabelColumns, axis: VocabularyAxis) -> OfLogits:
         ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
@@ -188,12 +188,12 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
         >>> likeliest(torch.tensor([[-3.0, -1.0, -2.0]]), 2, SOLO)
         (tensor([[1, 2]]), tensor([[-1., -2.]]))
     """
-    axis = vocabulary_axis(logprobs, axis, dim=-1)
+    axis = make_vocabulary_axis(logprobs, axis, dim=-1)
     words, sent = logprobs.shape[-1], min(k, axis.largest)
     best, ids = logprobs.topk(min(k, words))
     missing = 0, sent - best.shape[-1]  # every rank sends as many; these are the last of all
-    best = gather_replicated(nn.functional.pad(best, missing, value=-torch.inf), axis, dim=-1)
-    ids = gather_replicated(nn.functional.pad(ids + axis.first, missing), axis, dim=-1)
+    best = all_gather_replicated(nn.functional.pad(best, missing, value=-torch.inf), axis, dim=-1)
+    ids = all_gather_replicated(nn.functional.pad(ids + axis.first, missing), axis, dim=-1)
     best, places = best.topk(min(k, axis.total))
     return ids.gather(-1, places), best
 
@@ -213,7 +213,7 @@ def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:
 
 def _make_loss(
     where: str,
-    bind_compare: Callable[[Factors, Columns, VocabularyAxis], OfLogits],
+    bind_compare: Callable[[Factors, LabelColumns, VocabularyAxis], OfLogits],
     *,
     temperature: float,
     weighted: bool,
@@ -224,7 +224,7 @@ def _make_loss(
     def per_token(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         factors, labels, axis = read_output(where, output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = Columns(columns_of(batch, labels), ignored)
+        columns = LabelColumns(columns_of(batch, labels), ignored)
         weights = columns["weights"] if weighted else (~ignored).long()
         compare = bind_compare(factors, columns, axis)
 
@@ -241,7 +241,7 @@ def _make_loss(
 
     names = ("distillation", "distillation/count") if weighted else ("distillation",)
 
-    @with_terms(*names, per_token=per_token)
+    @declare_terms(*names, per_token=per_token)
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         total, values, weights = per_token(output, batch)
         return total, dict(zip(names, (values.sum(), weights.sum()), strict=False))

@@ -21,7 +21,7 @@ _FEW = 12  # experts that each get a tick
 Loads = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
-def plot_load(metrics_path: str | Path, image_path: str | Path) -> Path:
+def plot_expert_load(metrics_path: str | Path, image_path: str | Path) -> Path:
     """Draw how often each expert was chosen, over the mean of its layer, as a heat map over steps.
 
     White is balanced, blue too seldom, red too often. Of more than 8 expert layers 8 are drawn, the
@@ -30,7 +30,7 @@ def plot_load(metrics_path: str | Path, image_path: str | Path) -> Path:
 
     Args:
         metrics_path: A file that `jsonl` wrote, with `step` and in some lines `load` (the term of
-            `losses.routed`).
+            `losses.add_router_losses`).
         image_path: The picture; the name says the format (.png, .svg, .pdf).
 
     Raises:
@@ -42,17 +42,17 @@ def plot_load(metrics_path: str | Path, image_path: str | Path) -> Path:
     Effects:
         Writes `image_path`.
     """
-    drawing.check_picture("plot_load", Path(image_path))
+    drawing.check_picture("plot_expert_load", Path(image_path))
     lines = joined(read_jsonl(metrics_path), [])
     told = [line for line in lines if line.get("load")]
     if not told:
-        what = f"plot_load: {metrics_path} holds no step with a load of experts"
+        what = f"plot_expert_load: {metrics_path} holds no step with a load of experts"
         raise DataError(what, where=str(metrics_path))
     steps = told[0]["step"], told[-1]["step"]
     end = load_over_steps(told[-1:], columns=1).max()
     title = f"step {steps[1]:,}: largest load {end:.2f} times the mean"
     figure = _figure(load_over_steps(told, columns=_COLUMNS), steps, title)
-    return drawing.save_picture("plot_load", figure, image_path)
+    return drawing.save_picture("plot_expert_load", figure, image_path)
 
 
 def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Loads:

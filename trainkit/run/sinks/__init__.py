@@ -4,43 +4,43 @@ Values are plain numbers and strings (what `trainkit.to_host` returns), so a sin
 device. Sinks that hold a file or the terminal are context managers that yield the function.
 """
 
-from trainkit.run.sinks.console import console, printable
-from trainkit.run.sinks.guards import guarded
+from trainkit.run.sinks.console import escape_control_characters, open_console
+from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import (
-    before_and_after,
-    events,
-    jsonl,
+    compare_evaluations,
+    fsync_jsonl,
+    open_events,
+    open_jsonl,
     read_jsonl,
     read_metrics,
     repair_jsonl,
-    sync_lines,
 )
-from trainkit.run.sinks.named import named_sinks
-from trainkit.run.sinks.run_sinks import printer, run_sinks, run_summary
+from trainkit.run.sinks.named import LoggingOptions, named_sinks
+from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.sinks.tee import tee
-from trainkit.run.sinks.tensorboard import tensorboard
-from trainkit.run.sinks.timing import Goodput, best_save_interval, goodput
-from trainkit.run.sinks.wandb import wandb
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.timing import Goodput, measure_goodput, suggest_save_interval
+from trainkit.run.sinks.wandb import open_wandb
 
 __all__ = [
     "Goodput",
-    "before_and_after",
-    "best_save_interval",
-    "console",
-    "events",
-    "goodput",
-    "guarded",
-    "jsonl",
+    "LoggingOptions",
+    "compare_evaluations",
+    "escape_control_characters",
+    "fsync_jsonl",
+    "isolate_sinks",
+    "measure_goodput",
     "named_sinks",
-    "printable",
-    "printer",
+    "open_console",
+    "open_events",
+    "open_jsonl",
+    "open_run_sinks",
+    "open_tensorboard",
+    "open_wandb",
     "read_jsonl",
     "read_metrics",
     "repair_jsonl",
-    "run_sinks",
-    "run_summary",
-    "sync_lines",
+    "suggest_save_interval",
+    "summarize_run",
     "tee",
-    "tensorboard",
-    "wandb",
 ]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
-from trainkit.files import point_nowhere, say
-from trainkit.types import Earlier, Sink, needs_extra
+from trainkit.files import redirect_to_devnull
+from trainkit.types import DelayedMetrics, Sink, needs_extra
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 2.0
@@ -18,28 +18,14 @@ _LINE_SECONDS = 2.0
 Show = Callable[[int, str], None]
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return a text with its control characters replaced, so that it cannot garble a terminal.
 
     Examples:
-        >>> printable("red: " + chr(27) + "[31m")
+        >>> escape_control_characters("red: " + chr(27) + "[31m")
         'red: \ufffd[31m'
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def printed(text: str) -> None:
-    """Print a text on stdout at once; where nobody reads stdout any more, let it go nowhere.
-
-    Effects:
-        Writes to stdout. When its reader has left, its file becomes the null device, for the rest
-        of the process: whatever else is printed, now or at exit, cannot fail either.
-
-    Examples:
-        >>> printed("step 1")
-        step 1
-    """
-    say(text, sys.stdout)
 
 
 @contextlib.contextmanager
@@ -49,12 +35,12 @@ def _outliving_reader(stream: TextIO) -> Iterator[None]:
         yield
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):
-            point_nowhere(stream)
+            redirect_to_devnull(stream)
         raise
 
 
 @contextlib.contextmanager
-def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
+def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
     It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
@@ -72,7 +58,7 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
         Writes to `stream`. On a terminal, what else is printed inside appears above the bar.
 
     Examples:
-        >>> with console(2) as sink:
+        >>> with open_console(2) as sink:
         ...     sink(1, {"loss": 5.545, "tokens_per_second": 41e3, "lr": 3e-4, "grad_norm": 1.25})
         step 1/2  loss 5.5450  41.0k tok/s  lr 3.00e-04  norm 1.25  left ...
     """
@@ -94,7 +80,7 @@ def console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iter
 
         def sink(step: int, values: Mapping[str, Any]) -> None:
             nonlocal first, due, waiting
-            if isinstance(values, Earlier):
+            if isinstance(values, DelayedMetrics):
                 return
             now = time.monotonic()
             waiting = (now, step, values)

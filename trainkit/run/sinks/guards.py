@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from trainkit.types import Sink
+from trainkit.types import Log, Sink
 
 Make = Callable[[], AbstractContextManager[Sink]]
 
@@ -38,10 +38,10 @@ class _RunFailed(Exception):  # noqa: N818 -- raised inside a sink's own block, 
 
 
 @contextlib.contextmanager
-def guarded(
+def isolate_sinks(
     makers: Mapping[str, Make],
     *,
-    tell: Callable[[str], None],
+    log: Log,
     room: int = 10_000,
     lag: float = 60.0,
     patience: float = 5.0,
@@ -55,7 +55,7 @@ def guarded(
 
     Args:
         makers: A function that returns a context manager of a sink, for each name.
-        tell: Gets the problems in words, on the thread that uses the sink.
+        log: Gets the problems in words, on the thread that uses the sink.
         room: Lines that may wait for a sink.
         lag: Seconds for which lines may wait for a sink before that is told.
         patience: Seconds that closing may take, for all of them together.
@@ -66,12 +66,12 @@ def guarded(
     Examples:
         >>> def broken():
         ...     raise OSError("no network")
-        >>> with guarded({"page": broken}, tell=print) as sink:
+        >>> with isolate_sinks({"page": broken}, log=print) as sink:
         ...     sink(1, {"loss": 2.0})
         the sink 'page' is off: OSError: no network
     """
     sinks = [_start(name, make) for name, make in makers.items()]
-    report = _reporting(tell)
+    report = _reporting(log)
     caught_up = {sink.name: time.monotonic() for sink in sinks}
 
     def write(step: int, values: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ def _end(*, failed: bool) -> None:
         raise _RunFailed
 
 
-def _reporting(tell: Callable[[str], None]) -> Callable[..., None]:
+def _reporting(log: Log) -> Callable[..., None]:
     """Return a function that tells what a sink says first, and no more."""
     silent: set[str] = set()
 
@@ -126,7 +126,7 @@ def _reporting(tell: Callable[[str], None]) -> Callable[..., None]:
             problem = sink.problems.get()
         if problem is not None and sink.name not in silent:
             silent.add(sink.name)
-            tell(f"the sink {sink.name!r} {problem}")
+            log(f"the sink {sink.name!r} {problem}")
 
     return report
 

@@ -1,8 +1,8 @@
 """Metrics and events as lines of strict JSON, one object each, that survive kills and full disks.
 
 What strict JSON lacks is written so that every reader takes it and nothing is lost: NaN and
-infinities are null (the `_hex` twins of `metrics.step_record` tell which), whole numbers beyond 64
-bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
+infinities are null (the `_hex` twins of `metrics.make_step_record` tell which), whole numbers
+beyond 64 bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.files import disk_errors, replacing, sync_folder
-from trainkit.types import DiskError, Sink
+from trainkit.files import atomic_write, convert_disk_errors, fsync_folder
+from trainkit.types import DiskError, Log, Sink
 
 _ROOM = 64 << 20  # bytes of lines that wait in memory for a disk that takes them
 
-Tell = Callable[[str], None]
 Problem = Callable[[str, Exception], None]
 
 
@@ -38,10 +37,10 @@ class Rewound:
 
 
 @contextlib.contextmanager
-def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Iterator[Sink]:
+def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> Iterator[Sink]:
     """Yield a sink that appends one line per step, `{"step": 1, ...}`, and hands it to the system.
 
-    A line that the system has is safe from a kill; `sync_lines` makes it safe from a power cut. A
+    A line that the system has is safe from a kill; `fsync_jsonl` makes it safe from a power cut. A
     disk that is full may take part of a line: the rest, and the lines that follow, wait in memory
     (64 MiB of them) and are written first as soon as there is room, so that no line is torn inside
     the file or lost. A file that is removed meanwhile begins anew, and that is told. A step that is
@@ -52,12 +51,12 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
         path: The file, made if need be.
         step: The step that the run goes on from: lines beyond it, and a torn last line, are
             dropped (see `rewind_jsonl`), so that after any restart each step has exactly one line.
-        tell: Gets the first problem in words, and lets the run go on: a full disk, a value that is
+        log: Gets the first problem in words, and lets the run go on: a full disk, a value that is
             not plain (its type's name stands for it). None raises.
 
     Raises:
         ValueError: A value is not a plain number, string, bool, None, or list or dict of these.
-        DiskError: The file cannot be opened; without `tell`, it cannot be written.
+        DiskError: The file cannot be opened; without `log`, it cannot be written.
 
     Effects:
         Repairs the file; then only appends to it.
@@ -66,7 +65,7 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for begin in (0, 1):  # the second run goes on from step 1
-        ...         with jsonl(f"{folder}/metrics.jsonl", step=begin) as sink:
+        ...         with open_jsonl(f"{folder}/metrics.jsonl", step=begin) as sink:
         ...             for step in range(begin, begin + 2):
         ...                 sink(step + 1, {"loss": 1.5})
         ...     print(Path(f"{folder}/metrics.jsonl").read_text(), end="")
@@ -77,16 +76,16 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
     path, last, told = Path(path), step, dict[str, Any]()
     rewind_jsonl(path, step)
     with contextlib.ExitStack() as stack:
-        append = stack.enter_context(_appending(path, tell))
+        append = stack.enter_context(_appending(path, log))
 
         def go_back(step: int) -> None:
             nonlocal append
             stack.close()
             try:
                 rewind_jsonl(path, step)
-                append = stack.enter_context(_appending(path, tell))
+                append = stack.enter_context(_appending(path, log))
             except DiskError as error:
-                _reporting(tell)("rewind", error)
+                _reporting(log)("rewind", error)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal last, told
@@ -100,7 +99,7 @@ def jsonl(path: str | Path, *, step: int = 0, tell: Tell | None = None) -> Itera
 
 
 @contextlib.contextmanager
-def events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[..., None]]:
+def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callable[..., None]]:
     """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}`.
 
     For what is no step: evaluations, saves, restarts. `time` is in seconds since 1970. Nothing is
@@ -108,7 +107,7 @@ def events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[.
 
     Args:
         path: The file, made if need be.
-        tell: What to do with problems, as in `jsonl`.
+        log: What to do with problems, as in `open_jsonl`.
 
     Effects:
         Appends to the file.
@@ -116,15 +115,15 @@ def events(path: str | Path, *, tell: Tell | None = None) -> Iterator[Callable[.
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with events(f"{folder}/events.jsonl") as event:
+        ...     with open_events(f"{folder}/events.jsonl") as event:
         ...         event("stop", step=100, why="SIGTERM")
         ...     print(Path(f"{folder}/events.jsonl").read_text(), end="")
         {"time":...,"event":"stop","step":100,"why":"SIGTERM"}
     """
     path = Path(path)
-    with disk_errors(path, by="events"):
+    with convert_disk_errors(path, by="events"):
         _drop_torn_line(path)
-    with _appending(path, tell) as append:
+    with _appending(path, log) as append:
 
         def event(name: str, **facts: Any) -> None:
             append({"time": time.time(), "event": name, **facts})
@@ -187,7 +186,7 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "metrics.jsonl"
-        ...     with jsonl(path) as sink:
+        ...     with open_jsonl(path) as sink:
         ...         for step in range(1, 6):
         ...             sink(step, {})
         ...     rewind_jsonl(path, 3)
@@ -196,13 +195,13 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
     path = Path(path)
     if not path.is_file():  # a device has no end
         return Rewound()
-    with disk_errors(path, by="rewind_jsonl"):
+    with convert_disk_errors(path, by="rewind_jsonl"):
         text = path.read_bytes()
         repaired = repair_jsonl(text, step)
         if text.startswith(repaired):
             _cut(path, len(repaired))
         else:
-            with replacing(path, by="rewind_jsonl") as file:
+            with atomic_write(path, by="rewind_jsonl") as file:
                 file.write(repaired)
     kept = repaired.count(b"\n")
     first = _step_of(repaired.partition(b"\n")[0]) or 0
@@ -211,7 +210,7 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
     return Rewound(kept=kept, dropped=max(0, newest - step), missing=missing)
 
 
-def sync_lines(run_dir: str | Path) -> None:
+def fsync_jsonl(run_dir: str | Path) -> None:
     """Return once the lines of a run that the system has are on the disk; never raises.
 
     For the moment before a checkpoint is committed: no power cut then loses lines of steps that no
@@ -221,7 +220,7 @@ def sync_lines(run_dir: str | Path) -> None:
         Waits for the disk.
 
     Examples:
-        >>> sync_lines("no/such/run")
+        >>> fsync_jsonl("no/such/run")
     """
     for name in ("metrics.jsonl", "events.jsonl"):
         with contextlib.suppress(OSError):
@@ -255,7 +254,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return joined(lines, told)
 
 
-def before_and_after(run_dir: str | Path, metric: str) -> dict[str, Any]:
+def compare_evaluations(run_dir: str | Path, metric: str) -> dict[str, Any]:
     """Return what a run has learned, for an event "result": its first and its last evaluation.
 
     Args:
@@ -266,7 +265,7 @@ def before_and_after(run_dir: str | Path, metric: str) -> dict[str, Any]:
         {"metric": ..., "before": ..., "after": ...}; None where nothing was evaluated.
 
     Examples:
-        >>> before_and_after("no/such/run", "eval/loss")
+        >>> compare_evaluations("no/such/run", "eval/loss")
         {'metric': 'eval/loss', 'before': None, 'after': None}
     """
     found = [line[metric] for line in read_metrics(run_dir) if metric in line] or [None]
@@ -321,14 +320,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _appending(path: Path, tell: Tell | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _appending(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield a function that appends a line, or keeps it until the disk has room."""
-    problem = _reporting(tell)
-    with disk_errors(path, by="sinks"):
+    problem = _reporting(log)
+    with convert_disk_errors(path, by="sinks"):
         is_new = not path.exists()
         file = _open(path)
         if is_new:
-            sync_folder(path.parent)
+            fsync_folder(path.parent)
     put, finish = _writer(file, path, problem)
     try:
         yield lambda line: put(_json_line(line, path.name, problem))
@@ -343,16 +342,16 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _reporting(tell: Tell | None) -> Problem:
+def _reporting(log: Log | None) -> Problem:
     """Return a function that raises an error, or tells it if it is the first of its kind."""
     told: set[str] = set()
 
     def problem(kind: str, error: Exception) -> None:
-        if tell is None:
+        if log is None:
             raise error
         if kind not in told:
             told.add(kind)
-            tell(str(error))
+            log(str(error))
 
     return problem
 
@@ -368,7 +367,7 @@ def _writer(
 
     def drain() -> None:
         try:
-            with disk_errors(path, by="sinks", needed=len(waiting)):
+            with convert_disk_errors(path, by="sinks", needed=len(waiting)):
                 _begin_anew_if_removed(file, path, problem)
                 while waiting:  # a disk that fills up takes part of what it is given
                     del waiting[: os.write(file, waiting)]

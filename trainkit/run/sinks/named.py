@@ -6,17 +6,31 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from trainkit.run.sinks.tensorboard import tensorboard
-from trainkit.run.sinks.wandb import wandb
-from trainkit.types import ConfigError, Sink
+import attrs
+
+from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.wandb import open_wandb
+from trainkit.types import ConfigError, Sink, positive
+
+
+@attrs.frozen(kw_only=True)
+class LoggingOptions:
+    """How often a run reads its metrics, and where they go."""
+
+    log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
+    """Read the metrics of this many steps at once, a line each; by default 1 on a CPU, else 10.
+    Bad steps are detected later: docs/howto/when-numbers-go-bad.md."""
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
 
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> dict[str, Callable[..., AbstractContextManager[Sink]]]:
-    """Return the sinks that `run_sinks` shall open besides its own, with their first arguments.
+    """Return the sinks that `open_run_sinks` opens besides its own, and their first arguments.
 
     Args:
         names: "tensorboard" (into `run_dir`/tensorboard) and "wandb".
@@ -31,8 +45,8 @@ def named_sinks(
         ['tensorboard']
     """
     makers: dict[str, Callable[..., AbstractContextManager[Sink]]] = {
-        "tensorboard": partial(tensorboard, Path(run_dir) / "tensorboard"),
-        "wandb": partial(wandb, run_dir, config=config),
+        "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
+        "wandb": partial(open_wandb, run_dir, config=config),
     }
     chosen = list(names)
     for name in chosen:

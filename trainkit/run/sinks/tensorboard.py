@@ -12,7 +12,7 @@ from trainkit.types import Sink, needs_extra
 
 
 @contextlib.contextmanager
-def tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
+def open_tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
     """Yield a sink that writes the numbers of each step as scalars for TensorBoard.
 
     After a restart or a roll-back TensorBoard shows one series: what it was told of later steps is
@@ -23,14 +23,14 @@ def tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
         step: The step that the run goes on from.
 
     Raises:
-        ConfigError: The library `tensorboard` is missing.
+        ConfigError: The library tensorboard is missing.
 
     Effects:
         Writes event files into `path`, through a thread of the library's own.
 
     Examples:
         >>> from functools import partial
-        >>> make = partial(tensorboard, "runs/first/tensorboard")  # run_sinks(extra={...: make})
+        >>> make = partial(open_tensorboard, "runs/first/tensorboard")
     """
     with needs_extra("sinks"):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an extra, and slow

@@ -32,7 +32,9 @@ class Goodput:
     blocked: float
 
 
-def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Goodput:
+def measure_goodput(
+    metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> Goodput:
     """Return which part of a run's time went into steps that stand (its effective training time).
 
     What lowers it: starting, loading, saving, evaluating, and steps that were lost and done again.
@@ -50,7 +52,7 @@ def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, 
         ...     {"event": "start", "time": 60.0, "step": 2, "repeated": 1},  # killed after step 3
         ...     {"event": "end", "time": 68.0, "step": 3},
         ... ]
-        >>> goodput([{"step": n, "seconds": 4.0} for n in (1, 2, 3)], events)
+        >>> measure_goodput([{"step": n, "seconds": 4.0} for n in (1, 2, 3)], events)
         Goodput(share=0.6, productive=12.0, wall=20.0, down=48.0, steps=3, repeated=1, ...)
     """
     starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
@@ -94,7 +96,7 @@ def _life(
     return first["time"], min(end, max(last, first["time"] + worked))
 
 
-def best_save_interval(*, stall: float, between_failures: float) -> float:
+def suggest_save_interval(*, stall: float, between_failures: float) -> float:
     """Return the seconds between two saves with which the goodput to expect is best.
 
     Saving costs stall / interval; a failure loses half an interval and a restart (Young, "A first
@@ -105,7 +107,7 @@ def best_save_interval(*, stall: float, between_failures: float) -> float:
         between_failures: The mean time from one failure to the next, in seconds.
 
     Examples:
-        >>> round(best_save_interval(stall=5, between_failures=10_800))
+        >>> round(suggest_save_interval(stall=5, between_failures=10_800))
         329
     """
     return math.sqrt(2 * stall * between_failures)

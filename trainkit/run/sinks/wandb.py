@@ -11,11 +11,11 @@ from typing import Any
 from trainkit.run.sinks.jsonl import is_more
 from trainkit.run.sinks.tensorboard import scalars
 from trainkit.types import Sink, needs_extra
-from trainkit.weights.checkpoint.directory import run_identity
+from trainkit.weights.checkpoint.directory import get_run_id
 
 
 @contextlib.contextmanager
-def wandb(
+def open_wandb(
     run_dir: str | Path,
     *,
     step: int = 0,
@@ -37,14 +37,14 @@ def wandb(
         **options: Further arguments of `wandb.init`.
 
     Raises:
-        ConfigError: The library `wandb` is missing.
+        ConfigError: The library wandb is missing.
 
     Effects:
         Talks to a server, through a process of the library's own; writes into `run_dir`/wandb.
 
     Examples:
         >>> from functools import partial
-        >>> make = partial(wandb, "runs/first", project="mine")  # run_sinks(extra={"wandb": make})
+        >>> make = partial(open_wandb, "runs/first", project="mine")
     """
     with needs_extra("sinks"):
         library = importlib.import_module("wandb")
@@ -53,7 +53,7 @@ def wandb(
     run_dir = Path(run_dir)
     run = library.init(
         project=project,
-        id=run_identity(run_dir)["run"],
+        id=get_run_id(run_dir)["run"],
         name=run_dir.absolute().name,
         dir=str(run_dir),
         resume="allow",

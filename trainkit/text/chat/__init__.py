@@ -1,28 +1,33 @@
 """Conversations: from messages to tokens with a mask, and pairs of answers to prefer."""
 
 from trainkit.text.chat.encode import (
-    answers_warning,
-    chat_encoder,
     check_mask,
     encode_chat,
-    from_sharegpt,
-    mask_parts,
-    show_mask,
-    stop_ids,
+    find_stop_ids,
+    format_answers_warning,
+    format_mask,
+    make_chat_encoder,
+    messages_from_sharegpt,
+    split_by_mask,
 )
 from trainkit.text.chat.folder import (
-    choose_template,
-    find_template,
-    folder_stop_ids,
-    folder_template,
+    choose_template_name,
     has_template,
-    template_beside,
+    load_template,
+    locate_template,
+    read_stop_ids,
+    read_template,
     template_hash,
 )
-from trainkit.text.chat.jinja import jinja_template
-from trainkit.text.chat.preference import encode_pair, exchange_answers, pack_pairs, pair_documents
-from trainkit.text.chat.prompt import prompt_ids
-from trainkit.text.chat.sources import SOURCES
+from trainkit.text.chat.jinja import make_jinja_template
+from trainkit.text.chat.preference import (
+    encode_preference_pair,
+    flatten_pairs,
+    mismatch_answers,
+    pack_pairs,
+)
+from trainkit.text.chat.prompt import encode_prompt
+from trainkit.text.chat.sources import JINJA_SOURCES
 from trainkit.text.chat.templates import (
     CHATML_SPECIAL,
     LLAMA3_SPECIAL,
@@ -37,34 +42,34 @@ from trainkit.text.chat.templates import (
 
 __all__ = [
     "CHATML_SPECIAL",
+    "JINJA_SOURCES",
     "LLAMA3_SPECIAL",
     "QWEN3_SPECIAL",
-    "SOURCES",
     "TEMPLATES",
     "Segment",
     "Template",
-    "answers_warning",
-    "chat_encoder",
     "chatml",
     "check_mask",
-    "choose_template",
+    "choose_template_name",
     "encode_chat",
-    "encode_pair",
-    "exchange_answers",
-    "find_template",
-    "folder_stop_ids",
-    "folder_template",
-    "from_sharegpt",
+    "encode_preference_pair",
+    "encode_prompt",
+    "find_stop_ids",
+    "flatten_pairs",
+    "format_answers_warning",
+    "format_mask",
     "has_template",
-    "jinja_template",
     "llama3",
-    "mask_parts",
+    "load_template",
+    "locate_template",
+    "make_chat_encoder",
+    "make_jinja_template",
+    "messages_from_sharegpt",
+    "mismatch_answers",
     "pack_pairs",
-    "pair_documents",
-    "prompt_ids",
     "qwen3",
-    "show_mask",
-    "stop_ids",
-    "template_beside",
+    "read_stop_ids",
+    "read_template",
+    "split_by_mask",
     "template_hash",
 ]

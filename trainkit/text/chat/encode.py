@@ -20,7 +20,7 @@ import orjson
 from trainkit.text.chat.messages import checked_messages, tools_of
 from trainkit.text.chat.templates import chatml
 from trainkit.text.chat.turns import Train, chosen_messages, tokenised, tokens_inside, turns_said
-from trainkit.types import DataError, Sample, among, check_range
+from trainkit.types import DataError, Sample, check_choice, check_range
 
 if TYPE_CHECKING:
     from trainkit.text.chat.messages import Message
@@ -63,7 +63,7 @@ def encode_chat(
             have `tool_calls` and `reasoning_content`, and any may have a `weight` of 0 or 1, where
             0 leaves it untrained.
         tokenizer: Anything with `encode`; no special token is added but those of the template.
-        template: How messages become text: `chatml`, `llama3`, `qwen3`, or a `jinja_template`.
+        template: How messages become text: `chatml`, `llama3`, `qwen3`, or a `make_jinja_template`.
         train: Which messages are trained on; see `Train`.
         max_length: The most tokens. A longer conversation ends with the last turn trained on that
             fits whole: no half turn is trained, and none is kept.
@@ -72,7 +72,8 @@ def encode_chat(
             which gives no tokens.
         counts: Where to add up what happened: `conversations`, `truncated`, `turns_lost` (trained
             turns beyond `max_length`), `dropped`, `answers` (turns to train on) and
-            `hidden_answers` (those of which the template shows nothing; see `answers_warning`).
+            `hidden_answers` (those of which the template shows nothing; see
+            `format_answers_warning`).
 
     Returns:
         The sample: tokens int64 `[N]`, trained bool `[N]`.
@@ -86,9 +87,9 @@ def encode_chat(
         Adds to `counts`, if there is one.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> from trainkit.text.chat import CHATML_SPECIAL
-        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
         >>> messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
         >>> sample = encode_chat(messages, tokenizer)
         >>> len(sample.tokens), sample.tokens[sample.trained]
@@ -123,7 +124,7 @@ def encode_chat(
     return Sample(tokens[:keep], trained[:keep])
 
 
-def chat_encoder(
+def make_chat_encoder(
     tokenizer: Tokenizer,
     *,
     template: Template = chatml,
@@ -139,7 +140,8 @@ def chat_encoder(
         tokenizer: As in `encode_chat`.
         template: As in `encode_chat`.
         field: The record's field that holds the messages, or a function that finds them, such as
-            `from_sharegpt`. Its field `tools`, if any, is a list of JSON schemas, or JSON of one.
+            `messages_from_sharegpt`. Its field `tools`, if any, is a list of JSON schemas, or JSON
+            of one.
         train: As in `encode_chat`.
         max_length: As in `encode_chat`.
         overlong: As in `encode_chat`.
@@ -155,21 +157,21 @@ def chat_encoder(
             token of the template.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> from trainkit.text.chat import CHATML_SPECIAL
-        >>> encode = chat_encoder(byte_tokenizer(CHATML_SPECIAL), train="last")
+        >>> encode = make_chat_encoder(make_byte_tokenizer(CHATML_SPECIAL), train="last")
         >>> said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
         >>> sample = encode({"messages": [{"role": r, "content": c} for r, c in said]})
         >>> sample.tokens[sample.trained]
         array([100, 260])
     """
-    _check_lengths("chat_encoder", max_length, overlong)
+    _check_lengths("make_chat_encoder", max_length, overlong)
     counts = Counter() if counts is None else counts
     encode = partial(
         _encode_record,
         tokenizer=tokenizer,
         field=field,
-        stop=stop_ids(tokenizer, template),
+        stop=find_stop_ids(tokenizer, template),
         template=template,
         train=train,
         max_length=max_length,
@@ -180,7 +182,7 @@ def chat_encoder(
     return encode
 
 
-def from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def messages_from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a record in ShareGPT's form: `conversations` of `from` and `value`.
 
     Raises:
@@ -188,13 +190,13 @@ def from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             not one of human, gpt, system, tool and their like.
 
     Examples:
-        >>> from_sharegpt({"conversations": [{"from": "human", "value": "hi"}]})
+        >>> messages_from_sharegpt({"conversations": [{"from": "human", "value": "hi"}]})
         [{'role': 'user', 'content': 'hi'}]
     """
     turns = record.get("conversations")
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         what = f"the record has no list `conversations`; it has {', '.join(record)}"
-        raise DataError(f"from_sharegpt: {what}")
+        raise DataError(f"messages_from_sharegpt: {what}")
     messages = []
     if record.get("system"):
         messages.append({"role": "system", "content": record["system"]})
@@ -202,12 +204,14 @@ def from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         role = _SHAREGPT.get(turn.get("from", "")) if isinstance(turn, Mapping) else None
         if role is None or "value" not in turn:
             must = f"must have a `value`, and a `from` that is one of {', '.join(_SHAREGPT)}"
-            raise DataError(f"from_sharegpt: turn {i} {must}; got {turn!r}", where=i, got=turn)
+            raise DataError(
+                f"messages_from_sharegpt: turn {i} {must}; got {turn!r}", where=i, got=turn
+            )
         messages.append({"role": role, "content": turn["value"]})
     return messages
 
 
-def answers_warning(counts: Mapping[str, int]) -> str:
+def format_answers_warning(counts: Mapping[str, int]) -> str:
     """Return a warning of answers of which the template shows nothing; "" where there are none.
 
     A template that has no place for tool calls (Gemma's, for one) shows an answer that only calls
@@ -221,9 +225,9 @@ def answers_warning(counts: Mapping[str, int]) -> str:
         DataError: More than 1 % of the answers are hidden.
 
     Examples:
-        >>> answers_warning({"answers": 500, "hidden_answers": 2})
+        >>> format_answers_warning({"answers": 500, "hidden_answers": 2})
         'warning: the template shows nothing of 2 of 500 answers, such as calls of tools: ...'
-        >>> answers_warning({"answers": 500})
+        >>> format_answers_warning({"answers": 500})
         ''
     """
     answers, hidden = counts.get("answers", 0), counts.get("hidden_answers", 0)
@@ -243,7 +247,7 @@ def answers_warning(counts: Mapping[str, int]) -> str:
     return f"warning: {found}"
 
 
-def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ...]:
+def find_stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ...]:
     """Return the token that ends an assistant's turn: where generation stops.
 
     Raises:
@@ -251,9 +255,9 @@ def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ..
             it.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> from trainkit.text.chat import CHATML_SPECIAL
-        >>> stop_ids(byte_tokenizer(CHATML_SPECIAL))
+        >>> find_stop_ids(make_byte_tokenizer(CHATML_SPECIAL))
         (260,)
     """
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
@@ -264,7 +268,7 @@ def stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[int, ..
     ids = tuple(int(i) for i in tokenizer.encode(stop))
     if len(ids) != 1:
         what = f"{stop}, for which the tokenizer has {len(ids)} tokens, where one is needed"
-        mend = "give it the template's: byte_tokenizer(CHATML_SPECIAL), tokenizers.add_tokens"
+        mend = "give it the template's: make_byte_tokenizer(CHATML_SPECIAL), tokenizers.add_tokens"
         raise ValueError(f"stop_ids: the template ends a turn with {what}; {mend}")
     return ids
 
@@ -302,31 +306,33 @@ def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
         raise DataError(f"check_mask: {what}; {others}", got=0)
 
 
-def show_mask(sample: Sample, tokenizer: Tokenizer, *, colour: bool = True) -> str:
+def format_mask(sample: Sample, tokenizer: Tokenizer, *, colour: bool = True) -> str:
     """Return a sample as text, with what is trained on in green, or between `[[` and `]]`.
 
     Special tokens are shown, though `decode` drops them.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> sample = Sample(np.array([104, 105]), np.array([False, True]))
-        >>> show_mask(sample, byte_tokenizer(), colour=False)
+        >>> format_mask(sample, make_byte_tokenizer(), colour=False)
         'h[[i]]'
     """
     begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
     parts = [
         f"{begin}{text}{end}" if trained else text
-        for trained, text in mask_parts(sample, tokenizer)
+        for trained, text in split_by_mask(sample, tokenizer)
     ]
     return "".join(parts)
 
 
-def mask_parts(sample: Sample, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
+def split_by_mask(sample: Sample, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
     """Return a sample in runs of (trained on or not, text), to draw it in a way of your own.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> mask_parts(Sample(np.array([104, 105]), np.array([False, True])), byte_tokenizer())
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> split_by_mask(
+        ...     Sample(np.array([104, 105]), np.array([False, True])), make_byte_tokenizer()
+        ... )
         [(False, 'h'), (True, 'i')]
     """
     pairs = zip(sample.trained.astype(bool).tolist(), sample.tokens.tolist(), strict=True)
@@ -418,9 +424,9 @@ def _encode_record(
 ) -> Sample:
     if isinstance(field, str):
         if field not in record:
-            hint = "; take field=from_sharegpt" if "conversations" in record else ""
+            hint = "; take field=messages_from_sharegpt" if "conversations" in record else ""
             what = f"the record has no field {field!r}; it has {', '.join(record)}{hint}"
-            raise DataError(f"chat_encoder: {what}", want=field)
+            raise DataError(f"make_chat_encoder: {what}", want=field)
         messages = record[field]
     else:
         messages = field(record)
@@ -432,4 +438,4 @@ def _encode_record(
 
 def _check_lengths(by: str, max_length: int | None, overlong: str) -> None:
     check_range(by, at_least=1, max_length=max_length)
-    among(("error", "drop"), by, overlong=overlong)
+    check_choice(("error", "drop"), by, overlong=overlong)

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.files import read_bounded
-from trainkit.text.chat.encode import stop_ids
-from trainkit.text.chat.jinja import MARKER, jinja_template
-from trainkit.text.chat.sources import SOURCES
+from trainkit.files import read_limited
+from trainkit.text.chat.encode import find_stop_ids
+from trainkit.text.chat.jinja import MARKER, make_jinja_template
+from trainkit.text.chat.sources import JINJA_SOURCES
 from trainkit.text.chat.templates import TEMPLATES
-from trainkit.text.tokenizers.hf import hf_tokenizer, read_object, settings_beside
+from trainkit.text.tokenizers.hf import open_hf_tokenizer, read_object, settings_beside
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,30 +28,30 @@ _MOST_BYTES = 1 << 20
 MORE_TEMPLATES = "additional_chat_templates"
 
 
-def find_template(name: str | os.PathLike[str]) -> Template:
+def load_template(name: str | os.PathLike[str]) -> Template:
     """Return the template of that name in `TEMPLATES`, or that of a Hugging Face folder.
 
     Raises:
         ConfigError: It is neither.
-        DataError: As `folder_template`.
+        DataError: As `read_template`.
 
     Examples:
-        >>> find_template("chatml") is TEMPLATES["chatml"]
+        >>> load_template("chatml") is TEMPLATES["chatml"]
         True
     """
     if str(name) in TEMPLATES:
         return TEMPLATES[str(name)]
     if not Path(name).is_dir():
         raise ConfigError(
-            f"find_template: {str(name)!r} is no chat template and no folder with one; take "
+            f"load_template: {str(name)!r} is no chat template and no folder with one; take "
             f"{', '.join(TEMPLATES)}, or a Hugging Face folder",
             where="template",
             got=str(name),
         )
-    return folder_template(name)
+    return read_template(name)
 
 
-def choose_template(
+def choose_template_name(
     name: str | None, tokenizer: Tokenizer, *, own: str | None = None, where: str = "the model"
 ) -> str:
     """Return the name of the template to take: that given, or the model's own, or "chatml".
@@ -68,26 +68,30 @@ def choose_template(
 
     Examples:
         >>> from trainkit.text.tokenizers import open_tokenizer
-        >>> choose_template(None, open_tokenizer("bytes"))
+        >>> choose_template_name(None, open_tokenizer("bytes"))
         'chatml'
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> choose_template(None, byte_tokenizer(), where="base/")
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> choose_template_name(None, make_byte_tokenizer(), where="base/")
         Traceback (most recent call last):
         ...
-        trainkit.types.ConfigError: choose_template: base/ brings no chat template, so ChatML was...
+        trainkit.types.ConfigError: choose_template_name: base/ brings no chat template, so ChatML
+        was...
     """
     chosen = name or own or "chatml"
-    template = find_template(chosen)
+    template = load_template(chosen)
     try:
-        stop_ids(tokenizer, template)
+        find_stop_ids(tokenizer, template)
     except DataError:  # the template wants other conversations than the one that is tried
         pass
     except ValueError as error:
         found = str(error).removeprefix("stop_ids: ")
         if name or own:
-            raise ConfigError(f"choose_template: {chosen}: {found}", where="template") from error
+            raise ConfigError(
+                f"choose_template_name: {chosen}: {found}", where="template"
+            ) from error
         raise ConfigError(
-            f"choose_template: {where} brings no chat template, so ChatML was assumed, and {found}",
+            f"choose_template_name: {where} brings no chat template, so ChatML was assumed, and "
+            f"{found}",
             where="template",
             hint=f"name another by --template: {', '.join(TEMPLATES)}, or a folder that has one",
         ) from error
@@ -102,7 +106,7 @@ def template_hash(name: str | os.PathLike[str]) -> str:
     template it was given.
 
     Args:
-        name: As in `find_template`.
+        name: As in `load_template`.
 
     Raises:
         ConfigError: There is no such template.
@@ -112,10 +116,10 @@ def template_hash(name: str | os.PathLike[str]) -> str:
         >>> template_hash("chatml") == template_hash("qwen3")
         False
     """
-    if str(name) in SOURCES:
-        sources, tokens = {"default": SOURCES[str(name)]}, dict[str, str]()
+    if str(name) in JINJA_SOURCES:
+        sources, tokens = {"default": JINJA_SOURCES[str(name)]}, dict[str, str]()
     else:
-        find_template(name)  # refuses what is none
+        load_template(name)  # refuses what is none
         sources, tokens = folder_sources(Path(name)), _special_texts(Path(name))
     whole = "".join(map(str, sources.values()))
     read = {key: text for key, text in sorted(tokens.items()) if key in whole}
@@ -136,20 +140,20 @@ def has_template(folder: str | os.PathLike[str]) -> bool:
     return bool(folder_sources(Path(folder)))
 
 
-def template_beside(path: str | os.PathLike[str] | None) -> str | None:
+def locate_template(path: str | os.PathLike[str] | None) -> str | None:
     """Return the folder of a model, or of a `tokenizer.json`, as a template's name, if it has one.
 
     Args:
         path: The folder, or the `tokenizer.json` in it; None for none.
 
     Returns:
-        A name for `find_template`; None where there is no chat template.
+        A name for `load_template`; None where there is no chat template.
 
     Raises:
         DataError: As `has_template`.
 
     Examples:
-        >>> template_beside("/does/not/exist") is None
+        >>> locate_template("/does/not/exist") is None
         True
     """
     if path is None:
@@ -159,7 +163,7 @@ def template_beside(path: str | os.PathLike[str] | None) -> str | None:
     return str(folder) if has_template(folder) else None
 
 
-def folder_template(
+def read_template(
     folder: str | os.PathLike[str],
     *,
     name: str | None = None,
@@ -179,7 +183,7 @@ def folder_template(
         variables: Further names that the source reads, such as `enable_thinking`.
 
     Returns:
-        The template; its masks are those of `jinja_template`.
+        The template; its masks are those of `make_jinja_template`.
 
     Raises:
         DataError: The folder has no tokenizer, no template, or none of that name; or a file of it
@@ -190,29 +194,29 @@ def folder_template(
 
     Examples:
         >>> import json, tempfile
-        >>> from trainkit.weights.hub import tokenizer_files
+        >>> from trainkit.weights.hub import make_tokenizer_files
         >>> source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
         >>> with tempfile.TemporaryDirectory() as home:
-        ...     for file, data in tokenizer_files("bytes").items():
+        ...     for file, data in make_tokenizer_files("bytes").items():
         ...         _ = (Path(home) / file).write_bytes(data)
         ...     _ = (Path(home) / "chat_template.jinja").write_text(source)
-        ...     template = folder_template(home)
+        ...     template = read_template(home)
         >>> [segment.text for segment in template([{"role": "user", "content": "hi"}])]
         ['[user]', 'hi<|im_end|>']
     """
     path = Path(folder)
-    tokenizer = hf_tokenizer(path)
+    tokenizer = open_hf_tokenizer(path)
     tokens = _special_texts(path)
     sources = folder_sources(path)
     wanted = sources if name is None else {name: sources.get(name)}
     if not sources or None in wanted.values():
         what = f"has no chat template {name!r}" if sources else "has no chat template"
         raise DataError(
-            f"folder_template: {path} {what}; it has {', '.join(sources) or 'none'}",
+            f"read_template: {path} {what}; it has {', '.join(sources) or 'none'}",
             where=path,
             hint="take one of trainkit.text.chat.TEMPLATES, if the model was trained with it",
         )
-    stops = [tokenizer.backend.id_to_token(i) for i in folder_stop_ids(path)]
+    stops = [tokenizer.backend.id_to_token(i) for i in read_stop_ids(path)]
     known = {*tokenizer.special_ids, *(stop for stop in stops if stop)}
     ends = {text for text in (*stops, tokens.get("eos_token")) if text}
     found = {
@@ -232,7 +236,7 @@ def _special_texts(path: Path) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def folder_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+def read_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """Return the ids at which a folder's model stops: `eos_token_id` of its generation config.
 
     Where `generation_config.json` says none, `config.json` is asked.
@@ -244,7 +248,7 @@ def folder_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
         DataError: A file is no JSON, or the ids are no numbers.
 
     Examples:
-        >>> folder_stop_ids("/does/not/exist")
+        >>> read_stop_ids("/does/not/exist")
         ()
     """
     for name in ("generation_config.json", "config.json"):
@@ -265,7 +269,7 @@ def _template(
     """Return a template that ends an answer with a known token, or one that the model stops at."""
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARKER}]
     tokens = {each: variables.get(each) for each in ("bos_token", "eos_token")}
-    said = jinja_template(source, **tokens, stop=MARKER, variables=variables)
+    said = make_jinja_template(source, **tokens, stop=MARKER, variables=variables)
     try:
         after = "".join(segment.text for segment in said(probe)).rpartition(MARKER)[2].lstrip()
     except DataError:  # it wants other conversations than this one
@@ -274,10 +278,10 @@ def _template(
     stops = ends | {max(own, key=len)} if own else ends
     if not stops:
         raise ValueError(
-            f"folder_template: {name} ends an answer with no token of the tokenizer, and no "
+            f"read_template: {name} ends an answer with no token of the tokenizer, and no "
             "eos_token is named; say it in tokenizer_config.json"
         )
-    return jinja_template(source, **tokens, stop=sorted(stops), variables=variables)
+    return make_jinja_template(source, **tokens, stop=sorted(stops), variables=variables)
 
 
 def _chosen(
@@ -290,7 +294,7 @@ def _chosen(
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
     if name not in templates:
         names = ", ".join(templates)
-        raise DataError(f"folder_template: none of the templates is the default; name one: {names}")
+        raise DataError(f"read_template: none of the templates is the default; name one: {names}")
     return templates[name](messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
@@ -318,12 +322,12 @@ def folder_sources(path: Path) -> dict[str, Any]:
     good = [each for each in listed if isinstance(each, dict)]
     found = {str(each.get("name")): each.get("template") for each in good}
     if len(good) != len(listed) or not all(isinstance(text, str) for text in found.values()):
-        raise DataError(f"folder_template: {path}: chat_template is no text, and no list of them")
+        raise DataError(f"read_template: {path}: chat_template is no text, and no list of them")
     return found
 
 
 def _bytes(path: Path) -> bytes:
     try:
-        return read_bounded(path, most=_MOST_BYTES)
+        return read_limited(path, most=_MOST_BYTES)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", where=path) from error

@@ -23,7 +23,7 @@ MARKER = "\ue000trainkit\ue001"
 """What stands for somebody's words, to see where a template puts them."""
 
 
-def jinja_template(
+def make_jinja_template(
     source: Any,
     *,
     bos_token: str | None = None,
@@ -65,7 +65,7 @@ def jinja_template(
 
     Examples:
         >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-        >>> template = jinja_template(source, eos_token="</s>")
+        >>> template = make_jinja_template(source, eos_token="</s>")
         >>> [segment.text for segment in template([{"role": "user", "content": "hi"}])]
         ['user: ', 'hi</s>']
     """
@@ -73,12 +73,12 @@ def jinja_template(
     text = text.get("default") if isinstance(text, Mapping) else text
     if text is None:
         must = "source must be a Jinja text, or a tokenizer with a chat_template"
-        raise ValueError(f"jinja_template: {must}, got a {type(source).__name__} without one")
+        raise ValueError(f"make_jinja_template: {must}, got a {type(source).__name__} without one")
     found = {"bos_token": bos_token, "eos_token": eos_token}
     tokens = {name: value or getattr(source, name, None) or "" for name, value in found.items()}
     stops = stop or tokens["eos_token"]
     if not stops:
-        raise ValueError("jinja_template: say what ends a turn, by eos_token= or stop=")
+        raise ValueError("make_jinja_template: say what ends a turn, by eos_token= or stop=")
     stops = (stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True))
     compiled(text)
     return partial(
@@ -100,7 +100,7 @@ def _jinja_segments(
     whole, prompted = render(checked), render(checked, add_generation_prompt=True)
     prompt = prompted[len(whole) :] if prompted.startswith(whole) else ""
     if add_generation_prompt and prompted != whole + prompt:
-        raise DataError("jinja_template: the generation prompt changes what comes before it")
+        raise DataError("make_jinja_template: the generation prompt changes what comes before it")
     if re.search(r"{%[-+]?\s*generation\s", source):
         spans = _marked_spans(whole, checked, render)
     else:
@@ -151,7 +151,7 @@ def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) ->
     """
     text, pieces = _marked_pieces(render(messages, spans=True))
     if text != whole:
-        raise DataError("jinja_template: what the template marks by generation, it changes")
+        raise DataError("make_jinja_template: what the template marks by generation, it changes")
     try:
         named = [_name_words(i, message) for i, message in enumerate(messages)]
         _, shown = _marked_pieces(render(named, spans=True))
@@ -168,13 +168,13 @@ def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) ->
             owners = said[j]
         if len(owners) != 1:
             raise DataError(
-                f"jinja_template: the template marks {piece.text!r:.80} by generation, and it "
+                f"make_jinja_template: the template marks {piece.text!r:.80} by generation, and it "
                 "cannot be known which answer that belongs to; mark it in the loop over messages"
             )
         (owner,) = owners
         if spans and owner < spans[-1][0]:
             raise DataError(
-                f"jinja_template: the template shows message {owner} after message {spans[-1][0]}"
+                f"make_jinja_template: it shows message {owner} after message {spans[-1][0]}"
             )
         spans.append((owner, (piece.first, piece.last)))
     return spans
@@ -242,7 +242,9 @@ class _Shown:
             if span[0] < end and self.messages[spans[-1][0]]["role"] in ("system", "developer"):
                 spans.pop()  # it is shown in a later turn
             elif span[0] < end:
-                raise DataError(f"jinja_template: message {i} is shown before the one before it")
+                raise DataError(
+                    f"make_jinja_template: message {i} is shown before the one before it"
+                )
             spans.append((i, span))
             end = span[1]
         return spans
@@ -376,4 +378,4 @@ def _rendered(
     except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         what = f"the template refuses these messages ({roles}): {error}"
-        raise DataError(f"jinja_template: {what}") from error
+        raise DataError(f"make_jinja_template: {what}") from error

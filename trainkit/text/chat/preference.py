@@ -18,7 +18,7 @@ from trainkit.packing import best_fit, pack_bins
 from trainkit.text.chat.encode import encode_chat
 from trainkit.text.chat.messages import checked_messages, tools_of, wrong_message
 from trainkit.text.chat.templates import chatml
-from trainkit.types import Bins, DataError, Sample, among, check_range
+from trainkit.types import Bins, DataError, Sample, check_choice, check_range
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainkit.types import Fit, Tokenizer
 
 
-def encode_pair(
+def encode_preference_pair(
     record: Mapping[str, Any],
     tokenizer: Tokenizer,
     *,
@@ -63,10 +63,10 @@ def encode_pair(
             names the first difference), or there is no prompt.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> from trainkit.text.chat import CHATML_SPECIAL
         >>> record = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
-        >>> chosen, rejected = encode_pair(record, byte_tokenizer(CHATML_SPECIAL))
+        >>> chosen, rejected = encode_preference_pair(record, make_byte_tokenizer(CHATML_SPECIAL))
         >>> chosen.tokens[chosen.trained], rejected.tokens[rejected.trained]
         (array([ 50, 260]), array([ 51, 260]))
     """
@@ -103,28 +103,28 @@ def encode_pair(
     return samples[0], samples[1]
 
 
-def pair_documents(pairs: Iterable[tuple[Sample, Sample]]) -> Iterator[Sample]:
+def flatten_pairs(pairs: Iterable[tuple[Sample, Sample]]) -> Iterator[Sample]:
     """Yield the halves of pairs as documents: 2i is the chosen one of pair i, 2i + 1 the rejected.
 
-    For `memory_corpus` or `write_corpus`.
+    For `make_corpus` or `write_corpus`.
 
     Raises:
         DataError: A pair does not have two halves with tokens each.
 
     Examples:
         >>> halves = [Sample(np.array([i]), np.array([True])) for i in range(4)]
-        >>> [int(half.tokens[0]) for half in pair_documents([(halves[0], halves[1])])]
+        >>> [int(half.tokens[0]) for half in flatten_pairs([(halves[0], halves[1])])]
         [0, 1]
     """
     for i, pair in enumerate(pairs):
         if len(pair) != 2 or not all(len(half.tokens) for half in pair):
             sizes = [len(half.tokens) for half in pair]
             what = f"pair {i} must have two halves with tokens, got {sizes}"
-            raise DataError(f"pair_documents: {what}", where=i)
+            raise DataError(f"flatten_pairs: {what}", where=i)
         yield from pair
 
 
-def exchange_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
+def mismatch_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield each sample's prompt with the answer of the next sample; the last gets the first's.
 
     What a model and its reference say of answers that are not the prompt's own is how far the two
@@ -139,7 +139,7 @@ def exchange_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
 
     Examples:
         >>> halves = [Sample(np.array([i, i + 5]), np.array([False, True])) for i in range(3)]
-        >>> [sample.tokens.tolist() for sample in exchange_answers(halves)]
+        >>> [sample.tokens.tolist() for sample in mismatch_answers(halves)]
         [[0, 6], [1, 7], [2, 5]]
     """
     every = list(samples)
@@ -187,7 +187,7 @@ def pack_pairs(
         >>> [bins[row] for row in range(len(bins))]
         [[(0, 0, 3), (1, 0, 2), (4, 0, 2), (5, 0, 1)], [(2, 0, 1), (3, 0, 1)]]
     """
-    among(("error", "drop"), "pack_pairs", overlong=overlong)
+    check_choice(("error", "drop"), "pack_pairs", overlong=overlong)
     halves = _checked_pairs(lengths)
     check_range("pack_pairs", at_least=1, multiple_of=multiple_of)
     pairs = (-(-halves // multiple_of) * multiple_of).sum(axis=1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainkit.types import Tokenizer
 
 
-def prompt_ids(
+def encode_prompt(
     messages: Sequence[Message], tokenizer: Tokenizer, *, template: Template = chatml
 ) -> list[int]:
     r"""Return the tokens of a conversation up to where the assistant's answer begins.
@@ -30,7 +30,7 @@ def prompt_ids(
     Examples:
         >>> from trainkit.text.tokenizers import open_tokenizer
         >>> tokenizer = open_tokenizer("bytes")
-        >>> ids = prompt_ids([{"role": "user", "content": "hi"}], tokenizer)
+        >>> ids = encode_prompt([{"role": "user", "content": "hi"}], tokenizer)
         >>> bytes(ids[-10:])
         b'assistant\n'
     """

@@ -88,7 +88,7 @@ def compiled(source: str, *, spans: bool = False) -> tuple[Any, str | None]:
         >>> compiled("{% include 'other' %}")
         Traceback (most recent call last):
         ...
-        ValueError: jinja_template: line 1 asks for another file (Include), which is never read
+        ValueError: make_jinja_template: line 1 asks for another file (Include), which is never read
     """
     with needs_extra("hf"):
         import jinja2  # noqa: PLC0415  (an extra)
@@ -101,22 +101,22 @@ def compiled(source: str, *, spans: bool = False) -> tuple[Any, str | None]:
         tree = environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
         what = f"line {error.lineno} is no Jinja: {error.message}"
-        raise ValueError(f"jinja_template: {what}") from error
+        raise ValueError(f"make_jinja_template: {what}") from error
     for kind in _OTHER_FILES:
         for node in tree.find_all(getattr(nodes, kind)):
             what = f"line {node.lineno} asks for another file ({kind}), which is never read"
-            raise ValueError(f"jinja_template: {what}")
+            raise ValueError(f"make_jinja_template: {what}")
     read = {node.attr for node in tree.find_all(nodes.Getattr)}
     read |= {node.value for node in tree.find_all(nodes.Const)}  # as in m["x"] and "x" in m
     inside = sorted(x for x in read if isinstance(x, str) and re.fullmatch("__\\w+__", x))
     if inside:
-        raise ValueError(f"jinja_template: it asks for {inside[0]}, of Python's insides")
+        raise ValueError(f"make_jinja_template: it asks for {inside[0]}, of Python's insides")
     name = next((name for name in REASONING if name in read), None)
     _pass_variables(tree, nodes, [[]])
     try:
         return environment.from_string(_counted(tree, nodes)), name
     except jinja2.TemplateSyntaxError as error:  # a filter or a test that Jinja does not know
-        raise ValueError(f"jinja_template: line {error.lineno}: {error.message}") from error
+        raise ValueError(f"make_jinja_template: line {error.lineno}: {error.message}") from error
 
 
 def rendered(template: Any, **values: Any) -> str:

@@ -152,7 +152,7 @@ def _with_texts(source: str, **texts: str) -> str:
     return source
 
 
-SOURCES: Mapping[str, str] = {
+JINJA_SOURCES: Mapping[str, str] = {
     "chatml": _CHATML,
     "llama3": _with_texts(_LLAMA3, IN_SYSTEM=LLAMA3_TOOLS_IN_SYSTEM, IN_USER=LLAMA3_TOOLS_IN_USER),
     "qwen3": _with_texts(_QWEN3, BEFORE_TOOLS=QWEN3_BEFORE_TOOLS, AFTER_TOOLS=QWEN3_AFTER_TOOLS),

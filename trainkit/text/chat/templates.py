@@ -2,7 +2,7 @@
 
 A template returns the text as segments, so that the mask of a conversation follows from whose
 segment a token lies in, and never from tags inside a template. Those of ChatML, Llama 3 and Qwen 3
-are written here and need no library; `jinja_template` takes any other from its Jinja source
+are written here and need no library; `make_jinja_template` takes any other from its Jinja source
 (`trainkit.text.chat.jinja`).
 """
 

@@ -7,38 +7,38 @@ from trainkit.text.corpora.library import (
     standard_library,
 )
 from trainkit.text.corpora.open import (
-    held_out,
+    count_document_labels,
     held_out_documents,
     hold_out,
+    is_held_out,
+    match_recorded_names,
     open_conversations,
     open_corpus,
-    open_library,
-    recorded_names,
-    trainable_tokens,
+    open_library_corpus,
 )
 from trainkit.text.corpora.pairs import open_pairs, prolong_answers
 from trainkit.text.corpora.records import read_records
-from trainkit.text.corpora.shards import left_out
+from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
 
 __all__ = [
+    "count_document_labels",
     "describe_corpus",
+    "describe_unread_files",
     "docstring_conversations",
-    "held_out",
     "held_out_documents",
     "hold_out",
+    "is_held_out",
     "is_library_source",
-    "left_out",
+    "match_recorded_names",
     "open_conversations",
     "open_corpus",
-    "open_library",
+    "open_library_corpus",
     "open_pairs",
     "open_tokens",
     "prolong_answers",
     "read_records",
-    "recorded_names",
     "standard_library",
-    "trainable_tokens",
     "verify_corpus",
     "write_corpus",
 ]

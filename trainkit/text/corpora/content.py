@@ -1,4 +1,4 @@
-"""The content of a token file on its way to the disk, hashed in chunks."""
+"""Write the content of a token file in one pass over the documents, hashed in chunks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainkit.data.documents import checked_document
-from trainkit.files import bad_file, disk_errors
-from trainkit.text.corpora.token_file import BLOCK, CHUNK, Header, aligned, encode_header, facts_of
+from trainkit.data.documents import check_document
+from trainkit.files import convert_disk_errors
+from trainkit.text.corpora.token_file import (
+    BLOCK,
+    CHUNK,
+    Header,
+    encode_header,
+    get_header_fields,
+    round_up,
+)
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -23,113 +31,132 @@ if TYPE_CHECKING:
     from trainkit.types import Column, Sample
 
 
+class _ChunkWriter:
+    """Writes bytes into a file in chunks, and hashes each chunk into `table`."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.table = bytearray()
+        self._file = file
+        self._path = path
+        self._pending = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._pending.extend(data)
+        while len(self._pending) >= CHUNK:
+            self._write_chunk()
+
+    def finish(self) -> None:
+        while self._pending:
+            self._write_chunk()
+
+    def _write_chunk(self) -> None:
+        chunk = bytes(self._pending[:CHUNK])
+        del self._pending[:CHUNK]
+        self.table.extend(hashlib.sha256(chunk).digest())
+        _write(self._file, chunk, self._path)
+
+
 def write_content(
     file: BinaryIO,
     path: Path,
     documents: Iterable[ArrayLike | Sample],
     *,
-    kind: np.dtype[Any],
+    dtype: np.dtype[Any],
     vocab_size: int | None,
     tokenizer_hash: str | None,
     columns: Mapping[str, Column],
     template_hash: str | None,
     made_with: Mapping[str, str],
 ) -> None:
-    """Write a whole token file in one pass over the documents.
+    """Write a complete token file in one pass over the documents.
 
     Args:
         file: An empty file.
-        path: What it will be called.
+        path: Its final path, for messages.
         documents: Sequences of token ids, or `Sample`s.
-        kind: The tokens' dtype.
-        vocab_size: No token may be this large or larger.
-        tokenizer_hash: Of the tokenizer that made the tokens.
-        columns: What there is of each token besides.
-        template_hash: Of the template that conversations were written with.
+        dtype: The dtype of the tokens.
+        vocab_size: Exclusive upper bound of the ids.
+        tokenizer_hash: Hash of the tokenizer that made the tokens.
+        columns: The further columns of a token.
+        template_hash: Hash of the chat template of the conversations.
         made_with: The names of the tokenizer and of the template.
 
     Raises:
-        DataError: A document is not what it must be, or there is none.
+        DataError: A document is invalid, or there is none.
         DiskError: The file cannot be written.
 
     Effects:
-        Writes `file`; and files without a name beside it, as which tokens are trained on, and the
-        columns, come after all tokens.
+        Writes `file`, and nameless temporary files in its directory: the loss mask and the columns
+        come after all tokens.
     """
-    offsets, table = array("q", [0]), bytearray()
-    trained: bool | None = None
-
-    def write(data: bytes, to: BinaryIO = file) -> None:
-        with disk_errors(path, by="write_corpus", needed=len(data)):
-            to.write(data)
-
-    put = _in_chunks(write, table)
-    write(bytes(BLOCK))
-    limit = min(vocab_size or 1 << 32, 1 << 8 * kind.itemsize)
+    limit = min(vocab_size or 1 << 32, 1 << 8 * dtype.itemsize)
+    offsets = array("q", [0])
+    has_mask: bool | None = None
+    _write(file, bytes(BLOCK), path)  # replaced by the header, which needs all hashes
+    content = _ChunkWriter(file, path)
     with ExitStack() as stack:
-        choices, *others = [stack.enter_context(_nameless(path)) for _ in range(1 + len(columns))]
-        for number, given in enumerate(documents):
-            where = f"write_corpus: {path}: document {number}"
-            document = checked_document(given, limit, where, columns=columns, with_choice=trained)
-            trained = document.trained is not None
+        mask_file, *column_files = [
+            stack.enter_context(_open_nameless(path)) for _ in range(1 + len(columns))
+        ]
+        for index, given in enumerate(documents):
+            document = check_document(
+                given,
+                limit,
+                f"write_corpus: {path}: document {index}",
+                columns=columns,
+                has_mask=has_mask,
+            )
+            has_mask = document.trained is not None
             offsets.append(offsets[-1] + len(document))
-            put(document.ids.astype(kind.newbyteorder("<")).tobytes())
+            content.write(document.ids.astype(dtype.newbyteorder("<")).tobytes())
             if document.trained is not None:
-                write(document.trained.tobytes(), choices)
-            for values, other in zip(document.values.values(), others, strict=True):
-                write(values.astype(values.dtype.newbyteorder("<")).tobytes(), other)
-        if trained is None:
-            raise bad_file(path, "there are no documents to write")
-        put(bytes(-offsets[-1] * kind.itemsize % 8))
-        for section in [choices, *others] if trained else []:
-            for data in _whole(section, path):
-                put(data)
-    ends = np.frombuffer(offsets, np.int64).astype("<i8").tobytes()
-    put(ends, last=True)
-    write(bytes(table))
+                _write(mask_file, document.trained.tobytes(), path)
+            for values, column_file in zip(document.values.values(), column_files, strict=True):
+                little_endian = values.astype(values.dtype.newbyteorder("<"))
+                _write(column_file, little_endian.tobytes(), path)
+        if has_mask is None:
+            raise DataError(f"{path}: there are no documents to write", where=path)
+        content.write(bytes(-offsets[-1] * dtype.itemsize % 8))
+        for section in [mask_file, *column_files] if has_mask else []:
+            _copy_section(section, content, path)
+    encoded_offsets = np.frombuffer(offsets, np.int64).astype("<i8").tobytes()
+    content.write(encoded_offsets)
+    content.finish()
+    _write(file, bytes(content.table), path)
     header = Header(
-        kind.name,
-        len(offsets) - 1,
-        offsets[-1],
-        vocab_size,
-        trained,
-        CHUNK,
-        hashlib.sha256(ends).hexdigest(),
-        hashlib.sha256(table).hexdigest(),
-        tokenizer_hash,
-        columns,
-        template_hash,
-        made_with,
+        dtype=dtype.name,
+        documents=len(offsets) - 1,
+        tokens=offsets[-1],
+        vocab_size=vocab_size,
+        trained=has_mask,
+        chunk_bytes=CHUNK,
+        offsets_sha256=hashlib.sha256(encoded_offsets).hexdigest(),
+        table_sha256=hashlib.sha256(content.table).hexdigest(),
+        tokenizer=tokenizer_hash,
+        columns=columns,
+        template=template_hash,
+        made_with=made_with,
     )
     file.seek(0)
-    write(encode_header(facts_of(header)))
+    _write(file, encode_header(get_header_fields(header)), path)
 
 
-def _whole(section: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield what was written into a file, filled up with zeros to a multiple of 8 bytes."""
-    with disk_errors(path, by="write_corpus"):
+def _copy_section(section: BinaryIO, content: _ChunkWriter, path: Path) -> None:
+    """Append a temporary file to the content, padded with zeros to a multiple of 8 bytes."""
+    with convert_disk_errors(path, by="write_corpus"):
         size = section.tell()
         section.seek(0)
-        yield from iter(lambda: section.read(1 << 20), b"")
-    yield bytes(aligned(size) - size)
+        while block := section.read(1 << 20):
+            content.write(block)
+    content.write(bytes(round_up(size) - size))
 
 
-def _in_chunks(write: Callable[[bytes], None], table: bytearray) -> Callable[..., None]:
-    """Return put(data, last=False), which writes the chunks that are full, and hashes them."""
-    waiting = bytearray()
-
-    def put(data: bytes, *, last: bool = False) -> None:
-        waiting.extend(data)
-        while len(waiting) >= CHUNK or (last and waiting):
-            chunk = bytes(waiting[:CHUNK])
-            del waiting[:CHUNK]
-            table.extend(hashlib.sha256(chunk).digest())
-            write(chunk)
-
-    return put
+def _write(file: BinaryIO, data: bytes, path: Path) -> None:
+    with convert_disk_errors(path, by="write_corpus", needed=len(data)):
+        file.write(data)
 
 
-def _nameless(path: Path) -> Any:
-    """Open a file on the same disk that goes with the process, however that ends."""
-    with disk_errors(path, by="write_corpus"):
+def _open_nameless(path: Path) -> Any:
+    """Open a file on the same disk that vanishes with the process, however that ends."""
+    with convert_disk_errors(path, by="write_corpus"):
         return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")

@@ -1,150 +1,214 @@
-"""Token files that others made: `.npy`, raw numbers with a sidecar, Megatron's indexed datasets."""
+"""Token files of other tools: `.npy`, raw integers with a sidecar, Megatron's indexed datasets."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.mapped import map_file
-from trainkit.files import bad_file
 from trainkit.text.corpora.layouts import (
     FileLayout,
     Sidecar,
-    megatron_layout,
-    npy_layout,
-    raw_layout,
+    offsets_path,
+    read_megatron_layout,
+    read_npy_layout,
+    read_raw_layout,
     read_sidecar,
-    sidecar_of,
+    sidecar_path,
 )
-from trainkit.text.corpora.text import BLOCK, hash_of, opened, read_at, wrong_size
+from trainkit.text.corpora.text import BLOCK, hash_file, open_file, read_at, wrong_size
 from trainkit.text.corpora.token_file import check_ids
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from trainkit.types import IntArray
 
-FOREIGN_SUFFIXES = (".npy", ".bin", ".idx")
+FOREIGN_SUFFIXES = (".npy", ".idx", ".bin")
 WHOLE = 1 << 30
-"""Bytes up to which a file is read as a whole when it is opened."""
+"""The size in bytes up to which opening a file reads all of it."""
 SAMPLES = 64
-"""Pieces of 1 MiB that are read of a larger one."""
+"""The number of 1 MiB blocks that are read of a larger file."""
 
 
 def open_foreign(
-    path: Path, *, vocab_size: int | None = None, eos_id: int | None = None, full: bool = False
+    path: Path,
+    *,
+    vocab_size: int | None = None,
+    eos_id: int | None = None,
+    max_chunks: int | None = 1,
 ) -> TokenCorpus:
     """Open a `.npy`, `.bin` or `.idx` file of tokens, and map it.
 
-    A `.bin` file with an `.idx` file beside it is Megatron's, another is raw and needs a sidecar.
+    A `.bin` file with an `.idx` file of the same name is Megatron's; any other is raw and needs a
+    sidecar.
 
     A file of up to 1 GiB is read once: all tokens are compared with the vocabulary, and `sources`
-    has the SHA-256 of the file. Of a larger one 64 pieces of 1 MiB are, and `sources` has a hash of
-    these, of the size and of the time it was last written to.
+    has the SHA-256 of the file. Of a larger one 64 blocks of 1 MiB are read, and `sources` has a
+    hash of these, of the size and of the time of the last write.
 
     Args:
         path: The file.
-        vocab_size: No token may be this large or larger, where the sidecar does not say.
-        eos_id: A document ends after each of these tokens, where the file has no document ends.
-            Without either the whole file is one document.
-        full: Read all of the file whatever its size, and compare it with the sidecar's hash.
+        vocab_size: Exclusive upper bound of the ids, if the sidecar has none.
+        eos_id: A document ends after each of these tokens, in a file without document offsets.
+            With neither, the whole file is one document.
+        max_chunks: None reads all of a file of any size, and compares the sidecar's hash.
 
     Raises:
-        DataError: The file is not what its name, its header or its sidecar says, or a token is not
-            in the vocabulary. The message names the file and the place.
-        ValueError: `eos_id` was given for a file that has document ends or another eos.
+        DataError: The file does not fit its name, its header or its sidecar, or a token is outside
+            the vocabulary. The message names the file and the position.
+        ValueError: `eos_id` was given for a file that has document offsets or another eos.
     """
-    layout, side = _layout_of(path)
-    if eos_id is not None and (layout.offsets is not None or side.eos_id not in {None, eos_id}):
-        says = f"has {side.eos_id}" if layout.offsets is None else "does"
-        what = f"eos_id={eos_id} is for files that do not say where documents end; this one {says}"
-        raise ValueError(f"open_corpus: {path}: {what}")
-    eos_id = side.eos_id if eos_id is None else eos_id
-    return _opened(layout, side, side.vocab_size or vocab_size, eos_id, full=full)
+    layout, sidecar = _read_layout(path)
+    if eos_id is not None and (layout.offsets is not None or sidecar.eos_id not in {None, eos_id}):
+        raise ValueError(
+            f"open_corpus: {path}: eos_id={eos_id} is for files that do not say where documents "
+            f"end; this one {f'has {sidecar.eos_id}' if layout.offsets is None else 'does'}"
+        )
+    path = layout.path
+    dtype = layout.dtype
+    if layout.count == 0:
+        raise DataError(f"{path}: the file holds no tokens", where=path)
+    with open_file(path) as file:
+        read_all = max_chunks is None or os.fstat(file.fileno()).st_size <= WHOLE
+        sha256 = hash_file(file, path) if read_all else _hash_samples(file, path)
+        data, mapped = map_file(file, path)
+    if mapped.size != layout.start + layout.count * dtype.itemsize:
+        raise wrong_size(path, mapped.size, layout.start + layout.count * dtype.itemsize)
+    if read_all and sidecar.sha256 not in {None, sha256}:
+        raise DataError(
+            f"{path}: its content does not have the fingerprint (sha256) of its sidecar",
+            where=path,
+            got=sha256,
+            want=sidecar.sha256,
+        )
+    tokens = data[layout.start :].view(dtype)
+    offsets = layout.offsets
+    if offsets is None:
+        offsets = _find_documents(tokens, sidecar.eos_id if eos_id is None else eos_id)
+    tokens_per_block = BLOCK // dtype.itemsize
+    num_blocks = -(-layout.count // tokens_per_block)
+    for block in range(num_blocks) if read_all else _sample_blocks(num_blocks):
+        start = block * tokens_per_block
+        check_ids(
+            tokens[start : start + tokens_per_block],
+            start,
+            vocab_size=sidecar.vocab_size or vocab_size,
+            offsets=offsets,
+            first_byte=layout.start,
+            path=path,
+        )
+    content = f"{dtype.name} {sha256} {hashlib.sha256(offsets.tobytes()).hexdigest()}"
+    return TokenCorpus(
+        tokens.view(f"u{dtype.itemsize}"),
+        offsets,
+        sidecar.vocab_size or vocab_size,
+        digest=hashlib.sha256(content.encode()).hexdigest(),
+        sources={path.name: sha256[:16]} | layout.sources,
+        file=mapped,
+    )
 
 
-def _layout_of(path: Path) -> tuple[FileLayout, Sidecar]:
-    """Return where a file's tokens lie: names alone say of which kind it is."""
+def _read_layout(path: Path) -> tuple[FileLayout, Sidecar]:
+    """Read a file's layout; its name alone decides on the format."""
     if path.suffix == ".npy":
-        side = read_sidecar(path)
-        return npy_layout(path, side), side
+        sidecar = read_sidecar(path)
+        return read_npy_layout(path, sidecar), sidecar
     if path.suffix == ".bin" and not path.with_suffix(".idx").exists():
-        side = read_sidecar(path)
-        return raw_layout(path, side), side
-    side = sidecar_of(path.with_suffix(".bin"))
-    if side.exists():
-        what = f"the .bin file has both an .idx file and {side.name}"
-        raise bad_file(path, f"{what}; keep the one that is its own")
-    return megatron_layout(path), Sidecar()
+        sidecar = read_sidecar(path)
+        return read_raw_layout(path, sidecar), sidecar
+    unexpected = sidecar_path(path.with_suffix(".bin"))
+    if unexpected.exists():
+        raise DataError(
+            f"{path}: the .bin file has both an .idx file and {unexpected.name}; "
+            "keep the one that belongs to it",
+            where=path,
+        )
+    return read_megatron_layout(path), Sidecar()
 
 
 # ------------------------------------------------------------------------------------------ content
 
 
-def _opened(
-    layout: FileLayout, side: Sidecar, vocab_size: int | None, eos_id: int | None, *, full: bool
-) -> TokenCorpus:
-    path, kind = layout.path, layout.dtype
-    if layout.count == 0:
-        raise bad_file(path, "the file holds no tokens")
-    with opened(path) as file:
-        whole = full or os.fstat(file.fileno()).st_size <= WHOLE
-        sha256 = _content_hash(file, path, whole=whole)
-        data, told = map_file(file, path)
-    if told.size != layout.begin + layout.count * kind.itemsize:
-        raise wrong_size(path, told.size, layout.begin + layout.count * kind.itemsize)
-    if whole and side.sha256 not in {None, sha256}:
-        what = "its content does not have the fingerprint (sha256) of its sidecar"
-        raise bad_file(path, what, got=sha256, want=side.sha256)
-    tokens = data[layout.begin :].view(kind)
-    offsets = layout.offsets if layout.offsets is not None else _ends(tokens, eos_id)
-    step = BLOCK // kind.itemsize
-    count = -(-layout.count // step)
-    for number in range(count) if whole else _spread(count):
-        check_ids(
-            tokens[number * step : (number + 1) * step],
-            number * step,
-            vocab_size=vocab_size,
-            offsets=offsets,
-            first_byte=layout.begin,
-            path=path,
-        )
-    facts = f"{kind.name} {sha256} {hashlib.sha256(offsets.tobytes()).hexdigest()}"
-    return TokenCorpus(
-        tokens.view(f"u{kind.itemsize}"),
-        offsets,
-        vocab_size,
-        digest=hashlib.sha256(facts.encode()).hexdigest(),
-        sources={path.name: sha256[:16]} | layout.sources,
-        file=told,
-    )
-
-
-def _content_hash(file: BinaryIO, path: Path, *, whole: bool) -> str:
-    """Hash a file, or its size, its time and pieces of it; read errors are errors, not signals."""
-    if whole:
-        return hash_of(file, path)
-    facts = os.fstat(file.fileno())
-    digest = hashlib.sha256(f"{facts.st_size} {facts.st_mtime_ns}".encode())
-    for number in _spread(-(-facts.st_size // BLOCK)):
-        digest.update(read_at(file, path, number * BLOCK, BLOCK))
+def _hash_samples(file: BinaryIO, path: Path) -> str:
+    """Hash the size of a file, the time of its last write, and a sample of its blocks."""
+    # Read, not mapped: a read error raises, while one in mapped memory kills the process.
+    stat = os.fstat(file.fileno())
+    digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    for block in _sample_blocks(-(-stat.st_size // BLOCK)):
+        digest.update(read_at(file, path, block * BLOCK, BLOCK))
     return digest.hexdigest()
 
 
-def _spread(count: int) -> list[int]:
-    """Return which of `count` blocks are looked at: the same ones each time, the last too."""
-    return sorted({number * (count - 1) // (SAMPLES - 1) for number in range(SAMPLES)})
+def _sample_blocks(count: int) -> list[int]:
+    """Return evenly spaced indices below `count`, the first and the last included."""
+    return sorted({index * (count - 1) // (SAMPLES - 1) for index in range(SAMPLES)})
 
 
-def _ends(tokens: np.ndarray[Any, Any], eos_id: int | None) -> IntArray:
-    """Return offsets of documents that each end with `eos_id`; the last one need not."""
+def _find_documents(tokens: np.ndarray[Any, Any], eos_id: int | None) -> IntArray:
+    """Return the offsets of documents that each end with `eos_id`; the last one need not."""
     if eos_id is None:
         return np.array([0, len(tokens)])
-    begins = range(0, len(tokens), BLOCK)
-    found = [np.flatnonzero(tokens[begin : begin + BLOCK] == eos_id) + begin for begin in begins]
-    ends = np.concatenate([np.zeros(1, np.int64), *(places + 1 for places in found)])
+    # In blocks, as the comparison makes an array of booleans as long as the tokens it compares.
+    positions = [
+        np.flatnonzero(tokens[start : start + BLOCK] == eos_id) + start
+        for start in range(0, len(tokens), BLOCK)
+    ]
+    ends = np.concatenate([np.zeros(1, np.int64), *(block + 1 for block in positions)])
     return ends if ends[-1] == len(tokens) else np.append(ends, len(tokens))
+
+
+# ----------------------------------------------------------------------------- files of a directory
+
+
+def select_npy(root: Path, names: Sequence[str], *, has_text: bool) -> list[str]:
+    """Return the `.npy` files of a directory that hold tokens, not offsets.
+
+    Args:
+        root: The directory.
+        names: The relative paths of all its files.
+        has_text: Not used: a `.npy` file next to text holds tokens all the same.
+    """
+    del has_text
+    available = set(names)
+    offsets = {
+        offsets_path(root / name)
+        for name in names
+        if name.endswith((".npy", ".bin")) and sidecar_path(Path(name)).as_posix() in available
+    }
+    return [name for name in names if name.endswith(".npy") and root / name not in offsets]
+
+
+def select_megatron(root: Path, names: Sequence[str], *, has_text: bool) -> list[str]:
+    """Return the `.idx` files of a directory; next to text only those with a `.bin` file."""
+    del root
+    available = set(names)
+    return [
+        f"{stem}.idx"
+        for stem in sorted(_index_stems(names))
+        if not has_text or f"{stem}.bin" in available
+    ]
+
+
+def select_raw(root: Path, names: Sequence[str], *, has_text: bool) -> list[str]:
+    """Return the `.bin` files without an `.idx` file; next to text only those with a sidecar."""
+    del root
+    available = set(names)
+    indexed = _index_stems(names)
+    return [
+        name
+        for name in names
+        if name.endswith(".bin")
+        and name.removesuffix(".bin") not in indexed
+        and (not has_text or f"{name}.json" in available)
+    ]
+
+
+def _index_stems(names: Sequence[str]) -> set[str]:
+    return {name.removesuffix(".idx") for name in names if name.endswith(".idx")}

@@ -1,4 +1,4 @@
-"""Whether a corpus is intact, and what is in it."""
+"""Verify a corpus, and describe its content."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from trainkit.text.corpora.open import open_corpus
 from trainkit.text.corpora.records import read_records
-from trainkit.text.corpora.shards import open_parts, tokens_at
+from trainkit.text.corpora.shards import find_token_files, open_parts
 from trainkit.text.corpora.text import check_readable
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
     import os
 
-_SHOWN = 32
+_SHOWN_TOKENS = 32
 
 
 def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None) -> dict[str, Any]:
-    """Read all of a corpus: every byte against its hash, every token against the vocabulary.
+    """Read all of a corpus: compare every byte with its hash, every token with the vocabulary.
 
     Args:
-        path: Whatever `open_corpus` opens.
-        vocab_size: No token may be this large or larger, in files that do not say so themselves.
+        path: Any path that `open_corpus` takes.
+        vocab_size: Exclusive upper bound of the ids, for files that do not store one.
 
     Returns:
-        `path`; `ok`; `problems`, sentences, at most one for each file; `documents` and `tokens`,
-        how many are in order. Tokens are None for text, which has none yet.
+        `path`; `ok`; `problems`, a list of messages, at most one for each file; `documents` and
+        `tokens`, the numbers of valid ones. `tokens` is None for text.
 
     Examples:
         >>> import tempfile
@@ -39,7 +39,7 @@ def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None
         True
     """
     path = Path(path)
-    documents, tokens, problems = _verified(path, vocab_size)
+    documents, tokens, problems = _read_all(path, vocab_size)
     return {
         "path": str(path),
         "ok": not problems,
@@ -49,12 +49,43 @@ def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None
     }
 
 
+def _read_all(path: Path, vocab_size: int | None) -> tuple[int, int | None, list[str]]:
+    """Return the numbers of valid documents and tokens, and the problems."""
+    problems: list[str] = []
+    documents = 0
+    tokens = 0
+    try:
+        check_readable(path)
+        names = find_token_files(path)
+    except (DataError, DiskError) as error:
+        return 0, None, [str(error)]
+    root = path if path.is_dir() else path.parent
+    for name in names:
+        try:
+            [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
+        except (DataError, DiskError) as error:
+            problems.append(str(error))
+        else:
+            documents += len(corpus.offsets) - 1
+            tokens += len(corpus.tokens)
+    if names:
+        return documents, tokens, problems
+    try:
+        for _ in read_records(path):
+            documents += 1
+    except (DataError, DiskError) as error:
+        problems.append(str(error))
+    if not documents and not problems:
+        problems.append(f"{path}: there are no documents")
+    return documents, None, problems
+
+
 def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[str, Any]:
-    """Return what is in a corpus, in numbers and in the first tokens of one document.
+    """Describe a corpus: its size, its columns, and the first tokens of one document.
 
     Args:
-        path: Whatever `open_corpus` opens; text is counted in bytes.
-        document: Which document to look into.
+        path: Any path that `open_corpus` takes; text is counted in bytes.
+        document: The index of the document to show.
 
     Raises:
         DataError: The corpus cannot be opened.
@@ -73,7 +104,8 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
         raise ValueError(
             f"describe_corpus: {path}: there is no document {document} of {len(lengths)}"
         )
-    names, size = corpus.names, int(lengths[document])
+    names = corpus.names
+    size = int(lengths[document])
     return {
         "path": str(path),
         "documents": len(lengths),
@@ -90,36 +122,6 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
             "number": document,
             "name": None if names is None else names[document],
             "length": size,
-            "first_tokens": corpus.read(document, 0, min(size, _SHOWN)).tolist(),
+            "first_tokens": corpus.read(document, 0, min(size, _SHOWN_TOKENS)).tolist(),
         },
     }
-
-
-def _verified(path: Path, vocab_size: int | None) -> tuple[int, int | None, list[str]]:
-    """Return how many documents and tokens are in order, and what is not, at most one per file."""
-    problems: list[str] = []
-    documents = tokens = 0
-    try:
-        check_readable(path)
-        names = tokens_at(path)
-    except (DataError, DiskError) as error:
-        return 0, None, [str(error)]
-    for name in names:
-        try:
-            root = path if path.is_dir() else path.parent
-            [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
-        except (DataError, DiskError) as error:
-            problems.append(str(error))
-        else:
-            documents += len(corpus.offsets) - 1
-            tokens += len(corpus.tokens)
-    if names:
-        return documents, tokens, problems
-    try:
-        for _ in read_records(path):
-            documents += 1
-    except (DataError, DiskError) as error:
-        problems.append(str(error))
-    if not documents and not problems:
-        problems.append(f"{path}: there are no documents")
-    return documents, None, problems

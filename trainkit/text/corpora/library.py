@@ -1,4 +1,4 @@
-"""Text that is on every machine with a Python: its standard library, as source and as questions."""
+"""Text on every machine with Python: the standard library, as source and as conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_LIBRARY = frozenset({"dist-packages", "idle_test", "site-packages", "test", 
 
 
 def standard_library() -> Path:
-    """Return the directory of Python's standard library, also inside a virtual environment.
+    """Return the directory of Python's standard library, in a virtual environment as well.
 
     Examples:
         >>> (standard_library() / "json" / "decoder.py").exists()
@@ -29,13 +29,12 @@ def standard_library() -> Path:
 
 
 def is_library_source(name: str) -> bool:
-    """Say whether a path below `standard_library()` is a source file of it.
+    """Return whether a path below `standard_library()` is a source file of the library.
 
-    Installed packages and tests, which lie under the same directory, are not, nor is a file that is
-    no text.
+    Installed packages and tests, which are in the same directory, are not, nor is a binary file.
 
     Args:
-        name: A path relative to `standard_library()`, with slashes; for `open_corpus(...,
+        name: A path relative to `standard_library()`, with slashes. For `open_corpus(...,
             keep=is_library_source)`.
 
     Examples:
@@ -52,13 +51,13 @@ def is_library_source(name: str) -> bool:
 
 
 def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield conversations from the standard library: a function's signature, and what it is for.
+    """Yield conversations from the standard library: a function's signature, and its purpose.
 
-    The user says how a function is called, the assistant answers with the first paragraph of its
-    docstring. Files come in order of their paths, and what this Python cannot parse is left out.
+    The user gives the signature of a function, the assistant answers with the first paragraph of
+    its docstring. Files are sorted by path; those that this Python cannot parse are skipped.
 
     Returns:
-        An iterator of (path:line, {"messages": [...]}), as `read_records` gives them.
+        An iterator of (path:line, {"messages": [...]}), the form of `read_records`.
 
     Examples:
         >>> name, record = next(docstring_conversations())
@@ -67,7 +66,7 @@ def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
     """
     files = read_records(standard_library(), suffixes=(".py",), keep=is_library_source)
     for path, record in files:
-        for line, signature, purpose in _documented_functions(record["text"]):
+        for line, signature, purpose in _list_documented_functions(record["text"]):
             messages = [
                 {"role": "user", "content": signature},
                 {"role": "assistant", "content": purpose},
@@ -75,16 +74,17 @@ def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{line}", {"messages": messages}
 
 
-def _documented_functions(text: str) -> Iterator[tuple[int, str, str]]:
+def _list_documented_functions(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield (line, signature, first paragraph of the docstring) of a module's functions."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd escapes in others' sources
+            warnings.simplefilter("ignore")  # invalid escapes in third-party sources
             tree = ast.parse(text)
     except SyntaxError:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            purpose = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            first_paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+            purpose = " ".join(first_paragraph.split())
             if purpose:
                 yield node.lineno, f"def {node.name}({ast.unparse(node.args)})", purpose

@@ -1,4 +1,4 @@
-"""`open_corpus`: whatever lies at a path, as documents of tokens."""
+"""`open_corpus`: a file or directory of any format as documents of tokens."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import numpy as np
 
-from trainkit.data.corpus import TokenCorpus, gathered, memory_corpus
-from trainkit.data.documents import checked_columns
-from trainkit.data.joined import JoinedCorpus, fingerprint, join_corpora, joint_digest
-from trainkit.files import bad_file
-from trainkit.noise.hashing import GOLDEN, key_of, mix
+from trainkit.data.corpus import TokenCorpus, collect_documents, make_corpus
+from trainkit.data.documents import check_columns
+from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint, joint_digest
+from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.noise.jit import jit
 from trainkit.text.corpora.library import (
     docstring_conversations,
     is_library_source,
     standard_library,
 )
-from trainkit.text.corpora.records import document_files, read_records, record_place
-from trainkit.text.corpora.shards import open_parts, tokens_at
+from trainkit.text.corpora.records import list_document_files, read_records, record_place
+from trainkit.text.corpora.shards import find_token_files, open_parts
 from trainkit.text.corpora.text import TEXT_SUFFIXES, check_readable
-from trainkit.text.tokenizers import byte_tokenizer, covered_hashes, text_encoder
+from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
 from trainkit.text.tokenizers.documents import encode_documents
 from trainkit.types import Corpus, DataError, check_range
 
@@ -51,45 +50,46 @@ def open_corpus(
     encode: Encode | None = None,
     eos_id: int | None = None,
     template: str | None = None,
-) -> TokenCorpus | JoinedCorpus:
-    """Open a corpus, whatever lies at a path; its name says what it is, never its content.
+) -> TokenCorpus | ConcatCorpus:
+    """Open a file or a directory as a corpus; the suffix alone decides on the format.
 
-    - A text file, which is one document; or a directory of them, in the order of relative paths.
+    - A text file, which is one document; or a directory of them, sorted by relative path.
     - A `.jsonl`, `.parquet` or `.arrow` file (the last two with the extra `data`): each line or row
-      is a document. Or a directory of such files, all of one kind.
-    - A `.tokens` file, which `write_corpus` makes.
-    - A `.npy` file of integers; a `.bin` file of raw integers with a sidecar `FILE.json` that says
+      is a document. Or a directory of such files, all of one format.
+    - A `.tokens` file, from `write_corpus`.
+    - A `.npy` file of integers; a `.bin` file of raw integers with a sidecar `FILE.json` that has
       at least {"dtype": "uint16"}; Megatron's `.idx` with its `.bin`.
-    - A directory of token files, all of one kind, in the order of their names.
+    - A directory of token files, all of one format, sorted by name.
 
-    Text is tokenised here, once, into memory; write it into a token file to do so only once for
-    many runs. Files of tokens are mapped, and read in part to see that they are intact. The corpus'
-    `sources` has a hash of each file.
+    Text is tokenized here into memory; write it into a token file to tokenize it once for many
+    runs. Files of tokens are mapped, and a part of them is read to check that they are intact. The
+    corpus' `sources` has a hash of each file.
 
     Args:
         path: The directory or file.
-        tokenizer: For text; bytes by default. Files of tokens it has to cover: their vocabulary,
-            and where a file says which tokenizer made it, that one (see `covered_hashes`).
+        tokenizer: For text; bytes by default. It must cover the vocabulary of files of tokens, and
+            be the tokenizer that made them, if they store which (see `list_compatible_hashes`).
         field: The field of each line or row that holds the text.
-        suffixes: How the names of a directory's text files end.
-        keep: Which documents to take, by relative path or by line number (from 1, in decimal).
-        encode: Makes a record's token ids, or its `Sample`, in place of `tokenizer` and `field`. An
-            attribute `columns`, if it has one, says by name what `Column`s its samples have.
-        eos_id: In files of tokens that do not say where documents end, one ends after each of
-            these; otherwise such a file is one document.
-        template: The name of the chat template of the model, as `chat.find_template` takes it: a
-            token file of conversations that were written with another is refused.
+        suffixes: The suffixes of text files.
+        keep: Whether to take a document, by its relative path or its line number (from 1, in
+            decimal).
+        encode: Converts a record to token ids or a `Sample`, in place of `tokenizer` and `field`.
+            Its attribute `columns`, if it has one, declares the `Column`s of its samples.
+        eos_id: The last token of a document, in files of tokens without document offsets. Without
+            it such a file is one document.
+        template: The name of the model's chat template, as `chat.load_template` takes it. A token
+            file of conversations with another template is rejected.
 
     Returns:
-        The corpus; a `JoinedCorpus` of a directory of token files.
+        The corpus; a `ConcatCorpus` for a directory of token files.
 
     Raises:
-        DataError: The path is missing, unreadable, empty, damaged, binary, of no known kind or of
-            two; or a token lies outside the vocabulary, or is another tokenizer's, or another
-            template's. The message names the place.
+        DataError: The path is missing, unreadable, empty, damaged, binary, of an unknown format or
+            of two; or a token is outside the vocabulary; or the tokenizer or the template is
+            another one. The message names the position.
         DiskError: The disk fails.
         ConfigError: A parquet or arrow file, and pyarrow is missing; or there is no such template.
-        ValueError: An argument that makes no sense for what lies at the path.
+        ValueError: An argument that does not apply to the format.
 
     Examples:
         >>> import tempfile
@@ -101,101 +101,118 @@ def open_corpus(
     """
     path = Path(path)
     check_readable(path)
-    names = tokens_at(path, suffixes=suffixes, keep=keep)
+    names = find_token_files(path, suffixes=suffixes, keep=keep)
     if names:
         if keep is not None or encode is not None:
-            what = "documents of a token file have no names for `keep`, and no records for `encode`"
-            raise ValueError(f"open_corpus: {path}: {what}; choose and encode when you write it")
-        known = getattr(tokenizer, "vocab_size", None)
-        root = path if path.is_dir() else path.parent
-        parts = open_parts(root, names, vocab_size=known, eos_id=eos_id)
+            raise ValueError(
+                f"open_corpus: {path}: documents of a token file have no names for `keep`, and no "
+                "records for `encode`; choose and encode when you write it"
+            )
+        parts = open_parts(
+            path if path.is_dir() else path.parent,
+            names,
+            vocab_size=getattr(tokenizer, "vocab_size", None),
+            eos_id=eos_id,
+        )
         _check_templates(path, parts, template)
-        return _covered(path, join_corpora(parts) if path.is_dir() else parts[0], tokenizer)
+        _check_tokenizer(path, parts, tokenizer)
+        return concat_corpora(parts) if path.is_dir() else parts[0]
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
-    if encode is None:
-        tokenizer = tokenizer or byte_tokenizer()
-        is_text = document_files(path, suffixes=suffixes, keep=keep)[0].endswith(tuple(suffixes))
-        field = "text" if is_text else field
-        encode = text_encoder(tokenizer, field=field)
-        corpus = _encoded(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
-        separators = len(encode_documents(tokenizer, [""])[0])
-        if (corpus.lengths <= separators).all():
-            raise DataError(
-                f"open_corpus: {path}: there is no text: all documents ({len(corpus.lengths)}) are "
-                "empty",
-                where=path,
-                hint="see what --data and --field name",
-            )
-        return corpus
-    return _encoded(path, encode, getattr(tokenizer or encode, "vocab_size", None), suffixes, keep)
+    if encode is not None:
+        vocab_size = getattr(tokenizer or encode, "vocab_size", None)
+        return _encode_files(path, encode, vocab_size, suffixes, keep)
+    tokenizer = tokenizer or make_byte_tokenizer()
+    first = list_document_files(path, suffixes=suffixes, keep=keep)[0]
+    encode = make_text_encoder(
+        tokenizer, field="text" if first.endswith(tuple(suffixes)) else field
+    )
+    corpus = _encode_files(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
+    num_separators = len(encode_documents(tokenizer, [""])[0])
+    if (corpus.lengths <= num_separators).all():
+        raise DataError(
+            f"open_corpus: {path}: there is no text: all documents ({len(corpus.lengths)}) are "
+            "empty",
+            where=path,
+            hint="check the path that --data names, and the field that --field names",
+        )
+    return corpus
 
 
-def open_library(tokenizer: Tokenizer | None = None) -> TokenCorpus | JoinedCorpus:
-    """Open the source of Python's standard library, which every machine has, as a corpus.
+def open_library_corpus(tokenizer: Tokenizer | None = None) -> TokenCorpus | ConcatCorpus:
+    """Open the source code of Python's standard library, which every machine has, as a corpus.
 
     Args:
         tokenizer: Bytes by default.
 
     Raises:
-        DataError: As `open_corpus`: there is no source beside this Python.
+        DataError: As `open_corpus`: this Python is installed without its source.
     """
     return open_corpus(standard_library(), tokenizer=tokenizer, keep=is_library_source)
 
 
-def _covered(
-    path: Path, corpus: TokenCorpus | JoinedCorpus, tokenizer: Tokenizer | None
-) -> TokenCorpus | JoinedCorpus:
-    """Return the corpus if all its tokens are the tokenizer's."""
-    known = getattr(tokenizer, "vocab_size", None)
-    covered = () if tokenizer is None else covered_hashes(tokenizer)
-    for part in getattr(corpus, "parts", [corpus]):
-        made_by, name = part.tokenizer_hash, part.made_with.get("tokenizer")
-        if part.vocab_size is not None and known is not None and part.vocab_size > known:
-            what = f"its vocabulary of {part.vocab_size} is larger than the tokenizer's, {known}"
-            what += "" if name is None else f"; give --tokenizer {name}, which made it"
-            raise bad_file(path, what, got=part.vocab_size, want=known)
-        if covered and made_by is not None and made_by not in covered:
-            place = path if part.file is None else part.file.path
-            what = f"its tokens were made by the tokenizer {made_by}, and this one is {covered[-1]}"
-            mend = "the same ids mean other text: open it with that tokenizer, or make it anew"
-            hint = "the hashes are those of tokenizer_hash"
+def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokenizer | None) -> None:
+    """Raise DataError if tokens are outside the tokenizer's vocabulary, or from another one."""
+    vocab_size = getattr(tokenizer, "vocab_size", None)
+    covered = () if tokenizer is None else list_compatible_hashes(tokenizer)
+    for part in parts:
+        name = part.made_with.get("tokenizer")
+        if part.vocab_size is not None and vocab_size is not None and part.vocab_size > vocab_size:
+            advice = "" if name is None else f"; give --tokenizer {name}, which made it"
+            raise DataError(
+                f"{path}: its vocabulary of {part.vocab_size} is larger than the tokenizer's, "
+                f"{vocab_size}{advice}",
+                where=path,
+                got=part.vocab_size,
+                want=vocab_size,
+            )
+        if covered and part.tokenizer_hash is not None and part.tokenizer_hash not in covered:
+            file = path if part.file is None else part.file.path
+            advice = "open it with that tokenizer, or make it again"
             if name is not None:
-                mend = f"the same ids mean other text: give --tokenizer {name}, which made it"
-            raise bad_file(place, f"{what}; {mend}", got=made_by, want=covered[-1], hint=hint)
-    return corpus
-
-
-def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | None) -> None:
-    """Refuse token files of conversations that were not written with a template."""
-    written = [part for part in parts if part.template_hash is not None]
-    if template is None or not written:
-        return
-    from trainkit.text.chat import template_hash  # noqa: PLC0415 (few corpora need it)
-
-    want = template_hash(template)
-    for part in written:
-        if part.template_hash != want:
-            place = path if part.file is None else part.file.path
-            name = part.made_with.get("template", "another")
-            raise bad_file(
-                place,
-                f"its conversations were written with the template {name} "
-                f"({part.template_hash}), and the model's is {template} ({want}); take that one by "
-                "--template, or make the file anew: python -m trainkit prepare --messages "
-                f"--template {template}",
-                got=part.template_hash,
-                want=want,
+                advice = f"give --tokenizer {name}, which made it"
+            raise DataError(
+                f"{file}: its tokens were made by the tokenizer {part.tokenizer_hash}, and this "
+                f"one is {covered[-1]}; the same ids mean other text: {advice}",
+                where=file,
+                got=part.tokenizer_hash,
+                want=covered[-1],
+                hint="the hashes are those of tokenizer_hash",
             )
 
 
-def held_out(name: str, *, one_in: int = 20) -> bool:
-    """Say whether a document is held out from training, by a hash of its name alone.
+def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | None) -> None:
+    """Raise DataError if conversations were written with another chat template."""
+    with_template = [part for part in parts if part.template_hash is not None]
+    if template is None or not with_template:
+        return
+    from trainkit.text.chat import template_hash  # noqa: PLC0415 (few corpora need it)
 
-    About one in `one_in` is. A document stays on its side when others come or go, everywhere.
+    expected = template_hash(template)
+    for part in with_template:
+        if part.template_hash != expected:
+            file = path if part.file is None else part.file.path
+            raise DataError(
+                f"{file}: its conversations were written with the template "
+                f"{part.made_with.get('template', 'another')} ({part.template_hash}), and the "
+                f"model's is {template} ({expected}); take that one by --template, or make the "
+                f"file anew: python -m trainkit prepare --messages --template {template}",
+                where=file,
+                got=part.template_hash,
+                want=expected,
+            )
+
+
+# ----------------------------------------------------------------------------- held-out documents
+
+
+def is_held_out(name: str, *, one_in: int = 20) -> bool:
+    """Return whether a document is held out from training, by a hash of its name.
+
+    About one in `one_in` is. The result does not depend on the other documents, or on the machine.
 
     Examples:
-        >>> sum(held_out(f"{i}.py") for i in range(1000))
+        >>> sum(is_held_out(f"{i}.py") for i in range(1000))
         57
     """
     check_range("held_out", at_least=1, one_in=one_in)
@@ -204,17 +221,17 @@ def held_out(name: str, *, one_in: int = 20) -> bool:
 
 
 def held_out_documents(
-    corpus: TokenCorpus | JoinedCorpus, *, one_in: int = 20
+    corpus: TokenCorpus | ConcatCorpus, *, one_in: int = 20
 ) -> np.ndarray[Any, Any]:
-    """Return which documents of a corpus are held out: bool `[N]`, by their names.
+    """Return a mask of the held-out documents of a corpus: bool `[N]`, by their names.
 
-    Documents without names, as in a token file, go by a hash of their numbers: they keep their
-    sides when others follow them, not when some come before. Lengths that are set to 0 where this
-    is true pack into rows for training, and the other way round for evaluation.
+    In a corpus without names, such as a token file, the mask is a hash of the document's index: it
+    stays the same when documents are appended, not when some are inserted before. Set the lengths
+    to 0 where the mask is true to pack rows for training, and where it is false for evaluation.
 
     Args:
         corpus: The corpus.
-        one_in: About one document in so many is held out.
+        one_in: About one document in `one_in` is held out.
 
     Raises:
         ValueError: `one_in` is below 1.
@@ -227,40 +244,40 @@ def held_out_documents(
     check_range("held_out_documents", at_least=1, one_in=one_in)
     names = corpus.names
     if names is not None:
-        return np.array([held_out(name, one_in=one_in) for name in names], dtype=bool)
-    chosen = np.empty(len(corpus.offsets) - 1, dtype=bool)
-    _hold_out(np.uint64(key_of("held out")), np.uint64(one_in), chosen)
-    return chosen
+        return np.array([is_held_out(name, one_in=one_in) for name in names], dtype=bool)
+    mask = np.empty(len(corpus.offsets) - 1, dtype=bool)
+    _fill_held_out(np.uint64(make_key("held out")), np.uint64(one_in), mask)
+    return mask
 
 
 @jit
-def _hold_out(key: np.uint64, one_in: np.uint64, chosen: Any) -> None:
-    for number in range(chosen.size):
-        place = key + np.uint64(number) * np.uint64(GOLDEN)
-        chosen[number] = mix(place) % one_in == 0
+def _fill_held_out(key: np.uint64, one_in: np.uint64, mask: Any) -> None:
+    for document in range(mask.size):
+        mask[document] = mix_bits(key + np.uint64(document) * np.uint64(GOLDEN)) % one_in == 0
 
 
 def open_conversations(
     path: Path | None, encode: Encode, *, tokenizer: Any, template: str | None = None
-) -> TokenCorpus | JoinedCorpus:
-    """Open conversations as a corpus that says which of its tokens are trained on.
+) -> TokenCorpus | ConcatCorpus:
+    """Open conversations as a corpus with a loss mask.
 
     Args:
         path: A .jsonl, .parquet or .arrow file with a field `messages`, or a .tokens file that was
-            made of such; None for those of `docstring_conversations`.
-        encode: From a record to a `Sample`, from `chat.chat_encoder`.
-        tokenizer: What `encode` takes, with its `vocab_size`; or what made the .tokens file.
-        template: The name of the chat template of `encode`, with which a .tokens file must have
-            been written; None does not look.
+            made from one; None for `docstring_conversations`.
+        encode: Converts a record to a `Sample`: a function from `chat.make_chat_encoder`.
+        tokenizer: The tokenizer of `encode`, with a `vocab_size`; for a .tokens file the one that
+            made it.
+        template: The name of the chat template of `encode`, which must be that of a .tokens file;
+            None skips the check.
 
     Raises:
-        DataError: As `open_corpus`; or a .tokens file does not say which tokens are trained on.
+        DataError: As `open_corpus`; or a .tokens file has no loss mask.
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, chat_encoder
-        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
-        >>> encode = chat_encoder(tokenizer, template=TEMPLATES["chatml"])
+        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, make_chat_encoder
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
+        >>> encode = make_chat_encoder(tokenizer, template=TEMPLATES["chatml"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "a.jsonl"
         ...     turns = '{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}'
@@ -271,33 +288,36 @@ def open_conversations(
     """
     if path is None:
         names, records = zip(*docstring_conversations(), strict=True)
-        samples, vocab_size = map(encode, records), tokenizer.vocab_size
-        return memory_corpus(samples, vocab_size=vocab_size, names=names)
+        return make_corpus(map(encode, records), vocab_size=tokenizer.vocab_size, names=names)
     if path.suffix != ".tokens":
         return open_corpus(path, encode=encode)
     corpus = open_corpus(path, tokenizer=tokenizer, template=template)
     if isinstance(corpus, TokenCorpus) and corpus.trained is None:
-        what = "nothing says which of its tokens the assistant said"
-        raise bad_file(path, f"{what}; write it with python -m trainkit prepare --messages")
+        raise DataError(
+            f"{path}: it has no loss mask, so nothing marks the assistant's tokens; write it with "
+            "python -m trainkit prepare --messages",
+            where=path,
+        )
     return corpus
 
 
 def hold_out(
-    corpus: TokenCorpus | JoinedCorpus, *, piece: int, one_in: int = 20
-) -> tuple[TokenCorpus | JoinedCorpus, np.ndarray[Any, Any]]:
-    """Return a corpus and which of its documents are held out: pieces, where documents are few.
+    corpus: TokenCorpus | ConcatCorpus, *, piece: int, one_in: int = 20
+) -> tuple[TokenCorpus | ConcatCorpus, np.ndarray[Any, Any]]:
+    """Return a corpus and the mask of its held-out documents, which are chunks if there are few.
 
-    Documents are held out whole, as `held_out_documents` says, where that takes some of the tokens
-    and no more than a quarter of them. It does not where there are few: then they are first cut
-    into pieces of `piece` tokens, which are held out in the same way; at least the last is.
+    Whole documents are held out, as by `held_out_documents`, if they have between none and a
+    quarter of the tokens. In a corpus of few documents they may have more or none: then documents
+    are first split into chunks of `piece` tokens, which are held out in the same way, at least
+    the last one.
 
     Args:
         corpus: The corpus.
-        piece: Tokens of a piece, for instance a row's.
-        one_in: About one document, or piece, in so many is held out.
+        piece: Tokens of a chunk, for instance a row's.
+        one_in: About one document, or chunk, in `one_in` is held out.
 
     Returns:
-        The corpus, or a view of its tokens with a document for each piece; bool `[N]`.
+        The corpus, or a view of it with a document for each chunk; bool `[N]`.
 
     Raises:
         ValueError: `piece` or `one_in` is below 1.
@@ -308,132 +328,146 @@ def hold_out(
         (array([4, 4, 2]), array([False, False,  True]))
     """
     check_range("hold_out", at_least=1, piece=piece)
-    chosen = held_out_documents(corpus, one_in=one_in)
+    mask = held_out_documents(corpus, one_in=one_in)
     lengths = corpus.lengths
-    if 0 < lengths[chosen].sum() * 4 <= lengths.sum():
-        return corpus, chosen
-    if isinstance(corpus, JoinedCorpus):
-        corpus = join_corpora(_in_pieces(part, piece) for part in corpus.parts)
+    if 0 < lengths[mask].sum() * 4 <= lengths.sum():
+        return corpus, mask
+    if isinstance(corpus, ConcatCorpus):
+        corpus = concat_corpora(_split_documents(part, piece) for part in corpus.parts)
     else:
-        corpus = _in_pieces(corpus, piece)
-    chosen = held_out_documents(corpus, one_in=one_in)
-    if not chosen.any() and len(chosen) > 1:
-        chosen[-1] = True
-    return corpus, chosen
+        corpus = _split_documents(corpus, piece)
+    mask = held_out_documents(corpus, one_in=one_in)
+    if not mask.any() and len(mask) > 1:
+        mask[-1] = True
+    return corpus, mask
 
 
-def _in_pieces(corpus: TokenCorpus, piece: int) -> TokenCorpus:
-    """Return a view of a corpus, whose documents end after `piece` tokens too."""
-    counts = -(-corpus.lengths // piece)
-    firsts = np.repeat(np.cumsum(counts) - counts, counts)
-    begins = np.repeat(corpus.offsets[:-1], counts) + (np.arange(len(firsts)) - firsts) * piece
+def _split_documents(corpus: TokenCorpus, chunk_length: int) -> TokenCorpus:
+    """Return a view of a corpus whose documents are split after every `chunk_length` tokens."""
+    chunks_per_document = -(-corpus.lengths // chunk_length)
+    first_chunk = np.cumsum(chunks_per_document) - chunks_per_document
+    # The index of each chunk within its document.
+    index = np.arange(chunks_per_document.sum()) - np.repeat(first_chunk, chunks_per_document)
+    starts = np.repeat(corpus.offsets[:-1], chunks_per_document) + index * chunk_length
+    digest = corpus.digest
     return attrs.evolve(
         corpus,
-        offsets=np.append(begins, corpus.offsets[-1]),
+        offsets=np.append(starts, corpus.offsets[-1]),
         names=None,
-        digest=None if corpus.digest is None else joint_digest([corpus.digest, str(piece)]),
+        digest=None if digest is None else joint_digest([digest, str(chunk_length)]),
     )
 
 
-def trainable_tokens(corpus: TokenCorpus | JoinedCorpus) -> np.ndarray[Any, Any]:
-    """Return how many labels each document has: int64 `[N]`.
+def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any, Any]:
+    """Count the labels of each document: int64 `[N]`.
 
-    A document without any takes room in a row and teaches nothing. Lengths that are set to 0 where
-    this is 0 pack into rows without it, and the report of the packing counts it as empty.
+    A document without labels uses room in a row and contributes nothing to the loss. Set the
+    lengths to 0 where the count is 0 to leave it out of the packed rows; the packing report counts
+    it as empty.
 
     Args:
-        corpus: The corpus. A document's first token is nobody's label.
+        corpus: The corpus. The first token of a document is never a label.
 
     Examples:
-        >>> from trainkit.data.corpus import memory_corpus
+        >>> from trainkit.data.corpus import make_corpus
         >>> from trainkit.types import Sample
         >>> chosen = ([True, False, True], [True, False])
-        >>> corpus = memory_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
-        >>> trainable_tokens(corpus)
+        >>> corpus = make_corpus(Sample(np.arange(len(x)), np.array(x)) for x in chosen)
+        >>> count_document_labels(corpus)
         array([1, 0])
     """
     counts = []
     for part in getattr(corpus, "parts", [corpus]):
-        count = np.maximum(part.lengths - 1, 0)
+        part_counts = np.maximum(part.lengths - 1, 0)
         if part.trained is not None:
-            _count_labels(part.trained, part.offsets, count)
-        counts.append(count)
+            _count_labels(part.trained, part.offsets, part_counts)
+        counts.append(part_counts)
     return np.concatenate(counts)
 
 
 @jit
-def _count_labels(trained: Any, offsets: Any, count: Any) -> None:
-    for document in range(count.size):
-        count[document] = 0
-        for place in range(offsets[document] + 1, offsets[document + 1]):
-            count[document] += trained[place]
+def _count_labels(trained: Any, offsets: Any, counts: Any) -> None:
+    for document in range(counts.size):
+        counts[document] = 0
+        for position in range(offsets[document] + 1, offsets[document + 1]):
+            counts[document] += trained[position]
 
 
-def recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
-    """Return corpora by the names that a run has for them, which may be those of old folders.
+def match_recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:
+    """Rename corpora to the names that a run recorded for them, matched by fingerprint.
 
-    A mixture draws the rows of a corpus in an order that its name decides, and reports its loss by
-    that name, so a corpus that was renamed keeps the one that it had.
+    A mixture orders the rows of a corpus by its name, and reports its loss under that name. So a
+    corpus whose folder was renamed keeps the name that it had.
 
     Args:
-        corpora: By the names that they have now.
-        facts: Of the run's checkpoint: "fingerprint of NAME" for each.
+        corpora: The corpora by their present names.
+        facts: The facts of the run's checkpoint: "fingerprint of NAME" for each corpus.
 
     Returns:
-        The same corpora in the same order. One whose name the facts do not know has that of the
-        fingerprint which is its own and no other corpus' name; else it keeps its name.
+        The same corpora in the same order. One whose name is not in the facts gets the recorded
+        name of the same fingerprint, if no other corpus has that name; else it keeps its own.
 
     Examples:
         >>> corpora = {"new": TokenCorpus(np.arange(4), np.array([0, 4]))}
         >>> facts = {"fingerprint of old": fingerprint(corpora["new"])}
-        >>> list(recorded_names(corpora, facts))
+        >>> list(match_recorded_names(corpora, facts))
         ['old']
     """
-    begin = "fingerprint of "
-    free = {
-        name.removeprefix(begin): value
+    prefix = "fingerprint of "
+    unmatched = {
+        name.removeprefix(prefix): value
         for name, value in facts.items()
-        if name.startswith(begin) and name.removeprefix(begin) not in corpora
+        if name.startswith(prefix) and name.removeprefix(prefix) not in corpora
     }
-    found: dict[str, C] = {}
+    renamed: dict[str, C] = {}
     for name, corpus in corpora.items():
-        own = None if not free or f"{begin}{name}" in facts else fingerprint(corpus)
-        was = next((old for old, value in free.items() if value == own), name)
-        free.pop(was, None)
-        found[was] = corpus
-    return found
+        recorded = name
+        # The fingerprint of a corpus in memory takes a pass over it: only where it may matter.
+        if unmatched and f"{prefix}{name}" not in facts:
+            own = fingerprint(corpus)
+            recorded = next((old for old, value in unmatched.items() if value == own), name)
+        unmatched.pop(recorded, None)
+        renamed[recorded] = corpus
+    return renamed
 
 
-def _encoded(
+# ----------------------------------------------------------------------------------------- encoding
+
+
+def _encode_files(
     path: Path,
     encode: Encode,
     vocab_size: int | None,
     suffixes: Sequence[str],
     keep: Callable[[str], bool] | None,
 ) -> TokenCorpus:
-    """Encode records one after the other into memory."""
+    """Encode the records at a path into a corpus in memory."""
     names: list[str] = []
     sources: dict[str, str] = {}
 
-    def documents() -> Iterator[tuple[str, ArrayLike | Sample]]:
+    def iterate_documents() -> Iterator[tuple[str, ArrayLike | Sample]]:
         for name, record in read_records(path, suffixes=suffixes, keep=keep, sources=sources):
             names.append(name)
-            where = record_place(path, name)
-            yield where, encode_record(encode, record, where)
+            origin = record_place(path, name)
+            yield origin, encode_record(encode, record, origin)
 
-    columns = checked_columns("open_corpus", getattr(encode, "columns", None))
-    corpus = gathered(documents(), vocab_size=vocab_size, columns=columns)
+    corpus = collect_documents(
+        iterate_documents(),
+        vocab_size=vocab_size,
+        columns=check_columns("open_corpus", getattr(encode, "columns", None)),
+    )
     if not len(corpus.tokens):
-        dropped = getattr(encode, "counts", {}).get("dropped", 0)
-        found = "none has a token" if names else "none was kept"
-        found += f": {dropped} were dropped, as too long" if dropped else ""
         kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
-        raise bad_file(path, f"no documents: of its {kinds}, {found}")
+        result = "none has a token" if names else "none was kept"
+        dropped = getattr(encode, "counts", {}).get("dropped", 0)
+        if dropped:
+            result += f": {dropped} were dropped, as too long"
+        raise DataError(f"{path}: no documents: of its {kinds}, {result}", where=path)
     return attrs.evolve(corpus, names=names, sources=sources)
 
 
-def encode_record(encode: Callable[[Any], T], record: Mapping[str, Any], where: str) -> T:
-    """Return what `encode` makes of a record; what it raises names the place.
+def encode_record(encode: Callable[[Any], T], record: Mapping[str, Any], origin: str) -> T:
+    """Call `encode` on a record; its errors become a DataError that names the record.
 
     Raises:
         DataError: `encode` raises anything.
@@ -445,5 +479,5 @@ def encode_record(encode: Callable[[Any], T], record: Mapping[str, Any], where: 
     try:
         return encode(record)
     except Exception as error:
-        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise bad_file(where, what) from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise DataError(f"{origin}: {kind}{error}", where=origin) from error

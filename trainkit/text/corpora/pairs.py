@@ -1,4 +1,4 @@
-"""Pairs of answers, of which one is preferred: from a file, or from Python's standard library."""
+"""Preference pairs, from a file or from Python's standard library."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.data.corpus import TokenCorpus, memory_corpus
-from trainkit.files import bad_file
+from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.text.corpora.library import docstring_conversations
 from trainkit.text.corpora.open import encode_record
 from trainkit.text.corpora.records import read_records, record_place
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> TokenCorpus:
-    """Open pairs of answers as a corpus: document 2i is the chosen one of pair i, 2i + 1 the other.
+    """Open preference pairs as a corpus: documents 2i and 2i + 1 are chosen and rejected.
 
-    Both have the name of their record, so that `held_out_documents` holds out pairs whole, and
+    Both have the name of their record, so that `held_out_documents` keeps pairs together, and
     `chat.pack_pairs` packs them.
 
     Args:
         path: A .jsonl, .parquet or .arrow file with fields `prompt`, `chosen` and `rejected`; None
             for `prolong_answers` of every third of `docstring_conversations`.
-        encode: From a record to the chosen and the rejected `Sample`: `chat.encode_pair` with a
-            tokenizer.
-        vocab_size: No token may be this large or larger.
+        encode: Converts a record to the chosen and the rejected `Sample`:
+            `chat.encode_preference_pair` with a tokenizer.
+        vocab_size: Exclusive upper bound of the ids.
 
     Raises:
         DataError: As `read_records`; or a record is no pair, or there is none. The message names
@@ -42,9 +42,9 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     Examples:
         >>> import tempfile
         >>> from functools import partial
-        >>> from trainkit.text.chat import CHATML_SPECIAL, encode_pair
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> tokenizer = byte_tokenizer(CHATML_SPECIAL)
+        >>> from trainkit.text.chat import CHATML_SPECIAL, encode_preference_pair
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
         >>> encode = partial(encode_pair, tokenizer=tokenizer)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "pairs.jsonl"
@@ -56,31 +56,33 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
     names: list[str] = []
     sources: dict[str, str] = {}
 
-    def halves() -> Iterator[Sample]:
-        own = prolong_answers(islice(docstring_conversations(), None, None, 3))
-        records = own if path is None else read_records(path, sources=sources)
+    def encode_pairs() -> Iterator[Sample]:
+        if path is None:
+            records = prolong_answers(islice(docstring_conversations(), None, None, 3))
+        else:
+            records = read_records(path, sources=sources)
         for name, record in records:
             names.extend([name, name])
-            where = name if path is None else record_place(path, name)
-            yield from encode_record(encode, record, where)
+            origin = name if path is None else record_place(path, name)
+            yield from encode_record(encode, record, origin)
 
-    corpus = memory_corpus(halves(), vocab_size=vocab_size)
+    corpus = make_corpus(encode_pairs(), vocab_size=vocab_size)
     if path is not None and not names:
-        raise bad_file(path, "no pairs: it has no lines or rows")
+        raise DataError(f"{path}: no pairs: it has no lines or rows", where=path)
     return attrs.evolve(corpus, names=names, sources=sources)
 
 
 def prolong_answers(
     conversations: Iterable[tuple[str, Mapping[str, Any]]],
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield pairs: the answer to a question, and the same answer that goes on with the next one's.
+    """Yield preference pairs in which the rejected answer runs on into the answer that follows.
 
-    What is rejected is as good a text as what is chosen, but says more than was asked. The last one
-    goes on with the first one's answer.
+    The rejected answer begins as the chosen one and is as well written, but does not stop. The
+    last one runs on into the first.
 
     Args:
-        conversations: Each with its name: a question and its answer, as `docstring_conversations`
-            gives them.
+        conversations: (name, conversation) with a question and an answer, the form of
+            `docstring_conversations`.
 
     Returns:
         An iterator of (name, {"prompt": ..., "chosen": ..., "rejected": ...}).
@@ -91,6 +93,17 @@ def prolong_answers(
         >>> next(prolong_answers(turns))
         ('1', {'prompt': 'f(x)', 'chosen': 'Return x.', 'rejected': 'Return x. Do nothing.'})
     """
-    turns = [(name, *(x["content"] for x in talk["messages"])) for name, talk in conversations]
-    for (name, prompt, chosen), (*_, more) in zip(turns, [*turns[1:], *turns[:1]], strict=True):
-        yield name, {"prompt": prompt, "chosen": chosen, "rejected": f"{chosen} {more}"}
+    turns = [
+        (name, *(message["content"] for message in conversation["messages"]))
+        for name, conversation in conversations
+    ]
+    shifted = [*turns[1:], *turns[:1]]
+    for (name, prompt, chosen), (_, _, next_answer) in zip(turns, shifted, strict=True):
+        yield (
+            name,
+            {
+                "prompt": prompt,
+                "chosen": chosen,
+                "rejected": f"{chosen} {next_answer}",
+            },
+        )

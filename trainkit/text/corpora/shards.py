@@ -1,99 +1,130 @@
-"""Which files of a directory hold tokens, and each of them as a corpus."""
+"""Files of tokens below a path: find them, and open each one as a corpus."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.files import bad_file
-from trainkit.text.corpora.foreign import FOREIGN_SUFFIXES, open_foreign
-from trainkit.text.corpora.layouts import Sidecar, offsets_file, read_sidecar, sidecar_of
-from trainkit.text.corpora.records import RECORD_SUFFIXES
-from trainkit.text.corpora.text import TEXT_SUFFIXES, check_readable, file_names, linked_folders
+from trainkit.text.corpora.foreign import FOREIGN_SUFFIXES
+from trainkit.text.corpora.formats import RECORD_FORMATS, TOKEN_FORMATS
+from trainkit.text.corpora.layouts import Sidecar, read_sidecar
+from trainkit.text.corpora.text import (
+    TEXT_SUFFIXES,
+    check_readable,
+    list_files,
+    list_linked_folders,
+)
 from trainkit.text.corpora.token_file import SAMPLED
-from trainkit.text.corpora.tokens import SUFFIX, open_part
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from trainkit.data.corpus import TokenCorpus
 
-TOKEN_SUFFIXES = (SUFFIX, *FOREIGN_SUFFIXES)
-_BESIDE = (".bin.json", ".npy.json", ".tokenizer.json")
-_KINDS = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *TOKEN_SUFFIXES, *_BESIDE)
-_SHARED = 256
-"""Chunks that opening a directory of token files checks: 1 GiB."""
+_MAX_CHUNKS = 256
+"""Chunks that opening a directory of token files checks in all of them together: 1 GiB."""
 
 
-def tokens_at(
+def find_token_files(
     path: Path,
     *,
     suffixes: Sequence[str] = TEXT_SUFFIXES,
     keep: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """Return the names of the files of tokens at a path: none where there is text.
+    """Find the files of tokens at a path; an empty list if it holds text or records.
 
     Args:
-        path: A file, whose name is returned, or a directory, below which they lie.
-        suffixes: How the names of text files end.
-        keep: Says which files of a directory with text count.
+        path: A file, whose name is returned, or a directory that is searched.
+        suffixes: The suffixes of text files.
+        keep: Selects files of a directory that also holds text.
 
     Raises:
-        DataError: The file is of no known kind; or the directory holds neither, or both.
+        DataError: The file is of an unknown format; or the directory holds neither tokens nor
+            text, or both.
     """
     if not path.is_dir():
-        known = (*RECORD_SUFFIXES, *TOKEN_SUFFIXES, *suffixes)
+        known = (*RECORD_FORMATS, *TOKEN_FORMATS, *suffixes)
         if not path.name.endswith(known):
-            what = f"neither a directory, nor a file of a known kind: {', '.join(known)}"
-            raise bad_file(path, what)
-        return [path.name] if path.suffix in TOKEN_SUFFIXES else []
-    names = file_names(path)
+            raise DataError(
+                f"{path}: neither a directory, nor a file of a known kind: {', '.join(known)}",
+                where=path,
+            )
+        return [path.name] if path.suffix in TOKEN_FORMATS else []
+    names = list_files(path)
     texts = [name for name in names if name.endswith(tuple(suffixes))]
-    texts = texts or [name for name in names if name.endswith(RECORD_SUFFIXES)]
+    texts = texts or [name for name in names if name.endswith(tuple(RECORD_FORMATS))]
     if texts and keep is not None:
         names = [name for name in names if keep(name)]
-    shards = _shard_names(path, names, sure=bool(texts))
+    shards = _select_shards(path, names, has_text=bool(texts))
     if texts and shards:
-        what = f"both {texts[0]} and {shards[0]}, text and tokens"
-        mend = "open one kind, from a directory of its own or with suffixes=() or `keep`"
-        raise bad_file(path, f"{what}: {mend}")
+        raise DataError(
+            f"{path}: both {texts[0]} and {shards[0]}, text and tokens: open one of them, from a "
+            "directory of its own or with suffixes=() or `keep`",
+            where=path,
+        )
     if not texts and not shards:
-        what = f"no documents: of its files ending in {', '.join(suffixes)} none was found"
-        raise bad_file(path, f"{what}, nor any file of records or tokens")
+        raise DataError(
+            f"{path}: no documents: of its files ending in {', '.join(suffixes)} none was found, "
+            "nor any file of records or tokens",
+            where=path,
+        )
     return shards
 
 
-def left_out(path: Path, kinds: Sequence[str] = _KINDS) -> str:
-    """Return a sentence about what of a directory is not read; "" where there is nothing.
+def _select_shards(root: Path, names: Sequence[str], *, has_text: bool) -> list[str]:
+    """Select the files of tokens among all files of a directory; they must be of one format."""
+    by_format = []
+    for suffix, row in TOKEN_FORMATS.items():
+        if row.select is not None:
+            selected = row.select(root, names, has_text=has_text)
+        else:
+            selected = [name for name in names if name.endswith(suffix)]
+        if selected:
+            by_format.append(selected)
+    if len(by_format) > 1:
+        raise DataError(
+            f"{root}: files of tokens of two kinds, {by_format[0][0]} and {by_format[1][0]}; open "
+            "them one by one, and give them to concat_corpora",
+            where=root,
+        )
+    return by_format[0] if by_format else []
+
+
+def describe_unread_files(path: Path, kinds: Sequence[str] | None = None) -> str:
+    """Describe the files of a directory that are not read; "" if there are none.
 
     Args:
-        path: The directory; of a file nothing is left out.
-        kinds: How the names of files end that are read, or belong to those; by default of all that
-            `open_corpus` reads.
+        path: The directory; for a file the result is "".
+        kinds: The suffixes of the files that are read, or that belong to those; by default all
+            that `open_corpus` reads.
 
     Examples:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for name in ("a.txt", "b.html"):
         ...         _ = (Path(folder) / name).write_text("hi")
-        ...     left_out(Path(folder)).removeprefix(folder)
+        ...     describe_unread_files(Path(folder)).removeprefix(folder)
         ': 1 file of another kind is left out, such as b.html'
     """
     if not path.is_dir():
         return ""
-    others = [name for name in file_names(path) if not name.endswith(tuple(kinds))]
-    links = linked_folders(path)
-    told = [
-        f"{len(names)} {one if len(names) == 1 else many} left out, such as {names[0]}"
-        for names, one, many in (
-            (others, "file of another kind is", "files of other kinds are"),
-            (links, "linked folder is", "linked folders are"),
-        )
-        if names
-    ]
-    return f"{path}: {'; '.join(told)}" if told else ""
+    if kinds is None:
+        companions = [suffix for row in TOKEN_FORMATS.values() for suffix in row.companions]
+        kinds = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
+    others = [name for name in list_files(path) if not name.endswith(tuple(kinds))]
+    links = list_linked_folders(path)
+    messages = []
+    if others:
+        subject = "file of another kind is" if len(others) == 1 else "files of other kinds are"
+        messages.append(f"{len(others)} {subject} left out, such as {others[0]}")
+    if links:
+        subject = "linked folder is" if len(links) == 1 else "linked folders are"
+        messages.append(f"{len(links)} {subject} left out, such as {links[0]}")
+    return f"{path}: {'; '.join(messages)}" if messages else ""
 
 
 def open_parts(
@@ -104,94 +135,60 @@ def open_parts(
     eos_id: int | None = None,
     full: bool = False,
 ) -> list[TokenCorpus]:
-    """Open files of tokens below a directory, each of any kind.
+    """Open files of tokens below a directory.
 
     Args:
         root: The directory.
-        names: The files' relative paths, at least one; a suffix says what a file is.
-        vocab_size: No token may be this large or larger, where a file does not say.
-        eos_id: Ends a document, where a file does not say where they end.
+        names: The files' relative paths, at least one; the suffix decides on the format.
+        vocab_size: Exclusive upper bound of the ids, if a file does not store one.
+        eos_id: The last token of a document, if a file does not store document offsets.
         full: Read all of each file; otherwise up to 1 GiB of them together.
 
     Raises:
-        DataError: A file is not what it says it is, or `eos_id` ends no document of any file. The
+        DataError: A file does not fit its format, or `eos_id` ends no document of any file. The
             message names it.
-        ValueError: `eos_id` was given for a file that says where documents end.
+        ValueError: `eos_id` was given for a file that stores document offsets.
     """
-    most = None if full else max(1, min(SAMPLED, _SHARED // len(names)))
-    parts = []
+    parts = {}
     for name in names:
         path = root / name
         check_readable(path)
-        if path.suffix != SUFFIX:
-            part = open_foreign(path, vocab_size=vocab_size, eos_id=eos_id, full=full)
-        elif eos_id is not None:
-            raise ValueError(
-                f"open_corpus: {path}: a token file says where documents end: no eos_id"
-            )
-        else:
-            part = open_part(path, most=most, vocab_size=vocab_size)
+        part = TOKEN_FORMATS[path.suffix].open(
+            path,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            max_chunks=None if full else max(1, min(SAMPLED, _MAX_CHUNKS // len(names))),
+        )
         folder = name[: -len(path.name)]
-        sources = {folder + file: digest for file, digest in part.sources.items()}
-        known = part.vocab_size or vocab_size
-        parts.append(attrs.evolve(part, sources=sources, vocab_size=known))
-    _check_eos(root, dict(zip(names, parts, strict=True)), eos_id)
-    return parts
+        parts[name] = attrs.evolve(
+            part,
+            sources={folder + file: digest for file, digest in part.sources.items()},
+            vocab_size=part.vocab_size or vocab_size,
+        )
+    _check_eos(root, parts, eos_id)
+    return list(parts.values())
 
 
 def _check_eos(root: Path, parts: Mapping[str, TokenCorpus], eos_id: int | None) -> None:
-    """Refuse an eos that stands in no file: each would be one document.
-
-    One of several files may hold the middle of a document, and no eos.
-    """
-    asked: dict[str, int] = {}
+    """Raise DataError if the eos occurs in no file: each file would be one document."""
+    # All files together: one of several may hold the middle of a document, and no eos.
+    eos_ids: dict[str, int] = {}
     for name in parts:
-        side = read_sidecar(root / name) if name.endswith(FOREIGN_SUFFIXES) else Sidecar()
-        eos = side.eos_id if eos_id is None else eos_id
-        if side.offsets is None and eos is not None:
-            asked[name] = eos
-    own = [(parts[name], eos) for name, eos in asked.items()]
-    if own and not any(len(part.offsets) > 2 or part.tokens[-1] == eos for part, eos in own):
-        eos, count = next(iter(asked.values())), sum(len(parts[name].tokens) for name in asked)
-        what = f"eos_id {eos} is to end the documents, but is not among the {count} tokens"
-        mend = "look which token ends them, or leave it out if each file is one document"
-        place = root if len(parts) > 1 else root / next(iter(parts))
-        raise bad_file(place, f"{what}: {mend}", want=eos)
-
-
-def _shard_names(root: Path, names: Sequence[str], *, sure: bool) -> list[str]:
-    """Return which files of a directory hold tokens, in order; they must be of one kind.
-
-    Args:
-        root: The directory.
-        names: The relative paths of all files in it.
-        sure: Leave out a `.bin` file without a sidecar and an `.idx` file without its `.bin`, which
-            beside text may be anything.
-
-    Raises:
-        DataError: They are of two kinds. The message names one of each.
-    """
-    have = set(names)
-    ends = {
-        offsets_file(root / name)
-        for name in names
-        if name.endswith((".npy", ".bin")) and sidecar_of(Path(name)).as_posix() in have
-    }
-    indices = {name.removesuffix(".idx") for name in names if name.endswith(".idx")}
-    found = {
-        SUFFIX: [name for name in names if name.endswith(SUFFIX)],
-        ".npy": [name for name in names if name.endswith(".npy") and root / name not in ends],
-        ".idx": [f"{name}.idx" for name in sorted(indices) if not sure or f"{name}.bin" in have],
-        ".bin": [
-            name
-            for name in names
-            if name.endswith(".bin")
-            and name.removesuffix(".bin") not in indices
-            and (not sure or f"{name}.json" in have)
-        ],
-    }
-    kinds = [files for files in found.values() if files]
-    if len(kinds) > 1:
-        what = f"files of tokens of two kinds, {kinds[0][0]} and {kinds[1][0]}"
-        raise bad_file(root, f"{what}; open them one by one, and give them to join_corpora")
-    return kinds[0] if kinds else []
+        sidecar = read_sidecar(root / name) if name.endswith(FOREIGN_SUFFIXES) else Sidecar()
+        eos = sidecar.eos_id if eos_id is None else eos_id
+        if sidecar.offsets is None and eos is not None:
+            eos_ids[name] = eos
+    if not eos_ids or any(
+        len(parts[name].offsets) > 2 or parts[name].tokens[-1] == eos
+        for name, eos in eos_ids.items()
+    ):
+        return
+    eos = next(iter(eos_ids.values()))
+    place = root if len(parts) > 1 else root / next(iter(parts))
+    raise DataError(
+        f"{place}: eos_id {eos} is to end the documents, but is not among the "
+        f"{sum(len(parts[name].tokens) for name in eos_ids)} tokens: look which token ends them, "
+        "or leave it out if each file is one document",
+        where=place,
+        want=eos,
+    )

@@ -1,4 +1,4 @@
-"""Text as documents: a file, or a directory of them. Nothing is skipped silently."""
+"""Files of documents on a disk: list them, open them, read them, and retry what fails once."""
 
 from __future__ import annotations
 
@@ -11,31 +11,40 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from trainkit.files import bad_file
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 BLOCK = 1 << 20
 WAITS = (0.1, 0.2, 0.4)
-"""Seconds before a read that failed is tried again."""
+"""Seconds to wait before each retry of a failed read."""
 
 
-def file_names(root: Path) -> list[str]:
-    """Return the relative path, with slashes, of each file below a directory, sorted.
+def list_files(root: Path) -> list[str]:
+    """List all files below a directory: relative paths with slashes, sorted.
 
     Raises:
         DataError: A directory cannot be read.
     """
-    return sorted(_walk(root))
+
+    def raise_error(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}", where=error.filename) from error
+
+    names: list[str] = []
+    # Strings instead of `Path.relative_to`, which is slow for directories of a million files.
+    start = len(str(root))
+    for folder, _, files in os.walk(root, onerror=raise_error):
+        prefix = folder[start:].lstrip("/")
+        names.extend(f"{prefix}/{name}" if prefix else name for name in files)
+    return sorted(names)
 
 
-def linked_folders(root: Path) -> list[str]:
-    """Return the relative path of each link to a directory below a directory; none is entered."""
+def list_linked_folders(root: Path) -> list[str]:
+    """List the links to directories below a directory; `list_files` does not follow them."""
     return sorted(
         (Path(folder) / name).relative_to(root).as_posix()
         for folder, folders, _ in os.walk(root)
@@ -44,89 +53,89 @@ def linked_folders(root: Path) -> list[str]:
     )
 
 
-def read_text(path: Path, *, seen: Callable[[bytearray], object] = bool) -> str:
-    """Return the text of one file of UTF-8, line ends as they are.
+def read_text(path: Path, *, on_bytes: Callable[[bytearray], object] = bool) -> str:
+    """Read a UTF-8 file, with line ends unchanged.
 
     Args:
         path: The file.
-        seen: Called with its bytes.
+        on_bytes: Called with the bytes of the file.
 
     Raises:
         DataError: The file is missing, unreadable, no regular file, or binary: it holds a NUL byte
             or invalid UTF-8. The message names the file and the byte.
         DiskError: The disk fails.
     """
-    data = _read_bytes(path)
-    seen(data)
+    check_readable(path)
+    data = bytearray()
+    with open_file(path) as file:
+        for block in read_blocks(file, path):
+            # A binary file may be huge: stop at its first NUL byte instead of reading it all.
+            if b"\0" in block:
+                raise _not_text(path, f"a NUL byte at byte {len(data) + block.index(0)}")
+            data += block
+    on_bytes(data)
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _binary(path, f"invalid UTF-8 at byte {error.start}") from error
+        raise _not_text(path, f"invalid UTF-8 at byte {error.start}") from error
 
 
 def check_readable(path: Path) -> None:
-    """Refuse what is neither a regular file nor a directory: a pipe might never end.
+    """Raise DataError unless the path is a regular file or a directory; reading a pipe may hang.
 
     Raises:
-        DataError: There is nothing at `path`, or something else, or its name is no UTF-8.
+        DataError: There is nothing at `path`, or something else, or its name is not UTF-8.
         DiskError: The disk fails.
     """
     check_name(path)
     try:
-        mode = retried(path.stat, path).st_mode
+        mode = retry_read(path.stat, path).st_mode
     except DataError as error:
         if path.is_symlink() and isinstance(error.__cause__, FileNotFoundError):
-            raise bad_file(path, "a link that leads nowhere") from error
+            raise DataError(f"{path}: a link that leads nowhere", where=path) from error
         raise
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise bad_file(path, f"neither a regular file nor a directory, but {_kind_of(mode)}")
-
-
-def wrong_size(path: Path, got: int, want: int) -> DataError:
-    """Return the error of a file that was cut or grew."""
-    hint = "it was cut, or written by halves: copy or write it again"
-    what = f"the file has {got} bytes instead of {want}"
-    return bad_file(path, what, got=got, want=want, hint=hint)
-
-
-def damaged(path: Path, kind: str, error: Exception) -> DataError:
-    """Return the error of a file that is not of the kind that it was read as, by what read it."""
-    what = str(error).splitlines()[0]
-    return bad_file(path, f"no {kind} file, or a damaged one: {what}")
+        raise DataError(
+            f"{path}: neither a regular file nor a directory, but {_describe_mode(mode)}",
+            where=path,
+        )
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name that is no UTF-8: it can stand neither in a message nor in a checkpoint.
+    """Raise DataError if a path is not UTF-8: neither messages nor checkpoints can hold it.
 
     Raises:
-        DataError: It is none.
+        DataError: The name is not UTF-8.
     """
     name = str(path)
     if not name.isascii() and name.encode(errors="replace").decode() != name:
-        shown = name.encode(errors="backslashreplace").decode()
-        raise bad_file(shown, "the name is no UTF-8: rename it, or leave it out")
+        escape_control_characters = name.encode(errors="backslashreplace").decode()
+        raise DataError(
+            f"{escape_control_characters}: the name is no UTF-8: rename it, or leave it out",
+            where=escape_control_characters,
+        )
 
 
-def opened(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """Open a file to read its bytes.
 
     Raises:
-        DataError: It is missing, a directory, or must not be read.
+        DataError: It is missing, a directory, or not readable.
         DiskError: The disk fails.
     """
-    return retried(lambda: path.open("rb"), path)
+    return retry_read(lambda: path.open("rb"), path)
 
 
-def retried(read: Callable[[], T], path: Path) -> T:
-    """Return what `read` returns; try again when a disk or a network file system fails for once.
+def retry_read(read: Callable[[], T], path: Path) -> T:
+    """Call `read`, and retry it when a disk or a network file system fails temporarily.
 
     Args:
-        read: Opens or reads a file, from its beginning or from a place of its own.
+        read: Opens a file, or reads it from a fixed position.
         path: The file, for the message.
 
     Raises:
         DiskError: It failed four times, over 0.7 s.
-        DataError: It failed in a way that waiting does not mend.
+        DataError: It failed in a way that a retry cannot fix.
     """
     waits = iter(WAITS)
     while True:
@@ -134,81 +143,103 @@ def retried(read: Callable[[], T], path: Path) -> T:
             return read()
         except OSError as error:
             if error.errno not in {errno.EIO, errno.ESTALE}:
-                raise bad_file(path, error.strerror) from error
+                raise DataError(f"{path}: {error.strerror}", where=path) from error
             wait = next(waits, None)
             if wait is None:
-                what = f"cannot be read: {error.strerror}, {len(WAITS) + 1} times in a row"
-                hint = "look at the disk, or mount the network file system again"
-                raise DiskError(f"{path}: {what}", where=path, hint=hint) from error
+                raise DiskError(
+                    f"{path}: cannot be read: {error.strerror}, {len(WAITS) + 1} times in a row",
+                    where=path,
+                    hint="check the disk, or mount the network file system again",
+                ) from error
         time.sleep(wait)
 
 
-def blocks(file: BinaryIO, path: Path, place: int = 0) -> Iterator[bytes]:
-    """Yield the bytes of an open file from byte `place` on, 1 MiB at a time.
+def read_blocks(file: BinaryIO, path: Path, position: int = 0) -> Iterator[bytes]:
+    """Yield the bytes of an open file from a position on, 1 MiB at a time.
 
     Raises:
         DiskError: The disk fails.
     """
-    while block := read_at(file, path, place, BLOCK):
+    while block := read_at(file, path, position, BLOCK):
         yield block
-        place += len(block)
+        position += len(block)
 
 
-def read_at(file: BinaryIO, path: Path, place: int, size: int) -> bytes:
-    """Return up to `size` bytes of an open file from byte `place` on; fewer at its end alone.
+def read_at(file: BinaryIO, path: Path, position: int, size: int) -> bytes:
+    """Read `size` bytes of an open file from a position on; fewer only at the end of the file.
 
     Raises:
         DiskError: The disk fails.
     """
-    data = retried(partial(os.pread, file.fileno(), size, place), path)
-    while len(data) < size:  # the system may give fewer than there are
-        more = retried(partial(os.pread, file.fileno(), size - len(data), place + len(data)), path)
+    data = b""
+    while len(data) < size:  # pread may return fewer bytes than there are
+        remaining = size - len(data)
+        more = retry_read(partial(os.pread, file.fileno(), remaining, position + len(data)), path)
         if not more:
             break
         data += more
     return data
 
 
-def hash_of(file: BinaryIO, path: Path) -> str:
+def hash_file(file: BinaryIO, path: Path) -> str:
     """Return the SHA-256 of an open file, in hex."""
     digest = hashlib.sha256()
-    for block in blocks(file, path):
+    for block in read_blocks(file, path):
         digest.update(block)
     return digest.hexdigest()
 
 
-def _read_bytes(path: Path) -> bytearray:
-    """Read a file up to its end, or to its first NUL byte, however much may follow."""
-    check_readable(path)
-    data = bytearray()
-    with opened(path) as file:
-        for block in blocks(file, path):
-            if b"\0" in block:
-                raise _binary(path, f"a NUL byte at byte {len(data) + block.index(0)}")
-            data += block
-    return data
+def split_runs(sizes: Sequence[int], min_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, size) of runs of items that have at least `min_size` together.
+
+    Examples:
+        >>> list(split_runs([3, 1, 2, 1], 4))
+        [(0, 2, 4), (2, 4, 3)]
+    """
+    start = 0
+    run_size = 0
+    for end, size in enumerate(sizes, start=1):
+        run_size += size
+        if run_size >= min_size or end == len(sizes):
+            yield start, end, run_size
+            start = end
+            run_size = 0
 
 
-def _walk(root: Path) -> Iterator[str]:
-    def refuse(error: OSError) -> None:
-        raise bad_file(error.filename, error.strerror) from error
-
-    top = len(str(root))
-    for folder, _, names in os.walk(root, onerror=refuse):
-        prefix = folder[top:].lstrip("/")
-        yield from (f"{prefix}/{name}" for name in names) if prefix else names
+# ------------------------------------------------------------------------------------------- errors
 
 
-def _kind_of(mode: int) -> str:
+def wrong_size(path: Path, actual: int, expected: int) -> DataError:
+    """Return the error for a file that was truncated or extended."""
+    return DataError(
+        f"{path}: the file has {actual} bytes instead of {expected}",
+        where=path,
+        got=actual,
+        want=expected,
+        hint="it was truncated, or not written completely: copy or write it again",
+    )
+
+
+def damaged_file(path: Path, kind: str, error: Exception) -> DataError:
+    """Return the error for a file that its parser rejected."""
+    return DataError(
+        f"{path}: no {kind} file, or a damaged one: {str(error).splitlines()[0]}", where=path
+    )
+
+
+def _not_text(path: Path, reason: str) -> DataError:
+    return DataError(
+        f"{path}: not a text file: {reason}",
+        where=path,
+        hint="leave it out with `keep`, or convert it to UTF-8",
+    )
+
+
+def _describe_mode(mode: int) -> str:
     kinds = {
         "a pipe": stat.S_ISFIFO,
         "a socket": stat.S_ISSOCK,
         "a character device": stat.S_ISCHR,
         "a block device": stat.S_ISBLK,
     }
-    return next((name for name, test in kinds.items() if test(mode)), "something else")
-
-
-def _binary(path: Path, what: str) -> DataError:
-    hint = "leave it out with `keep`, or convert it to UTF-8"
-    return bad_file(path, f"not a text file: {what}", hint=hint)
+    return next((kind for kind, matches in kinds.items() if matches(mode)), "something else")

@@ -1,4 +1,4 @@
-"""trainkit's token file: write one, and map one into memory as a corpus."""
+"""trainkit's token file: write one, or map one as a corpus."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.documents import checked_columns, smallest_dtype
+from trainkit.data.documents import check_columns, smallest_dtype
 from trainkit.data.mapped import map_file
-from trainkit.files import replacing
+from trainkit.files import atomic_write
 from trainkit.text.corpora.content import write_content
-from trainkit.text.corpora.text import check_readable, opened
+from trainkit.text.corpora.text import check_readable, open_file
 from trainkit.text.corpora.token_file import (
     BLOCK,
     DTYPES,
     SAMPLED,
     Header,
-    broken,
     check_chunks,
     check_ids,
     read_header,
-    sampled,
+    sample_chunks,
 )
-from trainkit.types import Sample
+from trainkit.types import DataError
 
 if TYPE_CHECKING:
     import os
@@ -34,17 +33,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, DTypeLike
 
-    from trainkit.types import Column
+    from trainkit.types import Column, Sample
 
 SUFFIX = ".tokens"
 Check = Literal["sample", "full", "none"]
-"""How much of a file's content is read when it is opened."""
-
-
-# ---------------------------------------------------------------------------------------- in memory
-
-
-# ---------------------------------------------------------------------------------------- in a file
+"""How much of a file opening it checks; see `open_tokens`."""
 
 
 def write_corpus(
@@ -58,37 +51,37 @@ def write_corpus(
     template_hash: str | None = None,
     made_with: Mapping[str, str] | None = None,
 ) -> TokenCorpus:
-    """Write documents of tokens into a token file, whole or not at all, and open it.
+    """Write documents into a token file, atomically, and open it.
 
     Args:
-        path: The file to make, which ends in `.tokens`; a file that is there is replaced at the
-            end, in one step.
-        documents: Sequences of token ids, or `Sample`s, read once, one at a time; only offsets
+        path: The file, which ends in `.tokens`. An existing one is replaced at the end, in one
+            step.
+        documents: Sequences of token ids, or `Sample`s; read once, one at a time. Only offsets
             stay in memory.
-        dtype: uint8, uint16 or uint32; by default the smallest that holds `vocab_size`, or uint32.
-        vocab_size: No token may be this large or larger; written down, and checked when the file is
-            opened with a tokenizer.
-        tokenizer_hash: Of the tokenizer that made the ids, as the function of that name gives it;
-            written down, and compared when the file is opened with a tokenizer.
-        columns: What there is of each token besides, by name; each `Sample` has its values.
-        template_hash: Of the template that conversations were written with, as the function of that
-            name gives it; written down, and compared when the file is opened with a template.
-        made_with: The names of the "tokenizer" and the "template", which messages give to whoever
-            opens the file with another.
+        dtype: uint8, uint16 or uint32; by default the smallest that fits `vocab_size`, or uint32.
+        vocab_size: Exclusive upper bound of the ids; stored, and compared with a tokenizer that the
+            file is opened with.
+        tokenizer_hash: Hash of the tokenizer that made the ids, from `tokenizer_hash`; stored, and
+            compared with a tokenizer that the file is opened with.
+        columns: Further columns of a token, by name; each `Sample` has values for them.
+        template_hash: Hash of the chat template of the conversations, from `template_hash`; stored,
+            and compared with a template that the file is opened with.
+        made_with: The names of the "tokenizer" and the "template"; stored, and named in the error
+            when the file is opened with another one.
 
     Returns:
         The corpus, mapped from the file.
 
     Raises:
-        ValueError: The suffix or the dtype is not one of the above, or a column has a name of the
-            batch's.
-        DataError: A document is not a sequence of ids that fit, there is no document, some are
-            `Sample`s and some are not, or one does not have the columns. The message names it.
+        ValueError: The suffix or the dtype is not one of the above, or a column has the name of one
+            of the batch's tensors.
+        DataError: A document is not a sequence of ids in range, there is no document, some are
+            `Sample`s and others are not, or columns are missing. The message names it.
         DiskError: The file cannot be written, or the disk is full.
 
     Effects:
-        Writes `path`, through a temporary file beside it that is removed on failure (and more for
-        `Sample`s, which have no names); both reach the disk before this returns.
+        Writes `path`, through a temporary file in the same directory (and nameless ones for
+        `Sample`s) that is removed on failure. The data is on the disk before this returns.
 
     Examples:
         >>> import tempfile
@@ -100,18 +93,20 @@ def write_corpus(
     path = Path(path)
     if path.suffix != SUFFIX:
         raise ValueError(f"write_corpus: the file must end in {SUFFIX}, got {path}")
-    kind = np.dtype(dtype) if dtype is not None else smallest_dtype(vocab_size)
-    if kind.name not in DTYPES:
-        raise ValueError(f"write_corpus: dtype must be one of {', '.join(DTYPES)}, got {kind}")
-    with replacing(path, by="write_corpus") as file:
+    token_dtype = np.dtype(dtype) if dtype is not None else smallest_dtype(vocab_size)
+    if token_dtype.name not in DTYPES:
+        raise ValueError(
+            f"write_corpus: dtype must be one of {', '.join(DTYPES)}, got {token_dtype}"
+        )
+    with atomic_write(path, by="write_corpus") as file:
         write_content(
             file,
             path,
             documents,
-            kind=kind,
+            dtype=token_dtype,
             vocab_size=vocab_size,
             tokenizer_hash=tokenizer_hash,
-            columns=checked_columns("write_corpus", columns),
+            columns=check_columns("write_corpus", columns),
             template_hash=template_hash,
             made_with=made_with or {},
         )
@@ -119,7 +114,7 @@ def write_corpus(
 
 
 def open_tokens(path: str | os.PathLike[str], *, check: Check = "sample") -> TokenCorpus:
-    """Open a token file: check its header, its size, its offsets and its content, and map it.
+    """Map a token file; check its header, its size, its offsets and a sample of its content.
 
     Args:
         path: The file.
@@ -128,46 +123,61 @@ def open_tokens(path: str | os.PathLike[str], *, check: Check = "sample") -> Tok
             vocabulary; "none" reads only the header and the offsets.
 
     Raises:
-        DataError: The file is missing, truncated, damaged, no token file of this version, or holds
+        DataError: The file is missing, truncated, damaged, of another format or version, or holds
             a token outside its vocabulary. The message names the byte.
     """
-    most = {"sample": SAMPLED, "full": None, "none": 0}
-    if check not in most:
-        raise ValueError(f"open_tokens: check must be one of {', '.join(most)}, got {check!r}")
-    return open_part(Path(path), most=most[check])
+    max_chunks = {"sample": SAMPLED, "full": None, "none": 0}
+    if check not in max_chunks:
+        raise ValueError(
+            f"open_tokens: check must be one of {', '.join(max_chunks)}, got {check!r}"
+        )
+    return open_part(Path(path), max_chunks=max_chunks[check])
 
 
-def open_part(path: Path, *, most: int | None, vocab_size: int | None = None) -> TokenCorpus:
-    """Open a token file, reading up to `most` chunks of its content (None: all).
+def open_part(
+    path: Path,
+    *,
+    vocab_size: int | None = None,
+    eos_id: int | None = None,
+    max_chunks: int | None,
+) -> TokenCorpus:
+    """Open a token file, and compare up to `max_chunks` chunks of it with their hashes.
 
     Args:
         path: The file.
-        most: How many chunks are compared with their hashes.
-        vocab_size: What the file's tokens have to stay below where the file itself does not say.
+        vocab_size: Exclusive upper bound of the ids, if the file does not store one.
+        eos_id: Not allowed: the file stores document offsets.
+        max_chunks: The number of chunks to check; None checks all.
     """
+    if eos_id is not None:
+        raise ValueError(f"open_corpus: {path}: a token file says where documents end: no eos_id")
     check_readable(path)
-    with opened(path) as file:
+    with open_file(path) as file:
         header = read_header(file, path)
-        parts = list(check_chunks(file, header, sampled(header.chunks, most), path))
-        data, told = map_file(file, path)
-    size = header.kind.itemsize
-    tokens = data[BLOCK : BLOCK + header.tokens * size].view(header.kind)
-    trained = (
-        data[header.trained_at : header.trained_at + header.tokens] if header.trained else None
-    )
-    values = {
-        name: data[begin:end].view(column.dtype)[: header.tokens * column.width]
-        for (name, column), (begin, end) in zip(
-            header.columns.items(), pairwise(header.values_at), strict=True
-        )
-    }
+        checked = list(check_chunks(file, header, sample_chunks(header.chunks, max_chunks), path))
+        data, mapped = map_file(file, path)
+    dtype = header.token_dtype
+    tokens = data[BLOCK : BLOCK + header.tokens * dtype.itemsize].view(dtype)
+    trained = None
+    if header.trained:
+        trained = data[header.trained_at : header.trained_at + header.tokens]
+    values = {}
+    sections = zip(header.columns.items(), pairwise(header.values_at), strict=True)
+    for (name, column), (start, end) in sections:
+        flat = data[start:end].view(column.dtype)[: header.tokens * column.width]
+        values[name] = flat.reshape(-1, *column.inner)
     offsets = data[header.offsets_at : header.table_at].view("<i8")
-    _check_offsets(offsets, header, path, hashed=most != 0)
-    limit = header.vocab_size or vocab_size
-    for begin, end in parts:
-        first, past = ((place - BLOCK) // size for place in (begin, end))
-        ids = tokens[first:past]
-        check_ids(ids, first, vocab_size=limit, offsets=offsets, first_byte=BLOCK, path=path)
+    _check_offsets(offsets, header, path, is_hashed=max_chunks != 0)
+    for start, end in checked:
+        first = (start - BLOCK) // dtype.itemsize
+        check_ids(
+            tokens[first : (end - BLOCK) // dtype.itemsize],
+            first,
+            vocab_size=header.vocab_size or vocab_size,
+            offsets=offsets,
+            first_byte=BLOCK,
+            path=path,
+        )
     return TokenCorpus(
         tokens,
         offsets,
@@ -175,19 +185,25 @@ def open_part(path: Path, *, most: int | None, vocab_size: int | None = None) ->
         digest=header.digest,
         trained=trained,
         sources={path.name: header.digest[:16]},
-        file=told,
+        file=mapped,
         tokenizer_hash=header.tokenizer,
         columns=header.columns,
-        values={name: x.reshape(-1, *header.columns[name].inner) for name, x in values.items()},
+        values=values,
         template_hash=header.template,
         made_with=header.made_with,
     )
 
 
 def _check_offsets(
-    offsets: np.ndarray[Any, Any], header: Header, path: Path, *, hashed: bool
+    offsets: np.ndarray[Any, Any], header: Header, path: Path, *, is_hashed: bool
 ) -> None:
     if offsets[0] != 0 or offsets[-1] != header.tokens or (offsets[1:] < offsets[:-1]).any():
-        raise broken(path, f"offsets that do not rise from 0 to {header.tokens}")
-    if hashed and hashlib.sha256(offsets.tobytes()).hexdigest() != header.offsets_sha256:
-        raise broken(path, "offsets that were changed after they were written")
+        raise DataError(
+            f"{path}: this token file has offsets that do not rise from 0 to {header.tokens}",
+            where=path,
+        )
+    if is_hashed and hashlib.sha256(offsets.tobytes()).hexdigest() != header.offsets_sha256:
+        raise DataError(
+            f"{path}: this token file has offsets that were changed after they were written",
+            where=path,
+        )

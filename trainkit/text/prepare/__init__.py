@@ -1,9 +1,9 @@
 """Preparing a corpus: text into a token file, in parallel and restartable."""
 
-from trainkit.text.prepare.prepare import Prepared, Progress, prepare_corpus
+from trainkit.text.prepare.prepare import PrepareProgress, PrepareResult, prepare_corpus
 
 __all__ = [
-    "Prepared",
-    "Progress",
+    "PrepareProgress",
+    "PrepareResult",
     "prepare_corpus",
 ]

@@ -1,8 +1,8 @@
-"""Tally files of a corpus that is being prepared: one for each chunk of its source.
+"""The parts of a corpus in preparation, one for each chunk of its source.
 
-`part_00000012.tokens` holds the documents of chunk 12, and `part_00000012.json`, written after it,
-says from what they were made: a part counts only while all of that is as it was, and the tokens
-have the hash that was written down. A chunk without documents has a `.json` alone.
+`part_00000012.tokens` holds the documents of chunk 12. `part_00000012.json`, written after it,
+holds everything that its content depends on: a part is reused only if all of that is unchanged and
+the tokens have the stored hash. A chunk without documents has only a `.json`.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ import attrs
 import orjson
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.documents import checked_columns, checked_document
-from trainkit.data.joined import JoinedCorpus, join_corpora
-from trainkit.files import disk_errors, replacing
+from trainkit.data.documents import check_columns, check_document
+from trainkit.data.joined import ConcatCorpus, concat_corpora
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.text.corpora.tokens import SUFFIX, Check, open_tokens, write_corpus
 from trainkit.text.prepare.chunks import Chunk, document_name, read_chunk
-from trainkit.text.tokenizers.documents import encode_documents, text_of
+from trainkit.text.tokenizers.documents import encode_documents, get_text
 from trainkit.text.tokenizers.open import tokenizer_hash
 from trainkit.types import Column, DataError, Tokenizer
 
 FORMAT = 2
-_RECORDS = 64  # documents that are encoded at a time
-_SIGN = 0.5  # seconds between two signs of life
+_BATCH = 64  # documents that are encoded at a time
+_HEARTBEAT = 0.5  # seconds between two heartbeats
 
 Encode = Callable[[Mapping[str, Any]], Any]
-"""From a record to ids or a `Sample`.
+"""Converts a record to ids or a `Sample`.
 
-An attribute `counts`, if it has one, is a `Counter` to which it adds what happened to records. What
-is `dropped` there gives no tokens, but is no empty document. An attribute `columns` says by name
-what `Column`s its samples have.
+Its attribute `counts`, if it has one, is a `Counter` of what happened to records. A record that is
+`dropped` there has no tokens, but is not counted as an empty document. Its attribute `columns`
+declares the `Column`s of its samples by name.
 """
 
-EncodeAll = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
+EncodeBatch = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
 WritePart = Callable[[int, Chunk, Callable[[], object]], "Tally"]
 
 MakeEncode = Callable[[Tokenizer], Encode]
-"""From a tokenizer to an `Encode`; other processes import it by its name."""
+"""Makes an `Encode` from a tokenizer; other processes import it by its name."""
 
 
 @attrs.frozen
 class Work:
-    """How chunks become parts; travels to other processes.
+    """The settings by which chunks become parts, the same in all processes.
 
     Attributes:
-        folder: Where the parts lie, absolute.
-        tokenizer: What encodes.
+        folder: The folder of the parts, absolute.
+        tokenizer: The tokenizer.
         make_encode: `make_encode(tokenizer) -> encode`, called in each process; None encodes the
             text of `field`.
         field: The field of a record that holds its text.
-        settings: What the content of all parts follows from, but for the source.
+        settings: Everything that the content of all parts depends on, except for the source.
     """
 
     folder: Path
@@ -73,27 +73,27 @@ class Work:
 def make_work(
     folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None, field: str
 ) -> Work:
-    """Return how chunks become parts, and what their content follows from.
+    """Make the `Work` of a run.
 
     Raises:
-        ValueError: The tokenizer or the encoder cannot be told from another.
+        ValueError: The tokenizer or the encoder has nothing that identifies it.
     """
     settings = {
         "format": FORMAT,
         "trainkit": code_version(),
         "tokenizer": tokenizer_hash(tokenizer),
         "vocab_size": getattr(tokenizer, "vocab_size", None),
-        "encode": f"field {field}" if make_encode is None else identity(make_encode),
+        "encode": f"field {field}" if make_encode is None else identify(make_encode),
     }
     return Work(folder.absolute(), tokenizer, make_encode, field, settings)
 
 
 @attrs.frozen
 class Tally:
-    """What some documents have become: how many they are, their tokens, how many had no text.
+    """Counts of encoded documents, of their tokens, and of those without text.
 
-    `counts` is what the encoder says happened to them; `digest` the hash of the token file, None
-    where there is none.
+    `counts` is the encoder's own counter; `digest` the hash of the token file, None if there is
+    none.
     """
 
     documents: int = 0
@@ -103,11 +103,11 @@ class Tally:
     digest: str | None = None
 
 
-def summed(parts: Collection[Tally]) -> Tally:
-    """Add up parts.
+def add_tallies(parts: Collection[Tally]) -> Tally:
+    """Add the counts of parts.
 
     Examples:
-        >>> summed([Tally(1, 5, 0, {"dropped": 1}), Tally(2, 6, 1)])
+        >>> add_tallies([Tally(1, 5, 0, {"dropped": 1}), Tally(2, 6, 1)])
         Tally(documents=3, tokens=11, empty_documents=1, counts={'dropped': 1}, digest=None)
     """
     counts = Counter[str]()
@@ -122,27 +122,32 @@ def summed(parts: Collection[Tally]) -> Tally:
 
 
 def code_version() -> str:
-    """Return trainkit's version, and a hash of its code that turns text and messages into ids."""
+    """Return trainkit's version, and a hash of its code that converts text and messages to ids."""
     try:
         version = metadata.version("trainkit-lm")
     except metadata.PackageNotFoundError:
         version = "not installed"
-    rooms = (Path(__file__).parents[1] / room for room in ("chat", "tokenizers"))
+    text = Path(__file__).parents[1]
+    files = [*(text / "chat").rglob("*.py"), *(text / "tokenizers").rglob("*.py")]
     digest = hashlib.sha256()
-    for file in sorted(itertools.chain(*(room.rglob("*.py") for room in rooms))):
+    for file in sorted(files):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return f"{version} {digest.hexdigest()[:16]}"
 
 
-def key_of_part(settings: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:
-    """Return all that a part's content follows from, as its `.json` shows it."""
-    files = [list(stats) for stats in chunk.files]
-    place = {"source": str(chunk.path.absolute()), "begin": chunk.begin, "end": chunk.end}
-    return {**settings, **place, "files": files}
+def make_part_key(settings: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:
+    """Return everything that the content of a part depends on, as its `.json` has it."""
+    return {
+        **settings,
+        "source": str(chunk.path.absolute()),
+        "begin": chunk.begin,
+        "end": chunk.end,
+        "files": [list(stats) for stats in chunk.files],
+    }
 
 
-def identity(value: Any) -> str:
-    """Return a text that tells a function, with all that is bound to it, from another.
+def identify(value: Any) -> str:
+    """Return a text that identifies a function, its code, and the arguments bound to it.
 
     Args:
         value: A function at the top of a module, a `functools.partial` of one, or a plain value:
@@ -152,12 +157,12 @@ def identity(value: Any) -> str:
         ValueError: It is something else, or a function that another process cannot import.
 
     Examples:
-        >>> identity(3), identity(("a", None))
+        >>> identify(3), identify(("a", None))
         ('3', "('a', None)")
     """
     if isinstance(value, partial):
         bound = [value.func, *value.args, *itertools.chain(*sorted(value.keywords.items()))]
-        return f"partial({', '.join(map(identity, bound))})"
+        return f"partial({', '.join(map(identify, bound))})"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         try:
             source = inspect.getsource(value)
@@ -165,9 +170,9 @@ def identity(value: Any) -> str:
             source = ""
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         return f"{value.__module__}.{value.__qualname__} {digest}"
-    if isinstance(value, Sequence) and not isinstance(value, str) and all(map(identity, value)):
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(map(identify, value)):
         return repr(value)
-    if isinstance(value, Mapping) and all(map(identity, [*value, *value.values()])):
+    if isinstance(value, Mapping) and all(map(identify, [*value, *value.values()])):
         return repr(dict(value))
     if value is None or isinstance(value, str | int | float | Column):
         return repr(value)
@@ -180,138 +185,161 @@ def identity(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- write
 
 
-def part_writer(work: Work) -> WritePart:
-    """Return the function that writes parts, with the encoder that it uses.
+def make_part_writer(work: Work) -> WritePart:
+    """Return a function that writes parts, with an encoder of its own.
 
-    `write(number, chunk, alive)` encodes a chunk, writes the two files of its part and returns it;
-    it calls `alive()` every half second.
+    `write(index, chunk, heartbeat)` encodes a chunk, writes the two files of its part and returns
+    its counts; it calls `heartbeat()` every half second.
 
     Raises:
         DataError: A document cannot be read or encoded. The message names its file and line.
         DiskError: A part cannot be written.
     """
-    one = None if work.make_encode is None else work.make_encode(work.tokenizer)
-    counts = getattr(one, "counts", {})
-    vocab_size, fields = work.settings["vocab_size"], [work.field] if one is None else None
-    columns = checked_columns("prepare", getattr(one, "columns", None))
-    no_text = 0 if one else len(encode_documents(work.tokenizer, [""])[0])
+    encode_record = None if work.make_encode is None else work.make_encode(work.tokenizer)
+    counter = getattr(encode_record, "counts", {})
+    columns = check_columns("prepare", getattr(encode_record, "columns", None))
+    vocab_size = work.settings["vocab_size"]
+    # BOS and EOS alone are no text.
+    empty_length = 0 if encode_record else len(encode_documents(work.tokenizer, [""])[0])
 
-    def encode(records: Sequence[Mapping[str, Any]]) -> list[Any]:
-        documents = (
-            [one(record) for record in records]
-            if one
-            else encode_documents(
-                work.tokenizer, [text_of(record, work.field) for record in records]
-            )
-        )
+    def encode_batch(records: Sequence[Mapping[str, Any]]) -> list[Any]:
+        if encode_record is not None:
+            documents = [encode_record(record) for record in records]
+        else:
+            texts = [get_text(record, work.field) for record in records]
+            documents = encode_documents(work.tokenizer, texts)
         for document in documents:
-            limit, where = vocab_size or 1 << 32, "what `encode` returned"
-            checked_document(document, limit, where, columns=columns)
+            check_document(
+                document, vocab_size or 1 << 32, "what `encode` returned", columns=columns
+            )
         return documents
 
-    def write(number: int, chunk: Chunk, alive: Callable[[], object]) -> Tally:
-        path, before = _path(work.folder, number), Counter(counts)
-        documents = _documents(encode, chunk, fields, alive)
-        first, tally = list(itertools.islice(documents, 1)), Tally()
+    def write(index: int, chunk: Chunk, heartbeat: Callable[[], object]) -> Tally:
+        path = _part_path(work.folder, index)
+        before = Counter(counter)
+        fields = [work.field] if encode_record is None else None
+        documents = _encode_chunk(encode_batch, chunk, fields, heartbeat)
+        tally = Tally()
+        # The first one apart: a token file cannot be empty, and a chunk can.
+        first = list(itertools.islice(documents, 1))
         if first:
-            whole = itertools.chain(first, documents)
-            corpus = write_corpus(path, whole, vocab_size=vocab_size, columns=columns)
-            lengths, counted = corpus.lengths, {n: c - before[n] for n, c in counts.items()}
-            empty = int((lengths <= no_text).sum()) - counted.get("dropped", 0)
-            tally = Tally(len(lengths), int(lengths.sum()), empty, counted, corpus.digest)
-        text = orjson.dumps({"key": key_of_part(work.settings, chunk), **attrs.asdict(tally)})
+            corpus = write_corpus(
+                path,
+                itertools.chain(first, documents),
+                vocab_size=vocab_size,
+                columns=columns,
+            )
+            lengths = corpus.lengths
+            counts = {name: count - before[name] for name, count in counter.items()}
+            tally = Tally(
+                documents=len(lengths),
+                tokens=int(lengths.sum()),
+                empty_documents=int((lengths <= empty_length).sum()) - counts.get("dropped", 0),
+                counts=counts,
+                digest=corpus.digest,
+            )
+        text = orjson.dumps({"key": make_part_key(work.settings, chunk), **attrs.asdict(tally)})
         path = path.with_suffix(".json")
-        with replacing(path, by="prepare") as file, disk_errors(path, by="prepare"):
+        with atomic_write(path, by="prepare") as file, convert_disk_errors(path, by="prepare"):
             file.write(text)
         return tally
 
     return write
 
 
-def _documents(
-    encode: EncodeAll, chunk: Chunk, fields: Sequence[str] | None, alive: Callable[[], object]
+def _encode_chunk(
+    encode_batch: EncodeBatch,
+    chunk: Chunk,
+    fields: Sequence[str] | None,
+    heartbeat: Callable[[], object],
 ) -> Iterator[Any]:
-    records, last = read_chunk(chunk, columns=fields), time.monotonic()
-    before = 0
-    while batch := list(itertools.islice(records, _RECORDS)):
-        yield from _encoded(encode, batch, chunk, before)
-        before += len(batch)
-        if time.monotonic() - last > _SIGN:
-            last = time.monotonic()
-            alive()
+    records = read_chunk(chunk, columns=fields)
+    last_heartbeat = time.monotonic()
+    count = 0
+    while batch := list(itertools.islice(records, _BATCH)):
+        try:
+            documents = encode_batch(batch)
+        except Exception:
+            _raise_for_record(encode_batch, batch, chunk, count)
+            raise
+        yield from documents
+        count += len(batch)
+        if time.monotonic() - last_heartbeat > _HEARTBEAT:
+            last_heartbeat = time.monotonic()
+            heartbeat()
 
 
-def _encoded(
-    encode: EncodeAll, records: Sequence[Mapping[str, Any]], chunk: Chunk, before: int
-) -> list[Any]:
-    """Encode some records; where that fails, find out which of them it was."""
-    try:
-        return encode(records)
-    except Exception:
-        for index, record in enumerate(records, start=before):
-            try:
-                encode([record])
-            except Exception as error:
-                where = document_name(chunk, index)
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                raise DataError(f"{where}: {kind}{error}", where=where) from error
-        raise
+def _raise_for_record(
+    encode_batch: EncodeBatch, records: Sequence[Mapping[str, Any]], chunk: Chunk, start: int
+) -> None:
+    """Encode records one by one, and raise for the first that fails, with its file and line."""
+    for index, record in enumerate(records, start=start):
+        try:
+            encode_batch([record])
+        except Exception as error:
+            origin = document_name(chunk, index)
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise DataError(f"{origin}: {kind}{error}", where=origin) from error
 
 
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"part_{number:08d}{SUFFIX}"
+def _part_path(folder: Path, index: int) -> Path:
+    return folder / f"part_{index:08d}{SUFFIX}"
 
 
 # -------------------------------------------------------------------------------------------- read
 
 
-def finished_part(folder: Path, number: int, key: Mapping[str, Any]) -> tuple[Tally | None, str]:
-    """Return what a part holds, or None and why it is of no use ("" where there is none)."""
-    path = _path(folder, number)
+def read_finished_part(
+    folder: Path, index: int, key: Mapping[str, Any]
+) -> tuple[Tally | None, str]:
+    """Return the counts of a finished part; or None and the reason, "" if there is none."""
+    path = _part_path(folder, index)
     try:
-        facts = orjson.loads(path.with_suffix(".json").read_bytes())
-        found = dict(facts.pop("key"))
-        part = Tally(digest=facts.pop("digest"), **facts)
+        stored = orjson.loads(path.with_suffix(".json").read_bytes())
+        stored_key = dict(stored.pop("key"))
+        part = Tally(digest=stored.pop("digest"), **stored)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         return None, f"{path.with_suffix('.json').name} is damaged ({error})"
-    for name, want in orjson.loads(orjson.dumps(key)).items():
-        if found.get(name) != want:
-            return None, _changed(name, found.get(name), want)
+    for name, expected in orjson.loads(orjson.dumps(key)).items():
+        if stored_key.get(name) != expected:
+            return None, _describe_change(name, stored_key.get(name), expected)
     try:
         if part.digest is not None:
-            _opened(path, part, check="full")
+            _open_part(path, part, check="full")
     except DataError as error:
         return None, str(error)
     return part, ""
 
 
-def open_finished(folder: Path, parts: Sequence[Tally]) -> JoinedCorpus:
-    """Return the documents of all parts, in order; the parts stay mapped.
+def open_finished_parts(folder: Path, parts: Sequence[Tally]) -> ConcatCorpus:
+    """Open the documents of all parts as one corpus, in order; the parts stay mapped.
 
     Raises:
         DataError: A part is not the one that was written.
     """
-    return join_corpora(
-        _opened(_path(folder, number), part, check="none")
-        for number, part in enumerate(parts)
+    return concat_corpora(
+        _open_part(_part_path(folder, index), part, check="none")
+        for index, part in enumerate(parts)
         if part.digest is not None  # else a chunk without documents
     )
 
 
-def _opened(path: Path, part: Tally, *, check: Check) -> TokenCorpus:
+def _open_part(path: Path, part: Tally, *, check: Check) -> TokenCorpus:
     corpus = open_tokens(path, check=check)
     if corpus.digest != part.digest:
         raise DataError(f"{path.name} is not the file that was written", where=path)
     return corpus
 
 
-def _changed(name: str, got: Any, want: Any) -> str:
-    if name != "files" or not got or not want:
-        return f"{name} changed from {got!r} to {want!r}"
-    before, now = ({file[0]: file[1:] for file in files} for files in (got, want))
-    for file in [*before, *now]:
-        if before.get(file) != now.get(file):
-            return f"{file} changed" if file in before and file in now else f"{file} came or went"
+def _describe_change(name: str, old: Any, new: Any) -> str:
+    if name != "files" or not old or not new:
+        return f"{name} changed from {old!r} to {new!r}"
+    old_files = {file[0]: file[1:] for file in old}
+    new_files = {file[0]: file[1:] for file in new}
+    for file in [*old_files, *new_files]:
+        if old_files.get(file) != new_files.get(file):
+            both = file in old_files and file in new_files
+            return f"{file} changed" if both else f"{file} was added or removed"
     return "the files have another order"

@@ -1,4 +1,4 @@
-"""`prepare_corpus`: text into a token file, in parallel, and again from where it was stopped."""
+"""`prepare_corpus`: tokenize text into a token file, in parallel, and resume if interrupted."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.data.corpus import documents_of
-from trainkit.files import disk_errors, sync_folder
-from trainkit.text.chat.encode import answers_warning
-from trainkit.text.corpora.records import RECORD_SUFFIXES
-from trainkit.text.corpora.shards import left_out
+from trainkit.data.corpus import iterate_documents
+from trainkit.files import convert_disk_errors, fsync_folder
+from trainkit.text.chat.encode import format_answers_warning
+from trainkit.text.corpora.formats import RECORD_FORMATS
+from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.text.corpora.text import TEXT_SUFFIXES, check_name
 from trainkit.text.corpora.tokens import SUFFIX, write_corpus
-from trainkit.text.prepare.chunks import Chunk, cut_source
+from trainkit.text.prepare.chunks import Chunk, split_source
 from trainkit.text.prepare.parts import (
     MakeEncode,
     Tally,
     Work,
-    finished_part,
-    key_of_part,
+    add_tallies,
+    make_part_key,
+    make_part_writer,
     make_work,
-    open_finished,
-    part_writer,
-    summed,
+    open_finished_parts,
+    read_finished_part,
 )
 from trainkit.text.prepare.workers import process_pool, write_parts
-from trainkit.types import ConfigError, DataError, DiskError, check_range
+from trainkit.types import ConfigError, DataError, DiskError, Log, check_range, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
     Source = str | Path
 
-_LEAST_CHUNK = 4 << 20  # bytes: a second of BPE on one core
-_MOST_CHUNKS = 4096
-_SMALL = 32 << 20  # bytes: less is done sooner than processes have started
+_MIN_CHUNK_BYTES = 4 << 20  # a second of BPE on one core
+_MAX_CHUNKS = 4096
+_SMALL = 32 << 20  # bytes: tokenizing less takes less time than starting processes
 
 
 @attrs.frozen
-class Progress:
-    """How far `prepare_corpus` is.
+class PrepareProgress:
+    """Progress of `prepare_corpus`.
 
     Attributes:
-        documents: Documents so far, those of an earlier run included.
+        documents: Finished documents, those of an earlier run included.
         tokens: Their tokens.
-        bytes: Bytes of the source that are finished, those of an earlier run included.
+        bytes: Finished bytes of the source, those of an earlier run included.
         total_bytes: Bytes of the whole source.
-        kept_bytes: Those of them that an earlier run had finished.
-        seconds: How long this run takes so far.
+        kept_bytes: Bytes that an earlier run had finished.
+        seconds: Duration of this run so far.
     """
 
     documents: int
@@ -70,22 +70,23 @@ class Progress:
 
 
 @attrs.frozen
-class Prepared:
-    """What `prepare_corpus` has done.
+class PrepareResult:
+    """Result of `prepare_corpus`.
 
     Attributes:
         path: The token file.
-        documents: Its documents.
-        tokens: Its tokens.
+        documents: The number of its documents.
+        tokens: The number of its tokens.
         bytes: The source's bytes; of parquet and arrow files, uncompressed.
         empty_documents: Documents without text; they are in the file.
-        counts: What the encoder counted, if it did: of `chat_encoder` the `conversations`, and how
-            many were `truncated` or `dropped`. Those dropped are documents without tokens.
+        counts: The encoder's counter, if it has one: with `make_chat_encoder` the `conversations`,
+            and how many were `truncated` or `dropped`. The dropped ones are documents without
+            tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
         parts_kept: Parts that an earlier run had finished.
-        workers: Processes that worked; None where an executor of yours did.
-        seconds: How long it took.
+        workers: The number of processes; None with an `executor`.
+        seconds: Duration of the run.
         tokens_per_second: Tokens of this run over its seconds.
     """
 
@@ -118,52 +119,52 @@ def prepare_corpus(
     executor: Executor | None = None,
     chunk_bytes: int | None = None,
     timeout: float = 300.0,
-    tell: Callable[[str], object] | None = None,
-    progress: Callable[[Progress], object] | None = None,
-) -> Prepared:
-    """Turn text into a token file, in several processes, or by anybody's `Executor`.
+    log: Log = log_info,
+    progress: Callable[[PrepareProgress], object] | None = None,
+) -> PrepareResult:
+    """Tokenize text into a token file, in several processes or by an `Executor`.
 
-    The source is cut into chunks, and each becomes a part file in the folder `OUT.parts`; at the
-    end they are joined, in the order of the source. A run that was stopped, however hard, is
-    started again with the same call and goes on with the parts that are finished. A part whose
-    file, tokenizer or settings have changed meanwhile is made anew. The token file is the same byte
-    for byte for any executor, any number of processes and any interruptions.
+    The source is split into chunks, and each becomes a part file in the folder `OUT.parts`; at the
+    end the parts are concatenated, in the order of the source. After an interruption of any kind
+    the same call resumes with the parts that are finished. A part whose file, tokenizer or settings
+    have changed is made again. The token file is the same byte for byte for any executor, any
+    number of processes and any interruptions.
 
     Args:
         source: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file, or a directory
             of such; or several of these, one after the other.
-        out: The file to make, which ends in `.tokens`; one that is there is replaced at the end, in
+        out: The file to make, which ends in `.tokens`. An existing one is replaced at the end, in
             one step.
-        tokenizer: What encodes a text; `bos_id` and `eos_id` go around each document.
-        make_encode: For records that are not plain text: `make_encode(tokenizer)` returns the
+        tokenizer: Encodes a text; `bos_id` and `eos_id` are added around each document.
+        make_encode: For records that are not plain text: `make_encode(tokenizer)` returns a
             function from a record to ids or a `Sample`. It is called in each process, so it must be
-            a function at the top of a module, or a `functools.partial` of one. What it returns may
-            have an attribute `counts`, a `Counter` of what happened, and `columns`, the `Column`s
-            of its samples by name. `tokenizers.sample_encoder` is one for records of ids.
-        template_hash: Of the template with which `make_encode` writes conversations, as the
-            function of that name gives it; the token file says it.
+            a function at the top of a module, or a `functools.partial` of one. Its result may have
+            an attribute `counts`, a `Counter` of what happened, and `columns`, the `Column`s of its
+            samples by name. `tokenizers.make_sample_encoder` is one for records of ids.
+        template_hash: Hash of the chat template of `make_encode`, from the function of that name;
+            the token file stores it.
         made_with: The names of the "tokenizer" and the "template", as a command line has them; the
-            token file says them too.
+            token file stores them too.
         field: The field of a record that holds its text.
-        suffixes: How the names of a directory's text files end.
-        keep: Says by its relative path whether a file of a directory is wanted.
-        workers: How many processes; by default one for each core, and this one alone for less than
-            32 MiB.
-        executor: What makes the parts instead of a pool of our own: any of `concurrent.futures`, or
-            Dask's `client.get_executor()` for the cores of several machines, which all see the
-            source and the folder of `out`, and have this trainkit. It is not shut down.
-        chunk_bytes: The least size of a chunk; by default 4 MiB, or a 4096th of the source.
-        timeout: Seconds without a sign of life after which processes are taken to hang.
-        tell: Called with a sentence about each thing worth knowing, such as parts that are reused.
+        suffixes: The suffixes of text files.
+        keep: Whether to take a file of a directory, by its relative path.
+        workers: The number of processes; by default one for each core, and only this one for less
+            than 32 MiB.
+        executor: Makes the parts instead of a process pool: any executor of `concurrent.futures`,
+            or Dask's `client.get_executor()` for the cores of several machines, which must all see
+            the source and the folder of `out`, and have the same trainkit. It is not shut down.
+        chunk_bytes: The minimum size of a chunk; by default 4 MiB, or a 4096th of the source.
+        timeout: Seconds without a heartbeat after which processes are taken to hang.
+        log: Called with messages, for example about parts that are reused.
         progress: Called whenever a part is finished.
 
     Raises:
         DataError: The source is missing, empty or damaged, a document cannot be encoded, a process
-            died, or the template hides too many answers (`chat.answers_warning`). The message names
-            the file and the line, or the process and the chunk.
+            died, or the template hides too many answers (`chat.format_answers_warning`). The
+            message names the file and the line, or the process and the chunk.
         DiskError: A file cannot be written, or the disk is full.
         ConfigError: Another process prepares the same file, or a library is missing.
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
 
     Effects:
         Writes `out`, and `OUT.parts` while it works; starts processes and ends them. On failure the
@@ -171,199 +172,241 @@ def prepare_corpus(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.tokenizers.bytes import byte_tokenizer
+        >>> from trainkit.text.tokenizers.bytes import make_byte_tokenizer
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = (Path(folder) / "a.txt").write_text("hi")
-        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=byte_tokenizer())
+        ...     done = prepare_corpus(folder, f"{folder}/a.tokens", tokenizer=make_byte_tokenizer())
         >>> done.documents, done.tokens
         (1, 4)
     """
-    begun, out, say = time.monotonic(), Path(out), tell or (lambda _: None)
-    check_out(out)
+    start_time = time.monotonic()
+    out = Path(out)
+    check_output(out)
     check_range("prepare", at_least=1, workers=workers)
     work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
     work = attrs.evolve(work, settings={**work.settings, "template": template_hash})
-    chunks = cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
-    kinds = (*suffixes, *RECORD_SUFFIXES)
-    for told in filter(None, (left_out(path, kinds) for path in _paths_of(source))):
-        say(told)
-    total = sum(chunk.bytes for chunk in chunks)
-    with alone(out), _parts_folder(work.folder):
-        parts = _finished(work, chunks, say)
-        kept = dict(parts)
-        todo = {i: chunk for i, chunk in enumerate(chunks) if i not in kept}
-        kept_bytes = sum(chunks[i].bytes for i in kept)
-
-        def done(number: int, part: Tally) -> None:
-            parts[number] = part
-            if progress is not None:
-                sums, size = summed(parts.values()), sum(chunks[i].bytes for i in parts)
-                seconds = time.monotonic() - begun
-                progress(Progress(sums.documents, sums.tokens, size, total, kept_bytes, seconds))
-
-        crew = _crew(workers, todo, total - kept_bytes)
-        _write_parts(work, todo, executor, crew, timeout=timeout, done=done)
-        sums = summed(parts.values())
-        _check_content(sums, _paths_of(source))
-        if warning := answers_warning(sums.counts):
-            say(warning)
-        say(f"joining {len(chunks)} parts: {sums.documents} documents, {sums.tokens} tokens")
-        corpus = _join(out, work, [parts[i] for i in range(len(chunks))], made_with)
-    seconds = time.monotonic() - begun
-    return Prepared(
+    sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
+    chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
+    for path in sources:
+        if message := describe_unread_files(path, (*suffixes, *RECORD_FORMATS)):
+            log(message)
+    with lock_output(out), _make_parts_folder(work.folder):
+        parts = _find_finished_parts(work, chunks, log)
+        reused = dict(parts)
+        report = _ProgressReport(chunks, parts, progress, start_time)
+        used_workers = _write_parts(
+            work,
+            {index: chunk for index, chunk in enumerate(chunks) if index not in reused},
+            executor,
+            workers,
+            timeout=timeout,
+            on_part=report.add,
+        )
+        total = add_tallies(parts.values())
+        _check_content(total, sources)
+        if warning := format_answers_warning(total.counts):
+            log(warning)
+        log(f"joining {len(chunks)} parts: {total.documents} documents, {total.tokens} tokens")
+        corpus = _concat_parts(out, work, [parts[i] for i in range(len(chunks))], made_with)
+    seconds = time.monotonic() - start_time
+    return PrepareResult(
         path=out,
-        documents=sums.documents,
-        tokens=sums.tokens,
-        bytes=total,
-        empty_documents=sums.empty_documents,
-        counts=sums.counts,
+        documents=total.documents,
+        tokens=total.tokens,
+        bytes=report.total_bytes,
+        empty_documents=total.empty_documents,
+        counts=total.counts,
         vocab_size=work.settings["vocab_size"],
         digest=corpus.digest,
-        parts_kept=len(kept),
-        workers=crew if executor is None else None,
+        parts_kept=len(reused),
+        workers=used_workers,
         seconds=seconds,
-        tokens_per_second=(sums.tokens - summed(kept.values()).tokens) / seconds,
+        tokens_per_second=(total.tokens - add_tallies(reused.values()).tokens) / seconds,
     )
 
 
-def check_out(out: Path) -> None:
-    """Refuse a file that could not be written in the end.
+class _ProgressReport:
+    """Adds finished parts to `parts`, and reports the progress."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        parts: dict[int, Tally],
+        progress: Callable[[PrepareProgress], object] | None,
+        start_time: float,
+    ) -> None:
+        self.total_bytes = sum(chunk.bytes for chunk in chunks)
+        self._chunks = chunks
+        self._parts = parts
+        self._progress = progress
+        self._start_time = start_time
+        self._reused_bytes = sum(chunks[index].bytes for index in parts)
+
+    def add(self, index: int, part: Tally) -> None:
+        self._parts[index] = part
+        if self._progress is None:
+            return
+        finished = add_tallies(self._parts.values())
+        self._progress(
+            PrepareProgress(
+                documents=finished.documents,
+                tokens=finished.tokens,
+                bytes=sum(self._chunks[i].bytes for i in self._parts),
+                total_bytes=self.total_bytes,
+                kept_bytes=self._reused_bytes,
+                seconds=time.monotonic() - self._start_time,
+            )
+        )
+
+
+def check_output(out: Path) -> None:
+    """Raise an error if a token file could not be written at the end.
 
     Raises:
         ValueError: Its name does not end in `.tokens`.
-        DataError: Its name is no UTF-8.
-        DiskError: Its folder is missing or must not be written to, or a folder has its name.
+        DataError: Its name is not UTF-8.
+        DiskError: Its folder is missing or not writable, or a folder has its name.
     """
     check_name(out)
     if out.suffix != SUFFIX:
         raise ValueError(f"prepare: the file must end in {SUFFIX}, got {out}")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK) or out.is_dir():
-        folder = f"{out.parent} is no folder that can be written to"
-        what = "it is a folder" if out.is_dir() else folder
-        raise DiskError(f"prepare: cannot write {out}: {what}", where=out)
+    if out.is_dir():
+        raise DiskError(f"prepare: cannot write {out}: it is a folder", where=out)
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise DiskError(
+            f"prepare: cannot write {out}: {out.parent} is no folder that can be written to",
+            where=out,
+        )
 
 
-def cut_sources(
-    source: Source | Sequence[Source],
+def split_sources(
+    sources: Sequence[Source],
     *,
     suffixes: Sequence[str],
     keep: Callable[[str], bool] | None = None,
     chunk_bytes: int | None = None,
 ) -> list[Chunk]:
-    """Cut all sources of a corpus, in order; the arguments are those of `prepare_corpus`.
+    """Split all sources of a corpus, in order; the arguments are those of `prepare_corpus`.
 
     Raises:
         DataError: A source is missing, damaged or without documents. The message names it.
     """
     check_range("prepare", at_least=1, chunk_bytes=chunk_bytes)
     chunks: list[Chunk] = []
-    for path in _paths_of(source):
-        least = chunk_bytes or _LEAST_CHUNK
-        found = cut_source(path, suffixes=suffixes, chunk_bytes=least, keep=keep)
-        if not found:
-            what = ": all files are left out by name" if path.is_dir() else ""
-            raise DataError(f"prepare: {path}: there are no documents{what}", where=path)
-        chunks += found
-    if chunk_bytes is None and len(chunks) > _MOST_CHUNKS:
-        larger = sum(chunk.bytes for chunk in chunks) // _MOST_CHUNKS
-        if larger > _LEAST_CHUNK:
-            return cut_sources(source, suffixes=suffixes, keep=keep, chunk_bytes=larger)
+    for path in map(Path, sources):
+        part = split_source(
+            path,
+            suffixes=suffixes,
+            chunk_bytes=chunk_bytes or _MIN_CHUNK_BYTES,
+            keep=keep,
+        )
+        if not part:
+            reason = ": all files are left out by name" if path.is_dir() else ""
+            raise DataError(f"prepare: {path}: there are no documents{reason}", where=path)
+        chunks += part
+    if chunk_bytes is None and len(chunks) > _MAX_CHUNKS:
+        larger = sum(chunk.bytes for chunk in chunks) // _MAX_CHUNKS
+        if larger > _MIN_CHUNK_BYTES:
+            return split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=larger)
     return chunks
 
 
-def _finished(
-    work: Work, chunks: Sequence[Chunk], say: Callable[[str], object]
-) -> dict[int, Tally]:
-    """Return the parts that an earlier run has finished; delete those that are of no use."""
+def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[int, Tally]:
+    """Find the parts that an earlier run has finished; delete those that cannot be reused."""
     parts: dict[int, Tally] = {}
     reasons: list[str] = []
-    for number, chunk in enumerate(chunks):
-        part, reason = finished_part(work.folder, number, key_of_part(work.settings, chunk))
+    for index, chunk in enumerate(chunks):
+        part, reason = read_finished_part(work.folder, index, make_part_key(work.settings, chunk))
         if part is not None:
-            parts[number] = part
+            parts[index] = part
         elif reason:
             reasons.append(reason)
-    useful = {f"part_{number:08d}" for number in parts}
+    reusable = {f"part_{index:08d}" for index in parts}
     for file in work.folder.iterdir():
-        if file.stem not in useful:
-            file.unlink(missing_ok=True)  # of a worker that is ending
+        if file.stem not in reusable:
+            file.unlink(missing_ok=True)  # a worker that is exiting may delete its own first
     if parts or reasons:
-        say(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
+        log(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        say(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+        log(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
     return parts
 
 
 def _write_parts(
     work: Work,
-    todo: Mapping[int, Chunk],
+    chunks: Mapping[int, Chunk],
     executor: Executor | None,
-    crew: int,
+    workers: int | None,
     *,
     timeout: float,
-    done: Callable[[int, Tally], None],
-) -> None:
-    """Write parts by an executor, in processes of our own, or in this one."""
-    if executor is None and crew == 1:
-        write = part_writer(work)
-        for number, chunk in todo.items():
-            done(number, write(number, chunk, bool))
-        return
-    with process_pool(crew) if executor is None else nullcontext(executor) as pool:
-        write_parts(work, todo, pool, timeout=timeout, done=done)
-
-
-def _crew(workers: int | None, todo: Mapping[int, Chunk], size: int) -> int:
+    on_part: Callable[[int, Tally], None],
+) -> int | None:
+    """Write the parts of chunks; return the number of processes, None with an executor."""
+    if executor is not None:
+        write_parts(work, chunks, executor, timeout=timeout, on_part=on_part)
+        return None
     if workers is None:
-        workers = 1 if size < _SMALL else len(os.sched_getaffinity(0))
-    return max(1, min(workers, len(todo)))
+        is_small = sum(chunk.bytes for chunk in chunks.values()) < _SMALL
+        workers = 1 if is_small else len(os.sched_getaffinity(0))
+    workers = max(1, min(workers, len(chunks)))
+    if workers == 1:
+        write = make_part_writer(work)
+        for index, chunk in chunks.items():
+            on_part(index, write(index, chunk, bool))
+    else:
+        with process_pool(workers) as pool:
+            write_parts(work, chunks, pool, timeout=timeout, on_part=on_part)
+    return workers
 
 
-def _paths_of(source: Source | Sequence[Source]) -> list[Path]:
-    return [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
+def _check_content(total: Tally, sources: Sequence[Path]) -> None:
+    """Raise DataError if all documents are empty: BOS and EOS alone are no text."""
+    dropped = total.counts.get("dropped", 0)
+    if total.empty_documents + dropped >= total.documents:
+        names = ", ".join(map(str, sources))
+        reason = "there is none"
+        if total.documents:
+            reason = "they are all empty" + (f", or dropped ({dropped})" if dropped else "")
+        raise DataError(f"prepare: {names}: no documents: {reason}", where=names)
 
 
-def _check_content(sums: Tally, sources: Sequence[Path]) -> None:
-    """Refuse documents that are all without text: marks of their begin and end are no text."""
-    dropped = sums.counts.get("dropped", 0)
-    if sums.empty_documents + dropped >= sums.documents:
-        empty = f"they are all empty, or dropped ({dropped})" if dropped else "they are all empty"
-        found = empty if sums.documents else "there is none"
-        place = ", ".join(map(str, sources))
-        raise DataError(f"prepare: {place}: no documents: {found}", where=place)
-
-
-def _join(
+def _concat_parts(
     out: Path, work: Work, parts: Sequence[Tally], made_with: Mapping[str, str] | None
 ) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
     needed = sum(file.stat().st_size for file in work.folder.glob(f"*{SUFFIX}"))
-    if (free := shutil.disk_usage(out.parent).free) < needed:
-        what = f"the parts become a new file, which needs {needed} bytes; {free} bytes are free"
-        hint = "make room and run the same again: the parts are finished"
-        facts = {"where": out, "got": free, "want": needed, "hint": hint}
-        raise DiskError(f"prepare: cannot write {out}: {what}", **facts)
-    joined, whole = work.folder / f"joined{SUFFIX}", open_finished(work.folder, parts)
-    corpus = write_corpus(
-        joined,
-        documents_of(whole),
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise DiskError(
+            f"prepare: cannot write {out}: the parts become a new file, which needs {needed} "
+            f"bytes; {free} bytes are free",
+            where=out,
+            got=free,
+            want=needed,
+            hint="make room and run the same again: the parts are finished",
+        )
+    temporary = work.folder / f"joined{SUFFIX}"
+    corpus = open_finished_parts(work.folder, parts)
+    written = write_corpus(
+        temporary,
+        iterate_documents(corpus),
         vocab_size=work.settings["vocab_size"],
         tokenizer_hash=work.settings["tokenizer"],
-        columns=whole.columns,
+        columns=corpus.columns,
         template_hash=work.settings["template"],
         made_with=made_with,
     )
-    with disk_errors(out, by="prepare"):
-        joined.replace(out)
-        sync_folder(out.parent)
+    with convert_disk_errors(out, by="prepare"):
+        temporary.replace(out)
+        fsync_folder(out.parent)
     shutil.rmtree(work.folder)
-    return corpus
+    return written
 
 
 @contextmanager
-def _parts_folder(folder: Path) -> Iterator[None]:
-    """Make the folder of parts; when the block ends, leave nothing but finished parts."""
-    with disk_errors(folder, by="prepare"):
+def _make_parts_folder(folder: Path) -> Iterator[None]:
+    """Make the folder of parts; at the end of the block, delete everything but finished parts."""
+    with convert_disk_errors(folder, by="prepare"):
         folder.mkdir(exist_ok=True)
     try:
         yield
@@ -376,22 +419,22 @@ def _parts_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(out: Path, *, by: str = "prepare") -> Iterator[None]:
-    """Hold a lock on what is made from `out`'s name, beside it, while the block runs.
+def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
+    """Lock an output file while the block runs, by a lock file in the same directory.
 
     Raises:
-        ConfigError: Another process holds it; `by` is which function says so.
-        DiskError: It cannot be written.
+        ConfigError: Another process has the lock; the message begins with `function`.
+        DiskError: The lock file cannot be written.
 
     Examples:
         >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, alone(Path(folder) / "a.tokens"):
+        >>> with tempfile.TemporaryDirectory() as folder, lock_output(Path(folder) / "a.tokens"):
         ...     sorted(path.name for path in Path(folder).iterdir())
         ['.a.tokens.lock']
     """
     path = out.with_name(f".{out.name}.lock")
     while True:
-        with disk_errors(path, by=by):
+        with convert_disk_errors(path, by=function):
             file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -400,13 +443,13 @@ def alone(out: Path, *, by: str = "prepare") -> Iterator[None]:
             other = file.read() or "unknown"
             file.close()
             raise ConfigError(
-                f"{by}: {out}: another process (process {other}) makes it",
+                f"{function}: {out}: another process (process {other}) makes it",
                 where=path,
                 hint="wait for it, or write to another file",
             ) from error
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             break
-        file.close()  # its holder deleted it in between
+        file.close()  # the process that had the lock has deleted the file: lock a new one
     try:
         file.truncate(0)
         file.write(str(os.getpid()))

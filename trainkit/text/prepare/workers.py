@@ -1,7 +1,7 @@
-"""Chunks become parts in other processes: those of anybody's `Executor`, or a pool of our own.
+"""Write parts in other processes: those of an `Executor`, or of a local pool.
 
-What they share is the folder of parts. Whoever is at a chunk has a file there that says so and is
-touched every half second, so that a process that hangs or has died can be named.
+The processes share the folder of parts. Each one that works on a chunk has a heartbeat file there,
+which it touches every half second, so that a process that hangs or has died can be named.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trainkit.files import disk_errors, forget_piped_script
-from trainkit.text.prepare.chunks import chunk_place
-from trainkit.text.prepare.parts import Tally, Work, WritePart, code_version, part_writer
+from trainkit.files import convert_disk_errors, hide_piped_script
+from trainkit.text.prepare.chunks import describe_chunk
+from trainkit.text.prepare.parts import Tally, Work, WritePart, code_version, make_part_writer
 from trainkit.types import DataError, TrainkitError
 
 if TYPE_CHECKING:
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 def write_parts(
     work: Work,
-    todo: Mapping[int, Chunk],
+    chunks: Mapping[int, Chunk],
     executor: Executor,
     *,
     timeout: float,
-    done: Callable[[int, Tally], None],
+    on_part: Callable[[int, Tally], None],
 ) -> None:
-    """Write the parts of some chunks by an executor.
+    """Write the parts of chunks by an executor.
 
     Args:
-        work: How chunks become parts.
-        todo: Chunks by the numbers of their parts.
-        executor: What calls a function elsewhere.
-        timeout: Seconds after which those who are at a chunk and show no sign of life are taken to
-            hang.
-        done: Called with a part's number and the part, once it is written.
+        work: The settings of all parts.
+        chunks: The chunks, by the indices of their parts.
+        executor: Calls a function in another process.
+        timeout: Seconds without a heartbeat after which the processes that work on a chunk are
+            taken to hang.
+        on_part: Called with a part's index and counts, once it is written.
 
     Raises:
         DataError: A document is bad, or a process died or hangs. The message names it.
@@ -59,27 +59,29 @@ def write_parts(
     Effects:
         Writes parts.
     """
-    # Dask takes a call with the same arguments for one that it has answered: each run has its own.
+    # Dask returns the old result for a call with the same arguments: each run has its own name.
     job = _Job(secrets.token_hex(8), code_version(), work)
     futures: dict[Future[Tally], int] = {}
     try:
         with _interrupts_wait():
-            for number, chunk in todo.items():
-                there = attrs.evolve(chunk, path=chunk.path.absolute())
-                futures[executor.submit(_write, job, number, there)] = number
-        crew = active_children()
-        for future in _as_ended(futures, work.folder, timeout):
-            number = futures[future]
+            for index, chunk in chunks.items():
+                absolute = attrs.evolve(chunk, path=chunk.path.absolute())
+                futures[executor.submit(_write, job, index, absolute)] = index
+        processes = active_children()
+        for future in _iterate_finished(futures, work.folder, timeout):
+            index = futures[future]
             try:
                 part = future.result()
             except BrokenExecutor as error:
-                raise _lost(crew, work.folder) from error
+                raise _find_dead_process(processes, work.folder) from error
             except Exception as error:
                 if isinstance(error, ValueError):  # TrainkitErrors among them
                     raise
-                what = f"{type(error).__name__}: {error}, at chunk {number}"
-                raise DataError(f"prepare: {what}: {chunk_place(todo[number])}") from error
-            done(number, part)
+                raise DataError(
+                    f"prepare: {type(error).__name__}: {error}, at chunk {index}: "
+                    f"{describe_chunk(chunks[index])}"
+                ) from error
+            on_part(index, part)
     finally:
         for future in futures:
             future.cancel()
@@ -87,11 +89,8 @@ def write_parts(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block; a process that is started in it never sees one.
-
-    It goes to all processes of a terminal, and one that is still importing modules would end with a
-    traceback.
-    """
+    """Delay Ctrl-C until the end of the block; processes started in it never receive it."""
+    # A terminal sends it to all processes, and one that is still importing would print a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -99,48 +98,52 @@ def _interrupts_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _as_ended(
+def _iterate_finished(
     futures: Iterable[Future[Tally]], folder: Path, timeout: float
 ) -> Iterator[Future[Tally]]:
-    """Yield futures as they end; raise when chunks that were begun show no sign of life."""
-    waiting, last = set(futures), time.monotonic()
-    marks: dict[str, int] = {}
-    while waiting:
-        ended, waiting = wait(waiting, min(timeout, 5.0), return_when=FIRST_COMPLETED)
-        yield from ended
-        before, marks = marks, _marks(folder)
-        silent = time.monotonic() - last
-        if ended or marks != before or not marks:
-            last = time.monotonic()
-        elif silent > timeout:
-            raise _ended(marks, f"has said nothing for {silent:.0f} s")
+    """Yield futures as they finish; raise if there are heartbeat files and none changes."""
+    pending = set(futures)
+    heartbeats: dict[str, int] = {}
+    last_change = time.monotonic()
+    while pending:
+        finished, pending = wait(pending, min(timeout, 5.0), return_when=FIRST_COMPLETED)
+        yield from finished
+        before = heartbeats
+        heartbeats = _read_heartbeats(folder)
+        silent_seconds = time.monotonic() - last_change
+        if finished or heartbeats != before or not heartbeats:
+            last_change = time.monotonic()
+        elif silent_seconds > timeout:
+            raise _process_error(heartbeats, f"has sent no heartbeat for {silent_seconds:.0f} s")
 
 
-def _marks(folder: Path) -> dict[str, int]:
-    """Return who is at which chunk, and when that was last said, in nanoseconds."""
-    marks = {}
+def _read_heartbeats(folder: Path) -> dict[str, int]:
+    """Return the time of the last heartbeat, in nanoseconds, by process and chunk."""
+    heartbeats = {}
     for path in folder.glob(".at_*"):
-        with suppress(FileNotFoundError):  # it has ended meanwhile
-            marks[path.read_text()] = path.stat().st_mtime_ns
-    return marks
+        with suppress(FileNotFoundError):  # the process has finished the chunk meanwhile
+            heartbeats[path.read_text()] = path.stat().st_mtime_ns
+    return heartbeats
 
 
-def _lost(crew: Iterable[BaseProcess], folder: Path) -> DataError:
-    """Return the error of processes of which one has died, and the others were told to end."""
-    marks = _marks(folder)
-    for process in crew:
+def _find_dead_process(processes: Iterable[BaseProcess], folder: Path) -> DataError:
+    """Return the error for a pool in which one process has died, and the others were terminated."""
+    heartbeats = _read_heartbeats(folder)
+    for process in processes:
         process.join(timeout=5)
         code = process.exitcode or 0
         if code not in {0, -signal.SIGTERM}:
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            its = [mark for mark in marks if mark.startswith(f"process {process.pid} ")]
-            return _ended(its or ["a process, before its first chunk,"], f"was ended {how}")
-    return _ended(marks, "has ended")
+            cause = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            prefix = f"process {process.pid} "
+            names = [name for name in heartbeats if name.startswith(prefix)]
+            names = names or ["a process, before its first chunk,"]
+            return _process_error(names, f"was ended {cause}")
+    return _process_error(heartbeats, "has ended")
 
 
-def _ended(marks: Iterable[str], what: str) -> DataError:
+def _process_error(names: Iterable[str], problem: str) -> DataError:
     return DataError(
-        f"prepare: {' or '.join(sorted(marks)) or 'a process'} {what}",
+        f"prepare: {' or '.join(sorted(names)) or 'a process'} {problem}",
         hint="finished parts are kept: run the same again, with fewer workers if memory was short; "
         "a script that works with several processes does so under `if __name__ == '__main__':`",
     )
@@ -148,69 +151,72 @@ def _ended(marks: Iterable[str], what: str) -> DataError:
 
 # ---------------------------------------------------------------------------- in the other process
 
-_here = threading.local()  # an encoder counts, so no two threads may share one
+_thread_state = threading.local()  # an encoder has a counter, so no two threads may share one
 
 
 @attrs.frozen
 class _Job:
-    """What travels with each chunk: which run asks, of which trainkit, for what."""
+    """Sent with each chunk: the name of the run, the version of its code, and the settings."""
 
     name: str
     code: str
     work: Work
 
 
-def _write(job: _Job, number: int, chunk: Chunk) -> Tally:
-    """Write a part, with a mark that one is at it; what goes wrong can go through a pipe."""
-    who = f"process {os.getpid()} on {socket.gethostname()}"
-    mark = job.work.folder / f".at_{number} {who}"
+def _write(job: _Job, index: int, chunk: Chunk) -> Tally:
+    """Write a part with a heartbeat file; errors are converted to ones that can be pickled."""
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    heartbeat = job.work.folder / f".at_{index} {process}"
     try:
-        with disk_errors(mark, by="prepare"):
-            mark.write_text(f"{who}, at chunk {number}, {chunk_place(chunk)},")
-        return _writer(job)(number, chunk, mark.touch)
+        with convert_disk_errors(heartbeat, by="prepare"):
+            heartbeat.write_text(f"{process}, at chunk {index}, {describe_chunk(chunk)},")
+        return _get_writer(job)(index, chunk, heartbeat.touch)
     except Exception as error:  # noqa: BLE001 (raised below)
-        found = error
+        caught = error
     finally:
-        mark.unlink(missing_ok=True)
-    raise _portable(found)
+        heartbeat.unlink(missing_ok=True)
+    raise _make_portable(caught)
 
 
-def _portable(error: Exception) -> Exception:
-    """Return an error that the parent can read: trainkit's own as it is, another in words.
-
-    An error travels as the arguments of its class, and by some executors with what caused it. A
-    class with arguments of its own, or one of the script that runs, cannot be made from them there.
-    """
+def _make_portable(error: Exception) -> Exception:
+    """Return an error that can be unpickled: trainkit's own, or a DataError with its text."""
+    # An error is pickled as its class and arguments, by some executors with its cause. A class with
+    # other arguments, or one of the user's script, cannot be made from them in the parent.
     if type(error).__module__ == TrainkitError.__module__ or type(error) is ValueError:
         error.__cause__ = error.__context__ = None
-        with suppress(Exception):  # what was found need not go through a pipe
+        with suppress(Exception):  # `got` may hold a value that cannot be pickled
             pickle.dumps(error)  # never read: no file is unpickled here
             return error
     return DataError(f"{type(error).__name__}: {error}")
 
 
-def _writer(job: _Job) -> WritePart:
-    """Return what writes the parts, made once in each thread of a run."""
-    if getattr(_here, "name", "") != job.name:
+def _get_writer(job: _Job) -> WritePart:
+    """Return the writer of a run, made once in each thread."""
+    if getattr(_thread_state, "name", "") != job.name:
         if job.code != code_version():
             raise DataError(
                 f"prepare: {socket.gethostname()} has another trainkit ({code_version()}) than the "
-                f"process that asks ({job.code}); install the same everywhere"
+                f"process that started the run ({job.code}); install the same everywhere"
             )
-        _here.write, _here.name = part_writer(job.work), job.name
-    return _here.write
+        _thread_state.write = make_part_writer(job.work)
+        _thread_state.name = job.name
+    return _thread_state.write
 
 
-# -------------------------------------------------------------------------------- a pool of our own
+# -------------------------------------------------------------------------------------- local pool
 
 
 @contextmanager
 def process_pool(workers: int) -> Iterator[Executor]:
-    """Yield a pool of processes that end with the block, at once if it fails, and with this one."""
-    # Spawned: a fork would take over locks of threads (numpy's, arrow's) that nobody will release.
-    forget_piped_script()
+    """Yield a process pool that ends with the block, at once if it fails, and with this process."""
+    # Spawned: a forked process inherits locks of threads (numpy's, arrow's) that nobody releases.
+    hide_piped_script()
     others = {*active_children()}
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("spawn"),
+        initializer=_initialize_process,
+    )
     try:
         yield pool
     except BaseException:
@@ -221,12 +227,13 @@ def process_pool(workers: int) -> Iterator[Executor]:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _initialize_process() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
+    # A killed parent cannot shut its pool down, and workers would wait for chunks forever.
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -2,16 +2,16 @@
 
 from trainkit.text.streams.stream import (
     StreamStep,
-    batch_maker,
-    documents_from,
-    stream_counts,
-    stream_steps,
+    count_stream,
+    make_document_opener,
+    make_stream_reader,
+    pack_stream,
 )
 
 __all__ = [
     "StreamStep",
-    "batch_maker",
-    "documents_from",
-    "stream_counts",
-    "stream_steps",
+    "count_stream",
+    "make_document_opener",
+    "make_stream_reader",
+    "pack_stream",
 ]

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from trainkit.data.documents import Document, checked_columns
-from trainkit.data.packed import Packed
-from trainkit.packing import best_fit, pack_bins, take_rows
+from trainkit.data.documents import Document, check_columns
+from trainkit.data.packed import PackedCorpus
+from trainkit.packing import best_fit, pack_bins, select_rows
 from trainkit.text.streams.windows import (
     Packing,
     Position,
@@ -45,7 +45,7 @@ _MEND = "give the documents, the arguments and the seed of the save, or begin an
 
 @attrs.frozen(eq=False)
 class StreamStep:
-    """The rows of one global step of a stream, for `deal_rows`: all of `packed`, in order.
+    """The rows of one global step of a stream, for `make_microbatches`: all of `packed`, in order.
 
     Attributes:
         packed: The rows, with the pieces in them as documents; at the end of the stream those that
@@ -53,18 +53,20 @@ class StreamStep:
         cursor: Where the next step begins.
     """
 
-    packed: Packed
+    packed: PackedCorpus
     cursor: Cursor
 
 
-def documents_from(make_iterator: Callable[[], Iterable[ArrayLike | Sample]]) -> OpenDocuments:
+def make_document_opener(
+    make_iterator: Callable[[], Iterable[ArrayLike | Sample]],
+) -> OpenDocuments:
     """Return `open_documents` for a source that can only be read from its beginning.
 
     Args:
         make_iterator: Begins anew at each call, with the same documents in the same order.
 
     Examples:
-        >>> open_documents = documents_from(lambda: iter([[1, 2], [3], [4, 5, 6]]))
+        >>> open_documents = make_document_opener(lambda: iter([[1, 2], [3], [4, 5, 6]]))
         >>> list(open_documents(1))
         [[3], [4, 5, 6]]
     """
@@ -74,13 +76,13 @@ def documents_from(make_iterator: Callable[[], Iterable[ArrayLike | Sample]]) ->
         number = sum(1 for _ in islice(noting_errors(documents, 0), first))
         if number < first:
             what = f"the source ends after {number} documents, the cursor is at document {first}"
-            raise DataError(f"documents_from: {what}: it has changed", got=number, want=first)
+            raise DataError(f"make_document_opener: {what}: it has changed", got=number, want=first)
         return documents
 
     return open_documents
 
 
-def stream_steps(
+def pack_stream(
     open_documents: OpenDocuments,
     cursor: Cursor,
     *,
@@ -98,7 +100,7 @@ def stream_steps(
     """Pack documents as they come, and give the rows of one global step after the other.
 
     Every token of the stream comes exactly once; only `overlong` can leave tokens out, and
-    `stream_counts` tells how many. A step may take rows from two windows. At the end of the stream
+    `count_stream` tells how many. A step may take rows from two windows. At the end of the stream
     blank rows fill the last step. What comes is a function of the documents, the cursor and the
     arguments, so ranks that read the same documents make the same steps.
 
@@ -107,7 +109,7 @@ def stream_steps(
     could be compared with; another source that has as many documents goes unnoticed there.
 
     Args:
-        open_documents: Gives the documents from a number on; `documents_from` makes one of an
+        open_documents: Gives the documents from a number on; `make_document_opener` makes one of an
             iterator. Documents are token ids or `Sample`s.
         cursor: Where to begin: `Cursor()`, or the cursor of an earlier step.
         capacity: Tokens per row.
@@ -134,12 +136,12 @@ def stream_steps(
         Exception: What the source raised, the same object, with a note of the document's number.
 
     Examples:
-        >>> open_documents = documents_from(lambda: iter([[1, 2], [3, 4, 5], [6]]))
-        >>> steps = list(stream_steps(open_documents, Cursor(), capacity=4, rows=1, seed=0))
+        >>> open_documents = make_document_opener(lambda: iter([[1, 2], [3, 4, 5], [6]]))
+        >>> steps = list(pack_stream(open_documents, Cursor(), capacity=4, rows=1, seed=0))
         >>> [step.packed.bins.lengths.tolist() for step in steps], steps[0].cursor
         ([[2], [3, 1]], Cursor(batch=1, stream=(0, 0, 1, 0, 0, ...)))
     """
-    check_range("stream_steps", at_least=1, rows=rows, buffer_rows=buffer_rows)
+    check_range("pack_stream", at_least=1, rows=rows, buffer_rows=buffer_rows)
     pack = partial(
         pack_bins,
         capacity=capacity,
@@ -149,13 +151,13 @@ def stream_steps(
         max_documents=max_documents,
     )
     pack([], overlong=overlong)  # checks the arguments before a document is read
-    declared = checked_columns("stream_steps", columns)
+    declared = check_columns("pack_stream", columns)
     window = buffer_rows * capacity
     packing = Packing(pack, capacity, window, overlong, vocab_size, seed, declared)
     return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)
 
 
-def stream_counts(cursor: Cursor) -> dict[str, int]:
+def count_stream(cursor: Cursor) -> dict[str, int]:
     """Return what a stream has gone through before a cursor, as far as its windows are used up.
 
     Returns:
@@ -163,7 +165,7 @@ def stream_counts(cursor: Cursor) -> dict[str, int]:
         which it left out.
 
     Examples:
-        >>> stream_counts(Cursor(3, (120, 0, 0, 2, 990, 0)))
+        >>> count_stream(Cursor(3, (120, 0, 0, 2, 990, 0)))
         {'documents': 120, 'shortened_documents': 2, 'lost_tokens': 990}
     """
     position = _position(cursor)
@@ -174,7 +176,7 @@ def stream_counts(cursor: Cursor) -> dict[str, int]:
     }
 
 
-def batch_maker(
+def make_stream_reader(
     batches_from: Callable[[Cursor], Iterator[StepBatch]],
 ) -> Callable[[Cursor], StepBatch | None]:
     """Return make_batch(cursor), which reads on where it is, and begins anew at any other cursor.
@@ -186,7 +188,9 @@ def batch_maker(
         A function that gives the batch at a cursor, or None when the source has ended.
 
     Examples:
-        >>> make_batch = batch_maker(lambda cursor: iter([StepBatch([], Cursor(cursor.batch + 1))]))
+        >>> make_batch = make_stream_reader(
+        ...     lambda cursor: iter([StepBatch([], Cursor(cursor.batch + 1))])
+        ... )
         >>> make_batch(Cursor(4)).cursor, make_batch(Cursor(5))
         (Cursor(batch=5, stream=()), None)
     """
@@ -209,7 +213,7 @@ def _position(cursor: Cursor) -> Position:
     fields = len(attrs.fields(Position))
     if len(cursor.stream) not in (0, fields):
         what = f"a cursor of a stream holds {fields} integers, got {cursor.stream}"
-        raise ValueError(f"stream_steps: {what}: it is another source's")
+        raise ValueError(f"pack_stream: {what}: it is another source's")
     return Position(*cursor.stream)
 
 
@@ -255,7 +259,7 @@ def _check_window(window: Window, saved: Position) -> None:
     size = f"{len(window.corpus.tokens)} tokens in {len(window.order)} rows"
     now = f"now it ends before document {window.end.document} and has {size}"
     what = f"{was}, which is no longer the same: {now}, with hash {got} instead of {want}"
-    raise DataError(f"stream_steps: {what}: {_MEND}", where=where, got=got, want=want)
+    raise DataError(f"pack_stream: {what}: {_MEND}", where=where, got=got, want=want)
 
 
 def _check_end(position: Position) -> None:
@@ -265,14 +269,14 @@ def _check_end(position: Position) -> None:
         used = f"{position.rows} rows used of the window that begins there"
         what = f"the cursor is at token {position.token} of {where}, with {used}"
         mend = f"but the source ends before it: {_MEND}"
-        raise DataError(f"stream_steps: {what}, {mend}", where=where)
+        raise DataError(f"pack_stream: {what}, {mend}", where=where)
 
 
 def _step(held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> StreamStep:
     """Copy the pieces of the rows that make up a step."""
     parts, sizes = list[Document](), [np.zeros(1, np.int64)]
     for window, chosen in held:
-        corpus, bins = window.corpus, take_rows(window.bins, chosen)
+        corpus, bins = window.corpus, select_rows(window.bins, chosen)
         sizes.append(np.diff(bins.offsets))
         whole = Document(corpus.tokens, corpus.trained, corpus.values)
         begins = corpus.offsets[bins.documents] + bins.starts
@@ -288,4 +292,4 @@ def _step(held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> Str
         starts=np.zeros(len(parts), np.int64),
         lengths=corpus.lengths,
     )
-    return StreamStep(Packed(corpus, bins), cursor)
+    return StreamStep(PackedCorpus(corpus, bins), cursor)

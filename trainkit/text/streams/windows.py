@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.documents import Document, checked_document, smallest_dtype
-from trainkit.noise.hashing import hash_box, hash_counters, key_of
+from trainkit.data.documents import Document, check_document, smallest_dtype
+from trainkit.noise.hashing import hash_box, hash_counters, make_key
 from trainkit.sampling import permute
 from trainkit.types import DataError
 
@@ -116,7 +116,7 @@ def _portion(
     if packing.overlong == "error":
         what = f"document {position.document} has {size} tokens; the capacity is {capacity}"
         mend = 'raise it, or ask for overlong="split", "truncate" or "drop"'
-        raise DataError(f"stream_steps: {what}: {mend}", got=size, want=capacity)
+        raise DataError(f"pack_stream: {what}: {mend}", got=size, want=capacity)
     take = capacity if packing.overlong == "truncate" else 0
     shortened, lost = position.shortened_documents + 1, position.lost_tokens + size - take
     return take, False, attrs.evolve(beyond, shortened_documents=shortened, lost_tokens=lost)
@@ -128,8 +128,8 @@ def _documents(
     with_choice: bool | None = None
     limit, columns = packing.vocab_size or 1 << 32, packing.columns
     for number, document in enumerate(noting_errors(source, first), first):
-        where = f"stream_steps: document {number}"
-        found = checked_document(document, limit, where, columns=columns, with_choice=with_choice)
+        where = f"pack_stream: document {number}"
+        found = check_document(document, limit, where, columns=columns, has_mask=with_choice)
         with_choice = found.trained is not None
         yield found
 
@@ -152,14 +152,14 @@ def _rest(document: Document, token: int, number: int) -> Document:
     if token >= len(document):
         got = len(document)
         what = f"the cursor is at token {token} of document {number}, which has {got}"
-        raise DataError(f"stream_steps: {what}: it has changed", got=got, want=token)
+        raise DataError(f"pack_stream: {what}: it has changed", got=got, want=token)
     return document[token:]
 
 
 def _packed(begin: Position, end: Position, parts: list[Document], packing: Packing) -> Window:
     corpus = corpus_of(parts, packing.vocab_size, packing.columns)
     bins = packing.pack(corpus.lengths)
-    key = key_of(packing.seed, "window", begin.document, begin.token)
+    key = make_key(packing.seed, "window", begin.document, begin.token)
     order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
     return Window(begin, end, corpus, bins, order, _hash(end, corpus, bins, order))
 

@@ -1,22 +1,22 @@
 """Tokenizers: from text to ids and back. Anything with `encode` and `decode` is one."""
 
-from trainkit.text.tokenizers.bytes import ByteTokenizer, byte_tokenizer
+from trainkit.text.tokenizers.bytes import ByteTokenizer, make_byte_tokenizer
 from trainkit.text.tokenizers.documents import (
     encode_document,
-    sample_encoder,
-    text_encoder,
-    text_of,
+    get_text,
+    make_sample_encoder,
+    make_text_encoder,
 )
 from trainkit.text.tokenizers.hf import (
     HFTokenizer,
     add_tokens,
-    hf_tokenizer,
+    open_hf_tokenizer,
     save_tokenizer,
     train_bpe,
 )
 from trainkit.text.tokenizers.open import (
-    covered_hashes,
     find_tokenizer,
+    list_compatible_hashes,
     open_tokenizer,
     tokenizer_hash,
 )
@@ -27,16 +27,16 @@ __all__ = [
     "ByteTokenizer",
     "HFTokenizer",
     "add_tokens",
-    "byte_tokenizer",
-    "covered_hashes",
     "encode_document",
     "find_tokenizer",
-    "hf_tokenizer",
+    "get_text",
+    "list_compatible_hashes",
+    "make_byte_tokenizer",
+    "make_sample_encoder",
+    "make_text_encoder",
+    "open_hf_tokenizer",
     "open_tokenizer",
-    "sample_encoder",
     "save_tokenizer",
-    "text_encoder",
-    "text_of",
     "tokenizer_hash",
     "train_bpe",
 ]

@@ -85,7 +85,7 @@ class ByteTokenizer:
         return [byte_name(int(i)) if i < 256 else names[int(i) - 256] for i in ids]
 
 
-def byte_tokenizer(special: Sequence[str] = ()) -> ByteTokenizer:
+def make_byte_tokenizer(special: Sequence[str] = ()) -> ByteTokenizer:
     """Return the tokenizer that needs no training: one token per byte of UTF-8.
 
     Args:
@@ -96,15 +96,17 @@ def byte_tokenizer(special: Sequence[str] = ()) -> ByteTokenizer:
         ValueError: A special token is empty, or is there twice.
 
     Examples:
-        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer = make_byte_tokenizer()
         >>> tokenizer.encode("hi"), tokenizer.decode([256, 104, 105, 257])
         ([104, 105], 'hi')
-        >>> byte_tokenizer(["<|end|>"]).encode("a<|end|>")
+        >>> make_byte_tokenizer(["<|end|>"]).encode("a<|end|>")
         [97, 259]
     """
     special = (special,) if isinstance(special, str) else tuple(special)
     if "" in special or len(set(special)) < len(special):
-        raise ValueError(f"byte_tokenizer: special tokens must be different texts, got {special}")
+        raise ValueError(
+            f"make_byte_tokenizer: special tokens must be different texts, got {special}"
+        )
     return ByteTokenizer(special)
 
 

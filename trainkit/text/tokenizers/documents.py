@@ -23,8 +23,8 @@ def encode_document(tokenizer: Tokenizer, text: str) -> IntArray:
         int64 `[N]`.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> encode_document(byte_tokenizer(), "hi")
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> encode_document(make_byte_tokenizer(), "hi")
         array([256, 104, 105, 257])
     """
     return _document(tokenizer, tokenizer.encode(text))
@@ -34,8 +34,8 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
     """Return what `encode_document` does of each text, by the tokenizer's `encode_batch` if any.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> encode_documents(byte_tokenizer(), ["hi", ""])
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> encode_documents(make_byte_tokenizer(), ["hi", ""])
         [array([256, 104, 105, 257]), array([256, 257])]
     """
     encode_batch: Callable[[Sequence[str]], Sequence[Any]] | None
@@ -44,7 +44,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
     return [_document(tokenizer, ids) for ids in rows]
 
 
-def text_encoder(
+def make_text_encoder(
     tokenizer: Tokenizer, *, field: str = "text"
 ) -> Callable[[Mapping[str, Any]], IntArray]:
     """Return the function from a record with a text to its tokens.
@@ -58,14 +58,14 @@ def text_encoder(
         string, and names it.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> text_encoder(byte_tokenizer())({"text": "hi"})
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> make_text_encoder(make_byte_tokenizer())({"text": "hi"})
         array([256, 104, 105, 257])
     """
     return partial(_encode_text, tokenizer, field)
 
 
-def sample_encoder(
+def make_sample_encoder(
     tokenizer: Tokenizer | None = None,
     *,
     tokens: str = "tokens",
@@ -92,7 +92,7 @@ def sample_encoder(
 
     Examples:
         >>> from trainkit.types import Column
-        >>> encode = sample_encoder(trained="answer", columns={"advantages": Column()})
+        >>> encode = make_sample_encoder(trained="answer", columns={"advantages": Column()})
         >>> sample = encode({"tokens": [5, 6], "answer": [0, 1], "advantages": [0.0, 0.5]})
         >>> sample.tokens, sample.trained, sample.columns
         (array([5, 6]), array([False,  True]), {'advantages': [0.0, 0.5]})
@@ -127,14 +127,14 @@ def _choice(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:
     return found.astype(bool)
 
 
-def text_of(record: Mapping[str, Any], field: str) -> str:
+def get_text(record: Mapping[str, Any], field: str) -> str:
     """Return the text of a record.
 
     Raises:
         DataError: The field is missing, or no string.
 
     Examples:
-        >>> text_of({"text": "hi"}, "text")
+        >>> get_text({"text": "hi"}, "text")
         'hi'
     """
     _check_field(record, field)
@@ -151,7 +151,7 @@ def _check_field(record: Mapping[str, Any], field: str) -> None:
 
 
 def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
-    return encode_document(tokenizer, text_of(record, field))
+    return encode_document(tokenizer, get_text(record, field))
 
 
 def _document(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArray:

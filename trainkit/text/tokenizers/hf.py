@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from trainkit.files import disk_errors, read_bounded, replacing
+from trainkit.files import atomic_write, convert_disk_errors, read_limited
 from trainkit.text.tokenizers.bytes import Offsets, byte_name
 from trainkit.text.tokenizers.special import BOS, EOS, PAD
 from trainkit.types import DataError, needs_extra
@@ -91,7 +91,7 @@ class HFTokenizer:
         ]
 
 
-def hf_tokenizer(
+def open_hf_tokenizer(
     source: Any, *, bos: str | None = None, eos: str | None = None, pad: str | None = None
 ) -> HFTokenizer:
     """Return the tokenizer of a `tokenizer.json`: the ids are those that `transformers` gives.
@@ -115,7 +115,7 @@ def hf_tokenizer(
 
     Examples:
         >>> tokenizer = train_bpe(["one two three"], vocab_size=300)
-        >>> hf_tokenizer(tokenizer.backend).encode("two") == tokenizer.encode("two")
+        >>> open_hf_tokenizer(tokenizer.backend).encode("two") == tokenizer.encode("two")
         True
     """
     with needs_extra("hf"):
@@ -215,7 +215,7 @@ def train_bpe(
         show_progress=False,
     )
     backend.train_from_iterator((text for part in ([first], texts) for text in part), trainer)
-    return hf_tokenizer(backend)
+    return open_hf_tokenizer(backend)
 
 
 def add_tokens(tokenizer: HFTokenizer, special: Sequence[str]) -> HFTokenizer:
@@ -264,8 +264,8 @@ def save_tokenizer(tokenizer: HFTokenizer, path: str | os.PathLike[str]) -> None
     """
     text = tokenizer.backend.to_str(pretty=True)
     with (
-        replacing(Path(path), by="save_tokenizer") as file,
-        disk_errors(Path(path), by="save_tokenizer", needed=len(text)),
+        atomic_write(Path(path), by="save_tokenizer") as file,
+        convert_disk_errors(Path(path), by="save_tokenizer", needed=len(text)),
     ):
         file.write(text.encode())
 
@@ -286,7 +286,7 @@ def _file_of(folder: Path) -> Path:
 
 def _text_of(path: Path) -> str:
     try:
-        return read_bounded(path, most=_MOST_BYTES).decode()
+        return read_limited(path, most=_MOST_BYTES).decode()
     except OSError as error:
         raise _wrong(path, error.strerror) from error
     except UnicodeDecodeError as error:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.text.tokenizers.bytes import ByteTokenizer, byte_tokenizer
-from trainkit.text.tokenizers.hf import HFTokenizer, hf_tokenizer
+from trainkit.text.tokenizers.bytes import ByteTokenizer, make_byte_tokenizer
+from trainkit.text.tokenizers.hf import HFTokenizer, open_hf_tokenizer
 from trainkit.text.tokenizers.special import CHAT_SPECIAL
 from trainkit.types import DataError
 
@@ -34,11 +34,11 @@ def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
         271
     """
     if name == "bytes":
-        return byte_tokenizer(CHAT_SPECIAL)
+        return make_byte_tokenizer(CHAT_SPECIAL)
     if not Path(name).exists():
         mend = "give `bytes`, a tokenizer.json, or a folder that holds one"
         raise DataError(f"open_tokenizer: there is no {os.fspath(name)!r}; {mend}", where=name)
-    return hf_tokenizer(name)
+    return open_hf_tokenizer(name)
 
 
 def find_tokenizer(name: str | None, data: Iterable[Path] = (), *, init: Path | None = None) -> str:
@@ -73,7 +73,9 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
         ValueError: It has no `identity`.
 
     Examples:
-        >>> tokenizer_hash(byte_tokenizer()) == tokenizer_hash(byte_tokenizer(["<|end|>"]))
+        >>> tokenizer_hash(make_byte_tokenizer()) == tokenizer_hash(
+        ...     make_byte_tokenizer(["<|end|>"])
+        ... )
         False
     """
     identity = getattr(tokenizer, "identity", None)
@@ -86,7 +88,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def covered_hashes(tokenizer: Tokenizer) -> tuple[str, ...]:
+def list_compatible_hashes(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the hashes of the tokenizers whose ids mean the same in this one; its own is the last.
 
     Those are its own and those that it names in an attribute `covers`: bytes with special tokens
@@ -96,8 +98,10 @@ def covered_hashes(tokenizer: Tokenizer) -> tuple[str, ...]:
         Hashes as `tokenizer_hash` gives them; none for a tokenizer without an `identity`.
 
     Examples:
-        >>> ours = covered_hashes(byte_tokenizer(["<|end|>"]))
-        >>> ours == tuple(map(tokenizer_hash, [byte_tokenizer(), byte_tokenizer(["<|end|>"])]))
+        >>> ours = list_compatible_hashes(make_byte_tokenizer(["<|end|>"]))
+        >>> ours == tuple(
+        ...     map(tokenizer_hash, [make_byte_tokenizer(), make_byte_tokenizer(["<|end|>"])])
+        ... )
         True
     """
     if getattr(tokenizer, "identity", None) is None:

@@ -40,7 +40,7 @@ from trainkit.types import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainkit.tools.testing.cases import Case
+    from trainkit.tools.testing.cases import LayoutCase
 
 _PAGE = """
 # The certificate
@@ -99,28 +99,28 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     import attrs  # noqa: PLC0415
 
     from trainkit.tools.testing.builtin import certify_builtin  # noqa: PLC0415
-    from trainkit.tools.testing.certificate import as_markdown, as_text  # noqa: PLC0415
+    from trainkit.tools.testing.certificate import format_markdown, format_text  # noqa: PLC0415
 
     chosen = _choice(options.layouts, options.world, options.tier, options.device)
     certificates = certify_builtin(
         options.tier,
         chosen=chosen,
         optimizers=options.all,
-        tell=None if options.quiet else say_on_stderr,
+        log=None if options.quiet else say_on_stderr,
         device=options.device,
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67
     if options.json:
         return [attrs.asdict(c) | {"ok": c.ok} for c in certificates], code
     if options.markdown:
-        parts = [f"## {c.title}, {c.tier.name}\n\n{as_markdown(c)}" for c in certificates]
+        parts = [f"## {c.title}, {c.tier.name}\n\n{format_markdown(c)}" for c in certificates]
         return "\n\n".join([_PAGE.strip(), *parts]), code
-    return "\n\n".join(map(as_text, certificates)), code
+    return "\n\n".join(map(format_text, certificates)), code
 
 
 def _choice(
     patterns: list[str] | None, world: int | None, tier: str, device: str
-) -> Callable[[Case], bool]:
+) -> Callable[[LayoutCase], bool]:
     from trainkit.tools.testing.builtin import cases_of_model, models_of_tier  # noqa: PLC0415 (torch)
     from trainkit.tools.testing.cases import runs_here  # noqa: PLC0415 (imports torch)
     from trainkit.tools.testing.ranks import check_devices  # noqa: PLC0415 (imports torch)
@@ -136,7 +136,7 @@ def _choice(
                 hint=f"there are: {'; '.join(names)}",
             )
 
-    def is_chosen(case: Case) -> bool:
+    def is_chosen(case: LayoutCase) -> bool:
         is_named = any(fnmatchcase(case.name, pattern) for pattern in patterns or ())
         wanted = is_named if patterns else runs_here(case, device)
         return wanted and world in (None, case.world)

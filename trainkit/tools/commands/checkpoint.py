@@ -220,7 +220,7 @@ def _verify(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _one(path: Path, *, strict: bool) -> Path:
     """Return the checkpoint that a path names, every byte of it verified."""
-    found = find_checkpoint(path, tell=say_on_stderr)
+    found = find_checkpoint(path, log=say_on_stderr)
     _heed_owners(found, strict=strict)
     return found
 
@@ -237,7 +237,7 @@ def _prune(options: argparse.Namespace) -> tuple[Any, int]:
     home = _home(options.directory)
     _heed_owners(home, strict=options.strict_owner)
     policy = Retention(last=options.keep, every=options.every, best=options.best)
-    report = apply_retention(home, policy, tell=say_on_stderr, dry_run=options.dry_run)
+    report = apply_retention(home, policy, log=say_on_stderr, dry_run=options.dry_run)
     return report, _DAMAGED if report["kept"] and not report["verified"] else 0
 
 

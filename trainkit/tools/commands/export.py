@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights import hub  # noqa: PLC0415 - torch
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
 
-    path = find_checkpoint(options.source, tell=say_on_stderr)
+    path = find_checkpoint(options.source, log=say_on_stderr)
     facts = read_facts(path, needs=["model"])
     adapted = "base" in facts
     if options.merge and not adapted:
@@ -96,11 +96,11 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         options.folder,
         context=context,
         family=options.family,
-        files=hub.tokenizer_files(name, template=template, adds_bos=_learned_bos(name, facts)),
+        files=hub.make_tokenizer_files(name, template=template, adds_bos=_learned_bos(name, facts)),
         dtype=options.dtype,
         shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,
         overwrite=options.overwrite,
-        read=adapters.merged_run(path, base=options.base) if adapted else None,
+        read=adapters.merge_run(path, base=options.base) if adapted else None,
     )
     return report, 0
 

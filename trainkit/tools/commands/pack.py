@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
         check_picture("pack: --out", options.out)
     balanced = options.balanced is not None
-    fit = packing.balanced(options.balanced) if balanced else getattr(packing, options.fit)
+    fit = packing.make_balanced_fit(options.balanced) if balanced else getattr(packing, options.fit)
     lengths = open_corpus(options.corpus).lengths
     bins = packing.pack_bins(
         lengths,
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         max_documents=options.max_documents,
         seed=options.seed,
     )
-    report = packing.packing_report(bins, lengths)
+    report = packing.report_packing(bins, lengths)
     _check_rows(options, report)
     if options.out is not None:
         from trainkit.tools.pictures.packing import plot_packing  # noqa: PLC0415 -- an extra

@@ -198,8 +198,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     # Imported here: they import torch.
     import attrs  # noqa: PLC0415
 
-    from trainkit.optim import read_options  # noqa: PLC0415
-    from trainkit.tools.planning import Job, plan, plan_table  # noqa: PLC0415
+    from trainkit.optim import parse_options  # noqa: PLC0415
+    from trainkit.tools.planning import Job, format_estimates, rank_layouts  # noqa: PLC0415
 
     config = _config(options)
     layouts, machine = _layouts(options, config), _hardware(options)
@@ -215,7 +215,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             moments=options.moments,
         ),
         optimizer=options.optimizer,
-        optimizer_options=read_options(options.optimizer_options, optimizer=options.optimizer),
+        optimizer_options=parse_options(options.optimizer_options, optimizer=options.optimizer),
         mean=options.mean is not None,
         offload_optimizer=options.offload_optimizer,
         offload_activations=options.offload_activations,
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         documents=options.documents,
         begins=_begins(options),
     )
-    plans = plan(
+    plans = rank_layouts(
         job,
         layouts,
         machine,
@@ -237,15 +237,18 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             attrs.asdict(one) | {"compute": job.precision.compute, "fits": one.fits}
             for one in plans
         ], 0
-    return f"{_heading(options, config)}\n\n{plan_table(plans, limit=options.limit or None)}", 0
+    return (
+        f"{_heading(options, config)}\n\n{format_estimates(plans, limit=options.limit or None)}",
+        0,
+    )
 
 
 def _config(options: argparse.Namespace) -> DecoderConfig:
     """Return the model of --size, or that of the folder or run that --init names."""
     import attrs  # noqa: PLC0415 -- see run
 
-    from trainkit.models.sizes import decoder_config  # noqa: PLC0415 -- see run
-    from trainkit.weights.hub import read_model  # noqa: PLC0415 -- see run
+    from trainkit.models.sizes import make_decoder_config  # noqa: PLC0415 -- see run
+    from trainkit.weights.hub import read_model_info  # noqa: PLC0415 -- see run
 
     if options.init is not None and options.size is not None:
         raise ConfigError(
@@ -254,8 +257,8 @@ def _config(options: argparse.Namespace) -> DecoderConfig:
         )
     words = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
     if options.init is None:
-        return decoder_config(options.size or "tiny", **words)
-    return attrs.evolve(read_model(options.init, context=options.row_length), **words)
+        return make_decoder_config(options.size or "tiny", **words)
+    return attrs.evolve(read_model_info(options.init, context=options.row_length), **words)
 
 
 def _begins(options: argparse.Namespace) -> list[Any]:
@@ -287,19 +290,19 @@ def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
 def _hardware(options: argparse.Namespace) -> Hardware:
     import attrs  # noqa: PLC0415 -- see run
 
-    from trainkit.tools.planning import hardware  # noqa: PLC0415 -- see run
+    from trainkit.tools.planning import get_hardware  # noqa: PLC0415 -- see run
 
     own = {
         "memory": None if options.memory is None else round(options.memory * 2**30),
         "ranks_per_node": options.ranks_per_node,
     }
     given = {name: figure for name, figure in own.items() if figure is not None}
-    return attrs.evolve(hardware(options.hardware), **given)
+    return attrs.evolve(get_hardware(options.hardware), **given)
 
 
 def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
     """Return the layouts of the world that have the degrees asked for."""
-    from trainkit.tools.planning import layouts_of  # noqa: PLC0415 -- see run
+    from trainkit.tools.planning import list_layouts  # noqa: PLC0415 -- see run
 
     asked = {name: getattr(options, name) for name in _DEGREES}
     fixed = {name: degree for name, degree in asked.items() if degree is not None}
@@ -309,7 +312,7 @@ def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]
     like = Layout(**{name: getattr(options, name) for name in names})
     found = [
         layout
-        for layout in layouts_of(options.world, like=like, experts=experts)
+        for layout in list_layouts(options.world, like=like, experts=experts)
         if all(getattr(layout, name) == degree for name, degree in fixed.items())
     ]
     if options.world < 1:

@@ -58,7 +58,7 @@ from trainkit.types import Column, ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trainkit.text.prepare.prepare import Prepared, Progress
+    from trainkit.text.prepare.prepare import PrepareProgress, PrepareResult
     from trainkit.types import Tokenizer
 
 _SAMPLE = 256 << 20  # characters of text that a BPE is trained on at most
@@ -155,9 +155,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 def _prepared(options: argparse.Namespace) -> dict[str, Any]:
     from trainkit.text.chat import template_hash  # noqa: PLC0415
     from trainkit.text.corpora.text import TEXT_SUFFIXES  # noqa: PLC0415
-    from trainkit.text.prepare.prepare import check_out, prepare_corpus  # noqa: PLC0415
+    from trainkit.text.prepare.prepare import check_output, prepare_corpus  # noqa: PLC0415
 
-    check_out(options.out)
+    check_output(options.out)
     _check_options(options)
     keep = partial(_is_kept, options.exclude) if options.exclude else None
     files = {"suffixes": options.suffix or list(TEXT_SUFFIXES), "keep": keep}
@@ -175,7 +175,7 @@ def _prepared(options: argparse.Namespace) -> dict[str, Any]:
         made_with=made_with,
         field=options.field or "text",
         workers=options.workers,
-        tell=say_on_stderr,
+        log=say_on_stderr,
         progress=_progress_printer(),
         **files,
     )
@@ -192,7 +192,7 @@ def _interrupted(out: Path) -> str:
     return "interrupted before a part was finished: the same command begins anew"
 
 
-def _report(done: Prepared, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _report(done: PrepareResult, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
     report = attrs.asdict(done) | {"path": str(done.path), "seconds": round(seconds, 3)}
     return report | {"tokens_per_second": round(done.tokens_per_second)} | facts
 
@@ -238,27 +238,27 @@ def _column(told: str) -> tuple[str, Column]:
 
 def _template(options: argparse.Namespace, tokenizer: Tokenizer) -> str:
     """Return the name of the template: that given, or that of the tokenizer's folder, or chatml."""
-    from trainkit.text.chat import choose_template, template_beside  # noqa: PLC0415
+    from trainkit.text.chat import choose_template_name, locate_template  # noqa: PLC0415
 
-    own = template_beside(options.tokenizer)
-    return choose_template(options.template, tokenizer, own=own, where=options.tokenizer)
+    own = locate_template(options.tokenizer)
+    return choose_template_name(options.template, tokenizer, own=own, where=options.tokenizer)
 
 
 def encode_conversations(tokenizer: Tokenizer, *, template: str, **options: Any) -> Any:
-    """Return a `chat_encoder` for the template of a name, which each process finds for itself."""
-    from trainkit.text.chat import chat_encoder, find_template  # noqa: PLC0415
+    """Return a chat encoder for a template by its name, which each process loads for itself."""
+    from trainkit.text.chat import load_template, make_chat_encoder  # noqa: PLC0415
 
-    return chat_encoder(tokenizer, template=find_template(template), **options)
+    return make_chat_encoder(tokenizer, template=load_template(template), **options)
 
 
 def _make_encode(
     options: argparse.Namespace, template: str | None
 ) -> Callable[[Tokenizer], Any] | None:
     if options.columns:
-        from trainkit.text.tokenizers import sample_encoder  # noqa: PLC0415
+        from trainkit.text.tokenizers import make_sample_encoder  # noqa: PLC0415
 
         how = {"tokens": options.field or "tokens", "trained": options.trained}
-        return partial(sample_encoder, columns=dict(map(_column, options.columns)), **how)
+        return partial(make_sample_encoder, columns=dict(map(_column, options.columns)), **how)
     if template is None:
         return None
     return partial(
@@ -309,14 +309,14 @@ def _trained(
 def _texts(options: argparse.Namespace, files: dict[str, Any], seen: list[int]) -> Iterator[str]:
     """Yield the first texts of the corpus, and count them."""
     from trainkit.text.prepare.chunks import document_name, read_chunk  # noqa: PLC0415
-    from trainkit.text.prepare.prepare import cut_sources  # noqa: PLC0415
-    from trainkit.text.tokenizers.documents import text_of  # noqa: PLC0415
+    from trainkit.text.prepare.prepare import split_sources  # noqa: PLC0415
+    from trainkit.text.tokenizers.documents import get_text  # noqa: PLC0415
 
     field = options.field or "text"
-    for chunk in cut_sources(options.source, **files):
+    for chunk in split_sources(options.source, **files):
         for index, record in enumerate(read_chunk(chunk, columns=[field])):
             try:
-                text = text_of(record, field)
+                text = get_text(record, field)
             except DataError as error:
                 raise DataError(f"{document_name(chunk, index)}: {error}") from error
             seen[0] += 1
@@ -329,12 +329,12 @@ def _texts(options: argparse.Namespace, files: dict[str, Any], seen: list[int]) 
 # ---------------------------------------------------------------------------------------- progress
 
 
-def _progress_printer() -> Callable[[Progress], None]:
+def _progress_printer() -> Callable[[PrepareProgress], None]:
     """Return what prints progress: in place on a terminal, in a log every 10 s."""
     terminal = sys.stderr.isatty()
     last = [time.monotonic() - (10.0 if terminal else 0.0)]
 
-    def show(progress: Progress) -> None:
+    def show(progress: PrepareProgress) -> None:
         now, complete = time.monotonic(), progress.bytes == progress.total_bytes
         if now - last[0] < (0.2 if terminal else 10.0) and not complete:
             return
@@ -348,12 +348,12 @@ def _progress_printer() -> Callable[[Progress], None]:
     return show
 
 
-def progress_line(progress: Progress) -> str:
+def progress_line(progress: PrepareProgress) -> str:
     """Return one line about how far it is.
 
     Examples:
-        >>> from trainkit.text.prepare.prepare import Progress
-        >>> progress_line(Progress(1200, 3_400_000, 50_000_000, 200_000_000, 0, 10.0))
+        >>> from trainkit.text.prepare.prepare import PrepareProgress
+        >>> progress_line(PrepareProgress(1200, 3_400_000, 50_000_000, 200_000_000, 0, 10.0))
         ' 25 %  1,200 documents  3,400,000 tokens  5.0 MB/s  0:00:30 left'
     """
     speed = (progress.bytes - progress.kept_bytes) / max(progress.seconds, 1e-9)

@@ -65,32 +65,32 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         Writes the token file, and OUT.parts while it works.
     """
     from trainkit import data, models, parallel  # noqa: PLC0415
-    from trainkit.mesh import parallel_session, world_size  # noqa: PLC0415
+    from trainkit.mesh import get_world_size, parallel_session  # noqa: PLC0415
     from trainkit.post import adapters, evaluation  # noqa: PLC0415 - torch
     from trainkit.text import corpora  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
 
     if options.temperature is not None and options.top_k is None:
         raise ConfigError("score: --temperature is for --top-k: a reference is scored as it is")
-    if world_size() > 1:
-        raise ConfigError(f"score: one process does it, and there are {world_size()}")
-    trained = hub.open_trained(options.model, context=options.context, tell=say_on_stderr)
+    if get_world_size() > 1:
+        raise ConfigError(f"score: one process does it, and there are {get_world_size()}")
+    trained = hub.open_model(options.model, context=options.context, log=say_on_stderr)
     corpus = corpora.open_corpus(
         options.corpus, tokenizer=trained.tokenizer, template=trained.template
     )
-    compute = parallel.choose_precision(Precision(compute=options.compute)).compute
+    compute = parallel.resolve_precision(Precision(compute=options.compute)).compute
     temperature = options.temperature or 1.0
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")
     with parallel_session() as ps:
-        plan = [parallel.precision(parallel.DTYPES[compute])]
-        stages = adapters.build_trained(trained.path, make_model, ps, plan)
+        plan = [parallel.mixed_precision(parallel.DTYPES[compute])]
+        stages = adapters.build_trained_stages(trained.path, make_model, ps, plan)
         how: dict[str, Any] = {"call": models.call_routed, "tokens_per_batch": options.batch}
         if options.top_k is None:
-            measured = evaluation.logprob_columns(evaluation.bind_score(stages, **how))
+            measured = evaluation.make_logprob_columns(evaluation.make_scorer(stages, **how))
         else:
             how |= {"temperature": temperature}
-            found = evaluation.bind_top_words(stages, options.top_k, **how)
-            measured = evaluation.top_columns(found, options.top_k)
+            found = evaluation.make_top_k_scorer(stages, options.top_k, **how)
+            measured = evaluation.make_top_k_columns(found, options.top_k)
         facts = {
             "model": _hash(stages, ps),
             "corpus": data.fingerprint(corpus),
@@ -109,8 +109,8 @@ def _hash(stages: Any, ps: Any) -> str:
     """Return the hash of a model's weights."""
     import torch  # noqa: PLC0415 - slow
 
-    from trainkit.grads import parameters_of  # noqa: PLC0415 - torch
+    from trainkit.grads import get_parameters  # noqa: PLC0415 - torch
     from trainkit.types import TrainState  # noqa: PLC0415
     from trainkit.weights.checkpoint import state_hash  # noqa: PLC0415 - torch
 
-    return state_hash(TrainState(), stages, torch.optim.SGD(parameters_of(stages)), ps)
+    return state_hash(TrainState(), stages, torch.optim.SGD(get_parameters(stages)), ps)

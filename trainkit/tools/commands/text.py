@@ -23,9 +23,11 @@ def as_text(report: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
         step_2
         step_1
     """
-    from trainkit.run.sinks.console import printable  # noqa: PLC0415 -- slow
+    from trainkit.run.sinks.console import escape_control_characters  # noqa: PLC0415 -- slow
 
-    return printable(_pairs(report) if isinstance(report, Mapping) else _table(report))
+    return escape_control_characters(
+        _pairs(report) if isinstance(report, Mapping) else _table(report)
+    )
 
 
 def _pairs(record: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ from trainkit.tools.pictures.mesh import RankPlace, mesh_places, plot_mesh
 from trainkit.tools.pictures.packing import plot_packing
 from trainkit.tools.pictures.pipeline import (
     PipelineTask,
-    bubble_share,
-    pipeline_timeline,
+    bubble_fraction,
     plot_pipeline,
+    simulate_pipeline,
 )
 from trainkit.tools.pictures.zigzag import (
     RingBlock,
@@ -25,13 +25,13 @@ __all__ = [
     "RankPlace",
     "RingBlock",
     "ZigzagChunk",
-    "bubble_share",
+    "bubble_fraction",
     "mesh_places",
-    "pipeline_timeline",
     "plot_mesh",
     "plot_packing",
     "plot_pipeline",
     "plot_zigzag",
     "ring_blocks",
+    "simulate_pipeline",
     "zigzag_chunks",
 ]

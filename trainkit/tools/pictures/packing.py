@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.packing import packing_report
+from trainkit.packing import report_packing
 from trainkit.run.plots.drawing import GREY, INK, check_picture, new_figure, save_picture
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def plot_packing(bins: Bins, path: str | Path, *, lengths: ArrayLike | None = No
 
 
 def _figure(bins: Bins, lengths: IntArray | None) -> Figure:
-    report = packing_report(bins, lengths)
+    report = report_packing(bins, lengths)
     inches = 1.6, _ROW_INCHES * max(min(_ROWS, len(bins)), 1)  # of the two halves; then the text
     figure = new_figure(8, sum(inches) + 1.75)
     top, bottom = figure.subplots(2, 1, height_ratios=inches)

@@ -45,7 +45,7 @@ class PipelineTask:
     end: float
 
 
-def pipeline_timeline(
+def simulate_pipeline(
     schedule: str, *, pp: int, microbatches: int, stages_per_rank: int | None = None
 ) -> list[PipelineTask]:
     """Return when each rank works on what, if every rank begins as soon as it can.
@@ -67,31 +67,31 @@ def pipeline_timeline(
         ValueError: It cannot have these numbers.
 
     Examples:
-        >>> tasks = pipeline_timeline("1f1b", pp=2, microbatches=2)
+        >>> tasks = simulate_pipeline("1f1b", pp=2, microbatches=2)
         >>> [(task.kind, task.microbatch, task.begin) for task in tasks if task.rank == 1]
         [('F', 0, 1.0), ('B', 0, 2.0), ('F', 1, 4.0), ('B', 1, 5.0)]
     """
-    from trainkit.parallel.split import rank_of_stages  # noqa: PLC0415 -- it imports torch
+    from trainkit.parallel.split import assign_stages  # noqa: PLC0415 -- it imports torch
 
     if pp < 1 or microbatches < 1:
         raise ValueError(
-            f"pipeline_timeline: pp and microbatches must be at least 1, got {pp}, {microbatches}"
+            f"simulate_pipeline: pp and microbatches must be at least 1, got {pp}, {microbatches}"
         )
-    stages = len(rank_of_stages(schedule, pp, per_rank=stages_per_rank)) // pp
+    stages = len(assign_stages(schedule, pp, per_rank=stages_per_rank)) // pp
     if schedule in ("gpipe", "1f1b"):
         orders = [_single_order(schedule, rank, pp, microbatches) for rank in range(pp)]
     elif stages > 1:
         orders = _torch_orders(schedule, pp, microbatches, stages)
     else:
-        raise ValueError(f"pipeline_timeline: {schedule} is drawn with at least two stages a rank")
+        raise ValueError(f"simulate_pipeline: {schedule} is drawn with at least two stages a rank")
     return _timed(orders, last=pp * stages - 1, per_rank=stages)
 
 
-def bubble_share(tasks: Sequence[PipelineTask]) -> float:
+def bubble_fraction(tasks: Sequence[PipelineTask]) -> float:
     """Return the part of all ranks' time in which they wait, from the first task to the last.
 
     Examples:
-        >>> bubble_share(pipeline_timeline("1f1b", pp=4, microbatches=12))  # 3 / (12 + 3)
+        >>> bubble_fraction(simulate_pipeline("1f1b", pp=4, microbatches=12))  # 3 / (12 + 3)
         0.2
     """
     ranks = len({task.rank for task in tasks})
@@ -128,7 +128,7 @@ def _torch_orders(schedule: str, pp: int, microbatches: int, stages: int) -> lis
     try:
         found = get_schedule_ops(name, pp, microbatches, stages)
     except ValueError as error:
-        raise ValueError(f"pipeline_timeline: {schedule}: {error}") from error
+        raise ValueError(f"simulate_pipeline: {schedule}: {error}") from error
     # A forward and a backward that DualPipeV overlaps come one after the other here.
     flat = [
         [p for action in order if action for p in action.sub_actions or [action]] for order in found
@@ -197,7 +197,7 @@ def plot_pipeline(
         path: The picture; the name says the format (.png, .svg, .pdf).
         pp: The number of ranks.
         microbatches: The number of microbatches of a step.
-        stages_per_rank: As in `pipeline_timeline`.
+        stages_per_rank: As in `simulate_pipeline`.
 
     Raises:
         ConfigError: There is no such schedule, or matplotlib is missing.
@@ -217,7 +217,7 @@ def plot_pipeline(
     names = [schedules] if isinstance(schedules, str) else list(schedules)
     numbers = {"pp": pp, "microbatches": microbatches}
     timelines = {
-        name: pipeline_timeline(name, **numbers, stages_per_rank=stages_per_rank) for name in names
+        name: simulate_pipeline(name, **numbers, stages_per_rank=stages_per_rank) for name in names
     }
     longest = max(task.end for tasks in timelines.values() for task in tasks)
     figure = drawing.new_figure(
@@ -226,7 +226,7 @@ def plot_pipeline(
     every = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, tasks) in zip(every, timelines.items(), strict=True):
         _draw_timeline(axes, tasks, pp)
-        told = f"{name}: bubble {100 * bubble_share(tasks):.1f} %"
+        told = f"{name}: bubble {100 * bubble_fraction(tasks):.1f} %"
         axes.set_title(told, loc="left", fontsize=10, color=drawing.INK)
     every[-1].set_xlim(0, longest)
     every[-1].tick_params(axis="x", length=3)

@@ -22,7 +22,8 @@ class Block:
     Args:
         kept: What waits for backward.
         backward: What exists at the worst moment of its backward, with what is computed again.
-        movable: What of `kept` may lie in host memory meanwhile; see `parallel.offload`.
+        movable: What of `kept` may lie in host memory meanwhile; see
+            `parallel.offload_activations`.
         used: What of it backward needs at once, whatever may stay: three for two gradients.
         again: Which part of its products, and of attention, backward computes again.
         split: The gradients that those of its weights are made of, which a schedule that splits
@@ -82,10 +83,10 @@ def block_activations(
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
+        >>> from trainkit.models.sizes import make_decoder_config
         >>> from trainkit.types import Precision
         >>> kept = Precision(compute="fp32")
-        >>> job = Job(config=decoder_config("tiny"), row_length=100, rows=1, precision=kept)
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1, precision=kept)
         >>> block_activations(job, Layout(), fused_norms=True).kept / 400  # 8 D + 4 F + H + 2
         2566.0
     """
@@ -131,8 +132,8 @@ def results_of(job: Job, layout: Layout, *, experts: bool = False) -> list[Resul
     back.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny"), row_length=100, rows=1)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1)
         >>> [(x.group, x.inner) for x in results_of(job, Layout())][2:5]
         [('products', 128), ('attention', 0), ('products', 128.0)]
     """
@@ -273,8 +274,8 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
     """Return T, the tokens of a microbatch on one rank.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny"), row_length=256, rows=8, microbatch=4)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8, microbatch=4)
         >>> tokens_per_microbatch(job, Layout(ring=2))
         512
     """
@@ -326,8 +327,8 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool, trained: bo
     and of the logits.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
         >>> for loss in ("linear", "plain"):
         ...     head = head_activations(attrs.evolve(job, loss=loss), Layout(), fused_norms=True)
         ...     print(f"{(head.kept + head.beside) / 2**30:.1f} GiB")
@@ -355,10 +356,10 @@ def logits_at_once(job: Job, layout: Layout) -> bool:
     """Say whether all logits of a microbatch exist at once.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
+        >>> from trainkit.models.sizes import make_decoder_config
         >>> from trainkit.types import Precision
         >>> kept = Precision(compute="fp32")
-        >>> job = Job(config=decoder_config("tiny"), row_length=8, rows=1, precision=kept)
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=8, rows=1, precision=kept)
         >>> logits_at_once(job, Layout()), logits_at_once(job, Layout(tp=2))
         (True, False)
     """
@@ -371,8 +372,8 @@ def chunk_of_tokens(job: Job, layout: Layout) -> int:
     """Return how many tokens' logits exist at a time, as `linear_cross_entropy` chooses.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
         >>> chunk_of_tokens(job, Layout())
         2048
     """

@@ -11,16 +11,16 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.check_layout import problems
 from trainkit.parallel.recompute import read_mode
-from trainkit.parallel.split import SCHEDULES, rank_of_stages
+from trainkit.parallel.split import SCHEDULES, assign_stages
 from trainkit.types import (
+    BatchShape,
     Layout,
     ModelTransform,
     Precision,
-    Rows,
     non_negative,
     one_of,
     positive,
-    rule,
+    satisfies,
 )
 
 FP32 = 4
@@ -55,11 +55,11 @@ class Job:
     offload_activations: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(non_negative)
     )
-    """Bytes of activations that stay on the device; see `parallel.offload`."""
+    """Bytes of activations that stay on the device; see `parallel.offload_activations`."""
 
     precision: Precision = attrs.field(
         default=Precision(compute="bf16"),
-        validator=rule(lambda told: told.compute != "auto", "of a compute other than auto"),
+        validator=satisfies(lambda told: told.compute != "auto", "of a compute other than auto"),
     )
     """What is computed and kept for backward in, and what parameters, sums and moments are."""
 
@@ -75,10 +75,10 @@ class Job:
     """Its options, given as a mapping: {"moments": "bf16"}."""
 
     mean: bool = False
-    """Whether it keeps a mean of the weights; see `optim.together`."""
+    """Whether it keeps a mean of the weights; see `optim.combine_optimizers`."""
 
     offload_optimizer: bool = False
-    """Whether its state is in host memory; see `optim.offload_state_`."""
+    """Whether its state is in host memory; see `optim.offload_optimizer_`."""
 
     documents: int = attrs.field(default=1, validator=positive)
     """Documents of a row, of equal lengths, for what attention costs."""
@@ -88,7 +88,7 @@ class Job:
     and in how many bits the rest is held. Without them all is trained."""
 
     frozen: frozenset[str] = frozenset()
-    """The names of parameters that are not trained, from `adapters.effective_freeze`."""
+    """The names of parameters that are not trained, from `adapters.select_frozen`."""
 
     @property
     def itemsize(self) -> int:
@@ -113,22 +113,22 @@ def stages_per_rank(layout: Layout) -> int:
         >>> stages_per_rank(Layout(pp=2, schedule="dual_pipe_v")), stages_per_rank(Layout(pp=2))
         (2, 1)
     """
-    return len(rank_of_stages(layout.schedule, layout.pp)) // layout.pp if layout.pp > 1 else 1
+    return len(assign_stages(layout.schedule, layout.pp)) // layout.pp if layout.pp > 1 else 1
 
 
 def num_microbatches(job: Job, layout: Layout) -> int:
     """Return how many microbatches a rank computes in a step; the last may hold blank rows.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny"), row_length=8, rows=12, microbatch=2)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=8, rows=12, microbatch=2)
         >>> num_microbatches(job, Layout(dp_shard=3))
         2
     """
     return math.ceil(math.ceil(job.rows / layout.count("dp")) / job.microbatch)
 
 
-def layouts_of(world: int, *, like: Layout | None = None, experts: int = 1) -> Iterator[Layout]:
+def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) -> Iterator[Layout]:
     """Yield every layout of a world: all ways to write it as a product of six degrees.
 
     Args:
@@ -138,11 +138,11 @@ def layouts_of(world: int, *, like: Layout | None = None, experts: int = 1) -> I
             ranks that parameters are sharded over.
 
     Examples:
-        >>> [str(layout) for layout in layouts_of(2)][:3]
+        >>> [str(layout) for layout in list_layouts(2)][:3]
         ['tp 2', 'ulysses 2', 'ring 2']
-        >>> len(list(layouts_of(8)))
+        >>> len(list(list_layouts(8)))
         56
-        >>> [str(layout) for layout in layouts_of(2, experts=8)][1:3]
+        >>> [str(layout) for layout in list_layouts(2, experts=8)][1:3]
         ['ulysses 2', 'ulysses 2 x ep 2']
     """
     like = like or Layout()
@@ -165,21 +165,21 @@ def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def refusal(job: Job, layout: Layout) -> str | None:
+def explain_refusal(job: Job, layout: Layout) -> str | None:
     """Say in one sentence why a layout is impossible for a job, or return None.
 
     The rules are `parallel.problems`', for rows that are packed in the multiples that the ring asks
     for, on GPUs.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("10m"), row_length=256, rows=8)
-        >>> refusal(job, Layout(tp=3))
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("10m"), row_length=256, rows=8)
+        >>> explain_refusal(job, Layout(tp=3))
         '4 heads do not divide by tp = 3; ...'
-        >>> refusal(job, Layout(dp_shard=8)) is None
+        >>> explain_refusal(job, Layout(dp_shard=8)) is None
         True
     """
-    rows = Rows(
+    rows = BatchShape(
         row_length=job.row_length,
         rows=job.rows,
         microbatch=job.microbatch,

@@ -27,8 +27,8 @@ class Hardware:
         ValueError: A figure is not positive, or there is no rate for fp32 or bf16.
 
     Examples:
-        >>> from trainkit.tools.planning import hardware
-        >>> attrs.evolve(hardware("h100"), name="one H100", ranks_per_node=1).ranks_per_node
+        >>> from trainkit.tools.planning import get_hardware
+        >>> attrs.evolve(get_hardware("h100"), name="one H100", ranks_per_node=1).ranks_per_node
         1
     """
 
@@ -48,7 +48,7 @@ class Hardware:
             raise ValueError(f'Hardware: flops needs "fp32" and "bf16", got {sorted(self.flops)}')
 
 
-def hardware(name: str) -> Hardware:
+def get_hardware(name: str) -> Hardware:
     """Return the figures of a known kind of machine.
 
     Arithmetic and wires are the makers' data sheets': tensor cores without structured sparsity;
@@ -63,7 +63,7 @@ def hardware(name: str) -> Hardware:
         ValueError: There is no such name.
 
     Examples:
-        >>> hardware("h100").memory / 2**30
+        >>> get_hardware("h100").memory / 2**30
         79.0
     """
     kinds = _known()

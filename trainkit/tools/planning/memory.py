@@ -38,7 +38,7 @@ from trainkit.types import Layout
 
 
 @attrs.frozen
-class Memory:
+class MemoryEstimate:
     """Bytes of the rank that needs most, each kind at its largest, and the peak of their sum.
 
     The peak is less than the sum of the kinds: gradients come while activations go. It is the
@@ -59,7 +59,7 @@ class Memory:
         pp_rank: Which pipeline rank it is.
         host: Bytes in host memory: optimizer state and activations that are offloaded; with
             `cpu_offload` also parameters and gradients.
-        between: What is left on the device between two steps, which `parallel.asleep` frees.
+        between: What is left on the device between two steps, which `parallel.offload_state` frees.
     """
 
     parameters: int
@@ -76,14 +76,14 @@ class Memory:
     between: int = 0
 
 
-def memory_of(
+def estimate_memory(
     job: Job,
     layout: Layout,
     *,
     pp_rank: int | None = None,
     fused_norms: bool = True,
     in_backward: bool = False,
-) -> Memory:
+) -> MemoryEstimate:
     """Return what a pipeline rank holds: the one that needs most, or the one that is asked for.
 
     Args:
@@ -92,12 +92,12 @@ def memory_of(
         pp_rank: Which pipeline rank; None takes the one whose peak is the highest.
         fused_norms: Whether a norm is one kernel, as on a GPU, and keeps its input alone.
         in_backward: Whether parameters are stepped as their gradients arrive, by
-            `grads.bind_step_in_backward`.
+            `grads.make_step_in_backward`.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
-        >>> memory = memory_of(job, Layout(dp_shard=64))
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
+        >>> memory = estimate_memory(job, Layout(dp_shard=64))
         >>> memory.parameters * 64 / 4 / 1e9  # billions of parameters
         8.0302...
         >>> memory.moment
@@ -143,7 +143,7 @@ def _keeps_mean(job: Job) -> bool:
 
 def _memory_of_rank(
     job: Job, layout: Layout, pp_rank: int, *, fused_norms: bool, in_backward: bool
-) -> Memory:
+) -> MemoryEstimate:
     part, units = part_of(job, layout, pp_rank), units_of(job, layout)
     ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
     own, rank = (blocks + ends).trained, _rank_of(job, layout, pp_rank, fused_norms)
@@ -169,7 +169,7 @@ def _memory_of_rank(
     between = (not layout.cpu_offload) * parameters + (not remembered) * optimizer
     host = parameters + optimizer - between + layout.cpu_offload * gradients + rank.moved
     one, shard = rank.activations, rank.sharding
-    return Memory(
+    return MemoryEstimate(
         parameters=parameters,
         gradients=gradients if rank.stays else 0,
         optimizer=optimizer,

@@ -13,17 +13,23 @@ from trainkit.metrics import model_flops
 from trainkit.models.config import idle_parameters
 from trainkit.parallel.split import SCHEDULES
 from trainkit.tools.planning.activations import block_activations
-from trainkit.tools.planning.jobs import FP32, Job, num_microbatches, refusal, stages_per_rank
+from trainkit.tools.planning.jobs import (
+    FP32,
+    Job,
+    explain_refusal,
+    num_microbatches,
+    stages_per_rank,
+)
 from trainkit.tools.planning.machines import Hardware
-from trainkit.tools.planning.memory import Memory, memory_of
+from trainkit.tools.planning.memory import MemoryEstimate, estimate_memory
 from trainkit.tools.planning.stages import Part, part_of
-from trainkit.tools.planning.traffic import Transfer, traffic_of
+from trainkit.tools.planning.traffic import Transfer, estimate_traffic
 from trainkit.tools.planning.weights import units_of
 from trainkit.types import ConfigError, Layout
 
 
 @attrs.frozen
-class Seconds:
+class TimeEstimate:
     """An estimate of one step's time, and what it is made of.
 
     Args:
@@ -42,7 +48,7 @@ class Seconds:
 
 
 @attrs.frozen
-class Plan:
+class LayoutEstimate:
     """One layout, what it costs each rank, and whether it can be.
 
     Args:
@@ -59,9 +65,9 @@ class Plan:
     layout: Layout
     recompute: str
     why_not: str
-    memory: Memory | None = None
+    memory: MemoryEstimate | None = None
     traffic: tuple[Transfer, ...] = ()
-    seconds: Seconds | None = None
+    seconds: TimeEstimate | None = None
     tokens_per_second: float = 0.0
     utilization: float = 0.0
 
@@ -71,7 +77,7 @@ class Plan:
         return not self.why_not
 
 
-def plan(
+def rank_layouts(
     job: Job,
     layouts: Iterable[Layout],
     hardware: Hardware,
@@ -80,16 +86,16 @@ def plan(
     reduce: Sequence[Literal["last", "each"]] | None = None,
     efficiency: float = 0.5,
     headroom: float = 0.1,
-) -> list[Plan]:
+) -> list[LayoutEstimate]:
     """Return some layouts with what they cost, the best first.
 
     Nothing is run: all figures follow from shapes. Memory is that of this library's decoder and
     transforms, within 10 % of what torch's memory tracker measures on a CPU. Times are estimates
-    that put layouts in an order; see `seconds_of` for what is assumed.
+    that put layouts in an order; see `estimate_seconds` for what is assumed.
 
     Args:
         job: What is trained, and how.
-        layouts: Those to try, for instance `layouts_of(8, like=Layout(fold_sp="none"))`.
+        layouts: Those to try, for instance `list_layouts(8, like=Layout(fold_sp="none"))`.
         hardware: What they run on; `hardware("h100")`, or your own record.
         recompute: The policies to try, in place of the job's.
         reduce: After which microbatches FSDP reduces gradients, in place of the layouts': `("last",
@@ -106,10 +112,10 @@ def plan(
         ConfigError: A fraction is out of range, or a policy unknown.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> from trainkit.tools.planning import hardware, layouts_of
-        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
-        >>> best, *_, worst = plan(job, layouts_of(8), hardware("h100"))
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.tools.planning import get_hardware, list_layouts
+        >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
+        >>> best, *_, worst = rank_layouts(job, list_layouts(8), get_hardware("h100"))
         >>> best.fits, worst.why_not
         (True, '... GiB (loss) exceed 71.1 GiB; most are optimizer: 59.8 GiB')
     """
@@ -144,7 +150,7 @@ def _kind(job: Job) -> str:
     return "fp32" if job.itemsize == FP32 else "bf16"
 
 
-def _order(one: Plan) -> tuple[float, ...]:
+def _order(one: LayoutEstimate) -> tuple[float, ...]:
     """Fitting ones by time, then what is sent, then peak; too large ones by peak; others last."""
     peak = math.inf if one.memory is None else float(one.memory.peak)
     if not one.fits or one.seconds is None:
@@ -152,29 +158,31 @@ def _order(one: Plan) -> tuple[float, ...]:
     return (False, one.seconds.step, sum(transfer.sent for transfer in one.traffic), peak)
 
 
-def _plan_one(job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float) -> Plan:
-    why_not = refusal(job, layout)
+def _plan_one(
+    job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float
+) -> LayoutEstimate:
+    why_not = explain_refusal(job, layout)
     if why_not is not None:
-        return Plan(layout, job.recompute, why_not)
-    memory = memory_of(job, layout, fused_norms=hardware.fused_norms)
+        return LayoutEstimate(layout, job.recompute, why_not)
+    memory = estimate_memory(job, layout, fused_norms=hardware.fused_norms)
     if memory.peak > usable:
         why_not = _too_large(memory, usable)
-    seconds = seconds_of(job, layout, hardware, efficiency=efficiency)
+    seconds = estimate_seconds(job, layout, hardware, efficiency=efficiency)
     whole = part_of(job, Layout(), 0)
     flops = job.rows * _row_flops(job, whole)
-    return Plan(
+    return LayoutEstimate(
         layout=layout,
         recompute=job.recompute,
         why_not=why_not or "",
         memory=memory,
-        traffic=traffic_of(job, layout, pp_rank=memory.pp_rank),
+        traffic=estimate_traffic(job, layout, pp_rank=memory.pp_rank),
         seconds=seconds,
         tokens_per_second=job.rows * job.row_length / seconds.step,
         utilization=flops / (seconds.step * hardware.flops[_kind(job)] * layout.world),
     )
 
 
-def _too_large(memory: Memory, usable: int) -> str:
+def _too_large(memory: MemoryEstimate, usable: int) -> str:
     kinds = ["activations", "logits", "gathered", "buffers"]
     if memory.between:  # else all of these are in host memory
         kinds += ["parameters", "gradients"]
@@ -195,7 +203,9 @@ def _gib(size: float) -> str:
 # -------------------------------------------------------------------------------------------- time
 
 
-def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: float) -> Seconds:
+def estimate_seconds(
+    job: Job, layout: Layout, hardware: Hardware, *, efficiency: float
+) -> TimeEstimate:
     """Estimate the time of one step.
 
     - Compute: the model's operations (`model_flops`) of the pipeline rank that has most, a third
@@ -215,10 +225,10 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
       `offload_activations`).
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> from trainkit.tools.planning import hardware
-        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
-        >>> seconds_of(job, Layout(dp_shard=64), hardware("h100"), efficiency=0.5).bubble
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.tools.planning import get_hardware
+        >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
+        >>> estimate_seconds(job, Layout(dp_shard=64), get_hardware("h100"), efficiency=0.5).bubble
         0.0
     """
     rate = hardware.flops[_kind(job)] * efficiency
@@ -230,7 +240,7 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     attention = attends * of_attention
     compute = products * (every - of_attention) + attention
     wires: dict[str, float] = {}
-    for transfer in traffic_of(job, layout, pp_rank=busiest):
+    for transfer in estimate_traffic(job, layout, pp_rank=busiest):
         speed = _bandwidth(transfer.axis, layout, hardware)
         is_sync = transfer.axis in ("ring", "ulysses", "sp") and transfer.kind == "all_reduce"
         wire = "sync" if is_sync else transfer.axis
@@ -245,7 +255,7 @@ def seconds_of(job: Job, layout: Layout, hardware: Hardware, *, efficiency: floa
     turns = num_microbatches(job, layout) * stages_per_rank(layout)
     bubble = (compute + exposed) * (layout.pp - 1) / turns
     bubble /= 3 if SCHEDULES[layout.schedule].splits_backward else 1
-    return Seconds(compute + exposed + bubble, compute, exposed, hidden, bubble)
+    return TimeEstimate(compute + exposed + bubble, compute, exposed, hidden, bubble)
 
 
 def _repeated(job: Job, layout: Layout, part: Part) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.split import decoder_costs, layer_ranges, rank_of_stages
+from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
 from trainkit.tools.planning.activations import attention_widths, tokens_per_microbatch
 from trainkit.tools.planning.jobs import FP32, Job, num_microbatches, reshards, stages_per_rank
 from trainkit.tools.planning.weights import Held, Units, units_of
@@ -39,8 +39,8 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
     """Return what a pipeline rank holds, all of its stages together, as `split_layers` cuts it.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("10m"), row_length=8, rows=8)
         >>> [part_of(job, Layout(pp=3), rank).layers for rank in range(3)]
         [3, 3, 2]
     """
@@ -48,7 +48,7 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
         many = len(job.config.expert_layers)
         every = tuple(range(job.config.layers))
         return Part(every, embedding=True, head=True, experts=many)
-    holders = rank_of_stages(layout.schedule, layout.pp)
+    holders = assign_stages(layout.schedule, layout.pp)
     own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
     ranges = _layers_of_stages(job.config, len(holders))
     layers = tuple(layer for stage in own for layer in ranges[stage])
@@ -59,7 +59,7 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
 @lru_cache(maxsize=64)
 def _layers_of_stages(config: DecoderConfig, stages: int) -> list[range]:
     blocks, embedding, head = decoder_costs(config)
-    return layer_ranges(blocks, stages, first=embedding, last=head)
+    return split_layer_ranges(blocks, stages, first=embedding, last=head)
 
 
 def ends_of(part: Part, units: Units, *, tied: bool) -> Held:
@@ -94,8 +94,8 @@ def in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> fl
             part of them.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("10m"), row_length=8, rows=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("10m"), row_length=8, rows=8)
         >>> [in_flight(job, Layout(pp=4), rank) for rank in range(4)]
         [4, 3, 2, 1]
         >>> layout = Layout(pp=4, schedule="zero_bubble_v")
@@ -157,8 +157,8 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
     the copies that `precision` casts live until the microbatch is done.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=8)
         >>> found = sharding_of(job, layout, part=part_of(job, layout, 0))
         >>> found.ends, found.unit, found.ahead, found.scatter, found.ends_scatter
@@ -194,8 +194,8 @@ def units_apart(job: Job, layout: Layout, *, part: Part) -> tuple[Held, Held]:
     """Return a rank's embedding, and its last norm and head, where `ends_apart` makes them units.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("llama-3.1-8b"), row_length=8, rows=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=2, ends_apart=True)
         >>> [x.trained.tensors for x in units_apart(job, layout, part=part_of(job, layout, 0))]
         [1, 2]
@@ -217,8 +217,8 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
     across them until the step ends.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny"), row_length=256, rows=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8)
         >>> buffers_of(job, Layout(), 0)
         0
     """
@@ -240,5 +240,5 @@ def pipeline_borders(layout: Layout, pp_rank: int) -> int:
         >>> [pipeline_borders(layout, rank) for rank in range(3)]
         [2, 4, 2]
     """
-    holders = rank_of_stages(layout.schedule, layout.pp)
+    holders = assign_stages(layout.schedule, layout.pp)
     return sum(a != b and pp_rank in (a, b) for a, b in pairwise(holders))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from trainkit.tools.planning.plans import Plan
+from trainkit.tools.planning.plans import LayoutEstimate
 
 _HEADER = (
     *("layout", "recompute", "reduce", "peak GiB", "params", "grads", "optim", "activ.", "logits"),
@@ -13,7 +13,7 @@ _HEADER = (
 )
 
 
-def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
+def format_estimates(plans: Sequence[LayoutEstimate], *, limit: int | None = 10) -> str:
     """Return plans as a table: those that fit, then those that do not and why.
 
     Memory is of the rank that needs most, in GiB; the columns are the largest of each kind, the
@@ -21,16 +21,16 @@ def plan_table(plans: Sequence[Plan], *, limit: int | None = 10) -> str:
     Sent is what one rank sends in a step, in GB.
 
     Args:
-        plans: From `plan`, best first.
+        plans: From `rank_layouts`, best first.
         limit: How many to show of those that fit, of those that do not, and of the reasons why the
             rest is impossible; None for all.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> from trainkit.tools.planning import Job, hardware, layouts_of, plan
-        >>> job = Job(config=decoder_config("tiny"), row_length=256, rows=8)
-        >>> found = plan(job, layouts_of(1), hardware("cpu"))
-        >>> print(plan_table(found, limit=1))
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.tools.planning import Job, get_hardware, list_layouts, rank_layouts
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8)
+        >>> found = rank_layouts(job, list_layouts(1), get_hardware("cpu"))
+        >>> print(format_estimates(found, limit=1))
         layout  recompute  ...
     """
     fitting = [one for one in plans if one.fits]
@@ -53,7 +53,7 @@ def _more(count: int, limit: int | None, what: str) -> list[str]:
     return [] if limit is None or count <= limit else [f"  ... and {count - limit} more {what}"]
 
 
-def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
+def _rows(plans: Sequence[LayoutEstimate]) -> list[tuple[str, ...]]:
     rows = [_HEADER, *map(_row, plans)]
     host = [one.memory.host for one in plans if one.memory is not None]
     if not any(host):
@@ -62,12 +62,12 @@ def _rows(plans: Sequence[Plan]) -> list[tuple[str, ...]]:
     return [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, column, strict=True)]
 
 
-def _choices(one: Plan) -> tuple[str, str, str]:
+def _choices(one: LayoutEstimate) -> tuple[str, str, str]:
     """Return what a recipe is told to get this plan: degrees, --recompute and --reduce."""
     return str(one.layout), one.recompute, one.layout.reduce
 
 
-def _row(one: Plan) -> tuple[str, ...]:
+def _row(one: LayoutEstimate) -> tuple[str, ...]:
     assert one.memory is not None
     assert one.seconds is not None
     memory = one.memory

@@ -68,15 +68,15 @@ class Transfer:
         return 2 * once if self.kind == "all_reduce" else once
 
 
-def traffic_of(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer, ...]:
+def estimate_traffic(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer, ...]:
     """Return what one rank of a pipeline stage sends in a step.
 
     Left out are the few numbers of the gradient norm, of metrics and of a pipeline's terms.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny", vocab_size=256), row_length=256, rows=8)
-        >>> for transfer in traffic_of(job, Layout(dp_shard=8)):
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny", vocab_size=256), row_length=256, rows=8)
+        >>> for transfer in estimate_traffic(job, Layout(dp_shard=8)):
         ...     print(transfer.axis, transfer.kind, transfer.count, transfer.bytes)
         fsdp all_gather 9 3477760
         fsdp reduce_scatter 5 3543552
@@ -246,10 +246,10 @@ def entering_attention(config: DecoderConfig) -> list[int]:
     """Return the columns of what tensor parallelism gathers for attention, a number for each call.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> entering_attention(decoder_config("qwen3-8b"))
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> entering_attention(make_decoder_config("qwen3-8b"))
         [4096]
-        >>> entering_attention(decoder_config("deepseek-v3"))
+        >>> entering_attention(make_decoder_config("deepseek-v3"))
         [1536, 512, 64]
     """
     latents = config.latents

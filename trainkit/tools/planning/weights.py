@@ -16,7 +16,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import Kind, kind_of, named_parameters_of
+from trainkit.parallel.names import Kind, get_named_parameters, kind_of
 from trainkit.post.adapters.frozen import SCALES
 from trainkit.tools.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
@@ -175,8 +175,8 @@ def units_of(job: Job, layout: Layout) -> Units:
     expert_fsdp, as `parallel.fsdp` says.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> job = Job(config=decoder_config("tiny", vocab_size=259), row_length=8, rows=8)
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> job = Job(config=make_decoder_config("tiny", vocab_size=259), row_length=8, rows=8)
         >>> units_of(job, Layout(dp_shard=2)).embedding.trained
         Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152, short=16640)
     """
@@ -198,7 +198,7 @@ def _parameters(
             model = transform(model, solo_parallel())
     return tuple(
         (name, tuple(p.shape), kind_of(p.detach() if name in frozen else p))
-        for name, p in named_parameters_of([model]).items()
+        for name, p in get_named_parameters([model]).items()
     )
 
 

@@ -18,36 +18,36 @@ from trainkit import losses, models
 from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
 from trainkit.mesh import solo_parallel
-from trainkit.noise.counters import token_keys
+from trainkit.noise.counters import make_token_keys
 from trainkit.optim import OPTIMIZERS, make_optimizer
 from trainkit.packing import pack_bins
-from trainkit.parallel.compile import compiled
-from trainkit.parallel.experts import expert
+from trainkit.parallel.compile import compile_blocks
+from trainkit.parallel.experts import expert_parallel
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
-from trainkit.parallel.sequence_parallel import sequence
-from trainkit.parallel.tensor_parallel import tensor
+from trainkit.parallel.sequence_parallel import sequence_parallel
+from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
 from trainkit.post import objectives
 from trainkit.post.adapters import (
-    Format,
     Lora,
-    Packing,
+    QuantizationFormat,
+    QuantizationSpec,
+    can_shard_bytes,
+    get_quantizations,
     lora,
-    packings_of,
     quantized,
-    rounded_weights,
-    shards_bytes,
+    round_weights,
 )
-from trainkit.sampling import rows_of_epochs
+from trainkit.sampling import shuffle_epochs
 from trainkit.text.chat import pack_pairs
 from trainkit.tools.testing import exact
-from trainkit.tools.testing.cases import Case, default_cases
+from trainkit.tools.testing.cases import LayoutCase, make_default_cases
 from trainkit.tools.testing.certificate import Certificate, tier_called
 from trainkit.tools.testing.certify import certify_together
 from trainkit.tools.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.tools.testing.train import Training, certificate_weights
-from trainkit.types import Axis, Batch, Hidden, Layout, Weights
+from trainkit.types import Axis, Batch, Hidden, Layout, Log, Weights
 
 CONFIG = models.DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
@@ -121,7 +121,9 @@ _MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
 _OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
 
 
-def with_adapters(config: models.DecoderConfig, *, form: Format | None = None) -> nn.Module:
+def with_adapters(
+    config: models.DecoderConfig, *, form: QuantizationFormat | None = None
+) -> nn.Module:
     """Return a decoder that trains adapters of both kinds, with dropout, and its embedding.
 
     With experts theirs too, with dropout as well, and the head in place of the embedding. With a
@@ -154,7 +156,7 @@ def _as_the_others(
 
 def as_held(
     config: models.DecoderConfig,
-    form: Format,
+    form: QuantizationFormat,
     name: str,
     shape: Sequence[int],
     offset: Sequence[int],
@@ -165,13 +167,15 @@ def as_held(
         >>> as_held(CONFIG, "int8", "norm.weight", (1,), (0,)).shape
         torch.Size([1])
     """
-    return rounded_weights(certificate_weights, _packings(config, form))(name, shape, offset)
+    return round_weights(certificate_weights, _packings(config, form))(name, shape, offset)
 
 
 @cache
-def _packings(config: models.DecoderConfig, form: Format) -> dict[str, Packing]:
+def _packings(
+    config: models.DecoderConfig, form: QuantizationFormat
+) -> dict[str, QuantizationSpec]:
     with torch.device("meta"):
-        return packings_of(with_adapters(config, form=form))
+        return get_quantizations(with_adapters(config, form=form))
 
 
 _EPS = {"adamw": {"eps": 1e-4}, "schedule-free": {"eps": 1e-4}}  # see `certificate_optimizer`
@@ -208,7 +212,7 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
         >>> from trainkit.mesh import solo_parallel
         >>> optimizer = several_optimizers([with_experts(SHALLOW)], solo_parallel().pp)
         >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
-        ['Lion', 'Momentum', 'NarrowAdamW', 'ScheduleFree', 'SignSGD']
+        ['Lion', 'LowPrecisionAdamW', 'Momentum', 'ScheduleFree', 'SignSGD']
     """
     steppers = {
         "embedding.*": "signsgd",
@@ -272,7 +276,7 @@ GPT_LIKE = attrs.evolve(
 )
 
 
-IN_FEW_BITS: dict[str, tuple[models.DecoderConfig, Format]] = {
+IN_FEW_BITS: dict[str, tuple[models.DecoderConfig, QuantizationFormat]] = {
     "decoder with adapters, in nf4": (SHALLOW, "nf4"),
     "decoder with adapters and latents, in int8": (NO_QUERY_RANK, "int8"),
     "decoder with experts and adapters, in fp8": (attrs.evolve(SHALLOW, experts=EXPERTS), "fp8"),
@@ -324,11 +328,11 @@ def decoder_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
-    rows_at = rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)
+    rows_at = shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
     kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(ROWS // 4).unsqueeze(1)
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
-    keys = token_keys(batch.token_index, seed=0, step=step)
+    keys = make_token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
 
@@ -348,7 +352,7 @@ def answers_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(corpus, bins, rows_of_epochs(len(bins), rows_per_step=ROWS, seed=0)(step))
+    batch = collate_bins(corpus, bins, shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0)(step))
     at = batch.token_index.double() + 1000 * step
 
     def waves(phase: int, *sizes: int) -> torch.Tensor:
@@ -358,7 +362,7 @@ def answers_batch(step: int) -> Batch:
 
     ids = (batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_KNOWN)) % CONFIG.vocab_size
     extra = {
-        "noise_key": token_keys(batch.token_index, seed=0, step=step),
+        "noise_key": make_token_keys(batch.token_index, seed=0, step=step),
         "desirable": (batch.document_ids % 2 == 0).double(),
         "kl": torch.full_like(at, 0.2),
         "weights": 1.5 + waves(0),
@@ -380,9 +384,9 @@ def loss_of_tokens(ps: Any) -> losses.NamedLoss:
     """
     whole = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
     words = whole.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
-    policy = objectives.policy_gradient(objectives.clipped(), entropy_weight=0.1)
+    policy = objectives.policy_gradient(objectives.ppo_clip(), entropy_weight=0.1)
     teacher = objectives.distillation(Hidden(torch.empty(0), words, ps.tp), beta=0.5)
-    return losses.add_terms((losses.weighted, 1.0), (policy, 0.5), (teacher, 0.7))
+    return losses.add_terms((losses.weighted_next_token, 1.0), (policy, 0.5), (teacher, 0.7))
 
 
 def loss_of_answers(ps: Any) -> losses.NamedLoss:
@@ -391,7 +395,7 @@ def loss_of_answers(ps: Any) -> losses.NamedLoss:
     Effects:
         None here; the loss communicates on `ps.sp` and `ps.tp`.
     """
-    policy = objectives.sequence_policy_gradient(objectives.clipped(), axis=ps.sp)
+    policy = objectives.sequence_policy_gradient(objectives.ppo_clip(), axis=ps.sp)
     scaled = [
         _apart(make, 0.5, axis=ps.sp) for make in (objectives.dpo, objectives.ipo, objectives.kto)
     ]
@@ -404,7 +408,7 @@ def _apart(make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis) -> l
     """Return a loss whose terms bear its name, as others have terms of the same names."""
     name, loss = make.__name__, make(*beta, axis=axis)
 
-    @losses.with_terms(*(f"{name}_{term}" for term in loss.terms))
+    @losses.declare_terms(*(f"{name}_{term}" for term in loss.terms))
     def named(output: Any, batch: Mapping[str, Any]) -> Any:
         total, terms = loss(output, batch)
         return total, {f"{name}_{term}": value for term, value in terms.items()}
@@ -412,49 +416,49 @@ def _apart(make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis) -> l
     return named
 
 
-_OF_EXPERTS = losses.routed(losses.next_token_linear, balance=0.5, router_z=0.1)
+_OF_EXPERTS = losses.add_router_losses(losses.next_token_linear, balance=0.5, router_z=0.1)
 
 
-@losses.with_terms(*_OF_EXPERTS.terms)
+@losses.declare_terms(*_OF_EXPERTS.terms)
 def expert_loss(output: Any, batch: Mapping[str, Any]) -> Any:
     """Return the loss of a decoder with experts, with all terms of its routers."""
     return _OF_EXPERTS(output, batch)
 
 
-def decoder_plan(ps: Any, case: Case) -> list[Transform]:
+def decoder_plan(ps: Any, case: LayoutCase) -> list[Transform]:
     """Return the plan of a recipe: every transform, each of which does nothing where it need not.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> [step.kind for step in decoder_plan(solo_parallel(), Case())]
+        >>> [step.kind for step in decoder_plan(solo_parallel(), LayoutCase())]
         ['tensor', 'sequence', 'expert', 'recompute', 'fsdp']
     """
     del ps
-    blocks = [compiled(backend="aot_eager")] if case.compiled else []
-    apart = [tensor(), sequence(), expert()]
+    blocks = [compile_blocks(backend="aot_eager")] if case.compiled else []
+    apart = [tensor_parallel(), sequence_parallel(), expert_parallel()]
     return [*apart, recompute(case.recompute), *blocks, fsdp(case.layout)]
 
 
-def exact_plan(ps: Any, case: Case) -> list[Transform]:
+def exact_plan(ps: Any, case: LayoutCase) -> list[Transform]:
     """Return the plan of the exact model: its blocks hold a column- and a row-parallel matrix.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> [step.kind for step in exact_plan(solo_parallel(), Case())]
+        >>> [step.kind for step in exact_plan(solo_parallel(), LayoutCase())]
         ['tensor', 'sequence', 'recompute', 'fsdp']
     """
     del ps
-    cut = tensor({"layers.*.up": "column", "layers.*.down": "row"})
+    cut = tensor_parallel({"layers.*.up": "column", "layers.*.down": "row"})
     # No token sees another.
     apart = Transform(lambda module, _: module, kind="sequence", axes=("ring", "ulysses"))
     return [cut, apart, recompute(case.recompute), fsdp(case.layout)]
 
 
-def cases_of_model(name: str) -> list[Case]:
+def cases_of_model(name: str) -> list[LayoutCase]:
     """Return the cases in which one of `MODELS` is trained: the decoder in all, others in some.
 
     Examples:
-        >>> Case(Layout(pp=2)) in cases_of_model("tied decoder")
+        >>> LayoutCase(Layout(pp=2)) in cases_of_model("tied decoder")
         True
     """
     return exact_cases() if name == "exact model" else [*(_CASES.get(name) or _CASES[_plain(name)])]
@@ -465,7 +469,7 @@ def _plain(name: str) -> str:
     return name.partition(", by ")[0]
 
 
-def expert_cases() -> list[Case]:
+def expert_cases() -> list[LayoutCase]:
     """Return the cases of expert parallelism: alone, and with everything else.
 
     Examples:
@@ -473,179 +477,184 @@ def expert_cases() -> list[Case]:
         ({8, 2, 4}, {8, 2, 4})
     """
     return [
-        Case(Layout(dp_shard=2, ep=2)),
-        Case(Layout(dp_shard=2, ep=2), recompute="full"),
-        Case(Layout(dp_shard=2, ep=2), recompute="0.5"),
-        Case(Layout(dp_shard=2, ep=2), recompute="selective", compiled=True),
-        Case(Layout(ring=2, ep=2)),
-        Case(Layout(ulysses=2, ep=2)),
-        Case(Layout(dp_shard=4, ep=2, reduce="each"), recompute="full"),
-        Case(Layout(dp_shard=4, ep=4)),
-        Case(Layout(dp_shard=4, ep=2, ep_neighbours=False)),
-        Case(Layout(dp_replicate=2, dp_shard=2, ep=2), recompute="selective"),
-        Case(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
-        Case(Layout(dp_shard=2, tp=2, ep=2)),
-        Case(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
-        Case(Layout(dp_shard=8, ep=8)),
-        Case(Layout(dp_shard=4, tp=2, ep=2)),
-        Case(Layout(dp_replicate=2, dp_shard=4, ep=2)),
-        Case(Layout(dp_replicate=2, dp_shard=4, ep=2, ep_neighbours=False)),
-        Case(Layout(dp_shard=4, tp=2, ep=2, ep_neighbours=False)),
-        Case(Layout(dp_replicate=2, dp_shard=2, ring=2, ep=4, reduce="each")),
-        Case(Layout(pp=2, dp_shard=2, tp=2, ep=2)),
-        Case(Layout(pp=2, dp_shard=2, ulysses=2, fold_sp="none", ep=2)),
-        Case(Layout(dp_shard=2, ring=2, tp=2, ep=4)),
+        LayoutCase(Layout(dp_shard=2, ep=2)),
+        LayoutCase(Layout(dp_shard=2, ep=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, ep=2), recompute="0.5"),
+        LayoutCase(Layout(dp_shard=2, ep=2), recompute="selective", compiled=True),
+        LayoutCase(Layout(ring=2, ep=2)),
+        LayoutCase(Layout(ulysses=2, ep=2)),
+        LayoutCase(Layout(dp_shard=4, ep=2, reduce="each"), recompute="full"),
+        LayoutCase(Layout(dp_shard=4, ep=4)),
+        LayoutCase(Layout(dp_shard=4, ep=2, ep_neighbours=False)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2), recompute="selective"),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
+        LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=8, ep=8)),
+        LayoutCase(Layout(dp_shard=4, tp=2, ep=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=4, ep=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=4, ep=2, ep_neighbours=False)),
+        LayoutCase(Layout(dp_shard=4, tp=2, ep=2, ep_neighbours=False)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ring=2, ep=4, reduce="each")),
+        LayoutCase(Layout(pp=2, dp_shard=2, tp=2, ep=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2, ulysses=2, fold_sp="none", ep=2)),
+        LayoutCase(Layout(dp_shard=2, ring=2, tp=2, ep=4)),
     ]
 
 
 _ZERO_BUBBLE: dict[str, Any] = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
-_PIPELINES = [Case(Layout(pp=2)), Case(Layout(pp=2, dp_shard=2))]
-_ENDS = [Case(Layout(dp_shard=2)), Case(Layout(tp=2)), Case(Layout(pp=2, tp=2))]
-_CASES: dict[str, list[Case]] = {
-    "decoder": default_cases(),
-    "tied decoder": [*_ENDS, *_PIPELINES, Case(Layout(pp=2, schedule="zero_bubble_v"))],
+_PIPELINES = [LayoutCase(Layout(pp=2)), LayoutCase(Layout(pp=2, dp_shard=2))]
+_ENDS = [LayoutCase(Layout(dp_shard=2)), LayoutCase(Layout(tp=2)), LayoutCase(Layout(pp=2, tp=2))]
+_CASES: dict[str, list[LayoutCase]] = {
+    "decoder": make_default_cases(),
+    "tied decoder": [*_ENDS, *_PIPELINES, LayoutCase(Layout(pp=2, schedule="zero_bubble_v"))],
     "decoder with dropout": [
         *_ENDS,
         *_PIPELINES,
-        Case(recompute="full"),
-        Case(Layout(ring=2, fold_sp="none")),
-        Case(Layout(ulysses=2)),
-        Case(Layout(dp_replicate=2, dp_shard=2)),
+        LayoutCase(recompute="full"),
+        LayoutCase(Layout(ring=2, fold_sp="none")),
+        LayoutCase(Layout(ulysses=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
     ],
     # Ranks with nothing to train; and a rank with a frozen stage and another.
     "decoder with frozen blocks": [
         *_PIPELINES,
-        Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
-        Case(Layout(pp=4)),
+        LayoutCase(Layout(pp=2, schedule="interleaved_zero_bubble")),
+        LayoutCase(Layout(pp=4)),
     ],
     "decoder with adapters": [
         *_ENDS,
         *_PIPELINES,
-        Case(recompute="full"),
-        Case(Layout(dp_shard=2), compiled=True),
-        Case(Layout(ring=2, fold_sp="none")),
-        Case(Layout(ulysses=2)),
-        Case(Layout(tp=2), recompute="selective"),
-        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-        Case(Layout(dp_replicate=2, dp_shard=2)),
+        LayoutCase(recompute="full"),
+        LayoutCase(Layout(dp_shard=2), compiled=True),
+        LayoutCase(Layout(ring=2, fold_sp="none")),
+        LayoutCase(Layout(ulysses=2)),
+        LayoutCase(Layout(tp=2), recompute="selective"),
+        LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
     ],
     "decoder with adapters, in nf4": [
         *_ENDS,
-        Case(Layout(pp=2, dp_shard=2), recompute="full"),
-        Case(Layout(tp=2), recompute="selective"),
-        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-        Case(Layout(pp=2, dp_shard=2, tp=2), compiled=True),
+        LayoutCase(Layout(pp=2, dp_shard=2), recompute="full"),
+        LayoutCase(Layout(tp=2), recompute="selective"),
+        LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
+        LayoutCase(Layout(pp=2, dp_shard=2, tp=2), compiled=True),
     ],
     "decoder with adapters and latents, in int8": _ENDS[:2],
     "decoder with experts and adapters, in fp8": [
         *_ENDS[1:],
-        Case(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
-        Case(Layout(dp_shard=4, tp=2, ep=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=4, tp=2, ep=2)),
     ],
     "decoder with experts and adapters": [
         *_ENDS,
-        Case(Layout(pp=2, dp_shard=2), recompute="full"),
-        Case(Layout(dp_shard=2, ep=2), recompute="selective"),
-        Case(Layout(ring=2, ep=2), recompute="full"),
-        Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
-        Case(Layout(dp_shard=2, tp=2, ep=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, ep=2), recompute="selective"),
+        LayoutCase(Layout(ring=2, ep=2), recompute="full"),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
     ],
     "decoder with experts": [
         *_ENDS,
         *_PIPELINES,
-        Case(rows_per_microbatch=3),
-        Case(recompute="full"),
-        Case(compiled=True),
-        Case(Layout(ring=2, fold_sp="none")),
-        Case(Layout(ulysses=2)),
-        Case(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
-        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-        Case(Layout(dp_shard=2, ring=2, tp=2)),
+        LayoutCase(rows_per_microbatch=3),
+        LayoutCase(recompute="full"),
+        LayoutCase(compiled=True),
+        LayoutCase(Layout(ring=2, fold_sp="none")),
+        LayoutCase(Layout(ulysses=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
+        LayoutCase(Layout(dp_shard=2, ring=2, tp=2)),
         *expert_cases(),
     ],
     "decoder with experts, by several optimizers": [
         *_ENDS,
-        Case(Layout(pp=2, dp_shard=2)),
-        Case(Layout(dp_shard=2, ep=2)),
-        Case(Layout(dp_replicate=2, dp_shard=2)),
-        Case(Layout(ring=2, ulysses=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2)),
+        LayoutCase(Layout(dp_shard=2, ep=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
+        LayoutCase(Layout(ring=2, ulysses=2)),
     ],
     "decoder with experts in four stages": [
-        Case(Layout(pp=2, dp_shard=2, **_ZERO_BUBBLE)),
-        Case(Layout(pp=2, dp_shard=2, ep=2, **_ZERO_BUBBLE)),
+        LayoutCase(Layout(pp=2, dp_shard=2, **_ZERO_BUBBLE)),
+        LayoutCase(Layout(pp=2, dp_shard=2, ep=2, **_ZERO_BUBBLE)),
     ],
     "decoder with experts and latents": [
         *_ENDS,
-        Case(Layout(ring=2, fold_sp="none")),
-        Case(Layout(ulysses=2)),
-        Case(Layout(pp=2, dp_shard=2), recompute="full"),
-        Case(Layout(tp=2), recompute="selective"),
-        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-        Case(Layout(dp_shard=4, tp=2), compiled=True),
+        LayoutCase(Layout(ring=2, fold_sp="none")),
+        LayoutCase(Layout(ulysses=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2), recompute="full"),
+        LayoutCase(Layout(tp=2), recompute="selective"),
+        LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
+        LayoutCase(Layout(dp_shard=4, tp=2), compiled=True),
     ],
-    "decoder with latents, none of queries": [*_ENDS[1:2], Case(Layout(ulysses=2, tp=2))],
+    "decoder with latents, none of queries": [*_ENDS[1:2], LayoutCase(Layout(ulysses=2, tp=2))],
     "decoder like Gemma's": [
-        Case(Layout(ring=2, fold_sp="none"), recompute="selective"),
-        Case(Layout(dp_shard=2)),
-        Case(Layout(tp=2), recompute="full"),
-        Case(Layout(dp_shard=2, tp=2), recompute="full"),
-        Case(Layout(pp=2)),
+        LayoutCase(Layout(ring=2, fold_sp="none"), recompute="selective"),
+        LayoutCase(Layout(dp_shard=2)),
+        LayoutCase(Layout(tp=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, tp=2), recompute="full"),
+        LayoutCase(Layout(pp=2)),
     ],
-    "decoder like OLMo 2's": [Case(Layout(ring=2, tp=2))],
+    "decoder like OLMo 2's": [LayoutCase(Layout(ring=2, tp=2))],
     "decoder like GPT-2's": [
-        Case(Layout(dp_shard=2, tp=2), recompute="selective"),
-        Case(Layout(pp=2, tp=2)),
-        Case(Layout(pp=2)),
-        Case(Layout(ulysses=2)),
+        LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
+        LayoutCase(Layout(pp=2, tp=2)),
+        LayoutCase(Layout(pp=2)),
+        LayoutCase(Layout(ulysses=2)),
     ],
     "decoder and losses of tokens": [
-        Case(Layout(pp=2, tp=2)),
-        Case(Layout(dp_shard=2, ring=2)),
+        LayoutCase(Layout(pp=2, tp=2)),
+        LayoutCase(Layout(dp_shard=2, ring=2)),
     ],
     "decoder and losses of answers": [
-        Case(Layout(pp=2, tp=2)),
-        Case(Layout(dp_shard=2, ring=2)),
-        Case(Layout(ulysses=2, tp=2)),
+        LayoutCase(Layout(pp=2, tp=2)),
+        LayoutCase(Layout(dp_shard=2, ring=2)),
+        LayoutCase(Layout(ulysses=2, tp=2)),
     ],
     "foreign model": [
         *_ENDS[:2],
-        Case(Layout(dp_shard=2, tp=2)),
-        Case(Layout(pp=2, dp_shard=2)),
+        LayoutCase(Layout(dp_shard=2, tp=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2)),
     ],
     "foreign model, a part for some": [
-        *(Case(), Case(Layout(tp=2)), Case(Layout(pp=2)), Case(Layout(dp_shard=2))),
-        Case(Layout(dp_shard=2, reduce="each")),
-        Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
+        *(
+            LayoutCase(),
+            LayoutCase(Layout(tp=2)),
+            LayoutCase(Layout(pp=2)),
+            LayoutCase(Layout(dp_shard=2)),
+        ),
+        LayoutCase(Layout(dp_shard=2, reduce="each")),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
     ],
 }
 
 
-def exact_cases() -> list[Case]:
+def exact_cases() -> list[LayoutCase]:
     """Return the cases of the exact model: those in which its arithmetic is spread over ranks.
 
     Examples:
-        >>> Case(Layout(dp_shard=2, tp=2)) in exact_cases()
+        >>> LayoutCase(Layout(dp_shard=2, tp=2)) in exact_cases()
         True
     """
     return [
-        Case(),
-        Case(recompute="full"),
-        Case(Layout(dp_shard=2)),
-        Case(Layout(dp_shard=2, reduce="each")),
-        Case(Layout(dp_replicate=2)),
-        Case(Layout(tp=2)),
-        Case(Layout(ring=2)),
-        Case(Layout(ulysses=2, fold_sp="none")),
-        Case(Layout(pp=2)),
-        Case(Layout(pp=2, schedule="interleaved_zero_bubble")),
-        Case(Layout(dp_shard=3)),
-        Case(Layout(dp_replicate=2, dp_shard=2)),
-        Case(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
-        Case(Layout(dp_shard=2, tp=2)),
-        Case(Layout(ring=2, ulysses=2, fold_sp="ring")),
-        Case(Layout(pp=2, dp_shard=2)),
-        Case(Layout(dp_replicate=2, dp_shard=2, ring=2)),
-        Case(Layout(pp=2, dp_shard=2, tp=2)),
+        LayoutCase(),
+        LayoutCase(recompute="full"),
+        LayoutCase(Layout(dp_shard=2)),
+        LayoutCase(Layout(dp_shard=2, reduce="each")),
+        LayoutCase(Layout(dp_replicate=2)),
+        LayoutCase(Layout(tp=2)),
+        LayoutCase(Layout(ring=2)),
+        LayoutCase(Layout(ulysses=2, fold_sp="none")),
+        LayoutCase(Layout(pp=2)),
+        LayoutCase(Layout(pp=2, schedule="interleaved_zero_bubble")),
+        LayoutCase(Layout(dp_shard=3)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
+        LayoutCase(Layout(dp_shard=2, tp=2)),
+        LayoutCase(Layout(ring=2, ulysses=2, fold_sp="ring")),
+        LayoutCase(Layout(pp=2, dp_shard=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ring=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2, tp=2)),
     ]
 
 
@@ -673,9 +682,9 @@ def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
 def certify_builtin(
     tier: str = "fp64",
     *,
-    chosen: Callable[[Case], bool] = lambda _: True,
+    chosen: Callable[[LayoutCase], bool] = lambda _: True,
     optimizers: bool = False,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
     device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
@@ -687,7 +696,7 @@ def certify_builtin(
         tier: See `certify`.
         chosen: Which of the cases to run.
         optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
-        tell: Called with a line after every layout.
+        log: Called with a line after every layout.
         device: "cpu" or "cuda"; see `certify`.
 
     Raises:
@@ -698,17 +707,17 @@ def certify_builtin(
         Starts processes; see `certify`.
     """
     subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers)
-    return certify_together(subjects, timeout=TIMEOUT, tell=tell, device=device)
+    return certify_together(subjects, timeout=TIMEOUT, log=log, device=device)
 
 
 def builtin_subjects(
     tier: str,
     *,
-    chosen: Callable[[Case], bool] = lambda _: True,
-    pick: Callable[[list[tuple[str, Case]]], Iterable[tuple[str, Case]]] = list,
+    chosen: Callable[[LayoutCase], bool] = lambda _: True,
+    pick: Callable[[list[tuple[str, LayoutCase]]], Iterable[tuple[str, LayoutCase]]] = list,
     optimizers: bool = False,
     steps: int = 3,
-) -> list[tuple[Training, list[Case]]]:
+) -> list[tuple[Training, list[LayoutCase]]]:
     """Return how the built-in models are trained in one tier, and their cases, if they have some.
 
     Args:
@@ -731,9 +740,10 @@ def builtin_subjects(
         (name, case)
         for name in names
         for case in cases_of_model(name)
-        if chosen(case) and (name not in IN_FEW_BITS or case.layout.wrapped == 1 or shards_bytes())
+        if chosen(case)
+        and (name not in IN_FEW_BITS or case.layout.wrapped == 1 or can_shard_bytes())
     ]
-    picked: dict[str, list[Case]] = {name: [] for name in names}
+    picked: dict[str, list[LayoutCase]] = {name: [] for name in names}
     for model, case in pick(rows):
         picked[model].append(case)
     if not any(picked.values()):
@@ -769,7 +779,7 @@ _EXACT = {
 }
 
 
-def _training_of(name: str, cases: Sequence[Case], *, tier: str, steps: int) -> Training:
+def _training_of(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: int) -> Training:
     """Return how one of `MODELS` is trained: on 4 rows a step, or 8 on more ranks than 4."""
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)

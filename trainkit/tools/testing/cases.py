@@ -12,7 +12,7 @@ _SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
 
 
 @attrs.frozen
-class Case:
+class LayoutCase:
     """A layout, and what else may be chosen that no number depends on.
 
     `rows_per_microbatch` is None for all rows of a rank at once. `recompute` and `compiled` are
@@ -20,9 +20,9 @@ class Case:
     the name.
 
     Examples:
-        >>> Case(Layout(dp_shard=2, ring=2, tp=2, fold_sp="none")).name
+        >>> LayoutCase(Layout(dp_shard=2, ring=2, tp=2, fold_sp="none")).name
         'dp2 x ring2 x tp2, fold none'
-        >>> Case(Layout(pp=2, schedule="gpipe", reduce="each"), compiled=True).name
+        >>> LayoutCase(Layout(pp=2, schedule="gpipe", reduce="each"), compiled=True).name
         'pp2, gpipe, reduce each, compiled'
     """
 
@@ -61,13 +61,13 @@ class Case:
         return ", ".join([" x ".join(factors) or "one rank", *chosen])
 
 
-def runs_here(case: Case, device: str = "cpu") -> bool:
+def runs_here(case: LayoutCase, device: str = "cpu") -> bool:
     """Return whether this torch and this machine can run a case on a kind of device.
 
     On CPUs 2.11 has no V schedules; on "cuda" there must be a GPU for each rank.
 
     Examples:
-        >>> runs_here(Case(Layout(pp=2, schedule="gpipe")))
+        >>> runs_here(LayoutCase(Layout(pp=2, schedule="gpipe")))
         True
     """
     if device == "cuda" and case.world > torch.cuda.device_count():
@@ -75,7 +75,7 @@ def runs_here(case: Case, device: str = "cpu") -> bool:
     return not problems(case.layout, world=case.world, device=device)
 
 
-def default_cases() -> list[Case]:
+def make_default_cases() -> list[LayoutCase]:
     """Return cases on 1 to 8 ranks that cover every dimension, every choice, and products.
 
     They suit a step of at least 8 rows, 4 layers, 8 heads with 4 of keys and values, and documents
@@ -83,99 +83,101 @@ def default_cases() -> list[Case]:
     takes 4 to 9 s of each rank, so few cases ask it: one rank, tp, and products of every axis.
 
     Examples:
-        >>> cases = default_cases()
+        >>> cases = make_default_cases()
         >>> len(cases) >= 40, {case.world for case in cases}
         (True, {1, 2, 3, 4, 6, 8})
     """
     return [*_alone(), *_on_two(), *_on_three_to_six(), *_on_eight()]
 
 
-def _alone() -> list[Case]:
+def _alone() -> list[LayoutCase]:
     return [
-        Case(),
-        Case(rows_per_microbatch=3),
-        Case(recompute="full"),
-        Case(recompute="selective"),
-        Case(compiled=True),
+        LayoutCase(),
+        LayoutCase(rows_per_microbatch=3),
+        LayoutCase(recompute="full"),
+        LayoutCase(recompute="selective"),
+        LayoutCase(compiled=True),
     ]
 
 
-def _on_two() -> list[Case]:
+def _on_two() -> list[LayoutCase]:
     schedules = ["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs"]
     schedules += ["interleaved_zero_bubble", "zero_bubble_v", "dual_pipe_v"]
     return [
-        Case(Layout(dp_shard=2)),
-        Case(Layout(dp_shard=2), rows_per_microbatch=None),
-        Case(Layout(dp_shard=2, reduce="each")),
-        Case(Layout(dp_shard=2), recompute="full"),
-        Case(Layout(dp_shard=2, cpu_offload=True)),
-        Case(Layout(dp_replicate=2)),
-        Case(Layout(tp=2)),
-        Case(Layout(tp=2), recompute="selective"),
-        Case(Layout(tp=2), compiled=True),
-        Case(Layout(ring=2)),
-        Case(Layout(ring=2, fold_sp="none"), rows_per_microbatch=2),
-        Case(Layout(ring=2), recompute="full"),
-        Case(Layout(ulysses=2)),
-        Case(Layout(ulysses=2, fold_sp="none")),
-        Case(Layout(ulysses=2), recompute="full"),
-        *(Case(Layout(pp=2, schedule=schedule)) for schedule in schedules),
-        Case(Layout(pp=2), rows_per_microbatch=2),
-        Case(Layout(pp=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2)),
+        LayoutCase(Layout(dp_shard=2), rows_per_microbatch=None),
+        LayoutCase(Layout(dp_shard=2, reduce="each")),
+        LayoutCase(Layout(dp_shard=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, cpu_offload=True)),
+        LayoutCase(Layout(dp_replicate=2)),
+        LayoutCase(Layout(tp=2)),
+        LayoutCase(Layout(tp=2), recompute="selective"),
+        LayoutCase(Layout(tp=2), compiled=True),
+        LayoutCase(Layout(ring=2)),
+        LayoutCase(Layout(ring=2, fold_sp="none"), rows_per_microbatch=2),
+        LayoutCase(Layout(ring=2), recompute="full"),
+        LayoutCase(Layout(ulysses=2)),
+        LayoutCase(Layout(ulysses=2, fold_sp="none")),
+        LayoutCase(Layout(ulysses=2), recompute="full"),
+        *(LayoutCase(Layout(pp=2, schedule=schedule)) for schedule in schedules),
+        LayoutCase(Layout(pp=2), rows_per_microbatch=2),
+        LayoutCase(Layout(pp=2), recompute="full"),
     ]
 
 
-def _on_three_to_six() -> list[Case]:
+def _on_three_to_six() -> list[LayoutCase]:
     return [
-        Case(Layout(dp_shard=3)),
-        Case(Layout(pp=3)),
-        Case(Layout(dp_shard=4)),
-        Case(Layout(dp_shard=4, reshard_over=2, prefetch=2, ends_apart=True)),
-        Case(Layout(dp_replicate=2, dp_shard=2)),
-        Case(Layout(dp_replicate=2, dp_shard=2, reduce="each"), recompute="selective"),
-        Case(Layout(tp=4)),
-        Case(Layout(ring=4)),
-        Case(Layout(ulysses=4)),
+        LayoutCase(Layout(dp_shard=3)),
+        LayoutCase(Layout(pp=3)),
+        LayoutCase(Layout(dp_shard=4)),
+        LayoutCase(Layout(dp_shard=4, reshard_over=2, prefetch=2, ends_apart=True)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each"), recompute="selective"),
+        LayoutCase(Layout(tp=4)),
+        LayoutCase(Layout(ring=4)),
+        LayoutCase(Layout(ulysses=4)),
         *(
-            Case(Layout(ring=2, ulysses=2, fold_sp=fold))
+            LayoutCase(Layout(ring=2, ulysses=2, fold_sp=fold))
             for fold in ("all", "ring", "ulysses", "none")
         ),
-        Case(Layout(pp=4)),
-        Case(Layout(dp_shard=2, tp=2)),
-        Case(Layout(dp_shard=2, tp=2), compiled=True),
-        Case(Layout(dp_replicate=2, tp=2)),
-        Case(Layout(dp_shard=2, ring=2)),
-        Case(Layout(dp_replicate=2, ring=2, fold_sp="none")),
-        Case(Layout(dp_shard=2, ulysses=2)),
-        Case(Layout(ring=2, tp=2)),
-        Case(Layout(ulysses=2, tp=2)),
-        Case(Layout(pp=2, dp_shard=2)),
-        Case(Layout(pp=2, dp_shard=2, reduce="each")),
-        Case(
+        LayoutCase(Layout(pp=4)),
+        LayoutCase(Layout(dp_shard=2, tp=2)),
+        LayoutCase(Layout(dp_shard=2, tp=2), compiled=True),
+        LayoutCase(Layout(dp_replicate=2, tp=2)),
+        LayoutCase(Layout(dp_shard=2, ring=2)),
+        LayoutCase(Layout(dp_replicate=2, ring=2, fold_sp="none")),
+        LayoutCase(Layout(dp_shard=2, ulysses=2)),
+        LayoutCase(Layout(ring=2, tp=2)),
+        LayoutCase(Layout(ulysses=2, tp=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2, reduce="each")),
+        LayoutCase(
             Layout(
                 pp=2, dp_shard=2, schedule="interleaved_zero_bubble", reshard_after_forward=False
             )
         ),
-        Case(Layout(pp=2, dp_replicate=2)),
-        Case(Layout(pp=2, tp=2)),
-        Case(Layout(pp=2, ring=2)),
-        Case(Layout(pp=2, ulysses=2, fold_sp="none")),
-        Case(Layout(dp_shard=3, tp=2)),
+        LayoutCase(Layout(pp=2, dp_replicate=2)),
+        LayoutCase(Layout(pp=2, tp=2)),
+        LayoutCase(Layout(pp=2, ring=2)),
+        LayoutCase(Layout(pp=2, ulysses=2, fold_sp="none")),
+        LayoutCase(Layout(dp_shard=3, tp=2)),
     ]
 
 
-def _on_eight() -> list[Case]:
+def _on_eight() -> list[LayoutCase]:
     return [
-        Case(Layout(dp_shard=8)),
-        Case(Layout(ulysses=8)),
-        Case(Layout(pp=2, dp_shard=2, tp=2)),
-        Case(Layout(pp=2, dp_shard=2, tp=2, schedule="zero_bubble_v", reshard_after_forward=False)),
-        Case(Layout(dp_shard=2, ring=2, tp=2)),
-        Case(Layout(dp_shard=2, ring=2, tp=2, fold_sp="none"), recompute="full"),
-        Case(Layout(dp_shard=2, ring=2, ulysses=2, fold_sp="ulysses")),
-        Case(Layout(dp_replicate=2, dp_shard=2, ulysses=2), compiled=True),
-        Case(Layout(pp=2, dp_replicate=2, dp_shard=2)),
-        Case(Layout(pp=2, ring=2, tp=2), compiled=True),
-        Case(Layout(pp=2, ring=2, ulysses=2, schedule="interleaved_1f1b")),
-        Case(Layout(pp=4, dp_shard=2)),
+        LayoutCase(Layout(dp_shard=8)),
+        LayoutCase(Layout(ulysses=8)),
+        LayoutCase(Layout(pp=2, dp_shard=2, tp=2)),
+        LayoutCase(
+            Layout(pp=2, dp_shard=2, tp=2, schedule="zero_bubble_v", reshard_after_forward=False)
+        ),
+        LayoutCase(Layout(dp_shard=2, ring=2, tp=2)),
+        LayoutCase(Layout(dp_shard=2, ring=2, tp=2, fold_sp="none"), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, ring=2, ulysses=2, fold_sp="ulysses")),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ulysses=2), compiled=True),
+        LayoutCase(Layout(pp=2, dp_replicate=2, dp_shard=2)),
+        LayoutCase(Layout(pp=2, ring=2, tp=2), compiled=True),
+        LayoutCase(Layout(pp=2, ring=2, ulysses=2, schedule="interleaved_1f1b")),
+        LayoutCase(Layout(pp=4, dp_shard=2)),
     ]

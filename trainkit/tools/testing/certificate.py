@@ -62,7 +62,7 @@ def tier_called(name: str) -> Tier:
 
 
 @attrs.frozen
-class Row:
+class CertificateRow:
     """One layout against one process: the largest differences, max|a - b| / max|b| per tensor.
 
     `loss` is the largest over steps and terms, `grad_norm` over steps, `parameters` and `state`
@@ -97,8 +97,8 @@ class Certificate:
     title: str
     tier: Tier
     steps: int
-    rows: tuple[Row, ...]
-    packing: Row | None = None
+    rows: tuple[CertificateRow, ...]
+    packing: CertificateRow | None = None
 
     @property
     def ok(self) -> bool:
@@ -106,25 +106,25 @@ class Certificate:
         return bool(self.rows) and not self.red
 
     @property
-    def red(self) -> tuple[Row, ...]:
+    def red(self) -> tuple[CertificateRow, ...]:
         """The rows that are not within the bound."""
         return tuple(row for row in self.all_rows if self.is_red(row))
 
     @property
-    def all_rows(self) -> tuple[Row, ...]:
+    def all_rows(self) -> tuple[CertificateRow, ...]:
         """The row of packed documents, and those of the layouts."""
         return self.rows if self.packing is None else (self.packing, *self.rows)
 
-    def is_red(self, row: Row) -> bool:
+    def is_red(self, row: CertificateRow) -> bool:
         """Whether one of the rows is not within the bound."""
         return bool(row.error) if row is self.packing else not is_within(row, self.tier)
 
 
-def is_within(row: Row, tier: Tier) -> bool:
+def is_within(row: CertificateRow, tier: Tier) -> bool:
     """Return whether a layout gave the numbers of one process, as exactly as the tier asks.
 
     Examples:
-        >>> row = Row("dp2", 2, 1e-16, 0.0, 2e-15, state=0.0, batches=True)
+        >>> row = CertificateRow("dp2", 2, 1e-16, 0.0, 2e-15, state=0.0, batches=True)
         >>> is_within(row, TIERS["fp64"]), is_within(row, TIERS["exact"])
         (True, False)
     """
@@ -138,12 +138,12 @@ def is_within(row: Row, tier: Tier) -> bool:
 _COLUMNS = ("layout", "ranks", "loss", "gradient norm", "parameters", "state", "worst tensor", "s")
 
 
-def as_text(certificate: Certificate) -> str:
+def format_text(certificate: Certificate) -> str:
     """Return a certificate as a table for a terminal, and a last line that says whether it holds.
 
     Examples:
-        >>> row = Row("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
-        >>> print(as_text(Certificate("a model", TIERS["fp64"], 3, (row,))))
+        >>> row = CertificateRow("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
+        >>> print(format_text(Certificate("a model", TIERS["fp64"], 3, (row,))))
         layout  ranks  loss  gradient norm  parameters  state  worst tensor    s
         dp2         2     0        1.0e-16     2.0e-15      0             w  0.0
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
@@ -156,12 +156,12 @@ def as_text(certificate: Certificate) -> str:
     return "\n".join([*table, *_told_reds(certificate), summary(certificate)])
 
 
-def as_markdown(certificate: Certificate) -> str:
+def format_markdown(certificate: Certificate) -> str:
     """Return a certificate as a Markdown table, and a sentence that says whether it holds.
 
     Examples:
-        >>> row = Row("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
-        >>> print(as_markdown(Certificate("a model", TIERS["fp64"], 3, (row,))))
+        >>> row = CertificateRow("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
+        >>> print(format_markdown(Certificate("a model", TIERS["fp64"], 3, (row,))))
         | layout | ranks | loss | gradient norm | parameters | state | worst tensor |
         | --- | ---: | ---: | ---: | ---: | ---: | --- |
         | dp2 | 2 | 0 | 1.0e-16 | 2.0e-15 | 0 | `w` |
@@ -199,7 +199,7 @@ def _told_reds(certificate: Certificate) -> list[str]:
     return told
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: CertificateRow) -> tuple[str, ...]:
     numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters, row.state)]
     if row.error:
         numbers = ["-"] * len(numbers)

@@ -27,8 +27,8 @@ from trainkit.batch import to_device
 from trainkit.models import call_model
 from trainkit.parallel.leaks import tensors_of
 from trainkit.parallel.stages import SplitModel, split_layers
-from trainkit.tools.testing.cases import Case
-from trainkit.tools.testing.certificate import Certificate, Row, is_within, tier_called
+from trainkit.tools.testing.cases import LayoutCase
+from trainkit.tools.testing.certificate import Certificate, CertificateRow, is_within, tier_called
 from trainkit.tools.testing.exact import integer_steps
 from trainkit.tools.testing.packing import PackingError, check_packing
 from trainkit.tools.testing.ranks import RankError, check_devices, run_ranks
@@ -46,13 +46,13 @@ from trainkit.tools.testing.train import (
     plain_model,
     train_plain,
 )
-from trainkit.types import Batch, Call, Loss, Weights
+from trainkit.types import Batch, Call, Log, Loss, Weights
 
 
 def certify(
     make_model: Callable[[], nn.Module],
     make_batches: Callable[[int], Batch],
-    cases: Sequence[Case],
+    cases: Sequence[LayoutCase],
     *,
     plan: MakePlan,
     loss: Loss | MakeLoss,
@@ -66,7 +66,7 @@ def certify(
     max_norm: float | None = 0.5,
     title: str | None = None,
     timeout: float = 60.0,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
     alone: tuple[Callable[[], nn.Module], Weights] | None = None,
     device: str = "cpu",
 ) -> Certificate:
@@ -78,7 +78,7 @@ def certify(
     closures, which cannot be sent.
 
     The certificate deals the rows of a step to the ranks, cuts microbatches, and shards sequences,
-    as `step_batch` does for a recipe. Layouts of the same number of ranks share one start of
+    as `make_step_batch` does for a recipe. Layouts of the same number of ranks share one start of
     processes; one that fails or hangs is a red row and the others go on in a new start.
 
     Args:
@@ -87,7 +87,7 @@ def certify(
         make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
             `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
             `multiple_of`).
-        cases: What to compare; see `default_cases`.
+        cases: What to compare; see `make_default_cases`.
         plan: The transforms of a layout, as a recipe lists them.
         loss: A `Loss` that says its `terms`, or a function of the `ParallelState` that gives one,
             for a loss that communicates.
@@ -106,9 +106,9 @@ def certify(
         max_norm: What gradients are clipped to; never in the tier "exact".
         title: What the certificate calls the model; the name of `make_model` by default.
         timeout: Seconds a layout may take before it counts as hung.
-        tell: Called with a line after every layout: how it went, and the time left.
+        log: Called with a line after every layout: how it went, and the time left.
         alone: What makes the model of the one process, and its weights, where matrices in few bits
-            are compared with plain ones of the same values; see `adapters.rounded_weights`.
+            are compared with plain ones of the same values; see `adapters.round_weights`.
         device: "cpu", or "cuda" for one rank on each GPU, with NCCL between them. The bounds of the
             tiers were measured on CPUs.
 
@@ -133,7 +133,7 @@ def certify(
         >>> found = certify(
         ...     ExactModel,
         ...     exact_batch,
-        ...     [Case(Layout(dp_shard=2))],
+        ...     [LayoutCase(Layout(dp_shard=2))],
         ...     plan=exact_plan,
         ...     loss=squares,
         ...     call=call_exact,
@@ -160,14 +160,14 @@ def certify(
         max_norm=None if is_exact else max_norm,
         alone=alone,
     )
-    return certify_together([(training, cases)], timeout=timeout, tell=tell, device=device)[0]
+    return certify_together([(training, cases)], timeout=timeout, log=log, device=device)[0]
 
 
 def certify_together(
-    subjects: Sequence[tuple[Training, Sequence[Case]]],
+    subjects: Sequence[tuple[Training, Sequence[LayoutCase]]],
     *,
     timeout: float,
-    tell: Callable[[str], None] | None = None,
+    log: Log | None = None,
     device: str = "cpu",
 ) -> list[Certificate]:
     """Return the certificates of several models, whose layouts share the starts of processes.
@@ -178,7 +178,7 @@ def certify_together(
     Args:
         subjects: What is trained, and the cases to compare.
         timeout: As for `certify`; the models on one process have as much each, together.
-        tell: As for `certify`; those of fewer ranks come first.
+        log: As for `certify`; those of fewer ranks come first.
         device: As for `certify`.
 
     Raises:
@@ -201,8 +201,8 @@ def certify_together(
         if wanted is not None:
             _check_finite(wanted, training.title)
             every += [_Job(training, case, wanted) for case in cases]
-    found: dict[int, Row] = {}
-    report = partial(_tell_progress, tell, every, found, begin=time.monotonic())
+    found: dict[int, CertificateRow] = {}
+    report = partial(_tell_progress, log, every, found, begin=time.monotonic())
     for world in sorted({job.case.world for job in every}):
         jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
@@ -215,7 +215,7 @@ def certify_together(
             training.title,
             training.tier,
             training.steps,
-            tuple(Row(case.name, case.world, error=untrained) for case in cases)
+            tuple(CertificateRow(case.name, case.world, error=untrained) for case in cases)
             if wanted is None
             else (*islice(rows, len(cases)),),
             packing=packing,
@@ -224,7 +224,7 @@ def certify_together(
     ]
 
 
-def _check(training: Training, cases: Sequence[Case]) -> None:
+def _check(training: Training, cases: Sequence[LayoutCase]) -> None:
     if training.steps < 1:
         raise ValueError(f"certify: steps must be at least 1, got {training.steps}")
     names, loss = [case.name for case in cases], training.loss
@@ -235,7 +235,7 @@ def _check(training: Training, cases: Sequence[Case]) -> None:
     if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
         raise ValueError(
             f"certify: {loss} is neither a Loss that says its terms nor a function of the "
-            "ParallelState; decorate it with losses.with_terms(...)"
+            "ParallelState; decorate it with losses.declare_terms(...)"
         )
 
 
@@ -259,13 +259,13 @@ class _Job:
     """One layout of one model, and what it is compared with."""
 
     training: Training
-    case: Case
+    case: LayoutCase
     wanted: Outcome
 
 
-def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, Row | None]]:
+def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, CertificateRow | None]]:
     """Compare packed documents, and train what does not mix them up; a leaking model is None."""
-    found: list[tuple[Outcome | None, Row | None]] = []
+    found: list[tuple[Outcome | None, CertificateRow | None]] = []
     for training in trainings:
         packing = _packing_row(training)
         leaks = packing is not None and packing.error
@@ -273,7 +273,7 @@ def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, Row | None]
     return found
 
 
-def _packing_row(training: Training) -> Row | None:
+def _packing_row(training: Training) -> CertificateRow | None:
     """Compare the packed documents of the first step with each document alone.
 
     None where a model returns nothing of each token, a loss for one.
@@ -285,7 +285,7 @@ def _packing_row(training: Training) -> Row | None:
     with torch.no_grad():
         if not tensors_of(training.call(model, batch), batch.input_ids.shape):
             return None
-    row = Row("packed documents", 1, batches=True)
+    row = CertificateRow("packed documents", 1, batches=True)
     try:
         found = check_packing(model, training.call, batch=batch)
     except PackingError as error:
@@ -304,16 +304,16 @@ def _packing_row(training: Training) -> Row | None:
 def _run_jobs(
     jobs: Mapping[int, _Job],
     timeout: float,
-    report: Callable[[dict[int, Row]], None],
+    report: Callable[[dict[int, CertificateRow]], None],
     device: str,
-) -> dict[int, Row]:
+) -> dict[int, CertificateRow]:
     """Run layouts of one number of ranks until all are done or one fails: its row and those before.
 
     What ranks find goes into files, so that it survives the rank that fails after it.
     """
     world = next(iter(jobs.values())).case.world
     with tempfile.TemporaryDirectory(prefix="trainkit_certify_") as folder:
-        known: dict[int, Row] = {}
+        known: dict[int, CertificateRow] = {}
 
         def meanwhile() -> bool:
             fresh = _read_rows(jobs, Path(folder), skip=known)
@@ -335,7 +335,7 @@ def _run_jobs(
                 raise
             what, _, traceback = str(error).partition("\n")
             what, name = what.removeprefix("run_ranks: "), jobs[failed].case.name
-            known[failed] = Row(name, world, error=what, traceback=traceback)
+            known[failed] = CertificateRow(name, world, error=what, traceback=traceback)
             report(known)
         else:
             meanwhile()
@@ -352,10 +352,10 @@ def _compare_all(folder: str, jobs: Mapping[int, _Job], *_: Training) -> None:
 
 
 def _read_rows(
-    jobs: Mapping[int, _Job], folder: Path, *, skip: Mapping[int, Row]
-) -> dict[int, Row]:
+    jobs: Mapping[int, _Job], folder: Path, *, skip: Mapping[int, CertificateRow]
+) -> dict[int, CertificateRow]:
     """Return the rows of the layouts that every rank has finished."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, CertificateRow] = {}
     for index, job in jobs.items():
         paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
         if index not in skip and all(path.exists() for path in paths):
@@ -364,11 +364,11 @@ def _read_rows(
     return rows
 
 
-def _row_of(case: Case, wanted: Outcome, ranks: Sequence[Differences]) -> Row:
+def _row_of(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> CertificateRow:
     parameters = _farthest(wanted.parameters, ranks, [rank.parameters for rank in ranks])
     state = _farthest(wanted.state, ranks, [rank.state for rank in ranks])
     far = parameters | state
-    return Row(
+    return CertificateRow(
         case.name,
         case.world,
         loss=max(far for rank in ranks for far in rank.terms.values()),
@@ -430,15 +430,15 @@ def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
 
 
 def _tell_progress(
-    tell: Callable[[str], None] | None,
+    log: Log | None,
     jobs: Sequence[_Job],
-    found: Mapping[int, Row],
-    fresh: Mapping[int, Row],
+    found: Mapping[int, CertificateRow],
+    fresh: Mapping[int, CertificateRow],
     *,
     begin: float,
 ) -> None:
     """Say how the newest layout went, and how long the rest should take, in proportion to ranks."""
-    if tell is None:
+    if log is None:
         return
     done = {**found, **fresh}
     newest = list(fresh)[-1]
@@ -446,4 +446,4 @@ def _tell_progress(
     left = (time.monotonic() - begin) * (sum(job.case.world for job in jobs) / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
     how_far = f"{len(done)} of {len(jobs)}, about {left:.0f} s left"
-    tell(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")
+    log(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")

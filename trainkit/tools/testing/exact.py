@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
-from trainkit.grads import parameters_of
-from trainkit.losses import with_terms
+from trainkit.grads import get_parameters
+from trainkit.losses import declare_terms
 from trainkit.noise import counters
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.packing import pack_bins
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.types import IGNORED_LABEL, Axis, Batch
 
 VOCABULARY = 8
@@ -94,7 +94,7 @@ def call_exact(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     return model(batch["input_ids"])
 
 
-@with_terms("loss")
+@declare_terms("loss")
 def squares(output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the summed squared distance of outputs `[B, S, V]` from 4 at the label, else 0.
 
@@ -117,7 +117,7 @@ def exact_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Ten
         >>> exact_weights("w", (8, 8), (0, 0)).unique()
         tensor([-1.,  0.,  1.])
     """
-    return counters.normal(key_of(0, name), shape, offset).mul_(0.6).round_().clamp_(-1, 1) + 0.0
+    return counters.normal(make_key(0, name), shape, offset).mul_(0.6).round_().clamp_(-1, 1) + 0.0
 
 
 def exact_batch(step: int) -> Batch:
@@ -152,7 +152,7 @@ class IntegerSteps(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:  # of this rank's part: no element depends on another
-                    own, grad = box_of(p).local, box_of(p.grad).local
+                    own, grad = get_local_box(p).local, get_local_box(p.grad).local
                     own.copy_((own - (grad * group["lr"]).round() + 1).remainder(3) - 1)
 
 
@@ -174,4 +174,4 @@ def integer_steps(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimi
         tensor([[0., 1.]])
     """
     del axis
-    return IntegerSteps(parameters_of(stages))
+    return IntegerSteps(get_parameters(stages))

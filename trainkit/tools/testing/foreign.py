@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
-from trainkit.parallel.tensor_parallel import tensor
+from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
-from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.cases import LayoutCase
 
 VOCABULARY = 64
 WIDTH = 32
@@ -120,13 +120,13 @@ def call_foreign(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     return model(batch["input_ids"], **{name: batch[name] for name in names})
 
 
-def foreign_plan(ps: Any, case: Case) -> list[Transform]:
-    """Return the plan of the model: `tensor` gets styles by name.
+def foreign_plan(ps: Any, case: LayoutCase) -> list[Transform]:
+    """Return the plan of the model: `tensor_parallel` gets styles by name.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> [step.kind for step in foreign_plan(solo_parallel(), Case())]
+        >>> [step.kind for step in foreign_plan(solo_parallel(), LayoutCase())]
         ['tensor', 'recompute', 'fsdp']
     """
     del ps
-    return [tensor(STYLES), recompute(case.recompute), fsdp()]
+    return [tensor_parallel(STYLES), recompute(case.recompute), fsdp()]

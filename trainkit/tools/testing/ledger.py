@@ -53,7 +53,7 @@ class Collective:
 
 
 @attrs.frozen
-class Ledger:
+class CollectiveLedger:
     """All collectives of one call, one row per axis and kind, in the order of their first use."""
 
     rows: tuple[Collective, ...]
@@ -67,7 +67,7 @@ class Ledger:
         return sum(row.bytes for row in self.rows if (row.axis, row.kind) == (axis, kind))
 
 
-def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> Ledger:
+def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> CollectiveLedger:
     """Call a function, and return what this rank communicated meanwhile.
 
     Args:
@@ -88,14 +88,16 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> Ledger:
         >>> import torch
         >>> ps = solo_parallel()
         >>> count_collectives(lambda: all_sum(torch.ones(2), ps.loss), ps)
-        Ledger(rows=())
+        CollectiveLedger(rows=())
     """
     named = [(axis.group, axis.name) for axis in reversed(_axes_of(axes))]
     names = {str(group.group_name): name for group, name in named if group is not None}
     counts: dict[tuple[str, int, str], list[int]] = {}
     with _Counting(counts, names):
         fn()
-    return Ledger(tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in counts.items()))
+    return CollectiveLedger(
+        tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in counts.items())
+    )
 
 
 def _axes_of(axes: Any) -> list[Axis]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import batch_of_rows, to_device
+from trainkit.batch import batch_from_rows, to_device
 from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import call_model
 from trainkit.parallel.leaks import tensors_of
@@ -176,14 +176,14 @@ def _default_batch(model: nn.Module) -> Batch:
     if not sizes:
         raise ConfigError(
             f"check_packing: {type(model).__name__} has no nn.Embedding to read the number of "
-            "words from; give batch=, packed rows for it (batch_of_rows, collate_bins)",
+            "words from; give batch=, packed rows for it (batch_from_rows, collate_bins)",
             where="batch",
         )
     places = torch.arange(48).view(2, 24)
     starts = torch.zeros(2, 24, dtype=torch.bool)
     for row, column in ((0, 7), (0, 19), (1, 8), (1, 16)):
         starts[row, column] = True
-    return batch_of_rows((7 * places * places + 3 * places) % sizes[0], starts=starts)
+    return batch_from_rows((7 * places * places + 3 * places) % sizes[0], starts=starts)
 
 
 def _documents_of(batch: Batch) -> list[_Document]:

@@ -37,8 +37,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from trainkit.files import forget_piped_script
-from trainkit.types import ConfigError, among
+from trainkit.files import hide_piped_script
+from trainkit.types import ConfigError, check_choice
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ def check_devices(function: str, world: int, device: str) -> None:
     Examples:
         >>> check_devices("f", 8, "cpu")
     """
-    among(("cpu", "cuda"), function, device=device)
+    check_choice(("cpu", "cuda"), function, device=device)
     count = torch.cuda.device_count() if device == "cuda" else world
     if count < world:
         raise ConfigError(
@@ -189,7 +189,7 @@ def check_devices(function: str, world: int, device: str) -> None:
 
 @contextlib.contextmanager
 def _started(work: _Work) -> Iterator[list[_Child]]:
-    forget_piped_script()
+    hide_piped_script()
     context: ForkServerContext | SpawnContext = (
         SpawnContext() if work.device == "cuda" else multiprocessing.get_context("forkserver")
     )

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from trainkit.batch import batch_hash, count_valid_tokens, to_device
 from trainkit.collectives import all_sum
-from trainkit.grads import clip_and_step, named_parameters_of, parameters_of, sync_sp_grads
-from trainkit.losses import mean_terms
+from trainkit.grads import clip_and_step, get_named_parameters, get_parameters, sync_sp_grads
+from trainkit.losses import average_terms
 from trainkit.mesh import parallel_session
 from trainkit.metrics import reduce_metrics
 from trainkit.noise import counters
-from trainkit.noise.hashing import key_of
+from trainkit.noise.hashing import make_key
 from trainkit.optim import make_optimizer
 from trainkit.parallel.materialize import fills_of, live_buffers
-from trainkit.parallel.names import COPY_SUFFIX, box_of, ties_of
+from trainkit.parallel.names import COPY_SUFFIX, get_local_box, ties_of
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
-from trainkit.post.adapters.frozen import SCALES, packings_of, unpacked
+from trainkit.post.adapters.frozen import SCALES, get_quantizations, unpacked
 from trainkit.step import bind_forward_backward
-from trainkit.tools.testing.cases import Case
+from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import Tier
 from trainkit.tools.testing.deal import deal_batch
 from trainkit.types import (
@@ -45,7 +45,7 @@ from trainkit.types import (
     Weights,
 )
 
-MakePlan = Callable[[ParallelState, Case], Sequence[ModelTransform]]
+MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
 """`MakePlan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
@@ -113,7 +113,7 @@ def certificate_weights(name: str, shape: Sequence[int], offset: Sequence[int]) 
         >>> torch.equal(whole[2:], certificate_weights("w", (2, 8), (2, 0)))
         True
     """
-    values = counters.normal(key_of(0, name), shape, offset).mul_(0.2)
+    values = counters.normal(make_key(0, name), shape, offset).mul_(0.2)
     return values.add_(1) if len(shape) < 2 else values
 
 
@@ -164,7 +164,7 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     model = plain_model(training)
-    return _train(training, Case(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
+    return _train(training, LayoutCase(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
 
 
 def plain_model(training: Training) -> nn.Module:
@@ -179,7 +179,7 @@ def plain_model(training: Training) -> nn.Module:
     return model
 
 
-def train_layout(training: Training, case: Case) -> Outcome:
+def train_layout(training: Training, case: LayoutCase) -> Outcome:
     """Train in one layout, on every rank of the default process group; see `certify`.
 
     Effects:
@@ -199,11 +199,11 @@ def train_layout(training: Training, case: Case) -> Outcome:
     )
 
 
-def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
+def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Outcome:
     with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
-        named, ties = named_parameters_of(stages), [tie for x in stages for tie in ties_of(x)]
-        params, optimizer = parameters_of(stages), training.optimizer(stages, ps.pp)
+        named, ties = get_named_parameters(stages), [tie for x in stages for tie in ties_of(x)]
+        params, optimizer = get_parameters(stages), training.optimizer(stages, ps.pp)
         loss: Any = training.loss
         run = bind_forward_backward(
             stages,
@@ -224,7 +224,7 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
             sync_sp_grads(params, ps.sp_unfolded)
             limit = {"lr": training.lr, "max_norm": training.max_norm}
             norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
-            for name, value in mean_terms(reduce_metrics(sums, ps.loss), tokens).items():
+            for name, value in average_terms(reduce_metrics(sums, ps.loss), tokens).items():
                 terms.setdefault(name, []).extend(value.flatten().tolist())
         return Outcome(
             terms,
@@ -240,8 +240,8 @@ def _train(training: Training, case: Case, make_stages: MakeStages) -> Outcome:
 def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) -> dict[str, Held]:
     """Return the parameters by name; of what is held in few bits, what it stands for."""
     found = {name: _part(p) for name, p in named.items()}
-    for name, packing in (item for stage in stages for item in packings_of(stage).items()):
-        codes, scales = box_of(named[name]), box_of(named[name + SCALES])
+    for name, packing in (item for stage in stages for item in get_quantizations(stage).items()):
+        codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
         values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
         found[name] = Held(values, (*codes.offset[:-1], packing.first))
         del found[name + SCALES]
@@ -264,7 +264,7 @@ def _state(
     return found
 
 
-def compare_layout(training: Training, case: Case, wanted: Outcome) -> Differences:
+def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Differences:
     """Train in one layout and compare what comes out with another outcome.
 
     Effects:
@@ -367,5 +367,5 @@ def _typed(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
 
 
 def _part(tensor: Tensor) -> Held:
-    box = box_of(tensor)
+    box = get_local_box(tensor)
     return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)

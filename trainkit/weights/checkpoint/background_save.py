@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from trainkit.collectives import all_max, communication_device, together
+from trainkit.collectives import all_max, get_comm_device, run_on_all_ranks
 from trainkit.types import Axis
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, remove_staging, write_rank
@@ -42,7 +42,7 @@ Start = Callable[[Callable[[], Any]], "Future[Any]"]
 
 
 @attrs.frozen
-class Saved:
+class SaveResult:
     """How a save has ended: with a checkpoint at `path`, or with an `error`.
 
     `seconds` is the time that the first rank needed to copy, write and commit, `blocked` how long
@@ -60,7 +60,7 @@ class Saved:
     time: float = attrs.field(factory=time.time)
 
 
-Flight = Generator[None, bool, Saved]
+Flight = Generator[None, bool, SaveResult]
 
 
 def at_once(work: Callable[[], Any]) -> Future[Any]:
@@ -172,12 +172,12 @@ def fly(
     seconds = found.get("seconds", time.perf_counter() - began)
     told = () if axis.index else tuple(found.get("told", ()))
     ended = found.get("time") or max(ends, default=time.time())
-    return Saved(step, path, seconds, blocked, error, told, ended)
+    return SaveResult(step, path, seconds, blocked, error, told, ended)
 
 
 def _ended(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:
     """Yield until a future is done on all ranks, or has failed on one; return whether one has."""
-    device = communication_device(axis)
+    device = get_comm_device(axis)
     while True:
         patient = yield
         if patient:
@@ -192,7 +192,7 @@ def _ended(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:
 def _outcome(future: Future[Any], axis: Axis) -> tuple[Mapping[str, Any], Exception | None]:
     """Return what the first rank gave, or what a rank failed with, on all ranks."""
     try:
-        return together(future.result, axis)[0], None
+        return run_on_all_ranks(future.result, axis)[0], None
     except Exception as error:  # noqa: BLE001 (that a rank has failed is known by now)
         return {}, error
 

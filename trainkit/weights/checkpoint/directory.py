@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.files import replacing
+from trainkit.files import atomic_write
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import (
     dump_json,
@@ -26,7 +26,7 @@ from trainkit.weights.checkpoint.safe_files import read_json
 _RUN = re.compile(r"[0-9a-f]{32}")
 
 
-def run_identity(run_dir: Path | str) -> dict[str, Any]:
+def get_run_id(run_dir: Path | str) -> dict[str, Any]:
     """Return which run a directory belongs to; a directory that does not say so yet is told.
 
     It stands in `run.json`, and in every checkpoint. When the file is lost or damaged, the newest
@@ -48,7 +48,7 @@ def run_identity(run_dir: Path | str) -> dict[str, Any]:
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     run_identity(folder) == run_identity(folder)
+        ...     get_run_id(folder) == get_run_id(folder)
         True
     """
     run_dir = Path(run_dir)
@@ -70,7 +70,7 @@ def fork_run(run_dir: Path | str, parent: Mapping[str, Any] | None) -> dict[str,
         parent: What it goes on from: {"run", "step", "path"} of another run's checkpoint.
 
     Returns:
-        As `run_identity`.
+        As `get_run_id`.
 
     Raises:
         DiskError: `run.json` cannot be written.
@@ -110,7 +110,7 @@ def mark_saved(run_dir: Path | str) -> None:
     """
     run_dir = Path(run_dir)
     if saved_before(run_dir) != "run.json":
-        _write_identity(run_dir, run_identity(run_dir) | {"saved": True})
+        _write_identity(run_dir, get_run_id(run_dir) | {"saved": True})
 
 
 def saved_before(run_dir: Path | str) -> str | None:
@@ -173,5 +173,5 @@ def _adopted(directory: Path) -> dict[str, Any] | None:
 
 
 def _write_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
-    with replacing(run_dir / "run.json", by="run_identity") as file:
+    with atomic_write(run_dir / "run.json", by="get_run_id") as file:
         file.write(dump_json(sealed(identity)) + b"\n")

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.files import disk_errors, new_folder, recover_folder
+from trainkit.files import atomic_folder, convert_disk_errors, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
 from trainkit.weights.checkpoint.boxes import DTYPES, shared_out, shortened
 from trainkit.weights.checkpoint.manifest import (
@@ -71,7 +71,7 @@ def export_checkpoint(
 
     Examples:
         >>> import tempfile, torch
-        >>> from trainkit.weights.checkpoint import save_checkpoint, weights_from
+        >>> from trainkit.weights.checkpoint import save_checkpoint, open_weights
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.types import TrainState
         >>> model = torch.nn.Linear(3, 2)
@@ -79,7 +79,7 @@ def export_checkpoint(
         >>> with tempfile.TemporaryDirectory() as run:
         ...     path = save_checkpoint(run, TrainState(), *rest)
         ...     export_checkpoint(path, f"{run}/weights")["bytes"]
-        ...     weights_from(f"{run}/weights")("bias", (1,), (1,)).shape
+        ...     open_weights(f"{run}/weights")("bias", (1,), (1,)).shape
         32
         torch.Size([1])
     """
@@ -105,7 +105,7 @@ def save_tensors(
 ) -> dict[str, Any]:
     """Write tensors in memory as a folder of safetensors files that is there whole or not at all.
 
-    `weights_from(folder)` reads it into any layout, after every byte has been compared with its
+    `open_weights(folder)` reads it into any layout, after every byte has been compared with its
     hash; `verify_weights(folder)` only compares. What others read safetensors with reads it too.
 
     Args:
@@ -130,10 +130,10 @@ def save_tensors(
 
     Examples:
         >>> import tempfile, torch
-        >>> from trainkit.weights.checkpoint import weights_from
+        >>> from trainkit.weights.checkpoint import open_weights
         >>> with tempfile.TemporaryDirectory() as home:
         ...     save_tensors({"weight": torch.ones(2, 3)}, f"{home}/mine")["files"]
-        ...     weights_from(f"{home}/mine")("weight", (1, 3), (1, 0))
+        ...     open_weights(f"{home}/mine")("weight", (1, 3), (1, 0))
         ['model.safetensors']
         tensor([[1., 1., 1.]])
     """
@@ -237,7 +237,7 @@ def write_weights(
     """Write described tensors as a folder of safetensors files that is there whole or not at all.
 
     Args:
-        tensors: What `checkpoint_tensors` or `foreign_tensors` has found.
+        tensors: What `checkpoint_tensors` or `read_foreign_tensors` has found.
         folder: The new folder.
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
@@ -281,7 +281,7 @@ def write_weights(
             from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
 
             give = read or reader(tensors)
-            with disk_errors(staging, by="export"):
+            with convert_disk_errors(staging, by="export"):
                 return {f: _write_shard(staging / f, plan[f], described, give) for f in mine}
 
         files = {f: facts for told in _on_all(write, axis) for f, facts in told.items()}
@@ -297,31 +297,31 @@ def write_weights(
 
 @contextmanager
 def _folder_of_all(target: Path, *, needed: int, overwrite: bool, axis: Axis) -> Iterator[Path]:
-    """Yield the `new_folder` of the first rank, in which all write; it has its name after that."""
+    """Yield the `atomic_folder` of rank 0, into which all ranks write."""
     with ExitStack() as stack:
 
         def begin() -> str | None:
             if axis.index:
                 return None
-            with disk_errors(target, by="export"):
+            with convert_disk_errors(target, by="export"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 recover_folder(target)
                 _check_target(target, overwrite=overwrite)
                 free = shutil.disk_usage(target.parent).free
                 refuse_no_room(f"export: {target}", target, free=free, needed=needed)
-            return str(stack.enter_context(new_folder(target, by="export", replace=overwrite)))
+            return str(stack.enter_context(atomic_folder(target, by="export", replace=overwrite)))
 
         yield Path(_on_all(begin, axis)[0])
         _on_all(stack.close, axis)
 
 
 def _on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
-    """Do work as `together` does; alone, without torch."""
+    """Do work as `run_on_all_ranks` does; alone, without torch."""
     if axis.count == 1:
         return [work()]
-    from trainkit.collectives import together  # noqa: PLC0415 - see `_chunks`
+    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - see `_chunks`
 
-    return together(work, axis)
+    return run_on_all_ranks(work, axis)
 
 
 def _seal(
@@ -331,7 +331,7 @@ def _seal(
     origin: Mapping[str, Any] | None,
 ) -> None:
     """Write what a folder holds beside tensors, and its manifest."""
-    with disk_errors(staging, by="export"):
+    with convert_disk_errors(staging, by="export"):
         known = {**files}
         for name, data in others.items():
             known[name] = write_durably(staging / name, [data])
@@ -349,7 +349,7 @@ def _write_shard(
     )
     size = len(header) + sum(described[name].nbytes for name in ordered)
     parts = (part for name in ordered for part in _chunks(name, described[name], read))
-    with disk_errors(path, by="export", needed=size):
+    with convert_disk_errors(path, by="export", needed=size):
         return write_durably(path, chain([header], parts))
 
 

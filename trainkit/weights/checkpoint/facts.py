@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import orjson
 
-from trainkit.collectives import all_gather_json, together
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.types import Axis, ConfigError
 
 Facts = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
@@ -36,9 +36,9 @@ def agree_on_facts(facts: Mapping[str, Any], axis: Axis) -> None:
         Communicates on `axis`.
     """
     # Facts may name a hundred thousand files: all of them travel only to say where ranks differ.
-    if len(set(together(lambda: _hash_of(facts), axis))) == 1:
+    if len(set(run_on_all_ranks(lambda: _hash_of(facts), axis))) == 1:
         return
-    told = all_gather_json(dict(facts), axis)
+    told = all_gather_objects(dict(facts), axis)
     for rank, other in enumerate(told):
         names = sorted(name for name in told[0] | other if told[0].get(name) != other.get(name))
         if names:
@@ -60,7 +60,7 @@ def _short(value: Any) -> str:
 
 
 @attrs.frozen
-class Changes:
+class ResumeRules:
     """Which facts a run may be continued with another value of.
 
     A fact is named as it is, or, where it is a field of the configuration ("config.lr"), as its
@@ -77,14 +77,14 @@ class Changes:
     allow: Sequence[str] = ()
 
 
-def check_allowed(changes: Changes) -> None:
+def check_allowed(changes: ResumeRules) -> None:
     """Refuse to allow what no run can be continued with.
 
     Raises:
         ConfigError: `allow` names a fact that is neither free nor flagged.
 
     Examples:
-        >>> check_allowed(Changes(flagged=("lr",), allow=("lr",)))
+        >>> check_allowed(ResumeRules(flagged=("lr",), allow=("lr",)))
     """
     may = {_plain_name(name) for name in (*changes.free, *changes.flagged)}
     for name in changes.allow:
@@ -101,23 +101,23 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
-def allowed_names(changes: Changes) -> set[str]:
+def allowed_names(changes: ResumeRules) -> set[str]:
     """Return the names of the facts that a user allows to change, as attributes are written.
 
     Examples:
-        >>> allowed_names(Changes(flagged=["max_norm"], allow=["max-norm"]))
+        >>> allowed_names(ResumeRules(flagged=["max_norm"], allow=["max-norm"]))
         {'max_norm'}
     """
     return {_plain_name(name) for name in changes.allow}
 
 
-def may_change_optimizer(changes: Changes) -> bool:
+def may_change_optimizer(changes: ResumeRules) -> bool:
     """Say whether a run may be continued with another optimizer, or with other options of it.
 
     Examples:
-        >>> may_change_optimizer(Changes(flagged=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"]))
         False
-        >>> may_change_optimizer(Changes(flagged=["optimizer"], allow=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"], allow=["optimizer"]))
         True
     """
     known = ("optimizer", "moments", "mean")
@@ -126,7 +126,7 @@ def may_change_optimizer(changes: Changes) -> bool:
 
 
 def compare_facts(
-    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: Changes
+    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: ResumeRules
 ) -> tuple[list[str], list[str]]:
     """Say which facts are not what they were.
 
@@ -141,7 +141,7 @@ def compare_facts(
         fingerprint of them all does.
 
     Examples:
-        >>> changes = Changes(free=["microbatch"], flagged=["lr"])
+        >>> changes = ResumeRules(free=["microbatch"], flagged=["lr"])
         >>> saved = {"config.lr": 0.1, "config.microbatch": 2, "config.seed": 0}
         >>> live = {"config.lr": 0.2, "config.microbatch": 4, "config.seed": 0}
         >>> refused, told = compare_facts(saved, live, changes)

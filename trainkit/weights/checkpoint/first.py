@@ -19,7 +19,7 @@ _FACT = "first weights"
 
 
 @attrs.frozen
-class FirstWeights:
+class InitialWeights:
     """Where the weights are that a run begins with, or began with.
 
     Attributes:
@@ -38,19 +38,19 @@ class FirstWeights:
         """What to fill the stages with."""
         return self.own or self.source
 
-    def resolved(self, path: Path) -> FirstWeights:
-        """Return the same, with the checkpoint that `open_trained` has found at `path`."""
+    def resolved(self, path: Path) -> InitialWeights:
+        """Return the same, with the checkpoint that `open_model` has found at `path`."""
         return attrs.evolve(self, own=path) if self.own else attrs.evolve(self, source=path)
 
 
-def find_first_weights(
+def find_initial_weights(
     init: Path | str | None, *, run_dir: Path | str, request: str | Path = "auto"
-) -> FirstWeights:
+) -> InitialWeights:
     """Find the weights that a run begins with, or those that it began with.
 
     A run that goes on needs its first weights only to compare them with those that are asked for,
     and, where it trains adapters, as their base. They may have been moved since: their hash counts,
-    see `first_weights_facts`. Without `init` they are those that the run has recorded.
+    see `hash_initial_weights`. Without `init` they are those that the run has recorded.
 
     Args:
         init: A run, a checkpoint or a Hugging Face folder that was asked for; None for none.
@@ -61,21 +61,21 @@ def find_first_weights(
         ConfigError: The run goes on, and `init` is not there.
 
     Examples:
-        >>> find_first_weights("runs/pretrain", run_dir="/does/not/exist").source
+        >>> find_initial_weights("runs/pretrain", run_dir="/does/not/exist").source
         PosixPath('runs/pretrain')
     """
     saved, facts = _checkpoint_to_resume(Path(run_dir), request)
     if saved is None:
-        return FirstWeights(None if init is None else Path(init))
+        return InitialWeights(None if init is None else Path(init))
     recorded = facts.get("base_from") or facts.get("config.init")
     recorded = None if recorded is None else Path(recorded)
     known = {name: value for name, value in facts.items() if name == _FACT}
     is_whole = "base" not in facts  # adapters need their base, of which no checkpoint holds a copy
     own = (Path(run_dir) if request == "auto" else saved) if is_whole else None
     if init is None:
-        return FirstWeights(recorded, own, known)
+        return InitialWeights(recorded, own, known)
     if recorded is not None and not _has_weights(recorded) and _names(Path(init), recorded):
-        return FirstWeights(recorded, own, known)  # a base that was deleted leaves its run alone
+        return InitialWeights(recorded, own, known)  # a base that was deleted leaves its run alone
     if not Path(init).exists():
         raise ConfigError(
             f"--init: there is no {init}, and the run in {run_dir} began with {recorded}",
@@ -86,12 +86,12 @@ def find_first_weights(
             "own; with other weights begin another run: --out",
         )
     if is_whole and _FACT not in facts:  # saved before there was such a fact
-        return FirstWeights(Path(init), own)
-    return FirstWeights(_same_checkpoint(Path(init), recorded))
+        return InitialWeights(Path(init), own)
+    return InitialWeights(_same_checkpoint(Path(init), recorded))
 
 
-def first_weights_facts(
-    first: FirstWeights, stages: Sequence[nn.Module], ps: ParallelState
+def hash_initial_weights(
+    first: InitialWeights, stages: Sequence[nn.Module], ps: ParallelState
 ) -> dict[str, Any]:
     """Return the fact by which `resume` refuses other first weights than those of the run.
 
@@ -107,7 +107,7 @@ def first_weights_facts(
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> first_weights_facts(FirstWeights(None), [nn.Linear(1, 1)], solo_parallel())
+        >>> hash_initial_weights(InitialWeights(None), [nn.Linear(1, 1)], solo_parallel())
         {'first weights': None}
     """
     if first.own is not None:
@@ -115,7 +115,7 @@ def first_weights_facts(
     return {_FACT: None if first.source is None else weights_hash(stages, ps)}
 
 
-def facts_to_resume(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
+def read_resume_facts(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
     """Return the facts of the checkpoint that a run will go on from; none where it begins.
 
     Its tensors are not looked at. Of a checkpoint that turns out to be damaged there, `resume`
@@ -126,7 +126,7 @@ def facts_to_resume(run_dir: Path | str, request: str | Path = "auto") -> Mappin
         request: As for `resume`.
 
     Examples:
-        >>> facts_to_resume("/does/not/exist")
+        >>> read_resume_facts("/does/not/exist")
         {}
     """
     return _checkpoint_to_resume(Path(run_dir), request)[1]

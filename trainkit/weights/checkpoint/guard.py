@@ -13,23 +13,29 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.grads import blame
-from trainkit.health import Action, Memory, Policy, judge, stop_error
+from trainkit.collectives import all_gather_objects
+from trainkit.grads import find_nonfinite
+from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
 from trainkit.types import (
     Axis,
     CheckpointError,
     ForwardBackward,
+    Log,
     NumericsError,
     ParallelState,
     StepBatch,
     TrainState,
+    log_warning,
 )
-from trainkit.weights.checkpoint.background_save import Saved
+from trainkit.weights.checkpoint.background_save import SaveResult
 from trainkit.weights.checkpoint.facts import Facts
-from trainkit.weights.checkpoint.replicas import canary, nonfinite_names, refuse_drift
+from trainkit.weights.checkpoint.replicas import (
+    find_nonfinite_state,
+    make_replica_check,
+    refuse_drift,
+)
 from trainkit.weights.checkpoint.rollback import roll_back
-from trainkit.weights.checkpoint.save import Collect, Save, saves
+from trainkit.weights.checkpoint.save import Collect, Save, open_saver
 
 _Record = Mapping[str, Any]
 
@@ -47,12 +53,12 @@ class Guard(Protocol):
         record: _Record,
         batch: StepBatch | None,
         *,
-        seen: Memory | None = None,
+        seen: HealthState | None = None,
     ) -> TrainState: ...
 
 
 @contextmanager
-def guarded_saves(
+def open_guarded_saver(
     run_dir: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -61,39 +67,39 @@ def guarded_saves(
     policy: Policy,
     replay: ForwardBackward,
     event: Callable[..., None],
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Iterator[tuple[Save, Guard]]:
-    """Yield `(save, guard)`: `saves` and `guard_numbers` of one run.
+    """Yield `(save, guard)`: `open_saver` and `make_guard` of one run.
 
     Args:
         run_dir: The run directory.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        policy: What is done about bad numbers; see `guard_numbers`.
-        replay: What the steps take their gradients with; see `guard_numbers`.
-        event: Where lines of saves and of bad steps go, as `run_sinks` yields it.
-        tell: Called on rank 0 with what a user wants to read.
+        policy: What is done about bad numbers; see `make_guard`.
+        replay: What the steps take their gradients with; see `make_guard`.
+        event: Where lines of saves and of bad steps go, as `open_run_sinks` yields it.
+        log: Called on rank 0 with what a user wants to read.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
-        **how: What `saves` takes besides: `retention`, `background`, `grace`, `before_commit`,
+        **how: What `open_saver` takes besides: `retention`, `background`, `grace`, `before_commit`,
             `unsaved`, `progress`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
-        NumericsError: See `guard_numbers` and `saves`.
+        NumericsError: See `make_guard` and `open_saver`.
 
     Effects:
-        Those of `saves` and of `guard_numbers`.
+        Those of `open_saver` and of `make_guard`.
     """
     run = (run_dir, stages, optimizer, ps)
-    said: dict[str, Any] = {"facts": facts, "config": config, "tell": tell}
-    with saves(*run, event=event, **said, **how) as (save, saved):
+    said: dict[str, Any] = {"facts": facts, "config": config, "log": log}
+    with open_saver(*run, event=event, **said, **how) as (save, saved):
         numbers: dict[str, Any] = {"policy": policy, "replay": replay, "event": event}
-        guard = guard_numbers(*run, saved=saved, **numbers, **said)
+        guard = make_guard(*run, saved=saved, **numbers, **said)
         yield _save_once(save, guard)
         saved(wait=True)
 
@@ -103,7 +109,11 @@ def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
     based: list[TrainState] = []
 
     def guard_and_see(
-        state: TrainState, record: _Record, batch: StepBatch | None, *, seen: Memory | None = None
+        state: TrainState,
+        record: _Record,
+        batch: StepBatch | None,
+        *,
+        seen: HealthState | None = None,
     ) -> TrainState:
         after = guard(state, record, batch, seen=seen)
         based[:] = [after] if after.step < state.step else []
@@ -116,7 +126,7 @@ def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
     return save_what_is_new, guard_and_see
 
 
-def guard_numbers(
+def make_guard(
     run_dir: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -126,7 +136,7 @@ def guard_numbers(
     saved: Collect,
     replay: ForwardBackward,
     event: Callable[..., None],
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     **saving: Any,
 ) -> Guard:
     """Return `guard(state, record, batch)`: tells, rolls back or ends a run as a policy has it.
@@ -144,11 +154,11 @@ def guard_numbers(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         policy: See `health.Policy`.
-        saved: What tells of saves that have ended, from `saves`.
+        saved: What tells of saves that have ended, from `open_saver`.
         replay: What the steps take their gradients with, from `bind_forward_backward`: it is taken
             again after a bad step, never the optimizer.
-        event: Where a line for each bad step goes, as `run_sinks` yields it.
-        tell: Called on rank 0 with what was bad in a step, and with what a roll-back did.
+        event: Where a line for each bad step goes, as `open_run_sinks` yields it.
+        log: Called on rank 0 with what was bad in a step, and with what a roll-back did.
         **saving: What `save_checkpoint` takes besides: the facts, the configuration.
 
     Returns:
@@ -164,35 +174,39 @@ def guard_numbers(
         `guard` may write parameters, optimizer state and checkpoints; it communicates on
         `ps.world` after bad steps and at the canary's.
     """
-    damage = partial(nonfinite_names, stages, optimizer, ps.world)
-    looks = [canary(stages, optimizer, ps)]
+    damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
+    looks = [make_replica_check(stages, optimizer, ps)]
 
     def guard(
-        state: TrainState, record: _Record, batch: StepBatch | None, *, seen: Memory | None = None
+        state: TrainState,
+        record: _Record,
+        batch: StepBatch | None,
+        *,
+        seen: HealthState | None = None,
     ) -> TrainState:
-        action, state = judge(state, record, policy, seen=seen, damage=damage)
+        action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
             guilty = list[str]()
             if batch and action.kind != "apply" and _is_bad_somewhere(record, ps.world):
-                guilty = blame(_again(replay, record, batch), stages, ps.world)
+                guilty = find_nonfinite(_again(replay, record, batch), stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
             if ps.world.index == 0:
-                tell(_bad_step(state.step, action, guilty))
+                log(_bad_step(state.step, action, guilty))
         action = _after_saves(saved(), action)
         if action.kind == "stop":
-            raise stop_error(action, state.health)
+            raise make_stop_error(action, state.health)
         if action.kind == "rollback":
             saved(wait=True)  # a save of what is given up must not come after what is gone back to
             most = policy.max_rollbacks
-            options: dict[str, Any] = {"before": action.before, "max_rollbacks": most, "tell": tell}
+            options: dict[str, Any] = {"before": action.before, "max_rollbacks": most, "log": log}
             try:
                 state = roll_back(run_dir, state, stages, optimizer, ps, **options, **saving)
             except CheckpointError as error:  # the numbers ended the run, not the checkpoints
                 told = attrs.evolve(action, reason=f"{action.reason}; {error}")
-                raise stop_error(told, state.health) from error
+                raise make_stop_error(told, state.health) from error
             saved(forgive=True)  # the checkpoint that it has made stands in for a failed save
             event("rolled back", step=state.step, reason=action.reason)
-            looks[0] = canary(stages, optimizer, ps)
+            looks[0] = make_replica_check(stages, optimizer, ps)
         else:
             refuse_drift(looks[0](state.step))
         return state
@@ -211,7 +225,7 @@ def _again(
 def _is_bad_somewhere(record: _Record, axis: Axis) -> bool:
     """Say whether a number of a step is not finite on any rank: a spike has nothing to look for."""
     finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
-    return not all(map(all, all_gather_json(finite, axis)))
+    return not all(map(all, all_gather_objects(finite, axis)))
 
 
 def _bad_step(step: int, action: Action, guilty: Sequence[str]) -> str:
@@ -219,7 +233,7 @@ def _bad_step(step: int, action: Action, guilty: Sequence[str]) -> str:
     return f"step {step}: {'; '.join([action.reason, *guilty, done])}"
 
 
-def _after_saves(ended: Sequence[Saved], action: Action) -> Action:
+def _after_saves(ended: Sequence[SaveResult], action: Action) -> Action:
     """Return a roll-back where a save has found its state not finite, else the action."""
     bad = [done for done in ended if isinstance(done.error, NumericsError)]
     if not bad or action.kind in ("rollback", "stop"):

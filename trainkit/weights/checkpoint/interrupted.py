@@ -13,7 +13,7 @@ from threading import Event
 
 import attrs
 
-from trainkit.types import Axis, CheckpointError, TrainState
+from trainkit.types import Axis, CheckpointError, Log, TrainState
 from trainkit.weights.checkpoint.background_save import save_threads
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
@@ -21,16 +21,16 @@ from trainkit.weights.checkpoint.write import Destination, commit, point_to, wri
 
 
 @attrs.frozen(eq=False)
-class Unsaved:
+class UnsavedState:
     """A whole state that is saved nowhere when an error ends the run.
 
     `follows` says that the error came from the end of another rank: this rank then writes its part
-    only if another one has, since a rank that was killed has left nothing to complete. `tell` takes
+    only if another one has, since a rank that was killed has left nothing to complete. `log` takes
     a sentence on any rank.
     """
 
     state: TrainState
-    tell: Callable[[str], object]
+    log: Log
     score: float | None = None
     follows: bool = False
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainkit.collectives import together
-from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, TrainState
+from trainkit.collectives import run_on_all_ranks
+from trainkit.types import SOLO, Axis, CheckpointError, Log, ParallelState, TrainState, log_warning
 from trainkit.weights.checkpoint.compare import Leeway
-from trainkit.weights.checkpoint.directory import fork_run, run_identity, saved_before
+from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
 from trainkit.weights.checkpoint.facts import (
-    Changes,
     Facts,
+    ResumeRules,
     agree_on_facts,
     allowed_names,
     check_allowed,
@@ -37,7 +37,7 @@ from trainkit.weights.checkpoint.safe_files import owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import machine_of
 from trainkit.weights.checkpoint.staging import Check, install_, stage_checkpoint, summed_up
 
-_NO_CHANGES = Changes()
+_NO_CHANGES = ResumeRules()
 
 
 def resume(
@@ -49,9 +49,9 @@ def resume(
     *,
     request: str | Path = "auto",
     facts: Facts | None = None,
-    changes: Changes = _NO_CHANGES,
+    changes: ResumeRules = _NO_CHANGES,
     strict_owner: bool = False,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Go on from a checkpoint of a run, written by any layout.
 
@@ -77,7 +77,7 @@ def resume(
             "moments", "mean", or what begins with "optimizer_", may change, another optimizer than
             the one that was saved takes over what it can, which is told; see `changed.taken_over`.
         strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
-        tell: Called on rank 0 with what was passed over, taken, changed and set aside.
+        log: Called on rank 0 with what was passed over, taken, changed and set aside.
 
     Returns:
         The counters to go on with.
@@ -94,15 +94,17 @@ def resume(
     check_allowed(changes)
     run_dir, is_first = Path(run_dir), ps.world.index == 0
     directory = run_dir / "checkpoints"
-    say = tell if is_first else (lambda _: None)
+    say = log if is_first else (lambda _: None)
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
-    request = together(lambda: _looked_over(run_dir, request, say), ps.world)[0]
+    request = run_on_all_ranks(lambda: _looked_over(run_dir, request, say), ps.world)[0]
     passed_over: list[str] = []
     candidates = _candidates(run_dir, request, passed_over, say) if is_first else iter(())
     while True:
-        chosen = together(lambda: next(candidates, None), ps.world)[0]
+        chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
-            together(lambda: _begin_afresh(run_dir, request, tell) if is_first else None, ps.world)
+            run_on_all_ranks(
+                lambda: _begin_afresh(run_dir, request, log) if is_first else None, ps.world
+            )
             return state
         path, manifest = Path(chosen[0]), chosen[1]
         told: list[str] = []
@@ -121,14 +123,14 @@ def resume(
         notes = [*_owner_notes(path, strict=strict_owner), *told, *summed_up(staged.changes)]
         newest = list_checkpoints(directory)[0] if passed_over else path
         lost = step_of(newest) - manifest["step"] if passed_over else 0
-        tell(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
+        log(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
         for note in (*notes, *_machine_notes(staged.saved["machine"], ps)):
-            tell(note)
-        clear_directory(directory, path, request, tell=tell)
+            log(note)
+        clear_directory(directory, path, request, log=log)
         if _is_fork(run_dir, path, manifest, request):
-            tell(_forked(run_dir, path, manifest))
+            log(_forked(run_dir, path, manifest))
 
-    together(accept, ps.world)
+    run_on_all_ranks(accept, ps.world)
     return install_(staged, stages, optimizer)
 
 
@@ -144,12 +146,12 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
-    changes: Changes = _NO_CHANGES,
+    changes: ResumeRules = _NO_CHANGES,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
 ) -> TrainState:
     """Verify one checkpoint and read it into stages and their optimizer.
 
@@ -167,7 +169,7 @@ def load_checkpoint(
         allow_extra: Parameters of the checkpoint that the run may lack or not train.
         cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
-        tell: Called on the first rank with each fact that has changed as `changes` allows.
+        log: Called on the first rank with each fact that has changed as `changes` allows.
 
     Returns:
         The counters it holds.
@@ -182,7 +184,7 @@ def load_checkpoint(
     """
     check_allowed(changes)
     path = Path(path)
-    manifest = together(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
+    manifest = run_on_all_ranks(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
     may_change = may_change_optimizer(changes), allowed_names(changes)
     leeway = Leeway(allow_missing, allow_extra, cast, *may_change)
     told: list[str] = []
@@ -193,7 +195,7 @@ def load_checkpoint(
     if staged.problems:
         raise damaged(path, staged.problems)
     for note in (*told, *summed_up(staged.changes)) if axis.index == 0 else ():
-        tell(note)
+        log(note)
     return install_(staged, stages, optimizer)
 
 
@@ -262,7 +264,7 @@ def _whole_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _fact_check(facts: Facts | None, changes: Changes, told: list[str]) -> Check:
+def _fact_check(facts: Facts | None, changes: ResumeRules, told: list[str]) -> Check:
     """Return a check of the saved facts against the run's, which also writes what is only told."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
@@ -280,7 +282,7 @@ _Candidate = tuple[str, dict[str, Any]]
 
 
 def _candidates(
-    run_dir: Path, request: str | Path, passed_over: list[str], tell: Callable[[str], None]
+    run_dir: Path, request: str | Path, passed_over: list[str], log: Log
 ) -> Iterator[_Candidate]:
     """Go through the checkpoints that may be gone on from, the best first, with their manifests.
 
@@ -299,7 +301,7 @@ def _candidates(
     for path in known:
         problems, manifest = outline(path)
         if problems:
-            _pass_over(path, problems, request, passed_over, tell)
+            _pass_over(path, problems, request, passed_over, log)
             continue
         _refuse_another_run(run_dir, path, manifest)
         yield str(path.absolute()), manifest
@@ -312,12 +314,12 @@ def _pass_over(
     problems: Sequence[str],
     request: str | Path,
     passed_over: list[str],
-    tell: Callable[[str], None],
+    log: Log,
 ) -> None:
     if request != "auto":
         raise damaged(path, problems)
     passed_over.append(f"{path.name}: {problems[0]}")
-    tell(f"passed over {path}: {problems[0]}")
+    log(f"passed over {path}: {problems[0]}")
 
 
 def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -340,11 +342,11 @@ def _identity(run_dir: Path) -> tuple[str | None, str | None]:
     """
     if not (run_dir / "run.json").exists():
         return None, None
-    known = run_identity(run_dir)
+    known = get_run_id(run_dir)
     return known["run"], (known["parent"] or {}).get("path")
 
 
-def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> str:
+def _looked_over(run_dir: Path, request: str | Path, log: Log) -> str:
     """Return what to go on from: "auto" where the run was forked from `request` before."""
     directory = run_dir / "checkpoints"
     if os.path.lexists(directory) and not directory.is_dir():
@@ -362,7 +364,7 @@ def _looked_over(run_dir: Path, request: str | Path, tell: Callable[[str], None]
     if not list_checkpoints(directory):
         _refuse_lost(run_dir)
         return str(request)
-    tell(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    log(f"this run was forked from {request} before, and goes on with its own checkpoints")
     return "auto"
 
 
@@ -380,8 +382,8 @@ def _refuse_lost(run_dir: Path) -> None:
         )
 
 
-def _begin_afresh(run_dir: Path, request: str | Path, tell: Callable[[str], None]) -> None:
-    clear_directory(run_dir / "checkpoints", None, request, tell=tell)
+def _begin_afresh(run_dir: Path, request: str | Path, log: Log) -> None:
+    clear_directory(run_dir / "checkpoints", None, request, log=log)
     if request == "never" and (run_dir / "run.json").exists():
         fork_run(run_dir, None)  # another run, whose parent is none
 

@@ -6,14 +6,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainkit.types import CheckpointError
+from trainkit.types import CheckpointError, Log, log_warning
 from trainkit.weights.checkpoint.boxes import shortened
 from trainkit.weights.checkpoint.safe_files import file_problem, parse_json, read_bounded, read_json
 
@@ -274,16 +274,14 @@ def _place_of(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def first_verified(
-    paths: Iterable[Path], passed_over: list[str], tell: Callable[[str], None]
-) -> Path | None:
+def first_verified(paths: Iterable[Path], passed_over: list[str], log: Log) -> Path | None:
     """Return the first of some checkpoints that verifies; tell of the others, and list them."""
     for path in paths:
         problems = verify_checkpoint(path)
         if not problems:
             return path
         passed_over.append(f"{path.name}: {problems[0]}")
-        tell(f"passed over {path}: {problems[0]}")
+        log(f"passed over {path}: {problems[0]}")
     return None
 
 
@@ -311,16 +309,14 @@ def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
     )
 
 
-def find_checkpoint(
-    path: Path | str, *, best: bool = False, tell: Callable[[str], None] = print
-) -> Path:
+def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warning) -> Path:
     """Return the checkpoint to read weights from: `path` itself, or one of a run directory.
 
     Args:
         path: A checkpoint, or a run directory with `checkpoints/`.
         best: Of a run, the one of the lowest score that verifies (of equal ones the newest), not
             the newest.
-        tell: Called with one sentence about each checkpoint passed over.
+        log: Called with one sentence about each checkpoint passed over.
 
     Raises:
         CheckpointError: There is none, or none that verifies; with `best`, none has a score; or
@@ -346,7 +342,7 @@ def find_checkpoint(
         what = f"find_checkpoint: there is no checkpoint in {path}"
         hint = "name a run that has saved, or one of its checkpoints"
         raise CheckpointError(what, where=path, hint=hint)
-    found = first_verified(_by_score(paths) if best else paths, passed_over, tell)
+    found = first_verified(_by_score(paths) if best else paths, passed_over, log)
     if found is not None:
         return found
     if not best:
@@ -400,7 +396,7 @@ def _refuse_weights(path: Path) -> None:
         "of which model",
         where=path,
         want="a run directory, or one of its checkpoints",
-        hint="build the model that they fit and fill it by build_stages(..., weights=weights_from("
+        hint="build the model that they fit and fill it by build_stages(..., weights=open_weights("
         "folder)); others' files first become such a folder by python -m trainkit checkpoint "
         "convert SOURCE FOLDER",
     )
@@ -418,16 +414,14 @@ def score_of(manifest: Mapping[str, Any]) -> float | None:
     return float(score) if plain else None
 
 
-def clear_directory(
-    directory: Path, chosen: Path | None, request: str | Path, *, tell: Callable[[str], None]
-) -> None:
+def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *, log: Log) -> None:
     """Make a `checkpoints/` directory ready for a run that goes on from `chosen`.
 
     Args:
         directory: The directory; it is made if need be.
         chosen: The checkpoint that the run goes on from, or None.
         request: What was asked for; after "auto" nothing is set aside.
-        tell: Called with what is set aside.
+        log: Called with what is set aside.
 
     Effects:
         Removes what a killed save left half done; moves the checkpoints that are not on the run's
@@ -449,7 +443,7 @@ def clear_directory(
     aside.mkdir()
     for path in off_branch:
         path.rename(aside / path.name)
-    tell(f"set {len(off_branch)} checkpoints of another branch aside in {aside}")
+    log(f"set {len(off_branch)} checkpoints of another branch aside in {aside}")
 
 
 def step_of(path: Path) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.optim.elementwise import Elementwise
+from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
-from trainkit.parallel.names import empty_rows_like, named_parameters_of
+from trainkit.parallel.names import empty_rows_like, get_named_parameters
 from trainkit.parallel.reduction import local_of
 from trainkit.weights.checkpoint.boxes import parameter_of
 from trainkit.weights.checkpoint.reading import Target
@@ -51,7 +51,7 @@ def taken_over(
         kind, *rest = full.split("/", 2)
         if kind == "optimizer":
             saved.setdefault(rest[1], {})[rest[0]] = entry
-    named, after = named_parameters_of(stages), state_after_a_step(optimizer)
+    named, after = get_named_parameters(stages), state_after_a_step(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     entries, told = dict[str, Any](), list[str]()
     for live in optimizer_state(stages, optimizer):
@@ -76,7 +76,7 @@ def install_taken_over_(
         Replaces the optimizer's state.
     """
     optimizer.state.clear()
-    named, after = named_parameters_of(stages), state_after_a_step(optimizer)
+    named, after = get_named_parameters(stages), state_after_a_step(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name: dict[str, dict[str, Tensor]] = {}
     for full, target in targets.items():
@@ -85,7 +85,7 @@ def install_taken_over_(
     for live, held in by_name.items():
         p, part = named[live], part_of(optimizer, groups[id(named[live])])
         made: dict[str, Tensor] = {}
-        if isinstance(part, Elementwise) and held.keys() != {_MEAN}:
+        if isinstance(part, ElementwiseOptimizer) and held.keys() != {_MEAN}:
             made = part.begun(p, groups[id(p)])
         for key, like in _tensors(after[p]).items():
             if key in held:
@@ -113,7 +113,7 @@ def _kept_of(
         return key in held and tuple(held[key]["shape"]) == shape
 
     corrected: Collection[str] = [key for key, x in wanted.items() if x.dim() and key != _MEAN]
-    if isinstance(part, Elementwise):
+    if isinstance(part, ElementwiseOptimizer):
         corrected = [key for key in part.moments if key not in part.copies]
         corrected += [key for key in part.counts if key == "step"]
     keys = [key for key in wanted if fits(key)]

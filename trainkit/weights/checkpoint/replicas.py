@@ -14,11 +14,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.grads import name_ranks
+from trainkit.collectives import all_gather_objects
+from trainkit.grads import format_ranks
 from trainkit.metrics import to_host
-from trainkit.noise.hashing import GOLDEN, MASK64, key_of
-from trainkit.parallel.names import COPY_SUFFIX, box_of
+from trainkit.noise.hashing import GOLDEN, MASK64, make_key
+from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
 from trainkit.weights.checkpoint.tensors import INTEGERS, run_tensors
 
@@ -39,7 +39,7 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
 # --------------------------------------------------------------------------------------- not finite
 
 
-def nonfinite_names(
+def find_nonfinite_state(
     stages: Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     axis: Axis,
@@ -66,21 +66,21 @@ def nonfinite_names(
         >>> from trainkit.types import SOLO
         >>> model = nn.Linear(1, 1)
         >>> _ = nn.init.constant_(model.bias, torch.inf)
-        >>> nonfinite_names([model], torch.optim.SGD(model.parameters()), SOLO)
+        >>> find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO)
         ['model/bias on rank 0']
     """
     tensors = _tensors_of(stages, optimizer)
     checks = {
-        name: torch.isfinite(_widened(box_of(x).local)).all()
+        name: torch.isfinite(_widened(get_local_box(x).local)).all()
         for name, x in tensors.items()
         if x.is_floating_point() or x.is_complex()
     }
     own = [name for name, is_finite in to_host(checks).items() if not is_finite]
     ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(all_gather_json(own, axis)):
+    for rank, names in enumerate(all_gather_objects(own, axis)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
-    told = [f"{name} on {name_ranks(which)}" for name, which in ranks.items()]
+    told = [f"{name} on {format_ranks(which)}" for name, which in ranks.items()]
     return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]
 
 
@@ -105,7 +105,7 @@ class _Replica:
     bits: Tensor
 
 
-def canary(
+def make_replica_check(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
@@ -144,7 +144,7 @@ def canary(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
-        >>> look = canary([model], torch.optim.SGD(model.parameters()), solo_parallel())
+        >>> look = make_replica_check([model], torch.optim.SGD(model.parameters()), solo_parallel())
         >>> look(10)
         []
     """
@@ -171,7 +171,7 @@ def refuse_drift(problems: Sequence[str]) -> None:
     """End a run whose replicas differ.
 
     Args:
-        problems: What `canary` found.
+        problems: What `make_replica_check` found.
 
     Raises:
         NumericsError: There is a problem; all of them are in the message.
@@ -196,19 +196,19 @@ def refuse_drift(problems: Sequence[str]) -> None:
 def _replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     """Return what this rank holds that others hold too."""
     boxes = {
-        key_of(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
-        for name, box in ((name, box_of(tensor)) for name, tensor in tensors.items())
+        make_key(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
+        for name, box in ((name, get_local_box(tensor)) for name, tensor in tensors.items())
         if box.local.numel()
     }
     holders: dict[int, list[int]] = {}
-    for rank, keys in enumerate(all_gather_json(list(boxes), axis)):
+    for rank, keys in enumerate(all_gather_objects(list(boxes), axis)):
         for key in keys:
             holders.setdefault(key, []).append(rank)
     return [
         _Replica(
             key,
             f"{name} in the box at {box.offset}",
-            str(key_of(*holders[key])),
+            str(make_key(*holders[key])),
             box.local.view(INTEGERS[box.local.element_size()]),
         )
         for key, (name, box) in boxes.items()
@@ -245,7 +245,7 @@ def _differences(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     for replica, digest in zip(replicas, digests, strict=True):
         total = own.get(replica.holders, 0) + digest * (replica.key | 1)
         own[replica.holders] = total & MASK64
-    told = all_gather_json(own, axis)
+    told = all_gather_objects(own, axis)
     sets = {holders for each in told for holders in each}
     parted = {held for held in sets if len({each[held] for each in told if held in each}) > 1}
     if not parted:
@@ -256,7 +256,7 @@ def _differences(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
         if replica.holders in parted
     }
     values: dict[str, dict[int, int]] = {}
-    for rank, each in enumerate(all_gather_json(boxes, axis)):
+    for rank, each in enumerate(all_gather_objects(boxes, axis)):
         for name, digest in each.items():
             values.setdefault(name, {})[rank] = digest
     return [_sentence(name, by) for name, by in values.items() if len(set(by.values())) > 1]
@@ -268,6 +268,6 @@ def _sentence(name: str, digests: Mapping[int, int]) -> str:
         ranks = " and ".join(f"rank {rank}" for rank in digests)
         return f"{ranks} hold different values of {name}"
     odd = [rank for rank, digest in digests.items() if digest != usual]
-    others = name_ranks([rank for rank, digest in digests.items() if digest == usual])
+    others = format_ranks([rank for rank, digest in digests.items() if digest == usual])
     verb = "holds" if len(odd) == 1 else "hold"
-    return f"{name_ranks(odd)} {verb} other values of {name} than {others}"
+    return f"{format_ranks(odd)} {verb} other values of {name} than {others}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import attrs
 
-from trainkit.files import sync_folder
-from trainkit.schedules import due
-from trainkit.types import non_negative, positive, rule
+from trainkit.files import fsync_folder
+from trainkit.schedules import is_due
+from trainkit.types import Log, log_warning, non_negative, positive, satisfies
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -29,7 +28,7 @@ PIN = ".pin"
 _ALWAYS = 2  # of the newest that verify: one may turn out damaged when it is needed
 
 
-_two = rule(
+_two = satisfies(
     lambda value: value >= _ALWAYS, f"at least {_ALWAYS}, as the newest may turn out damaged"
 )
 
@@ -40,7 +39,7 @@ class Retention:
 
     `last` counts the newest that verify. `every` keeps the steps that it divides. `best` counts
     those of the lowest score. `powers_of_two` keeps steps 1, 2, 4, 8 and so on, which
-    `schedules.due(step, every, powers_of_two=True)` saves; `milestones` the
+    `schedules.is_due(step, every, powers_of_two=True)` saves; `milestones` the
     steps it lists. A checkpoint with a file of its name and ".pin" beside it always stays.
     """
 
@@ -51,37 +50,30 @@ class Retention:
     milestones: Sequence[int] = attrs.field(default=(), converter=tuple)
 
 
-_all_or_two = rule(
+_all_or_two = satisfies(
     lambda value: value == 0 or value >= _ALWAYS,
     "0 for all, or at least 2, as the newest may turn out damaged",
 )
 
 
 @attrs.frozen(kw_only=True)
-class Keeping:
-    """When a run saves, which checkpoints stay, and where else its metrics go."""
+class CheckpointOptions:
+    """When a run saves, and which checkpoints it retains."""
 
     save_every: int = attrs.field(default=200, validator=positive)
-    """Save a checkpoint every so many steps, and at the end."""
+    """Steps between checkpoints; the last step is saved too."""
 
     keep: int = attrs.field(default=0, validator=_all_or_two)
-    """How many of the newest checkpoints stay, at least 2; 0 for all."""
+    """How many of the newest checkpoints to retain, at least 2; 0 retains all."""
 
     keep_every: int = attrs.field(default=0, validator=non_negative)
-    """With --keep: the checkpoints of every so many steps stay for good too; 0 for none."""
+    """With --keep: also retain every checkpoint whose step is a multiple of this; 0 for none."""
 
     keep_best: int = attrs.field(default=0, validator=non_negative)
-    """So many best evaluations save, and with --keep their checkpoints stay; 0 for none."""
+    """Save after each of this many best evaluations, and with --keep retain them; 0 for none."""
 
     background_saves: bool = True
     """Copy the state to host memory and write it while training goes on."""
-
-    log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
-    """Read the numbers of so many steps at once, a line for each; by default 1 on a CPU, else 10.
-    Bad steps are seen as late: docs/howto/when-numbers-go-bad.md."""
-
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     @property
     def retention(self) -> Retention | None:
@@ -139,7 +131,7 @@ def _kept(listing: Sequence[Listed], policy: Retention) -> list[str]:
         entry
         for entry in good
         if (policy.every and entry.step % policy.every == 0)
-        or (policy.powers_of_two and due(entry.step, 0, powers_of_two=True))
+        or (policy.powers_of_two and is_due(entry.step, 0, powers_of_two=True))
         or entry.step in policy.milestones
     ]
     newest = good[: max(policy.last, _ALWAYS)]
@@ -151,7 +143,7 @@ def apply_retention(
     policy: Retention,
     *,
     known_good: Iterable[str] = (),
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     dry_run: bool = False,
 ) -> dict[str, list[str]]:
     """Delete the checkpoints of a directory that a policy does not keep.
@@ -163,7 +155,7 @@ def apply_retention(
         directory: A `checkpoints/` directory.
         policy: What stays.
         known_good: Names that this process has written or verified itself.
-        tell: Called with a sentence about each that is damaged or could not be deleted.
+        log: Called with a sentence about each that is damaged or could not be deleted.
         dry_run: Only say what would go.
 
     Returns:
@@ -182,12 +174,12 @@ def apply_retention(
     while True:
         doomed = plan_retention(listing, policy, pinned=pinned)
         unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]
-        damaged = _damaged(directory, unread, tell)
+        damaged = _damaged(directory, unread, log)
         good.update(unread)
         if not damaged:
             break
         listing = [attrs.evolve(e, verified=False) if e.name in damaged else e for e in listing]
-    deleted = doomed if dry_run else [name for name in doomed if _deleted(directory / name, tell)]
+    deleted = doomed if dry_run else [name for name in doomed if _deleted(directory / name, log)]
     kept = [entry for entry in listing if entry.name not in deleted]
     return {
         "kept": [entry.name for entry in kept],
@@ -211,7 +203,7 @@ def remove_checkpoint(path: Path) -> None:
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)  # of a deletion that was cut short
     path.rename(doomed)
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
     (doomed / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 
@@ -228,17 +220,17 @@ def _listed(path: Path) -> Listed:
     return Listed(path.name, step_of(path), score=score_of(manifest))
 
 
-def _damaged(directory: Path, names: Sequence[str], tell: Callable[[str], None]) -> set[str]:
+def _damaged(directory: Path, names: Sequence[str], log: Log) -> set[str]:
     found = {name: verify_checkpoint(directory / name) for name in names}
     for name, problems in found.items():
         if problems:
-            tell(f"{directory / name} is damaged and counts for nothing: {problems[0]}")
+            log(f"{directory / name} is damaged and counts for nothing: {problems[0]}")
     return {name for name, problems in found.items() if problems}
 
 
-def _deleted(path: Path, tell: Callable[[str], None]) -> bool:
+def _deleted(path: Path, log: Log) -> bool:
     try:
         remove_checkpoint(path)
     except OSError as error:
-        tell(f"{path} could not be deleted: {error.strerror}")
+        log(f"{path} could not be deleted: {error.strerror}")
     return not path.exists()

@@ -7,7 +7,7 @@ Modeling with Pathways", 2022, section 5.1): it takes that data and that state t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import together
-from trainkit.health import Action, after_rollback, stop_error
-from trainkit.types import CheckpointError, ParallelState, TrainState
-from trainkit.weights.checkpoint.facts import Changes, Facts
+from trainkit.collectives import run_on_all_ranks
+from trainkit.health import Action, make_stop_error, restore_health
+from trainkit.types import CheckpointError, Log, ParallelState, TrainState, log_warning
+from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
@@ -39,7 +39,7 @@ def roll_back(
     before: int,
     max_rollbacks: int = 3,
     facts: Facts | None = None,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     **saving: Any,
 ) -> TrainState:
     """Take the newest checkpoint before the numbers went wrong, and go on with the data after.
@@ -58,11 +58,11 @@ def roll_back(
         before: The last step whose numbers were good: a later checkpoint is not taken.
         max_rollbacks: How many rollbacks a run may do.
         facts: As for `resume`; what has changed since the checkpoint is not asked about.
-        tell: Called on rank 0 with what was done.
+        log: Called on rank 0 with what was done.
         **saving: What `save_checkpoint` takes besides: the configuration, say.
 
     Returns:
-        The counters to go on with; their health is as `health.after_rollback` says.
+        The counters to go on with; their health is as `health.restore_health` says.
 
     Raises:
         NumericsError: The run has rolled back as often as it may; all the steps are named.
@@ -80,31 +80,33 @@ def roll_back(
         >>> run = [model], torch.optim.SGD(model.parameters()), solo_parallel()
         >>> with tempfile.TemporaryDirectory() as out:
         ...     _ = save_checkpoint(out, TrainState(step=2), *run)
-        ...     roll_back(out, TrainState(step=5), *run, before=3, tell=lambda _: None).step
+        ...     roll_back(out, TrainState(step=5), *run, before=3, log=lambda _: None).step
         2
     """
     run_dir = Path(run_dir)
     live = {"first_bad": float(before + 1), **state.health}
     if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
-        raise stop_error(Action("stop", f"a run may roll back {max_rollbacks} times", before), live)
-    chosen = together(
+        raise make_stop_error(
+            Action("stop", f"a run may roll back {max_rollbacks} times", before), live
+        )
+    chosen = run_on_all_ranks(
         lambda: _newest_before(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]
     # It may be of before the run was continued with another optimizer, which was asked for then.
-    changes = Changes(free=("optimizer",))
-    loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world, tell=tell)
-    memory = after_rollback(loaded.health, live)
+    changes = ResumeRules(free=("optimizer",))
+    loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world, log=log)
+    memory = restore_health(loaded.health, live)
     based = attrs.evolve(loaded, cursor=state.cursor, health=memory)
 
     def set_aside() -> None:
         if ps.world.index == 0:
-            tell(
+            log(
                 f"rolled back from step {state.step} to {chosen}; the data of the steps between is "
                 f"left out (rollback {memory['rollbacks']:.0f} of {max_rollbacks})"
             )
-            clear_directory(run_dir / "checkpoints", Path(chosen), chosen, tell=tell)
+            clear_directory(run_dir / "checkpoints", Path(chosen), chosen, log=log)
 
-    together(set_aside, ps.world)
+    run_on_all_ranks(set_aside, ps.world)
     save_checkpoint(run_dir, based, stages, optimizer, ps, facts=facts, **saving)
     return based
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.files import who_else_can_write
+from trainkit.files import find_other_writers
 from trainkit.types import CheckpointError, DiskError
 
 JSON_BYTES = 256 * 1024 * 1024
@@ -265,5 +265,5 @@ def owner_problems(path: Path | str) -> list[str]:
     found: list[str] = []
     for entry in (path, *sorted(entry for entry in path.iterdir() if not entry.is_symlink())):
         with suppress(FileNotFoundError):  # retention may delete what was listed
-            found += who_else_can_write(entry)
+            found += find_other_writers(entry)
     return found[:_TOLD]

@@ -17,23 +17,33 @@ import orjson
 import torch
 from torch import nn
 
-from trainkit.collectives import all_gather_json
-from trainkit.files import replacing
-from trainkit.mesh import twin_axis
+from trainkit.collectives import all_gather_objects
+from trainkit.files import atomic_write
+from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
-from trainkit.parallel.names import box_of
+from trainkit.parallel.names import get_local_box
 from trainkit.parallel.offload_state import check_awake
-from trainkit.types import SOLO, Axis, ConfigError, ParallelState, TrainState, error_text
-from trainkit.weights.checkpoint.background_save import Flight, Saved, at_once, fly, in_thread
+from trainkit.types import (
+    SOLO,
+    Axis,
+    ConfigError,
+    Log,
+    ParallelState,
+    TrainState,
+    format_error,
+    log_info,
+    log_warning,
+)
+from trainkit.weights.checkpoint.background_save import Flight, SaveResult, at_once, fly, in_thread
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.facts import Facts, facts_at
-from trainkit.weights.checkpoint.interrupted import Unsaved, write_and_commit
+from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
 from trainkit.weights.checkpoint.safe_files import refuse_no_room
 from trainkit.weights.checkpoint.snapshot import Snapshot, bind_snapshots
 from trainkit.weights.checkpoint.tensors import counters_of, model_tensors, state_hash
-from trainkit.weights.checkpoint.write import Destination, Progress, point_to
+from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
 _WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
 
@@ -51,7 +61,7 @@ class Collect(Protocol):
     has failed so far: leaving the block does not raise it.
     """
 
-    def __call__(self, *, wait: bool = False, forgive: bool = False) -> list[Saved]: ...
+    def __call__(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]: ...
 
 
 def _no_event(name: str, **facts: Any) -> None:
@@ -63,7 +73,7 @@ def _nothing(error: BaseException) -> None:
 
 
 @contextmanager
-def saves(
+def open_saver(
     run_dir: Path | str,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -74,11 +84,11 @@ def saves(
     retention: Retention | None = None,
     background: bool = True,
     grace: float = 25.0,
-    tell: Callable[[str], None] = print,
+    log: Log = log_warning,
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] = _no_event,
-    unsaved: Callable[[BaseException], Unsaved | None] = _nothing,
-    progress: Progress | None = None,
+    unsaved: Callable[[BaseException], UnsavedState | None] = _nothing,
+    progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
     """Save a run again and again, for a `with` block, while training goes on.
 
@@ -107,7 +117,7 @@ def saves(
         background: False saves completely before `save` returns; the rest is the same.
         grace: Seconds that a run has for its last save when it is told to stop; a save that took
             longer is told of.
-        tell: Called on rank 0 with what could not be saved, was waited for, is damaged, or could
+        log: Called on rank 0 with what could not be saved, was waited for, is damaged, or could
             not be deleted.
         before_commit: Called on rank 0, in the thread, when a checkpoint is complete but for its
             manifest: for what must not be older than it, `sync` of a metrics file for instance. If
@@ -131,11 +141,11 @@ def saves(
     """
     run_dir, config = Path(run_dir), _plain(config)
     take = bind_snapshots(stages, optimizer, ps)
-    after, progress = _pruning(retention), progress or Progress()
-    own_group = twin_axis(ps.world, name="saves") if background else nullcontext(ps.world)
+    after, progress = _pruning(retention), progress or SaveProgress()
+    own_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with own_group as axis:
-        outcomes = _Outcomes((lambda _: None) if axis.index else tell, grace, event)
-        token, number = all_gather_json(secrets.token_hex(8), axis)[0], count()
+        outcomes = _Outcomes((lambda _: None) if axis.index else log, grace, event)
+        token, number = all_gather_objects(secrets.token_hex(8), axis)[0], count()
         start = in_thread if background else at_once
 
         def save(state: TrainState, score: float | None = None) -> None:
@@ -179,12 +189,12 @@ def saves(
 class _Outcomes:
     """The save under way, if there is one, and what has become of those before."""
 
-    tell: Callable[[str], None]
+    log: Log
     grace: float
     event: Callable[..., None]
     flights: list[Flight] = attrs.field(factory=list)  # one at most
-    ended: list[Saved] = attrs.field(factory=list)
-    latest: list[Saved] = attrs.field(factory=list)  # that was collected
+    ended: list[SaveResult] = attrs.field(factory=list)
+    latest: list[SaveResult] = attrs.field(factory=list)  # that was collected
 
     def make_room_for(self, state: TrainState) -> None:
         """Wait for the save before, and tell of it if that took long."""
@@ -192,7 +202,7 @@ class _Outcomes:
         self.land()
         waited = time.perf_counter() - began
         if waited > _WORTH_TELLING:
-            self.tell(f"step {state.step} waited {waited:.1f} s for the save before to be written")
+            self.log(f"step {state.step} waited {waited:.1f} s for the save before to be written")
 
     def follow(self, flight: Flight) -> None:
         """Begin a save."""
@@ -208,10 +218,10 @@ class _Outcomes:
                 self.flights.clear()
                 self.ended.append(end.value)
                 for line in _complaints(end.value, self.grace):
-                    self.tell(line)
+                    self.log(line)
             polls = None if polls is None else polls - 1
 
-    def collect(self, *, wait: bool = False, forgive: bool = False) -> list[Saved]:
+    def collect(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]:
         """Return what has ended since the last call; see `Collect`."""
         self.land(polls=None if wait else 1)
         found = self.ended.copy()
@@ -227,19 +237,19 @@ class _Outcomes:
             flight.close()
 
     def save_unsaved(
-        self, found: Unsaved, take: Callable[[], Snapshot], target: Destination, axis: Axis
+        self, found: UnsavedState, take: Callable[[], Snapshot], target: Destination, axis: Axis
     ) -> None:
         """Save a state after an error, or say why that failed; raises nothing."""
         began, step = time.perf_counter(), found.state.step
         try:
             path = write_and_commit(take, target, axis, follows=found.follows)
         except Exception as error:  # noqa: BLE001 (the error that ended the run is raised)
-            found.tell(f"warning: step {step} was not saved after the error: {error_text(error)}")
+            found.log(f"warning: step {step} was not saved after the error: {format_error(error)}")
             return
         if path is not None:
             seconds = time.perf_counter() - began
-            self.event("save", **_told(Saved(step, path, seconds, seconds)))
-            found.tell(f"step {step}, the last one before the error, is saved in {path}")
+            self.event("save", **_told(SaveResult(step, path, seconds, seconds)))
+            found.log(f"step {step}, the last one before the error, is saved in {path}")
 
     def raise_last(self) -> None:
         """Raise what the last save failed with, if it has failed."""
@@ -248,17 +258,17 @@ class _Outcomes:
             raise outcomes[-1].error
 
 
-def _told(done: Saved) -> dict[str, Any]:
+def _told(done: SaveResult) -> dict[str, Any]:
     """Return what a line of events.jsonl says of a save."""
     said = attrs.asdict(done, filter=attrs.filters.exclude("told"))
     return said | {name: said[name] and str(said[name]) for name in ("path", "error")}
 
 
-def _complaints(outcome: Saved, grace: float) -> list[str]:
+def _complaints(outcome: SaveResult, grace: float) -> list[str]:
     """Return what a user has to know of a save that has ended."""
     found = list(outcome.told)
     if outcome.error is not None:
-        found.append(f"warning: step {outcome.step} was not saved: {error_text(outcome.error)}")
+        found.append(f"warning: step {outcome.step} was not saved: {format_error(outcome.error)}")
     if outcome.seconds > grace:
         took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
         late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"
@@ -279,7 +289,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of a run; it is there completely, or not at all.
 
-    A loop that saves again and again uses `saves`, which writes while training goes on.
+    A loop that saves again and again uses `open_saver`, which writes while training goes on.
 
     Args:
         run_dir: The run directory, on a disk that all ranks share; checkpoints go to
@@ -308,7 +318,7 @@ def save_checkpoint(
     """
     paths: list[Path] = []
     options: dict[str, Any] = {"retention": None, "background": False}
-    with saves(run_dir, stages, optimizer, ps, facts=facts, config=config, **options) as both:
+    with open_saver(run_dir, stages, optimizer, ps, facts=facts, config=config, **options) as both:
         save, saved = both
         save(state, score)
         paths = [outcome.path for outcome in saved() if outcome.path is not None]
@@ -334,7 +344,7 @@ def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
         def prune() -> None:
             if retention is not None:
                 known = {*good, path.name}
-                found = apply_retention(path.parent, retention, known_good=known, tell=told.append)
+                found = apply_retention(path.parent, retention, known_good=known, log=told.append)
                 good.clear()
                 good.update(found["verified"])
 
@@ -349,13 +359,13 @@ def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
     return after
 
 
-def require_space(
+def check_disk_space(
     run_dir: Path | str,
     stages: Iterable[nn.Module],
     *,
     copies: int = 3,
     axis: Axis = SOLO,
-    tell: Callable[[str], None] | None = None,
+    log: Log = log_info,
 ) -> None:
     """Refuse to begin where the disk has no room for one checkpoint; warn where two do not fit.
 
@@ -364,7 +374,7 @@ def require_space(
         stages: This rank's stages.
         copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two.
         axis: The ranks that write to this disk.
-        tell: Called on the first rank with a sentence when there is room for one but not for two,
+        log: Called on the first rank with a sentence when there is room for one but not for two,
             of which the older goes only when the newer is committed.
 
     Raises:
@@ -374,15 +384,17 @@ def require_space(
         Communicates on `axis`.
 
     Examples:
-        >>> require_space("/", [nn.Linear(1, 1)])
+        >>> check_disk_space("/", [nn.Linear(1, 1)])
     """
-    own = copies * sum(box_of(tensor).local.nbytes for tensor in model_tensors(stages).values())
-    needed = int(1.1 * sum(all_gather_json(own, axis)))  # a tenth for what else is written
-    free = min(all_gather_json(shutil.disk_usage(run_dir).free, axis))
-    what = f"require_space: a checkpoint in {run_dir}"
+    own = copies * sum(
+        get_local_box(tensor).local.nbytes for tensor in model_tensors(stages).values()
+    )
+    needed = int(1.1 * sum(all_gather_objects(own, axis)))  # a tenth for what else is written
+    free = min(all_gather_objects(shutil.disk_usage(run_dir).free, axis))
+    what = f"check_disk_space: a checkpoint in {run_dir}"
     refuse_no_room(what, run_dir, free=free, needed=needed)
-    if free < 2 * needed and tell is not None and axis.index == 0:
-        tell(
+    if free < 2 * needed and axis.index == 0:
+        log(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"
             " for one, but not for a second beside it"
         )
@@ -409,5 +421,5 @@ def write_final(
         "state_hash": state_hash(state, stages, optimizer, ps),
     }
     if ps.world.index == 0:
-        with replacing(Path(run_dir) / "final.json", by="write_final") as file:
+        with atomic_write(Path(run_dir) / "final.json", by="write_final") as file:
             file.write(dump_json(end) + b"\n")

@@ -16,7 +16,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.names import Box, named_buffers_of
+from trainkit.parallel.names import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import description_problem, shared_out
 from trainkit.weights.checkpoint.stored import Stored, safetensors_header
@@ -123,7 +123,7 @@ def bind_snapshots(
         ]
         if not kept or kept[0][0] != layout:
             kept.clear()  # before the next is asked for
-            anything = {f"model/{name}" for name in named_buffers_of(stages)}
+            anything = {f"model/{name}" for name in get_named_buffers(stages)}
             kept.append((layout, *_allocate(boxes, ps, anything)))
         _, files, tensors = kept[0]
         saved = [box for file in files for box in file.boxes]

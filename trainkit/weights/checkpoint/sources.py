@@ -86,12 +86,12 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
     return file_problems(folder, mine)
 
 
-def weights_from(
+def open_weights(
     folder: Path | str, *, allow_extra: Sequence[str] = (), axis: Axis = SOLO
 ) -> Weights:
     """Return the weights of an exported folder as a function of a name and a box.
 
-    `build_stages(..., weights=weights_from(folder, axis=ps.world))` fills every rank's part of a
+    `build_stages(..., weights=open_weights(folder, axis=ps.world))` fills every rank's part of a
     model from it, in any layout; no rank holds more of it than its own. The model must be the one
     that the folder is of: tensors that it has no place for are refused, and so are other shapes.
 
@@ -113,21 +113,21 @@ def weights_from(
         returns reads one box per call, and does not communicate.
 
     Examples:
-        >>> weights_from("/does/not/exist")
+        >>> open_weights("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: weights_from: /does/not/exist does not verify: /does/no...
+        trainkit.types.CheckpointError: open_weights: /does/not/exist does not verify: /does/no...
     """
-    from trainkit.collectives import together  # noqa: PLC0415 - likewise
+    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - likewise
     from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
     from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - verifying needs no torch
 
     folder = Path(folder)
-    told = together(lambda: verify_weights(folder, share=axis.share), axis)
+    told = run_on_all_ranks(lambda: verify_weights(folder, share=axis.share), axis)
     problems = [problem for problems in told for problem in problems]
     if problems:
         raise CheckpointError(
-            f"weights_from: {folder} does not verify: {problems[0]}", where=folder, got=problems
+            f"open_weights: {folder} does not verify: {problems[0]}", where=folder, got=problems
         )
     files = read_manifest(folder, form=WEIGHTS)["files"]
     parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]

@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.collectives import together
-from trainkit.parallel.names import named_parameters_of
+from trainkit.collectives import run_on_all_ranks
+from trainkit.parallel.names import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import index_problems, shortened
@@ -93,12 +93,12 @@ def stage_checkpoint(
         held.append(_look(path, manifest, stages, optimizer, leeway))
         return _told(held[0], stages, optimizer)
 
-    looks = together(look, axis)
+    looks = run_on_all_ranks(look, axis)
     told = {name: {text for look in looks for text in look[name]} for name in looks[0]}
     if told["problems"]:
         return Staged(sorted(told["problems"]))
     (read,) = held
-    differences = together(
+    differences = run_on_all_ranks(
         lambda: [check(read.saved), _differences(read, told, stages, optimizer, leeway)], axis
     )
     facts, tensors = (_union([found[i] for found in differences]) for i in (0, 1))
@@ -113,7 +113,7 @@ def stage_checkpoint(
         wanted = [*made.values()]
         return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
 
-    problems = _union(together(read_all, axis))
+    problems = _union(run_on_all_ranks(read_all, axis))
     return attrs.evolve(read, problems=problems, targets=made, changes=sorted(told["changes"]))
 
 
@@ -182,7 +182,7 @@ def _told(
         "problems": read.problems,
         "changes": read.changes,
         "wanted": [target.saved for target in read.targets.values()],
-        "parameters": [saved_name(name) for name in named_parameters_of(stages)],
+        "parameters": [saved_name(name) for name in get_named_parameters(stages)],
         "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
     }
 

@@ -12,7 +12,12 @@ from torch import nn
 
 from trainkit.optim.offload import in_host_memory, is_offloaded
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import COPY_SUFFIX, box_of, empty_rows_like, named_parameters_of
+from trainkit.parallel.names import (
+    COPY_SUFFIX,
+    empty_rows_like,
+    get_local_box,
+    get_named_parameters,
+)
 from trainkit.weights.checkpoint.optimizer_internals import optimizers_in
 from trainkit.weights.checkpoint.reading import Target
 from trainkit.weights.checkpoint.tensors import model_tensors, optimizer_state
@@ -36,7 +41,8 @@ def weight_targets(stages: Sequence[nn.Module]) -> dict[str, Target]:
         ['model/weight']
     """
     return {
-        name: Target(saved_name(name), x, box_of(x)) for name, x in model_tensors(stages).items()
+        name: Target(saved_name(name), x, get_local_box(x))
+        for name, x in model_tensors(stages).items()
     }
 
 
@@ -59,7 +65,7 @@ def moment_targets(
         is_cast: Says by an entry's name whether its parameter may be stored in another dtype. A
             moment that had its parameter's dtype then has it again.
     """
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     on_device = {
         id(p): bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
@@ -87,7 +93,7 @@ def moment_targets(
                 made = torch.empty(entry["shape"], dtype=dtype, device=device)
             if shape and is_offloaded(optimizer):
                 made = in_host_memory(made)
-            targets[full + suffix] = Target(full, made, box_of(made))
+            targets[full + suffix] = Target(full, made, get_local_box(made))
     return targets
 
 
@@ -135,7 +141,7 @@ def install_moments_(
         Replaces the optimizer's state.
     """
     optimizer.state.clear()
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     for full, target in targets.items():
         kind, *rest = full.split("/", 2)
         if kind == "optimizer":
@@ -181,7 +187,7 @@ def expected_state(
         >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
         tensor(1.)
     """
-    by_parameter, named = state_after_a_step(optimizer), named_parameters_of(stages)
+    by_parameter, named = state_after_a_step(optimizer), get_named_parameters(stages)
     return {
         name: by_parameter[named[name]]
         for name in optimizer_state(stages, optimizer)
@@ -236,9 +242,9 @@ def part_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch
     """Return the optimizer inside of one that steps a group, or the one itself.
 
     Examples:
-        >>> from trainkit.optim import together
+        >>> from trainkit.optim import combine_optimizers
         >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-        >>> outer = together([inner])
+        >>> outer = combine_optimizers([inner])
         >>> part_of(outer, outer.param_groups[0]) is inner
         True
     """

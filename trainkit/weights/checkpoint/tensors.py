@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json
+from trainkit.collectives import all_gather_objects
 from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.names import (
     Box,
-    box_of,
+    get_local_box,
+    get_named_buffers,
+    get_named_parameters,
     is_base,
     is_tied_copy,
-    named_buffers_of,
-    named_parameters_of,
 )
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
@@ -47,7 +47,7 @@ def optimizer_state(
         {'weight': {}}
     """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     return {name: optimizer.state.get(p, {}) for name, p in named.items() if id(p) in stepped}
 
 
@@ -85,7 +85,7 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
         >>> model = nn.Linear(1, 1)
         >>> check_optimizer([model], torch.optim.SGD(model.parameters()))
     """
-    names = {id(p): name for name, p in named_parameters_of(stages).items()}
+    names = {id(p): name for name, p in get_named_parameters(stages).items()}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if id(p) not in names:
             raise ValueError(
@@ -149,14 +149,14 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """
     stages = list(stages)
     named = {name: p for name, p in _parameters(stages).items() if not is_base(p)}
-    tensors = {name: p.data for name, p in named.items()} | named_buffers_of(stages)
+    tensors = {name: p.data for name, p in named.items()} | get_named_buffers(stages)
     return {f"model/{name}": x for name, x in tensors.items()}
 
 
 def _parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     for stage in stages:
         reshard_(reducers_of(stage))
-    return named_parameters_of(stages)
+    return get_named_parameters(stages)
 
 
 def run_tensors(
@@ -190,7 +190,7 @@ def tied_copies_of(stages: Iterable[nn.Module]) -> set[str]:
         >>> tied_copies_of([nn.Linear(1, 1)])
         set()
     """
-    return {name for name, p in named_parameters_of(stages).items() if is_tied_copy(p)}
+    return {name for name, p in get_named_parameters(stages).items() if is_tied_copy(p)}
 
 
 def boxes_to_write(
@@ -202,7 +202,7 @@ def boxes_to_write(
 
 def _own_boxes(tensors: Mapping[str, Tensor], ps: ParallelState) -> dict[str, tuple[Tensor, Box]]:
     replica = ps.loss.index * ps.tp.count + ps.tp.index  # 0 writes what is not sharded
-    found = {name: (x, box_of(x, replica=replica)) for name, x in tensors.items()}
+    found = {name: (x, get_local_box(x, replica=replica)) for name, x in tensors.items()}
     return {name: (tensor, box) for name, (tensor, box) in found.items() if box.writes}
 
 
@@ -326,7 +326,9 @@ def _box_hashes(boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState) -> d
         if box.local.numel()
     }
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
-    return {name: part for parts in all_gather_json(own, ps.world) for name, part in parts.items()}
+    return {
+        name: part for parts in all_gather_objects(own, ps.world) for name, part in parts.items()
+    }
 
 
 def hash_of_boxes(boxes: Mapping[str, int], state: TrainState) -> str:

@@ -23,10 +23,10 @@ import attrs
 import orjson
 import torch
 
-from trainkit.files import commit_folder, disk_errors
+from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
 from trainkit.weights.checkpoint.boxes import index_problems, shortened
-from trainkit.weights.checkpoint.directory import run_identity
+from trainkit.weights.checkpoint.directory import get_run_id
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     dump_json,
@@ -49,7 +49,7 @@ _REPORT_BYTES = 1 << 30
 
 
 @attrs.define(eq=False)
-class Progress:
+class SaveProgress:
     """How many parts of checkpoints this rank has written: it stands still while the disk hangs."""
 
     parts: int = 0
@@ -69,11 +69,11 @@ class Destination:
     config: Mapping[str, Any] | None = None
     score: float | None = None
     before_commit: Callable[[], None] | None = None
-    progress: Progress = attrs.field(factory=Progress)
+    progress: SaveProgress = attrs.field(factory=SaveProgress)
 
 
 _disk_errors = partial(
-    disk_errors,
+    convert_disk_errors,
     by="save_checkpoint",
     hint="free space, make it writable or choose another --out; every earlier checkpoint is intact",
 )
@@ -162,7 +162,7 @@ def _write_file(
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
 
-def _stream(file: TensorFile, handle: int, stopped: Event, progress: Progress) -> str:
+def _stream(file: TensorFile, handle: int, stopped: Event, progress: SaveProgress) -> str:
     """Hash and write a file, chunk by chunk; return its sha256."""
     digest, written, begun = hashlib.sha256(), 0, 0
     for chunk in _chunks(file):
@@ -303,7 +303,7 @@ def _facts(
     # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
     boxes = _joined(report["hashes"] for report in reports)
     return {
-        **run_identity(target.run_dir),
+        **get_run_id(target.run_dir),
         "state_hash": hash_of_boxes(boxes, snapshot.state),
         "score": target.score,
         "config": target.config,

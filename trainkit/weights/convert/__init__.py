@@ -4,10 +4,10 @@ A tool of its own: nothing that trains imports this. Pickles are read in a proce
 nothing else, by torch's loader of weights alone.
 """
 
-from trainkit.weights.convert.foreign import foreign_tensors
+from trainkit.weights.convert.foreign import read_foreign_tensors
 from trainkit.weights.convert.weights import convert_weights
 
 __all__ = [
     "convert_weights",
-    "foreign_tensors",
+    "read_foreign_tensors",
 ]

@@ -40,7 +40,7 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-def foreign_tensors(source: Path) -> Found:
+def read_foreign_tensors(source: Path) -> Found:
     """Describe the tensors of a foreign checkpoint, of whichever of the three formats it is.
 
     Args:
@@ -54,7 +54,7 @@ def foreign_tensors(source: Path) -> Found:
         Reads files; pickles in a process of its own.
 
     Examples:
-        >>> foreign_tensors(Path("/does/not/exist"))
+        >>> read_foreign_tensors(Path("/does/not/exist"))
         Traceback (most recent call last):
         ...
         trainkit.types.CheckpointError: checkpoint: /does/not/exist is not there

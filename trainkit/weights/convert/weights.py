@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.weights.checkpoint.export import SHARD_BYTES, write_weights
 from trainkit.weights.checkpoint.safe_files import refusal
 from trainkit.weights.checkpoint.stored import check_boxes, check_crc, plain_tensor_name
-from trainkit.weights.convert.foreign import foreign_tensors
+from trainkit.weights.convert.foreign import read_foreign_tensors
 
 
 def convert_weights(
@@ -20,7 +20,7 @@ def convert_weights(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Convert a foreign checkpoint into a folder that `weights_from` reads.
+    """Convert a foreign checkpoint into a folder that `open_weights` reads.
 
     It may be a directory of torch.distributed.checkpoint, a file of torch.save, a safetensors file
     or a folder of them. Pickles are read in a process of their own, of bounded memory, by torch's
@@ -55,7 +55,7 @@ def convert_weights(
         (['model.safetensors'], ['epoch'])
     """
     source = Path(source)
-    found = foreign_tensors(source)
+    found = read_foreign_tensors(source)
     chosen = {
         name.removeprefix(prefix): stored
         for name, stored in found.tensors.items()

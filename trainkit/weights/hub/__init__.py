@@ -5,45 +5,45 @@ names and boxes both ways, `folder` reads a folder into any layout, `export` wri
 `trained` opens a folder or a run of ours alike.
 """
 
-from trainkit.weights.hub.configs import family_of, read_config, write_config
+from trainkit.weights.hub.configs import match_family, read_decoder_config, write_decoder_config
 from trainkit.weights.hub.export import export_folder, stream_weights
 from trainkit.weights.hub.families import FAMILIES, Family, Key
 from trainkit.weights.hub.folder import (
-    Folder,
-    folder_weights,
-    init_config,
-    is_folder,
-    load_weights,
+    HFFolder,
+    is_hf_folder,
+    load_folder_weights,
     open_folder,
+    open_folder_weights,
+    read_init_config,
 )
-from trainkit.weights.hub.links import There
+from trainkit.weights.hub.links import HFTensor
 from trainkit.weights.hub.memory import export_tensors, import_tensors
-from trainkit.weights.hub.resize import resized_weights
-from trainkit.weights.hub.tokenizer import tokenizer_files
-from trainkit.weights.hub.trained import Trained, base_run, open_trained, read_model
+from trainkit.weights.hub.resize import resize_weights
+from trainkit.weights.hub.tokenizer import make_tokenizer_files
+from trainkit.weights.hub.trained import ModelInfo, ensure_base_run, open_model, read_model_info
 
 __all__ = [
     "FAMILIES",
     "Family",
-    "Folder",
+    "HFFolder",
+    "HFTensor",
     "Key",
-    "There",
-    "Trained",
-    "base_run",
+    "ModelInfo",
+    "ensure_base_run",
     "export_folder",
     "export_tensors",
-    "family_of",
-    "folder_weights",
     "import_tensors",
-    "init_config",
-    "is_folder",
-    "load_weights",
+    "is_hf_folder",
+    "load_folder_weights",
+    "make_tokenizer_files",
+    "match_family",
     "open_folder",
-    "open_trained",
-    "read_config",
-    "read_model",
-    "resized_weights",
+    "open_folder_weights",
+    "open_model",
+    "read_decoder_config",
+    "read_init_config",
+    "read_model_info",
+    "resize_weights",
     "stream_weights",
-    "tokenizer_files",
-    "write_config",
+    "write_decoder_config",
 ]

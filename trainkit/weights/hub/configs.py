@@ -100,7 +100,7 @@ _MOST = {"layers": 4096, "experts.count": 65536}
 _MOST_SIZE = 1 << 31
 
 
-def read_config(
+def read_decoder_config(
     values: Mapping[str, Any],
     *,
     where: str = "config.json",
@@ -124,9 +124,9 @@ def read_config(
         >>> config = DecoderConfig(
         ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32, head_dim=8
         ... )
-        >>> read_config(write_config(config, context=128)) == config
+        >>> read_decoder_config(write_decoder_config(config, context=128)) == config
         True
-        >>> read_config({"model_type": "mamba"})
+        >>> read_decoder_config({"model_type": "mamba"})
         Traceback (most recent call last):
         ...
         trainkit.types.ConfigError: config.json: model_type 'mamba' is no family that is known: ...
@@ -164,8 +164,8 @@ def in_context(config: DecoderConfig, context: int) -> DecoderConfig:
     """Return a decoder for documents of at most so many tokens: `LongRopeScaling` chooses by it.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> in_context(decoder_config("tiny"), 4096) == decoder_config("tiny")
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> in_context(make_decoder_config("tiny"), 4096) == make_decoder_config("tiny")
         True
     """
     scaling = config.rope_scaling
@@ -371,7 +371,7 @@ def _pattern(slide: Sequence[int], layers: int) -> dict[str, int] | None:
 # ----------------------------------------------------------------------------------------- writing
 
 
-def family_of(config: DecoderConfig) -> Family:
+def match_family(config: DecoderConfig) -> Family:
     """Return the family of Hugging Face models that computes what a decoder does.
 
     What only training has (dropout, jitter) is none of it.
@@ -380,8 +380,8 @@ def family_of(config: DecoderConfig) -> Family:
         ConfigError: None does; why not is said of each.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> [family_of(decoder_config(name)).model_type for name in ("tiny", "qwen3-8b")]
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> [match_family(make_decoder_config(name)).model_type for name in ("tiny", "qwen3-8b")]
         ['llama', 'qwen3']
     """
     reasons = []
@@ -391,7 +391,7 @@ def family_of(config: DecoderConfig) -> Family:
             return family
         reasons.append(f"{family.model_type}: {reason}")
     raise ConfigError(
-        f"family_of: no known family computes this decoder: {shortened(reasons)}",
+        f"match_family: no known family computes this decoder: {shortened(reasons)}",
         where="model",
         got=reasons,
         hint="`python -m trainkit checkpoint export` writes its weights by trainkit's names",
@@ -403,7 +403,7 @@ def _not_of(config: DecoderConfig, family: Family) -> str | None:
     context = getattr(config.rope_scaling, "context", None)
     try:
         said = _written(config, family, context=2)
-        read = read_config(said, families=[family], context=context)
+        read = read_decoder_config(said, families=[family], context=context)
     except ValueError as error:
         return str(error)
     want, got = (_flat(_computed(each)) for each in (config, read))
@@ -446,7 +446,7 @@ def _computed(config: DecoderConfig) -> DecoderConfig:
     return attrs.evolve(config, **changes)
 
 
-def write_config(
+def write_decoder_config(
     config: DecoderConfig, *, context: int, family: Family | None = None
 ) -> dict[str, Any]:
     """Return the `config.json` of a decoder, which `transformers` reads.
@@ -454,21 +454,21 @@ def write_config(
     Args:
         config: The decoder.
         context: The most tokens that a row is meant to have.
-        family: Which family to call it; by default `family_of(config)`.
+        family: Which family to call it; by default `match_family(config)`.
 
     Raises:
         ConfigError: The family does not compute what the decoder does.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> write_config(decoder_config("tiny"), context=512)["architectures"]
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> write_decoder_config(make_decoder_config("tiny"), context=512)["architectures"]
         ['LlamaForCausalLM']
     """
-    family = family or family_of(config)
+    family = family or match_family(config)
     reason = _not_of(config, family)
     if reason is not None:
         raise ConfigError(
-            f"write_config: {family.model_type} does not compute this decoder: {reason}",
+            f"write_decoder_config: {family.model_type} does not compute this decoder: {reason}",
             where="family",
             got=family.model_type,
         )

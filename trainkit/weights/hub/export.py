@@ -10,7 +10,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_json, broadcast, together
+from trainkit.collectives import all_gather_objects, broadcast, run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.models.sizes import config_from_facts
@@ -24,7 +24,7 @@ from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.sources import model_of
 from trainkit.weights.checkpoint.stored import Stored
 from trainkit.weights.checkpoint.tensors import model_tensors
-from trainkit.weights.hub.configs import family_named, family_of, write_config
+from trainkit.weights.hub.configs import family_named, match_family, write_decoder_config
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import CONFIG, links_of, our_shapes
 from trainkit.weights.hub.links import Link, linked, their_shapes
@@ -54,12 +54,12 @@ def export_folder(
         context: The most tokens that a row is meant to have: `max_position_embeddings`.
         family: What to call it, or its `model_type`; by default the first that computes the same.
         files: What else is in the folder, the files of a tokenizer for instance
-            (`tokenizer_files`); the ids of `generation_config.json` go into `config.json` too.
+            (`make_tokenizer_files`); the ids of `generation_config.json` go into `config.json` too.
         dtype: What parameters become, "bfloat16" for instance; None keeps them. The biases of
             routers stay what they are.
         shard_bytes: The most bytes of a file of tensors, unless a single one is larger.
         overwrite: Replace a folder that an earlier export wrote.
-        read: Gives our tensors in place of the checkpoint, `adapters.merged_weights` for instance.
+        read: Gives our tensors in place of the checkpoint, `adapters.merge_weights` for instance.
         axis: The ranks that call this together, on one disk: each writes its share of the files.
 
     Returns:
@@ -93,11 +93,13 @@ def export_folder(
         ['model.safetensors', 'config.json']
         4
     """
-    said = together(lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis)[0]
+    said = run_on_all_ranks(
+        lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis
+    )[0]
     path = Path(said)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     known = _family(family, config)
-    values = write_config(config, context=context, family=known)
+    values = write_decoder_config(config, context=context, family=known)
     links, shapes = family_links(known, config)
     ours = _saved(path, our_shapes(config)) if read is None else _given(read, our_shapes(config))
     cast = {name: dtype or ours[name].dtype for name in parameter_shapes(config)}
@@ -151,8 +153,8 @@ def stream_weights(
         take every tensor, and must not train in between.
 
     Examples:
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> model = build_decoder(decoder_config("tiny", layers=1), seed=0)
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> model = build_decoder(make_decoder_config("tiny", layers=1), seed=0)
         >>> name, values = next(stream_weights([model], dtype=torch.bfloat16))
         >>> name, values.shape, values.dtype
         ('model.embed_tokens.weight', torch.Size([272, 128]), torch.bfloat16)
@@ -174,7 +176,7 @@ def _gathered(
     own = {parameter_of(name): x for name, x in model_tensors(stages).items()}
     cast = dict.fromkeys(parameter_shapes(config), dtype)
     kinds = {name: cast.get(name) or x.dtype for name, x in own.items()}
-    held = all_gather_json(
+    held = all_gather_objects(
         {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}, axis
     )
     shapes, device, kept = our_shapes(config), compute_device(stages[0]), dict[str, Tensor]()
@@ -207,7 +209,7 @@ def _gathered(
 
 
 def _family(family: Family | str | None, config: DecoderConfig) -> Family:
-    known = family_of(config) if family is None else family
+    known = match_family(config) if family is None else family
     return known if isinstance(known, Family) else family_named(known, where="family")
 
 
@@ -224,8 +226,8 @@ def family_links(
         ConfigError: No family computes it, or there is none of that name.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> family_links("llama", decoder_config("tiny"))[1]["model.norm.weight"]
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> family_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
         (128,)
     """
     links = links_of(_family(family, config), config)

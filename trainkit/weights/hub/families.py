@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.weights.hub.links import There
+from trainkit.weights.hub.links import HFTensor
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +67,7 @@ class Family:
     ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
     windows: Mapping[str, int | str] | None = None
     local_rope: bool = False
-    names: Callable[[DecoderConfig], Mapping[str, There]]
+    names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     aside: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 
@@ -75,12 +75,12 @@ class Family:
 
 
 def _block(
-    names: Mapping[str, str | There], *, prefix: str = "model.layers.{i}"
-) -> dict[str, There]:
+    names: Mapping[str, str | HFTensor], *, prefix: str = "model.layers.{i}"
+) -> dict[str, HFTensor]:
     """Return the names of a layer's tensors with what comes before them on both sides."""
     found = {}
     for ours, said in names.items():
-        there = said if isinstance(said, There) else There(said)
+        there = said if isinstance(said, HFTensor) else HFTensor(said)
         found[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"{prefix}.{there.name}")
     return found
 
@@ -96,9 +96,9 @@ _EXPERTS = {
 }
 
 _NAMES = {
-    "embedding.weight": There("model.embed_tokens.weight"),
-    "norm.weight": There("model.norm.weight"),
-    "head.weight": There("lm_head.weight"),
+    "embedding.weight": HFTensor("model.embed_tokens.weight"),
+    "norm.weight": HFTensor("model.norm.weight"),
+    "head.weight": HFTensor("lm_head.weight"),
     **_block(
         {
             "attention_norm.weight": "input_layernorm.weight",
@@ -122,10 +122,12 @@ _NORMS_AROUND = _block(
 _FUSED = _block(
     {
         **{
-            f"attention.w{x}.weight": There("self_attn.qkv_proj.weight", joined=True) for x in "qkv"
+            f"attention.w{x}.weight": HFTensor("self_attn.qkv_proj.weight", joined=True)
+            for x in "qkv"
         },
         **{
-            f"mlp.{x}.weight": There("mlp.gate_up_proj.weight", joined=True) for x in ("gate", "up")
+            f"mlp.{x}.weight": HFTensor("mlp.gate_up_proj.weight", joined=True)
+            for x in ("gate", "up")
         },
     }
 )
@@ -334,20 +336,20 @@ def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
 
 
 _GPT2_PARTS = ("weight", "bias")
-_GPT2_QKV = There("attn.c_attn.weight", joined=True, transposed=True)
+_GPT2_QKV = HFTensor("attn.c_attn.weight", joined=True, transposed=True)
 _GPT2_NAMES = {
-    "embedding.weight": There("transformer.wte.weight"),
-    "positions.weight": There("transformer.wpe.weight"),
-    **{f"norm.{x}": There(f"transformer.ln_f.{x}") for x in _GPT2_PARTS},
-    "head.weight": There("lm_head.weight"),
+    "embedding.weight": HFTensor("transformer.wte.weight"),
+    "positions.weight": HFTensor("transformer.wpe.weight"),
+    **{f"norm.{x}": HFTensor(f"transformer.ln_f.{x}") for x in _GPT2_PARTS},
+    "head.weight": HFTensor("lm_head.weight"),
     **_block(
         {
             **{f"attention_norm.{x}": f"ln_1.{x}" for x in _GPT2_PARTS},
             **{f"mlp_norm.{x}": f"ln_2.{x}" for x in _GPT2_PARTS},
             **{f"attention.w{x}.weight": _GPT2_QKV for x in "qkv"},
-            **{f"attention.w{x}.bias": There("attn.c_attn.bias", joined=True) for x in "qkv"},
+            **{f"attention.w{x}.bias": HFTensor("attn.c_attn.bias", joined=True) for x in "qkv"},
             **{
-                f"{ours}.weight": There(f"{theirs}.weight", transposed=True)
+                f"{ours}.weight": HFTensor(f"{theirs}.weight", transposed=True)
                 for ours, theirs in (
                     ("attention.wo", "attn.c_proj"),
                     ("mlp.up", "mlp.c_fc"),
@@ -519,7 +521,7 @@ _SIGMOID: dict[str, Any] = {
 }
 
 
-def _deepseek_names(config: DecoderConfig) -> dict[str, There]:
+def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
     assert config.latents is not None
     queries = "q_proj" if config.latents.query_rank is None else "q_b_proj"
     return _NAMES | _block(
@@ -527,9 +529,9 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, There]:
             **_SHARED_EXPERTS,
             "attention.q_latent.weight": "self_attn.q_a_proj.weight",
             "attention.q_latent_norm.weight": "self_attn.q_a_layernorm.weight",
-            "attention.wq.weight": There(f"self_attn.{queries}.weight", pairs="head_size"),
-            "attention.kv_latent.weight": There(_KV, joined=True),
-            "attention.k_rotary.weight": There(_KV, joined=True, pairs="rotary_size"),
+            "attention.wq.weight": HFTensor(f"self_attn.{queries}.weight", pairs="head_size"),
+            "attention.kv_latent.weight": HFTensor(_KV, joined=True),
+            "attention.k_rotary.weight": HFTensor(_KV, joined=True, pairs="rotary_size"),
             "attention.kv_latent_norm.weight": "self_attn.kv_a_layernorm.weight",
             "attention.wkv.weight": "self_attn.kv_b_proj.weight",
         }

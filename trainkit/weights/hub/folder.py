@@ -15,11 +15,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import together
+from trainkit.collectives import run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
-from trainkit.models.sizes import round_up_vocabulary
+from trainkit.models.sizes import pad_vocab_size
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import COPY_SUFFIX, box_of
+from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import parameter_of, shortened
 from trainkit.weights.checkpoint.manifest import MANIFEST
@@ -29,11 +29,11 @@ from trainkit.weights.checkpoint.sources import INDEX
 from trainkit.weights.checkpoint.stored import Stored, safetensors_file, sane_table
 from trainkit.weights.checkpoint.tensors import model_tensors
 from trainkit.weights.convert.foreign import safetensors_folder
-from trainkit.weights.hub.configs import family_named, read_config
+from trainkit.weights.hub.configs import family_named, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family
-from trainkit.weights.hub.links import Link, There, check_links, linked, make_links, their_shapes
+from trainkit.weights.hub.links import HFTensor, Link, check_links, linked, make_links, their_shapes
 from trainkit.weights.hub.quantized import SCALES, dequantized, scales_of
-from trainkit.weights.hub.resize import resized_weights
+from trainkit.weights.hub.resize import resize_weights
 
 CONFIG = "config.json"
 _CONFIG_BYTES = 4 * 1024 * 1024
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
-class Folder:
+class HFFolder:
     """What a Hugging Face folder says of itself in its `config.json`.
 
     Attributes:
@@ -67,11 +67,11 @@ class Folder:
     full_context: int
 
 
-def is_folder(path: Path | str) -> bool:
+def is_hf_folder(path: Path | str) -> bool:
     """Say whether a path is a folder with a `config.json`, as no run of ours has.
 
     Examples:
-        >>> is_folder("/does/not/exist")
+        >>> is_hf_folder("/does/not/exist")
         False
     """
     return (Path(path) / CONFIG).is_file()
@@ -115,7 +115,7 @@ def check_is_there(path: Path | str, *, function: str) -> None:
 
 def open_folder(
     path: Path | str, *, families: Sequence[Family] = FAMILIES, context: int | None = None
-) -> Folder:
+) -> HFFolder:
     """Read the `config.json` of a Hugging Face folder; its tensors are not looked at.
 
     Args:
@@ -154,16 +154,16 @@ def open_folder(
             hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
         )
     values = sane_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
-    config = read_config(values, where=str(file), families=families, context=context)
+    config = read_decoder_config(values, where=str(file), families=families, context=context)
     most = values.get("max_position_embeddings", config.reach or 2048)
     if type(most) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     family = family_named(values["model_type"], where=str(file), families=families)
     context = context or min(most, config.reach or most)
-    return Folder(Path(path), family, config, values, context, full_context=most)
+    return HFFolder(Path(path), family, config, values, context, full_context=most)
 
 
-def init_config(
+def read_init_config(
     path: Path | str,
     *,
     vocab_size: int,
@@ -178,7 +178,7 @@ def init_config(
         vocab_size: The ids of the run's tokenizer: each must have a row of the embedding.
         experts: Whether the recipe trains experts.
         resize: Whether an embedding that is too small gets more rows, a multiple of 16, which
-            `load_weights(vocab_size=)` fills.
+            `load_folder_weights(vocab_size=)` fills.
         context: As in `open_folder`.
 
     Raises:
@@ -188,19 +188,19 @@ def init_config(
             says.
 
     Examples:
-        >>> init_config("/does/not/exist", vocab_size=259)
+        >>> read_init_config("/does/not/exist", vocab_size=259)
         Traceback (most recent call last):
         ...
         trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
-    if (Path(path) / "checkpoints").is_dir() and not is_folder(path):
+    if (Path(path) / "checkpoints").is_dir() and not is_hf_folder(path):
         hint = f"python -m trainkit export {path} FOLDER makes one of it"
         raise ConfigError(f"--init: {path} is a run, and no Hugging Face folder", hint=hint)
     folder = open_folder(path, context=context)
     _check_shapes(folder)
     config = folder.config
     if vocab_size > config.vocab_size and resize:
-        config = attrs.evolve(config, vocab_size=round_up_vocabulary(vocab_size))
+        config = attrs.evolve(config, vocab_size=pad_vocab_size(vocab_size))
     if vocab_size > config.vocab_size:
         raise ConfigError(
             f"--init: the tokenizer has {vocab_size} ids, and the embedding of {path} has "
@@ -209,7 +209,7 @@ def init_config(
             got=vocab_size,
             want=config.vocab_size,
             hint="take the folder's own, or with --tokenizer another whose ids it has; or give the "
-            "embedding more rows: init_config(resize=True), load_weights(vocab_size=)",
+            "embedding more rows: read_init_config(resize=True), load_weights(vocab_size=)",
         )
     if (config.experts is not None) != experts:
         has, trains = ("", "without") if config.experts else ("no ", "with")
@@ -222,11 +222,11 @@ def init_config(
     return config
 
 
-def _check_shapes(folder: Folder) -> None:
+def _check_shapes(folder: HFFolder) -> None:
     """Refuse a config.json of other sizes than the tensors have, before a model is made of it."""
     try:
         held = of_whole_model(_described(folder.path), folder.family, folder.config)
-    except CheckpointError:  # `load_weights` says what is wrong with the files
+    except CheckpointError:  # `load_folder_weights` says what is wrong with the files
         return
     wanted = their_shapes(links_of(folder.family, folder.config))
     problems = [
@@ -236,7 +236,7 @@ def _check_shapes(folder: Folder) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"init_config: {folder.path} has tensors of other sizes than its config.json says: "
+            f"read_init_config: {folder.path} has tensors whose sizes differ from config.json: "
             f"{shortened(problems)}",
             where=folder.path,
             got=problems,
@@ -273,7 +273,7 @@ def links_of(family: Family, config: DecoderConfig) -> list[Link]:
         >>> their_shapes(links)["model.layers.0.mlp.gate_up_proj.weight"]
         (64, 16)
     """
-    table: dict[str, There] = {}
+    table: dict[str, HFTensor] = {}
     shapes = our_shapes(config)
     for name, there in family.names(config).items():
         layers = range(config.layers) if "{i}" in name else range(1)
@@ -289,8 +289,8 @@ def links_of(family: Family, config: DecoderConfig) -> list[Link]:
 # ----------------------------------------------------------------------------------------- weights
 
 
-def folder_weights(
-    folder: Folder,
+def open_folder_weights(
+    folder: HFFolder,
     *,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
@@ -300,10 +300,10 @@ def folder_weights(
 ) -> Weights:
     """Return the weights of a Hugging Face folder as a function of our names and boxes.
 
-    `build_stages(..., weights=folder_weights(open_folder(path), axis=ps.world))` fills every rank's
-    part of a decoder from it, in any layout; a rank reads what it holds and no more. The folder
-    must be whole, of the shapes that its `config.json` says, in floating point; of matrices in fp8
-    with a scale for each block, values are those that they stand for, in fp32.
+    `build_stages(..., weights=open_folder_weights(open_folder(path), axis=ps.world))` fills every
+    rank's part of a decoder from it, in any layout; a rank reads what it holds and no more. The
+    folder must be whole, of the shapes that its `config.json` says, in floating point; of matrices
+    in fp8 with a scale for each block, values are those that they stand for, in fp32.
 
     Args:
         folder: The folder.
@@ -328,23 +328,23 @@ def folder_weights(
     Examples:
         >>> import json, tempfile
         >>> from safetensors.torch import save_file
-        >>> from trainkit.weights.hub.configs import family_of, write_config
+        >>> from trainkit.weights.hub.configs import match_family, write_decoder_config
         >>> config = DecoderConfig(
         ...     vocab_size=8, width=4, layers=1, heads=1, kv_heads=1, mlp_width=4
         ... )
-        >>> shapes = their_shapes(links_of(family_of(config), config))
+        >>> shapes = their_shapes(links_of(match_family(config), config))
         >>> with tempfile.TemporaryDirectory() as home:
-        ...     said = json.dumps(write_config(config, context=64))
+        ...     said = json.dumps(write_decoder_config(config, context=64))
         ...     _ = (Path(home) / "config.json").write_text(said)
         ...     ones = {name: torch.ones(shape) for name, shape in shapes.items()}
         ...     save_file(ones, f"{home}/model.safetensors")
-        ...     folder_weights(open_folder(home))("norm.weight", (2,), (1,))
+        ...     open_folder_weights(open_folder(home))("norm.weight", (2,), (1,))
         tensor([1., 1.])
     """
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
     if lacking and missing is None:
         raise ConfigError(
-            f"folder_weights: {folder.path} lacks what {shortened(sorted(lacking))} are made of; "
+            f"open_folder_weights: {folder.path} lacks tensors for {shortened(sorted(lacking))}; "
             "give missing=, init_weights for instance",
             where="missing",
         )
@@ -360,7 +360,7 @@ def folder_weights(
     return listed(give, our_shapes(folder.config))
 
 
-def load_weights(
+def load_folder_weights(
     path: Path | str,
     stages: Sequence[nn.Module],
     *,
@@ -374,7 +374,7 @@ def load_weights(
     Args:
         path: The folder.
         stages: This rank's stages of the decoder that it describes.
-        vocab_size: The rows of their embedding, if it has more than the folder's: `resized_weights`
+        vocab_size: The rows of their embedding, if it has more than the folder's: `resize_weights`
             makes the new ones.
         allow_missing: Patterns of their names that the folder may lack; they keep their values.
         allow_extra: Patterns of their names that are left aside.
@@ -382,7 +382,7 @@ def load_weights(
 
     Raises:
         ConfigError: As `open_folder`.
-        CheckpointError: As `folder_weights`; or the stages are of another decoder, or of a larger
+        CheckpointError: As `open_folder_weights`; or the stages have another decoder, or a larger
             vocabulary than `vocab_size` says.
 
     Effects:
@@ -390,7 +390,7 @@ def load_weights(
         has been looked over; communicates on `axis`.
 
     Examples:
-        >>> load_weights("/does/not/exist", [])
+        >>> load_folder_weights("/does/not/exist", [])
         Traceback (most recent call last):
         ...
         trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
@@ -398,7 +398,7 @@ def load_weights(
     folder = open_folder(path)
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
     config = attrs.evolve(folder.config, vocab_size=vocab_size or folder.config.vocab_size)
-    read = resized_weights(read, folder.config, vocab_size=config.vocab_size)
+    read = resize_weights(read, folder.config, vocab_size=config.vocab_size)
     shapes, found = our_shapes(config), list[tuple[str, Tensor]]()
     problems = []
     for name, tensor in model_tensors(stages).items():
@@ -416,13 +416,13 @@ def load_weights(
             got=problems,
         )
     for own, tensor in found:
-        box = box_of(tensor)
+        box = get_local_box(tensor)
         if box.local.numel() and own not in lacking:
             box.local.copy_(read(own, tuple(box.local.shape), box.offset))
 
 
 def _looked_over(
-    folder: Folder, allow_missing: Sequence[str], allow_extra: Sequence[str], axis: Axis
+    folder: HFFolder, allow_missing: Sequence[str], allow_extra: Sequence[str], axis: Axis
 ) -> tuple[Weights, set[str]]:
     """Return what reads the tensors of ours, and the names of those that are not all there."""
     links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
@@ -437,7 +437,7 @@ def _looked_over(
         if axis.index == 0 and folder.config.tied and ends <= held.keys():
             _check_tied(folder, held)  # which reads both of them, so that one rank does it for all
 
-    together(look_over, axis)
+    run_on_all_ranks(look_over, axis)
     lacking = {link.ours.name for link in links if link.theirs.name not in found}
     read: Weights = reader(found | {name + SCALES: x for name, x in scales.items()})
     if scales:
@@ -446,7 +446,7 @@ def _looked_over(
 
 
 def _fitting(
-    folder: Folder,
+    folder: HFFolder,
     links: Sequence[Link],
     found: Mapping[str, Stored],
     *,
@@ -535,7 +535,7 @@ def tensor_problems(
     return problems
 
 
-def _refuse(folder: Folder, problems: list[str]) -> None:
+def _refuse(folder: HFFolder, problems: list[str]) -> None:
     """Raise what is wrong with a folder's tensors, if anything is; another head is named first."""
     if not problems:
         return
@@ -543,7 +543,7 @@ def _refuse(folder: Folder, problems: list[str]) -> None:
     kind = f"{CONFIG} says {str(said)[:99]}, and {folder.family.architecture} is what is read"
     problems = [*([] if said in (None, [folder.family.architecture]) else [kind]), *problems]
     raise CheckpointError(
-        f"folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
+        f"open_folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
         f"{shortened(problems)}",
         where=folder.path,
         got=problems,
@@ -555,7 +555,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
+def _check_tied(folder: HFFolder, found: Mapping[str, Stored]) -> None:
     """Refuse a head that is not the embedding, looking at some rows of both at a time."""
     names = _ends(folder.family, folder.config)
     whole, head = (found[name] for name in names)
@@ -565,7 +565,7 @@ def _check_tied(folder: Folder, found: Mapping[str, Stored]) -> None:
         part = (min(_ROWS, rows - first), width), (first, 0)
         if not alike or not torch.equal(*(read(name, *part) for name in names)):
             raise CheckpointError(
-                f"folder_weights: {folder.path}: {names[1]} is not {names[0]}, and "
+                f"open_folder_weights: {folder.path}: {names[1]} is not {names[0]}, and "
                 "tie_word_embeddings says so",
                 where=folder.path,
             )
@@ -581,8 +581,8 @@ def of_whole_model(found: Mapping[str, T], family: Family, config: DecoderConfig
     """Return tensors by the names of a model with a head: a model without one leaves out a part.
 
     Examples:
-        >>> from trainkit.models.sizes import decoder_config
-        >>> of_whole_model({"norm.weight": 1}, family_named("llama"), decoder_config("tiny"))
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> of_whole_model({"norm.weight": 1}, family_named("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
     embedding, head = _ends(family, config)

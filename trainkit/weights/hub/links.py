@@ -1,7 +1,7 @@
 """Which elements of our tensors are which of theirs: a map of names and boxes that goes both ways.
 
-A family declares a table, from our names to a `There` each; its links follow from the shapes of a
-decoder. What reads one side box by box then reads the other, whatever box is asked for.
+A family declares a table, from our names to a `HFTensor` each; its links follow from the shapes of
+a decoder. What reads one side box by box then reads the other, whatever box is asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @attrs.frozen
-class There:
+class HFTensor:
     """Where a tensor of ours is in a model of a family, in a folder or in memory.
 
     Attributes:
@@ -32,7 +32,7 @@ class There:
             last `rotary_size` are rotary pairs: neighbours there, in halves here.
 
     Examples:
-        >>> There("self_attn.qkv_proj.weight", joined=True).transposed
+        >>> HFTensor("self_attn.qkv_proj.weight", joined=True).transposed
         False
     """
 
@@ -82,7 +82,7 @@ class Link:
 
 
 def make_links(
-    table: Mapping[str, There],
+    table: Mapping[str, HFTensor],
     shapes: Mapping[str, Sequence[int]],
     *,
     heads: Mapping[str, int],
@@ -100,7 +100,7 @@ def make_links(
         ConfigError: A tensor of ours has no place there, or no dimension; all are named.
 
     Examples:
-        >>> table = {"q": There("qk", joined=True), "k": There("qk", joined=True)}
+        >>> table = {"q": HFTensor("qk", joined=True), "k": HFTensor("qk", joined=True)}
         >>> links = make_links(table, {"q": (4, 2), "k": (2, 2)}, heads={}, rotary=0)
         >>> [(link.ours.name, link.theirs.offset) for link in links], their_shapes(links)
         ([('q', (0, 0)), ('k', (4, 0))], {'qk': (6, 2)})
@@ -139,7 +139,7 @@ def make_links(
     return links
 
 
-def _whole(name: str, there: There, shape: Shape, begin: int) -> Link:
+def _whole(name: str, there: HFTensor, shape: Shape, begin: int) -> Link:
     every, ones, zeros = tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape)
     dims = every[::-1] if there.transposed else every
     offset = list(zeros)
@@ -193,7 +193,7 @@ def check_links(links: Sequence[Link], shapes: Mapping[str, Sequence[int]]) -> N
         ConfigError: A tensor on either side is not linked once and whole; all are named.
 
     Examples:
-        >>> whole = make_links({"a": There("b")}, {"a": (2, 2)}, heads={}, rotary=0)
+        >>> whole = make_links({"a": HFTensor("b")}, {"a": (2, 2)}, heads={}, rotary=0)
         >>> check_links(whole, {"a": (2, 2)})
         >>> check_links(whole, {"a": (3, 2)})
         Traceback (most recent call last):
@@ -231,7 +231,7 @@ def linked(weights: Weights, links: Iterable[Link], shapes: Mapping[str, Sequenc
         ValueError: When it is called: there is no such tensor, or the box is not inside it.
 
     Examples:
-        >>> table = {"q": There("qk", joined=True), "k": There("qk", joined=True)}
+        >>> table = {"q": HFTensor("qk", joined=True), "k": HFTensor("qk", joined=True)}
         >>> shapes = {"q": (4, 2), "k": (2, 2)}
         >>> both = torch.arange(12.0).view(6, 2)
         >>> read = lambda name, shape, offset: both[offset[0] : offset[0] + shape[0]]

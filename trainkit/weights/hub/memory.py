@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import shortened
 from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.hub.configs import family_named, read_config
+from trainkit.weights.hub.configs import family_named, read_decoder_config
 from trainkit.weights.hub.export import family_links
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.folder import links_of, of_whole_model, our_shapes, tensor_problems
@@ -32,8 +32,8 @@ def import_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face model in memory by the names of our decoder.
 
-    The decoder is `read_config(values)`, and takes them by `load_state_dict`. `folder_weights` does
-    the same for a folder, in any layout.
+    The decoder is `read_decoder_config(values)`, and takes them by `load_state_dict`.
+    `open_folder_weights` does the same for a folder, in any layout.
 
     Args:
         tensors: The model's `state_dict()`, of a class with a head or without one, whole on this
@@ -41,7 +41,7 @@ def import_tensors(
             give what `save_pretrained` would write.
         values: Its `config.to_dict()`.
         families: Those that it may be of.
-        context: As in `read_config`.
+        context: As in `read_decoder_config`.
         allow_extra: Patterns of their names that are left aside.
 
     Returns:
@@ -49,21 +49,21 @@ def import_tensors(
         made of several.
 
     Raises:
-        ConfigError: It is of no family that trainkit computes (`read_config`).
+        ConfigError: It is of no family that trainkit computes (`read_decoder_config`).
         CheckpointError: The tensors are not those of the model: all that are missing, left over, of
             another shape or no floating point are named; or the head of a tied model is not its
             embedding.
 
     Examples:
-        >>> from trainkit.weights.hub import write_config
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> model = build_decoder(decoder_config("tiny", layers=1), seed=0)
+        >>> from trainkit.weights.hub import write_decoder_config
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> model = build_decoder(make_decoder_config("tiny", layers=1), seed=0)
         >>> theirs = export_tensors(model.state_dict(), model.config)
-        >>> ours = import_tensors(theirs, write_config(model.config, context=256))
+        >>> ours = import_tensors(theirs, write_decoder_config(model.config, context=256))
         >>> all(torch.equal(x, ours[name]) for name, x in model.state_dict().items())
         True
     """
-    config = read_config(values, where="values", families=families, context=context)
+    config = read_decoder_config(values, where="values", families=families, context=context)
     family = family_named(values["model_type"], where="values", families=families)
     links = links_of(family, config)
     held = of_whole_model(tensors, family, config)
@@ -98,7 +98,7 @@ def export_tensors(
         tensors: The `state_dict()` of a `Decoder`, whole on this process.
         config: The decoder's.
         family: Whose names to use, or its `model_type`; by default the first that computes the
-            same, which `family_of(config)` is.
+            same, which `match_family(config)` is.
 
     Returns:
         Tensors of the dtypes and on the devices of ours: views of them, or copies where theirs are
@@ -110,8 +110,8 @@ def export_tensors(
             or of another shape are named.
 
     Examples:
-        >>> from trainkit.models import build_decoder, decoder_config
-        >>> model = build_decoder(decoder_config("tiny", layers=1), seed=0)
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> model = build_decoder(make_decoder_config("tiny", layers=1), seed=0)
         >>> export_tensors(model.state_dict(), model.config)["model.embed_tokens.weight"].shape
         torch.Size([272, 128])
     """

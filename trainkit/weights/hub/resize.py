@@ -15,7 +15,7 @@ from trainkit.types import ConfigError, Weights
 _ROWS = 4096
 
 
-def resized_weights(
+def resize_weights(
     weights: Weights, config: DecoderConfig, *, vocab_size: int, new: Weights | None = None
 ) -> Weights:
     """Return the weights of a decoder whose vocabulary has more rows.
@@ -26,9 +26,9 @@ def resized_weights(
     float64 in an order that depends on the old rows alone: any box has the bits of the whole.
 
     Args:
-        weights: Those of the decoder as it is, `folder_weights(folder)` for instance.
+        weights: Those of the decoder as it is, `open_folder_weights(folder)` for instance.
         config: That decoder.
-        vocab_size: The rows that it shall have, `round_up_vocabulary(tokenizer.vocab_size)` say.
+        vocab_size: The rows that it shall have, `pad_vocab_size(tokenizer.vocab_size)` say.
         new: Gives the new rows instead, by the names and boxes of the larger decoder:
             `init_weights(attrs.evolve(config, vocab_size=vocab_size), seed=0)`.
 
@@ -45,7 +45,7 @@ def resized_weights(
         ... )
         >>> old = torch.arange(8.0).view(4, 2)
         >>> read = lambda name, shape, offset: old[offset[0] : offset[0] + shape[0]]
-        >>> more = resized_weights(read, config, vocab_size=6)
+        >>> more = resize_weights(read, config, vocab_size=6)
         >>> more("embedding.weight", (3, 2), (3, 0))
         tensor([[6., 7.],
                 [3., 4.],
@@ -54,7 +54,7 @@ def resized_weights(
     had = config.vocab_size
     if vocab_size < had:
         raise ConfigError(
-            f"resized_weights: {vocab_size} rows are asked for, and there are {had}: tokens would "
+            f"resize_weights: {vocab_size} rows are asked for, and there are {had}: tokens would "
             "be lost",
             where="vocab_size",
             got=vocab_size,

@@ -266,10 +266,10 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return what is said of rotary positions, in the old form and in the new.
 
     Examples:
-        >>> from trainkit.weights.hub.configs import family_of
-        >>> from trainkit.models.sizes import decoder_config
-        >>> config = decoder_config("tiny")
-        >>> write_rope(config, family_of(config))["rope_parameters"]
+        >>> from trainkit.weights.hub.configs import match_family
+        >>> from trainkit.models.sizes import make_decoder_config
+        >>> config = make_decoder_config("tiny")
+        >>> write_rope(config, match_family(config))["rope_parameters"]
         {'rope_type': 'default', 'rope_theta': 10000.0}
     """
     rope = _rope_written(config)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainkit.text.chat import SOURCES, find_template, stop_ids
+from trainkit.text.chat import JINJA_SOURCES, find_stop_ids, load_template
 from trainkit.text.chat.folder import MORE_TEMPLATES, folder_sources
 from trainkit.text.tokenizers.bytes import ByteTokenizer
 from trainkit.text.tokenizers.hf import HFTokenizer, byte_of_letter
@@ -37,7 +37,7 @@ _MOST_BYTES = 1 << 27
 _ROLES = ("bos", "eos", "pad")
 
 
-def tokenizer_files(
+def make_tokenizer_files(
     name: str | os.PathLike[str],
     *,
     tokenizer: HFTokenizer | None = None,
@@ -61,7 +61,7 @@ def tokenizer_files(
             tokens (`tokenizers.add_tokens`).
         adds_bos: Whether the model has learned texts that begin with BOS (`Trained.adds_bos`): then
             they do so there too, whatever the folder's own tokenizer did.
-        template: The chat template that a model has learned, as `chat.find_template` takes it: one
+        template: The chat template that a model has learned, as `chat.load_template` takes it: one
             of trainkit's, or a folder. It takes the place of what the tokenizer's folder has, and
             generation stops where it ends an answer, too; None, or that folder, leaves both.
 
@@ -72,7 +72,7 @@ def tokenizer_files(
         CheckpointError: A file to be copied is no plain one, or too large.
 
     Examples:
-        >>> sorted(tokenizer_files("bytes"))
+        >>> sorted(make_tokenizer_files("bytes"))
         ['generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
     """
     own, path = tokenizer or open_tokenizer(name), Path(name)
@@ -111,8 +111,8 @@ def _put_template(
     files: dict[str, bytes], template: str, tokenizer: ByteTokenizer | HFTokenizer
 ) -> None:
     """Put a template in the place of what a tokenizer's folder has, and stop where it ends too."""
-    ends = {*stop_ids(tokenizer, find_template(template)), tokenizer.eos_id}
-    native = SOURCES.get(template)
+    ends = {*find_stop_ids(tokenizer, load_template(template)), tokenizer.eos_id}
+    native = JINJA_SOURCES.get(template)
     _put_sources(files, folder_sources(Path(template)) if native is None else {"default": native})
     said = orjson.loads(files["generation_config.json"])
     had = said.get("eos_token_id")
@@ -180,8 +180,8 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
 
     Examples:
         >>> from tokenizers import Tokenizer
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> ours = byte_tokenizer(["<|end|>"])
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> ours = make_byte_tokenizer(["<|end|>"])
         >>> theirs = Tokenizer.from_str(byte_tokenizer_json(ours).decode())
         >>> theirs.encode("né<|end|>").ids == [ours.bos_id, *ours.encode("né<|end|>")]
         True

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
 from trainkit.files import say_on_stderr
-from trainkit.mesh import world_size
+from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.sizes import config_from_facts
-from trainkit.text.chat import template_beside
+from trainkit.text.chat import locate_template
 from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
 from trainkit.text.tokenizers.special import BOS
-from trainkit.types import CheckpointError, ConfigError
+from trainkit.types import CheckpointError, ConfigError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
-from trainkit.weights.hub.folder import check_is_there, is_folder, open_folder
+from trainkit.weights.hub.folder import check_is_there, is_hf_folder, open_folder
 
 _BASES = {"pretrain": ("base", "150", "a small base"), "finetune": ("answers", "100", "answers")}
 """For each recipe that trains a base: its folder, its steps, and what it is called."""
 
 
 @attrs.frozen(eq=False)
-class Trained:
+class ModelInfo:
     """What a run or a folder says of its model.
 
     Attributes:
@@ -41,7 +41,7 @@ class Trained:
             rows, if that is more.
         adds_bos: Whether texts begin with BOS: those of a run as `learned_bos` says, those of a
             folder where its tokenizer says so.
-        template: The name of its chat template, for `chat.find_template`; None where it has learned
+        template: The name of its chat template, for `chat.load_template`; None where it has learned
             no conversations.
         facts: The facts of the checkpoint; of a folder none.
     """
@@ -57,13 +57,13 @@ class Trained:
     facts: Mapping[str, Any] = attrs.field(factory=dict)
 
 
-def open_trained(
+def open_model(
     path: Path | str,
     *,
     tokenizer: str | None = None,
     context: int | None = None,
-    tell: Callable[[str], None] = say_on_stderr,
-) -> Trained:
+    log: Log = log_warning,
+) -> ModelInfo:
     """Look over a model that is to be used; its weights are not read.
 
     Args:
@@ -72,7 +72,7 @@ def open_trained(
         tokenizer: What `open_tokenizer` takes; by default the run's, or the folder's own.
         context: The most tokens that it will be given; by default a run's `full_context`, and what
             `open_folder` says of a folder, whose `context` this is.
-        tell: Called with one sentence about each checkpoint passed over.
+        log: Called with one sentence about each checkpoint passed over.
 
     Raises:
         CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
@@ -82,27 +82,27 @@ def open_trained(
         DataError: There is no tokenizer.
 
     Examples:
-        >>> open_trained("/does/not/exist")
+        >>> open_model("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: open_trained: there is no folder /does/not/exist; a model...
+        trainkit.types.CheckpointError: open_model: there is no folder /does/not/exist; a model...
     """
     path = Path(path)
-    of_folder = is_folder(path)
+    of_folder = is_hf_folder(path)
     if not of_folder and (path / "adapter_config.json").is_file():
         raise ConfigError(
-            f"open_trained: {path} holds adapters, without the model that they belong to",
+            f"open_model: {path} holds adapters, without the model that they belong to",
             where=str(path),
             want="a run, one of its checkpoints, or a whole model",
             hint="name the run that trained them, or export that with --merge",
         )
-    check_is_there(path, function="open_trained")
-    found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, tell)
+    check_is_there(path, function="open_model")
+    found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, log)
     found = found if context is None else attrs.evolve(found, context=context)
     reach = found.config.reach
     if reach is not None and found.context > reach:
         raise ConfigError(
-            f"open_trained: {found.context} tokens are asked for, and positions of {path} reach "
+            f"open_model: {found.context} tokens are asked for, and positions of {path} reach "
             f"{reach}",
             where="context",
             got=found.context,
@@ -111,7 +111,7 @@ def open_trained(
     ids, rows = found.tokenizer.vocab_size, found.config.vocab_size
     if ids > rows:
         raise ConfigError(
-            f"open_trained: the tokenizer has {ids} ids, and the embedding of {path} {rows} rows",
+            f"open_model: the tokenizer has {ids} ids, and the embedding of {path} {rows} rows",
             where="tokenizer",
             got=ids,
             want=rows,
@@ -120,7 +120,7 @@ def open_trained(
     return found
 
 
-def read_model(path: Path | str, *, context: int | None = None) -> DecoderConfig:
+def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderConfig:
     """Return the model of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
 
     Args:
@@ -132,28 +132,29 @@ def read_model(path: Path | str, *, context: int | None = None) -> DecoderConfig
         ConfigError: As `open_folder`.
 
     Examples:
-        >>> read_model("/does/not/exist")
+        >>> read_model_info("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: read_model: there is no folder /does/not/exist; a model...
+        trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a
+        model...
     """
     path = Path(path)
-    check_is_there(path, function="read_model")
-    if is_folder(path):
+    check_is_there(path, function="read_model_info")
+    if is_hf_folder(path):
         return open_folder(path, context=context).config
     facts = checkpoints.read_facts(find_checkpoint(path), needs=("model",))
     return config_from_facts(facts["model"])
 
 
-def _folder(path: Path, name: str | None, context: int | None) -> Trained:
+def _folder(path: Path, name: str | None, context: int | None) -> ModelInfo:
     folder, tokenizer = open_folder(path, context=context), open_tokenizer(name or path)
     adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos
-    known = folder.context, folder.full_context, adds_bos, template_beside(path)
-    return Trained(path, folder.config, name or str(path), tokenizer, *known)
+    known = folder.context, folder.full_context, adds_bos, locate_template(path)
+    return ModelInfo(path, folder.config, name or str(path), tokenizer, *known)
 
 
-def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
-    path = find_checkpoint(path, tell=tell)
+def _run(path: Path, name: str | None, log: Log) -> ModelInfo:
+    path = find_checkpoint(path, log=log)
     needs = ("model", "config.tokenizer", "config.row_length")
     facts = checkpoints.read_facts(path, needs=needs)
     name = name or facts["config.tokenizer"]
@@ -161,7 +162,7 @@ def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
     got, want = tokenizer_hash(tokenizer), facts.get("tokenizer")
     if want not in (None, got):
         raise CheckpointError(
-            f"open_trained: {path} was trained with another tokenizer than {name}",
+            f"open_model: {path} was trained with another tokenizer than {name}",
             where="tokenizer",
             got=got,
             want=want,
@@ -170,7 +171,7 @@ def _run(path: Path, name: str | None, tell: Callable[[str], None]) -> Trained:
     config, adds_bos = config_from_facts(facts["model"]), learned_bos(tokenizer, facts)
     full = facts.get("context", facts["config.row_length"])
     known = min(full, config.reach or full), full, adds_bos, facts.get("config.template"), facts
-    return Trained(path, config, name, tokenizer, *known)
+    return ModelInfo(path, config, name, tokenizer, *known)
 
 
 def learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]) -> bool:
@@ -184,8 +185,8 @@ def learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]
         facts: The facts of its checkpoints.
 
     Examples:
-        >>> from trainkit.text.tokenizers import byte_tokenizer
-        >>> learned_bos(byte_tokenizer(), {})
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> learned_bos(make_byte_tokenizer(), {})
         True
     """
     if tokenizer.bos_id is None or facts.get("config.template") is None:
@@ -196,7 +197,7 @@ def learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]
     return not foreign or tokenizer.adds_bos
 
 
-def base_run(
+def ensure_base_run(
     recipes: Path,
     *,
     recipe: Literal["pretrain", "finetune"] = "pretrain",
@@ -226,7 +227,7 @@ def base_run(
         >>> with tempfile.TemporaryDirectory() as name:
         ...     place = Path(name)
         ...     (place / "pretrain/checkpoints/step_00000001").mkdir(parents=True)
-        ...     base_run(Path("recipes"), runs=place) == place / "pretrain"
+        ...     ensure_base_run(Path("recipes"), runs=place) == place / "pretrain"
         True
     """
     folder, steps, what = _BASES[recipe]
@@ -235,9 +236,9 @@ def base_run(
         return trained
     if (base / "final.json").is_file():
         return base
-    if world_size() > 1:
+    if get_world_size() > 1:
         raise ConfigError(
-            f"base_run: there is nothing to begin with: no run in {trained} or {base}",
+            f"ensure_base_run: there is nothing to begin with: no run in {trained} or {base}",
             hint=f"python recipes/{recipe}.py trains one; or name a run or a Hugging Face folder",
         )
     say_on_stderr(f"training {what} first, into {base}: about a minute")

@@ -23,5 +23,5 @@ from .steps import Ranks as Ranks
 from .steps import TrainStep as TrainStep
 from .steps import act_after as act_after
 from .steps import act_at as act_at
-from .steps import during as during
 from .steps import until_next as until_next
+from .steps import wrap_step as wrap_step

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.parallel.names import box_of, canonical_name, named_parameters_of
+from trainkit.parallel.names import canonical_name, get_local_box, get_named_parameters
 from trainkit.tools.testing.faults.steps import At, Injector, Ranks, act_at, until_next
-from trainkit.types import Hidden, Routed
+from trainkit.types import Hidden, RoutedOutput
 
 _Value = float | Callable[[Tensor], Tensor]  # what is written, or makes it of what was there
 _Handles = Mapping[int, RemovableHandle]  # hooks, by the id of what has them
@@ -47,8 +47,8 @@ def nan_loss_at(
     def scaled(stage: nn.Module, __: Any, output: Any) -> Any:
         if not stage.training:
             return output
-        if isinstance(output, Routed):
-            return Routed(scaled(stage, None, output.output), output.sums)
+        if isinstance(output, RoutedOutput):
+            return RoutedOutput(scaled(stage, None, output.output), output.sums)
         if isinstance(output, tuple):  # in place of logits
             hidden, *weight = output
             return Hidden(hidden * value, *weight)
@@ -229,19 +229,19 @@ def flip_bit_at(
 
 def _first_name(stages: Sequence[nn.Module]) -> str:
     """Return the name of the first parameter that is trained and has elements on this rank."""
-    named = named_parameters_of(stages)
-    return next(n for n, p in named.items() if p.requires_grad and box_of(p).local.numel())
+    named = get_named_parameters(stages)
+    return next(n for n, p in named.items() if p.requires_grad and get_local_box(p).local.numel())
 
 
 def _parameter_of(stages: Sequence[nn.Module], name: str | None) -> nn.Parameter:
-    named = named_parameters_of(stages)
+    named = get_named_parameters(stages)
     if name is not None and name not in named:
         raise _unknown(name, stages)
     return named[name or _first_name(stages)]
 
 
 def _unknown(name: str, stages: Sequence[nn.Module]) -> ValueError:
-    known = ", ".join(named_parameters_of(stages))
+    known = ", ".join(get_named_parameters(stages))
     return ValueError(f"faults: no parameter is called {name!r}; there are {known}")
 
 
@@ -259,7 +259,7 @@ def _place_in_model(stages: Sequence[nn.Module], name: str) -> tuple[list[nn.Mod
 
 def _place(tensor: Tensor, element: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return this rank's part of a tensor, in its own memory, and the index of an element in it."""
-    local = box_of(tensor).local
+    local = get_local_box(tensor).local
     if not 0 <= element < local.numel():
         raise ValueError(f"faults: this rank has {local.numel()} elements, none is {element}")
     return local, torch.unravel_index(torch.tensor(element), local.shape)

@@ -85,7 +85,7 @@ def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -
     return _taken(at, rank, take)
 
 
-def during(
+def wrap_step(
     at: At, around: Callable[[], AbstractContextManager[Any]], *, rank: Ranks = None
 ) -> Injector:
     """Return an injector that takes a step inside a `with` block: any fault that lasts for a step.
@@ -98,7 +98,7 @@ def during(
     Examples:
         >>> import contextlib, io
         >>> heard = io.StringIO()
-        >>> step = during(2, lambda: contextlib.redirect_stdout(heard))(
+        >>> step = wrap_step(2, lambda: contextlib.redirect_stdout(heard))(
         ...     lambda state, batch: (state, print("step", state.step + 1))
         ... )
         >>> _ = [step(TrainState(step=done), None) for done in range(2)]
@@ -115,7 +115,7 @@ def during(
 def until_next(
     at: At, around: Callable[[], AbstractContextManager[Any]], *, rank: Ranks = None
 ) -> Injector:
-    """Return an injector like `during` whose `with` block lasts until the next step begins.
+    """Return an injector like `wrap_step` whose `with` block lasts until the next step begins.
 
     What a batch does to a step it does again when the step is taken once more, as a guard does that
     looks for what was wrong.
