@@ -78,8 +78,15 @@ def build(cfg, ps, base):
     plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.open_base_weights(base.path, axis=ps.world)
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    stages = tk.build_stages(
+        make_model,
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed,
+    )
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
@@ -98,8 +105,7 @@ def bind_reference(cfg, run, stages, optimizer):
 
     The file is made before the first step; who goes on reads it, since the weights have moved.
     """
-    axes = {"place": run.ps.place, "axis": run.ps.loss, "pp": run.ps.pp, "tp": run.ps.tp}
-    score = tk.evaluation.make_scorer(stages, call=tk.models.call_routed, **axes)
+    score = tk.evaluation.make_scorer(stages)
     begins = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
 
     def heard(examples):
@@ -122,15 +128,7 @@ def bind_reference(cfg, run, stages, optimizer):
 
 def measure_kl(ps, stages, batches):
     """Return the mean log-ratio of answers to prompts that are not theirs, equal on all ranks."""
-    return tk.evaluate(
-        stages,
-        batches,
-        tk.objectives.log_ratio(axis=ps.sp),
-        axis=ps.loss,
-        pp=ps.pp,
-        tp=ps.tp,
-        call=tk.models.call_routed,
-    )["kl"]
+    return tk.evaluate(stages, batches, tk.objectives.log_ratio(axis=ps.sp))["kl"]
 
 
 def add_kl(batches, kl):
@@ -186,9 +184,9 @@ def make_loss(cfg, ps):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
     halves = cfg.loss != "kto"  # which counts answers, and the others pairs
     unit = "pairs" if halves else "answers"
 
@@ -199,11 +197,13 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(count, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), count)
         loss, lr = terms.pop("preference"), lr_at(state.step)
         applies = tk.health.make_finite_check(loss, state.health, cfg.policy, tokens=count)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {"loss": loss, **terms, unit: count, "tokens": tokens, "lr": lr}
         return tk.advance(state, batch, {**metrics, **update.metrics}, axis=ps.loss)
 
@@ -225,15 +225,7 @@ def bind_evaluation(cfg, ps, stages, held, others):
         batches = read(held)
         if others is not None:
             batches = add_kl(batches, measure_kl(ps, stages, read(others)))
-        found = tk.evaluate(
-            stages,
-            batches,
-            loss,
-            axis=ps.loss,
-            pp=ps.pp,
-            tp=ps.tp,
-            call=tk.models.call_routed,
-        )
+        found = tk.evaluate(stages, batches, loss)
         return tk.metrics.to_host({"loss": found.pop("preference"), **count, **found})
 
     return evaluate
@@ -263,10 +255,10 @@ def train(cfg, run, tokenizer, base, first):
     prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    forward_backward = tk.bind_forward_backward(stages, make_loss(cfg, ps), **order)
+    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
+    forward_backward = tk.make_forward_backward(
+        stages, make_loss(cfg, ps), reduce=cfg.layout.reduce
+    )
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = bind_evaluation(cfg, ps, stages, held, others[-1])
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)

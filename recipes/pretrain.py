@@ -124,16 +124,16 @@ def build(cfg, ps, model, first):
     if first.source and not first.own:
         weights = tk.hub.open_folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     rise = {"warmup": cfg.optim.warmup, "total": total}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -141,21 +141,23 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
 
 
-def sample(cfg, ps, stages, tokenizer, rows):
+def sample(cfg, stages, tokenizer, rows):
     """Return a text that the model goes on from, and how."""
     document = int(rows.bins.documents[0])
     begin = rows.corpus.read(document, 0, min(24, rows.corpus.lengths[document])).tolist()
@@ -165,7 +167,7 @@ def sample(cfg, ps, stages, tokenizer, rows):
     sampling = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
     how = {"context": cfg.batch.row_length, "slide": True, "vocab_size": tokenizer.vocab_size}
     how |= {"stop_ids": [tokenizer.eos_id], "max_new_tokens": cfg.sample, "sampling": sampling}
-    said = tk.generation.generate(stages[0], [begin], **how, call=tk.parallel.bind_call(stages, ps))
+    said = tk.generation.generate(stages, [begin], **how)
     return tk.sinks.escape_control_characters(tokenizer.decode([*begin, *said[0].ids]))
 
 
@@ -194,14 +196,12 @@ def train(cfg, run, tokenizer, model, first):
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, mix.bins, **size))
+    run.log(tk.parallel.describe_run(stages, mix.bins, **size))
     loss = tk.losses.report_by_source(tuple(opened), loss) if len(opened) > 1 else loss
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     size = {"rows_per_batch": cfg.batch.microbatch}
-    evaluate = tk.evaluation.bind_loss(stages, held, loss, **size, **axes)
+    evaluate = tk.evaluation.make_evaluator(stages, held, loss, **size)
     order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
     rows_at = tk.sampling.sample_mixture(mix.num_rows, phases, **order)
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
@@ -229,7 +229,7 @@ def train(cfg, run, tokenizer, model, first):
             state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluate(state, evaluate)
-                run.log(sample(cfg, ps, stages, tokenizer, held))
+                run.log(sample(cfg, stages, tokenizer, held))
             stop = loop.checkpoint(state)
     if stop:
         return tk.run.EXIT_SAVED

@@ -54,7 +54,6 @@ WITHOUT_EXAMPLE = {
     "pictures.plot_packing": "draws a picture: docs/howto/pack.md shows it",
     "sinks.open_run_sinks": "works on the disk: recipes/pretrain.py shows it",
     "tokenizers.save_tokenizer": "works on the disk: docs/howto/my-own-corpus.md shows it",
-    "step.evaluate": "wants a model and data: docs/tutorial shows it",
 }
 
 

@@ -91,7 +91,7 @@ def steps_of(layout, spoiled=(1,), steps=4):
         stages = tk.build_stages(lambda: Decoder(MODEL, head="hidden"), ps, plan, weights=weights)
         optimizer = make_optimizer(stages, lr=1e-2, precision=FP16, axis=ps.pp)
         params = tk.get_parameters(stages)
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
+        run = tk.make_forward_backward(stages, next_token_linear)
         state = tk.TrainState(health={"scale_held": 1999.0})
         while state.step < steps:
             batch = input_of(state.cursor, ps, Layout(), text=text, bins=bins)

@@ -14,6 +14,7 @@ import trainkit as tk
 from trainkit import step
 from trainkit.batch import make_padding_batch
 from trainkit.losses import next_token, weighted_next_token
+from trainkit.parallel.places import attach_axes
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError
 
@@ -117,24 +118,26 @@ def test_a_loss_that_is_not_summed_is_refused():
 
 def test_the_bound_form_is_the_function():
     bound, free = linear(), linear()
-    run = tk.bind_forward_backward([bound], squared, axis=tk.solo_parallel().pp, call=call)
+    run = tk.make_forward_backward(bound, squared, call=call)
     run([data(3)], denominator=torch.tensor(3))
     tk.forward_backward(free, [data(3)], squared, denominator=torch.tensor(3), call=call)
     assert torch.equal(bound.weight.grad, free.weight.grad)
 
 
 def test_an_unknown_schedule_or_too_many_stages_are_refused_without_a_pipeline():
-    axis = tk.solo_parallel().pp
+    ps = tk.solo_parallel()
     with pytest.raises(ConfigError, match="no pipeline schedule 'fast'; there are gpipe, 1f1b"):
-        tk.bind_forward_backward([linear()], squared, axis=axis, schedule="fast")
+        tk.build_stages(linear, ps, [], weights=torch.zeros, schedule="fast")
     with pytest.raises(ValueError, match="one stage is needed, got 2"):
-        tk.bind_forward_backward([linear(), linear()], squared, axis=axis)
+        tk.make_forward_backward(attach_axes([linear(), linear()], ps), squared)
+    with pytest.raises(ConfigError, match="takes a module or a Stages, not a list"):
+        tk.make_forward_backward([linear(), linear()], squared)
 
 
 def test_a_loss_that_does_not_name_its_terms_is_refused_in_a_pipeline():
-    axis = tk.Axis("pp", tk.Share(0, 2))
+    stages = tk.Stages((linear(),), call=call, pp=tk.Axis("pp", tk.Share(0, 2)))
     with pytest.raises(ConfigError, match="loss squared has no attribute `terms`"):
-        tk.bind_forward_backward([linear()], squared, axis=axis)
+        tk.make_forward_backward(stages, squared)
 
 
 # ---------------------------------------------------------------- DDP
@@ -392,9 +395,7 @@ def evaluation_with(kind):
 
     with tk.parallel_session(tp=2 if kind == "raises under tp" else 1) as ps:
         try:
-            tk.evaluate(
-                Bigram(), batches(), next_token, axis=ps.loss, tp=ps.tp, call=call_with_gain
-            )
+            tk.evaluate(attach_axes([Bigram()], ps), batches(), next_token, call=call_with_gain)
         except (OSError, RuntimeError) as error:
             return str(error)
     return "fine"

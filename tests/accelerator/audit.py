@@ -76,8 +76,7 @@ def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, **degrees):
     cfg = config.load_config(recipe.Config, ["--compute", "bf16", *flags])
     with session(rank, degrees) as ps, fake_device() as ledger:
         stages, optimizer = recipe.build(cfg, ps, model)
-        order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, **order)
+        run = tk.make_forward_backward(stages, next_token_linear, reduce=cfg.layout.reduce)
         train_step = recipe.make_train_step(cfg, ps, stages, optimizer, run)
         state = tk.TrainState()
         for _ in range(2):

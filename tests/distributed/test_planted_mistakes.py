@@ -76,10 +76,10 @@ def mean_of_means(_ps):
 
 
 def wrap_loss(wrapper):
-    bind = train.bind_forward_backward
+    bind = train.make_forward_backward
     PATCH.setattr(
         train,
-        "bind_forward_backward",
+        "make_forward_backward",
         lambda stages, loss, **options: bind(stages, wrapper(loss), **options),
     )
 
@@ -262,7 +262,7 @@ class OneOff(dict):
 
 
 def tape_read_one_layer_off(_ps):
-    PATCH.setattr(trainkit.models.call, "Tape", lambda: RoutingTape(OneOff()))
+    PATCH.setattr(trainkit.models.call, "RoutingTape", lambda: RoutingTape(OneOff()))
 
 
 def routers_counted_per_tp_rank(_ps):

@@ -27,11 +27,11 @@ from trainkit.models import (
 from trainkit.models.experts import ExpertWeights
 from trainkit.packing import pack_bins
 from trainkit.parallel import (
-    bind_call,
     build_stages,
     expert_parallel,
     fsdp,
     get_local_box,
+    make_call,
     mixed_precision,
     recompute,
     sequence_parallel,
@@ -123,9 +123,7 @@ def gradients(ps, *plan, batch=None, **options):
     """Return the gradients of one step, whole, by name."""
     (model,) = stages = stage_of(ps, *plan, **options)
     batches = deal_batch(batch or decoder_batch(0), ps.place)
-    run = tk.bind_forward_backward(
-        stages, add_router_losses(next_token), axis=ps.pp, call=call_routed
-    )
+    run = tk.make_forward_backward(stages, add_router_losses(next_token), call=call_routed)
     run(batches, denominator={"loss": torch.tensor(100)})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: p.grad.full_tensor() for name, p in trained.items()}
@@ -196,7 +194,7 @@ def test_full_recomputation_sends_tokens_again_and_selective_keeps_what_came():
 def drawn(ep):
     with tk.parallel_session(ep=ep) as ps:
         stages = stage_of(ps, expert_parallel())
-        call = bind_call(stages, ps)
+        call = make_call(stages)
         return generate(stages[0], [[1, 2, 3], [4]], max_new_tokens=6, context=16, call=call)
 
 
@@ -278,7 +276,7 @@ def sums_of(batch, layout, *, config=QUIET, balance="batch", rows=1):
         batches = deal_batch(batch, ps.place, rows_per_microbatch=rows)
         trained = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
         seen = tk.all_sum(tk.count_tokens(batches), ps.loss)
-        run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
+        run = tk.make_forward_backward(stages, expert_loss, call=call_routed)
         sums = run(batches, denominator={"loss": trained, "balance": seen, "router_z": seen})
         params = tk.get_parameters(stages)
         tk.sync_sp_grads(params, ps.sp_unfolded)
@@ -361,8 +359,8 @@ def own_gradients(ps, stages, step=0, reduce="last"):
     key = {"noise_key": decoder_batch(step).extra["noise_key"]}
     (batch,) = deal_batch(attrs.evolve(decoder_batch(0), extra=key), ps.place)
     batches = split_batch(batch, 1)
-    run = tk.bind_forward_backward(
-        stages, add_router_losses(next_token), axis=ps.pp, call=call_routed, reduce=reduce
+    run = tk.make_forward_backward(
+        stages, add_router_losses(next_token), call=call_routed, reduce=reduce
     )
     run(batches, denominator={"loss": torch.tensor(100)})
     found = {name: p.grad.to_local() for name, p in stages[0].named_parameters()}

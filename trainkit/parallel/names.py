@@ -58,8 +58,23 @@ def unhide_(module: nn.Module, name: str) -> None:
         object.__delattr__(module, name)  # of the other, compiled, 2.12 deletes the parameter
 
 
-def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Return all parameters of a list of stages by their whole-model name, frozen ones too.
+def modules_of(stages_or_model: Iterable[nn.Module] | nn.Module) -> list[nn.Module]:
+    """Return the stages of a model in a list, or a plain module as the only one.
+
+    Examples:
+        >>> modules_of(nn.Sequential(nn.Identity(), nn.Identity()))
+        [Sequential(
+          (0): Identity()
+          (1): Identity()
+        )]
+    """
+    return [stages_or_model] if isinstance(stages_or_model, nn.Module) else list(stages_or_model)
+
+
+def get_named_parameters(stages: Iterable[nn.Module] | nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters of a model, or of its stages, by their whole-model name.
+
+    Frozen ones too.
 
     Where a rank holds the first and the last stage of a pipeline, a tied embedding is there twice;
     the copy's name then ends with `COPY_SUFFIX`.
@@ -68,11 +83,11 @@ def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]
         ValueError: Two stages hold a parameter of the same name.
 
     Examples:
-        >>> list(get_named_parameters([nn.Linear(2, 3)]))
+        >>> list(get_named_parameters(nn.Linear(2, 3)))
         ['weight', 'bias']
     """
     found: dict[str, nn.Parameter] = {}
-    for stage in stages:
+    for stage in modules_of(stages):
         for raw, parameter in stage.named_parameters():
             name = canonical_name(raw)
             if name in found and is_tied_copy(parameter):

@@ -27,6 +27,7 @@ from trainkit.files import atomic_write, format_toml, say_on_stderr
 from trainkit.mesh import describe_launch, parallel_session
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
+from trainkit.parallel.names import modules_of
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import report_errors
 from trainkit.run.garbage import Collect, collect_manually
@@ -262,7 +263,7 @@ class _RunFunctions:
 
     def resume(
         self,
-        stages: Iterable[nn.Module],
+        stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         facts: checkpoint.Facts | None = None,
@@ -273,7 +274,7 @@ class _RunFunctions:
             of_run = facts(batches) if callable(facts) else facts or {}
             return {**of_run, _SOFTWARE: self.software}
 
-        stages = list(stages)
+        stages = modules_of(stages)
         self.facts = facts_with_software
         changes = changes or checkpoint.ResumeRules()
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
@@ -298,7 +299,7 @@ class _RunFunctions:
     def loop(
         self,
         state: TrainState,
-        stages: Iterable[nn.Module],
+        stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         steps: int,
@@ -307,7 +308,7 @@ class _RunFunctions:
         logging: LoggingOptions | None = None,
         policy: health.Policy | None = None,
     ) -> Iterator[Loop]:
-        stages = list(stages)
+        stages = modules_of(stages)
         checkpoints = checkpoints or checkpoint.CheckpointOptions()
         logging = logging or LoggingOptions()
         policy = policy or health.Policy()
@@ -378,10 +379,13 @@ class _RunFunctions:
             self.log(summarize_run(self.dir))
 
     def finish(
-        self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+        self,
+        state: TrainState,
+        stages: Iterable[nn.Module] | nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.phase("the end", allow=self.limits.start_timeout)
-        checkpoint.write_final(self.dir, state, list(stages), optimizer, self.ps)
+        checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
             picture = self.dir / "loss.png"

@@ -30,7 +30,8 @@ from hypothesis import strategies as st
 
 from trainkit import hub
 from trainkit.models import Experts
-from trainkit.models.experts import RoutingTape, check_tape, preload_
+from trainkit.models.call import RoutingTape
+from trainkit.models.experts import check_tape, preload_
 from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
 from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.chat import (

@@ -46,7 +46,7 @@ def through(home, out):
     params = tk.get_parameters(stages)
     optimizer = tk.optim.adamw(params, lr=1e-2)
     batch = tk.batch.batch_from_rows(torch.arange(32).view(2, 16))
-    run = tk.bind_forward_backward(stages, tk.losses.next_token_linear, axis=ps.pp)
+    run = tk.make_forward_backward(stages, tk.losses.next_token_linear)
     for _ in range(2):
         run([batch], denominator=tk.count_valid_tokens([batch]))
         tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=1.0)

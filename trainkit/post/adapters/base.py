@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import get_named_parameters, mark_base_
+from trainkit.parallel.names import get_named_parameters, mark_base_, modules_of
 from trainkit.post.adapters.frozen import get_quantizations
 from trainkit.post.adapters.lowrank import MERGE, adapters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
@@ -25,7 +25,7 @@ from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_w
 
 
 def exclude_frozen_(
-    stages: Sequence[nn.Module], ps: ParallelState, *, source: Path | str | None
+    stages: Sequence[nn.Module] | nn.Module, ps: ParallelState, *, source: Path | str | None
 ) -> dict[str, Any]:
     """Leave what is frozen out of checkpoints, and return facts by which it is known again.
 
@@ -53,6 +53,7 @@ def exclude_frozen_(
         >>> len(facts["base"]), facts["base_from"]
         (16, 'runs/pretrain')
     """
+    stages = modules_of(stages)
     named = get_named_parameters(stages)
     for p in named.values():
         mark_base_(p, is_base=not p.requires_grad)
@@ -60,7 +61,7 @@ def exclude_frozen_(
     return {"base": base_hash(stages, ps), "base_from": source and str(source), **facts}
 
 
-def adapter_facts(stages: Sequence[nn.Module], *, axis: Axis) -> dict[str, Any]:
+def adapter_facts(stages: Sequence[nn.Module] | nn.Module, *, axis: Axis) -> dict[str, Any]:
     """Return what adapters a model has, and what of it is in few bits.
 
     For a run that keeps its base in its own checkpoints too (ReLoRA).
@@ -72,6 +73,7 @@ def adapter_facts(stages: Sequence[nn.Module], *, axis: Axis) -> dict[str, Any]:
         >>> adapter_facts([nn.Linear(1, 1)], axis=SOLO)
         {'adapters': [], 'quantized': {}}
     """
+    stages = modules_of(stages)
     own = [
         attrs.asdict(adapter.spec)
         for _, _, beside in adapters_of(stages)

@@ -17,7 +17,7 @@ from trainkit.post.adapters.base import exclude_frozen_, open_base_weights
 from trainkit.post.adapters.frozen import quantized
 from trainkit.post.adapters.lowrank import Lora
 from trainkit.post.adapters.transform import lora
-from trainkit.types import CheckpointError, ModelTransform, ParallelState
+from trainkit.types import CheckpointError, ModelTransform, ParallelState, Stages
 from trainkit.weights.checkpoint.load import load_weights, read_facts
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.sources import model_of
@@ -32,7 +32,7 @@ def build_trained_stages(
     *,
     base: Path | str | None = None,
     **how: Any,
-) -> list[nn.Module]:
+) -> Stages:
     """Return this rank's stages of a trained model, with its weights in them.
 
     Of a run of adapters these are the base, in as few bits as it was held in, and the adapters

@@ -91,7 +91,7 @@ def find_initial_weights(
 
 
 def hash_initial_weights(
-    first: InitialWeights, stages: Sequence[nn.Module], ps: ParallelState
+    first: InitialWeights, stages: Sequence[nn.Module] | nn.Module, ps: ParallelState
 ) -> dict[str, Any]:
     """Return the fact by which `resume` refuses other first weights than those of the run.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_objects
 from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
+from trainkit.parallel.names import modules_of
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -60,7 +61,7 @@ class Guard(Protocol):
 @contextmanager
 def open_guarded_saver(
     run_dir: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -128,7 +129,7 @@ def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
 
 def make_guard(
     run_dir: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -155,7 +156,7 @@ def make_guard(
         ps: The layout.
         policy: See `health.Policy`.
         saved: What tells of saves that have ended, from `open_saver`.
-        replay: What the steps take their gradients with, from `bind_forward_backward`: it is taken
+        replay: What the steps take their gradients with, from `make_forward_backward`: it is taken
             again after a bad step, never the optimizer.
         event: Where a line for each bad step goes, as `open_run_sinks` yields it.
         log: Called on rank 0 with what was bad in a step, and with what a roll-back did.
@@ -174,6 +175,7 @@ def make_guard(
         `guard` may write parameters, optimizer state and checkpoints; it communicates on
         `ps.world` after bad steps and at the canary's.
     """
+    stages = modules_of(stages)
     damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
     looks = [make_replica_check(stages, optimizer, ps)]
 

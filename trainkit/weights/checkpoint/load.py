@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
+from trainkit.parallel.names import modules_of
 from trainkit.types import SOLO, Axis, CheckpointError, Log, ParallelState, TrainState, log_warning
 from trainkit.weights.checkpoint.compare import Leeway
 from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
@@ -43,7 +44,7 @@ _NO_CHANGES = ResumeRules()
 def resume(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -91,6 +92,7 @@ def resume(
         Writes parameters and optimizer state, on all ranks or on none, after everything has been
         verified, compared and read; moves directories; communicates on `ps.world`.
     """
+    stages = modules_of(stages)
     check_allowed(changes)
     run_dir, is_first = Path(run_dir), ps.world.index == 0
     directory = run_dir / "checkpoints"
@@ -142,7 +144,7 @@ def _forked(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
 
 def load_checkpoint(
     path: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
@@ -182,6 +184,7 @@ def load_checkpoint(
         Writes parameters and optimizer state, after everything has been verified, compared and
         read; communicates on `axis`.
     """
+    stages = modules_of(stages)
     check_allowed(changes)
     path = Path(path)
     manifest = run_on_all_ranks(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
@@ -201,7 +204,7 @@ def load_checkpoint(
 
 def load_weights(
     path: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     *,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
@@ -228,6 +231,7 @@ def load_weights(
     Effects:
         Writes the parameters and persistent buffers of `stages`; communicates on `axis`.
     """
+    stages = modules_of(stages)
     may = {"allow_missing": allow_missing, "allow_extra": allow_extra, "cast": cast}
     return load_checkpoint(path, stages, None, axis=axis, **may)
 

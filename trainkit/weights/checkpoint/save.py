@@ -21,7 +21,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.files import atomic_write
 from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.names import get_local_box, modules_of
 from trainkit.parallel.offload_state import check_awake
 from trainkit.types import (
     SOLO,
@@ -75,7 +75,7 @@ def _nothing(error: BaseException) -> None:
 @contextmanager
 def open_saver(
     run_dir: Path | str,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -139,6 +139,7 @@ def open_saver(
         Opens a process group; holds host memory of the size of what this rank writes; writes and
         deletes under `run_dir/checkpoints`; `save` and `saved` communicate.
     """
+    stages = modules_of(stages)
     run_dir, config = Path(run_dir), _plain(config)
     take = bind_snapshots(stages, optimizer, ps)
     after, progress = _pruning(retention), progress or SaveProgress()
@@ -279,7 +280,7 @@ def _complaints(outcome: SaveResult, grace: float) -> list[str]:
 def save_checkpoint(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
@@ -361,7 +362,7 @@ def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
 
 def check_disk_space(
     run_dir: Path | str,
-    stages: Iterable[nn.Module],
+    stages: Iterable[nn.Module] | nn.Module,
     *,
     copies: int = 3,
     axis: Axis = SOLO,
@@ -386,6 +387,7 @@ def check_disk_space(
     Examples:
         >>> check_disk_space("/", [nn.Linear(1, 1)])
     """
+    stages = modules_of(stages)
     own = copies * sum(
         get_local_box(tensor).local.nbytes for tensor in model_tensors(stages).values()
     )
@@ -403,7 +405,7 @@ def check_disk_space(
 def write_final(
     run_dir: Path | str,
     state: TrainState,
-    stages: Sequence[nn.Module],
+    stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> None:
@@ -415,6 +417,7 @@ def write_final(
     Effects:
         Writes a file on the first rank, by a rename; communicates on `ps.world`.
     """
+    stages = modules_of(stages)
     end = {
         "step": state.step,
         "tokens_total": int(state.tokens),

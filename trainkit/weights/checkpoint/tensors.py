@@ -18,6 +18,7 @@ from trainkit.parallel.names import (
     get_named_parameters,
     is_base,
     is_tied_copy,
+    modules_of,
 )
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
@@ -256,7 +257,7 @@ def box_hash(name: str, local: Tensor, *, shape: Sequence[int], offset: Sequence
 
 def state_hash(
     state: TrainState,
-    stages: Iterable[nn.Module],
+    stages: Iterable[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> str:
@@ -274,10 +275,11 @@ def state_hash(
         >>> state_hash(TrainState(step=1), *arguments) == state_hash(TrainState(step=2), *arguments)
         False
     """
+    stages = modules_of(stages)
     return hash_of_boxes(_box_hashes(boxes_to_write(stages, optimizer, ps), ps), state)
 
 
-def base_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
+def base_hash(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:
     """Return the hash of what `mark_base_` has marked: 16 hex digits, the same in every layout.
 
     Effects:
@@ -291,7 +293,7 @@ def base_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
     return _hash_of_parameters(stages, ps, is_base)
 
 
-def weights_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
+def weights_hash(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:
     """Return the hash of all parameters: 16 hex digits, the same in every layout.
 
     Effects:
@@ -308,11 +310,13 @@ def weights_hash(stages: Iterable[nn.Module], ps: ParallelState) -> str:
 
 
 def _hash_of_parameters(
-    stages: Iterable[nn.Module], ps: ParallelState, is_hashed: Callable[[nn.Parameter], bool]
+    stages: Iterable[nn.Module] | nn.Module,
+    ps: ParallelState,
+    is_hashed: Callable[[nn.Parameter], bool],
 ) -> str:
     named = {
         f"model/{name}": p.data
-        for name, p in _parameters(list(stages)).items()
+        for name, p in _parameters(modules_of(stages)).items()
         if is_hashed(p) and not is_tied_copy(p)
     }
     return f"{sum(_box_hashes(_own_boxes(named, ps), ps).values()) & MASK64:016x}"
