@@ -440,7 +440,7 @@ class Precision:
     """
 
     storage: Literal["fp32", "bf16"] = attrs.field(
-        default="fp32", validator=one_of("fp32", "bf16"), metadata={"change": "refused"}
+        default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
     """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
     --optimizer-options rounding=kahan says."""

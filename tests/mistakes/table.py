@@ -825,7 +825,7 @@ MISTAKES = [
         (
             "jit.py",
             "a compiled loop is kept when what it calls has changed",
-            "{hashlib.blake2b(told, digest_size=8).hexdigest()}",
+            "{hashlib.blake2b(sources, digest_size=8).hexdigest()}",
             "{len(files)}",
             "tests/optim/test_storage.py",
         ),
@@ -1089,6 +1089,13 @@ MISTAKES = [
             "attrs.evolve(position, token=take)",
             "tests/text/streams/test_stream.py",
         ),
+        (
+            "stream.py",
+            "a window that has changed is taken for the one of the cursor",
+            "    if window.hash == saved.window_hash and saved.rows < len(window.order):",
+            "    if saved.rows < len(window.order):",
+            "tests/text/streams/test_stream.py",
+        ),
     ),
     *_in(
         "trainkit/text/chat",
@@ -1102,8 +1109,8 @@ MISTAKES = [
         (
             "turns.py",
             "a token that only begins in an answer is trained",
-            "(begins >= begin) & (ends <= end) & (begins < ends)",
-            "(begins >= begin) & (begins < end) & (begins < ends)",
+            "(starts >= start) & (ends <= end) & (starts < ends)",
+            "(starts >= start) & (starts < end) & (starts < ends)",
             "tests/text/chat/test_chat.py",
         ),
         (
@@ -1116,8 +1123,8 @@ MISTAKES = [
         (
             "preference.py",
             "a prompt is given its own answer for KTO's reference point",
-            "        j = (i + 1) % len(every)",
-            "        j = i % len(every)",
+            "        j = (i + 1) % len(pairs)",
+            "        j = i % len(pairs)",
             "tests/text/chat/test_preference.py",
         ),
         (
@@ -1434,8 +1441,8 @@ MISTAKES = [
         (
             "bytes.py",
             "offsets count bytes, not characters",
-            "                place += len(unit)\n",
-            "                place += len(tokens)\n",
+            "                position += len(unit)\n",
+            "                position += len(tokens)\n",
             "tests/text/tokenizers/test_tokenizers.py",
         ),
         (
@@ -1448,22 +1455,22 @@ MISTAKES = [
         (
             "hf.py",
             "a vocabulary with gaps is as large as it has tokens",
-            "HFTokenizer(backend, largest + 1, special",
-            "HFTokenizer(backend, len(vocabulary), special",
+            "        largest + 1,\n",
+            "        len(vocabulary),\n",
             "tests/text/tokenizers",
         ),
         (
             "documents.py",
             "a document ends with the token that begins it",
-            'for name in ("bos_id", "eos_id"))',
-            'for name in ("bos_id", "bos_id"))',
+            '    eos = getattr(tokenizer, "eos_id", None)',
+            '    eos = getattr(tokenizer, "bos_id", None)',
             "tests/text/tokenizers",
         ),
         (
             "documents.py",
             "every token of a record is trained on",
-            "        return Sample(ids, _choice(record, self.trained), columns)",
-            "        return Sample(ids, np.ones_like(_choice(record, self.trained)), columns)",
+            "        return Sample(ids, _read_mask(record, self.trained), columns)",
+            "        return Sample(ids, np.ones_like(_read_mask(record, self.trained)), columns)",
             "tests/text/tokenizers tests/text/corpora/test_columns.py",
         ),
     ),
@@ -1541,8 +1548,8 @@ MISTAKES = [
         (
             "jsonl.py",
             "evaluations of steps that were given up stay",
-            "for done, values in found.items() if done <= step}",
-            "for done, values in found.items() if done >= 0}",
+            "for done, values in evaluations.items() if done <= step}",
+            "for done, values in evaluations.items() if done >= 0}",
             "tests/families/test_sinks.py",
         ),
         (
@@ -1648,8 +1655,8 @@ MISTAKES = [
         (
             "signals.py",
             "after a stop every error is a lost save",
-            "        if not told or get_exit_code(error) in _OWN_CODES:",
-            "        if not told:",
+            "        if not agreed or get_exit_code(error) in _FINAL_CODES:",
+            "        if not agreed:",
             "tests/run/test_signals.py",
         ),
         (
@@ -1662,8 +1669,8 @@ MISTAKES = [
         (
             "config.py",
             "what may change when asked for is no fact of the run",
-            'if x.change != "no fact"]',
-            'if x.change == "refused"]',
+            'if x.on_resume != "ignore"]',
+            'if x.on_resume == "refuse"]',
             "tests/test_config.py",
         ),
         (

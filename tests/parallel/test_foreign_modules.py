@@ -376,9 +376,9 @@ def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
         on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda sums=sums: sums)
         order.sums.append((group, on_gpu))
         order.compare(reducers)
-        assert (vars(model)[reduction._UNREAD] is order) == (step > 0)
+        assert (reduction._UNREAD.read(model) is order) == (step > 0)
     assert refused == []
-    vars(model)[reduction._UNREAD].check()
+    reduction._UNREAD.read(model).check()
     assert refused == [group]
 
 

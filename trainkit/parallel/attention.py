@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from trainkit.attention.choose import Chosen, choose_kernel
+from trainkit.parallel.notes import Note
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, Kernel, ParallelState
 
-_CHOSEN = "_trainkit_attention"
+_KERNEL = Note[Chosen | None]("attention", default=None)
 
 
 def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
@@ -61,7 +62,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
             if kind not in made:
                 made[kind] = choose_kernel(names, device=ps.device, dtype=dtype, **how)
             vars(layer)["attend"] = made[kind].attend
-            vars(layer)[_CHOSEN] = made[kind]
+            _KERNEL.write_(layer, made[kind])
         return module
 
     return Transform(apply, kind="attention")
@@ -77,7 +78,6 @@ def attention_line(stages: Sequence[nn.Module]) -> str:
         >>> attention_line([nn.Linear(1, 1)])
         ''
     """
-    found = [vars(x)[_CHOSEN] for stage in stages for x in stage.modules() if _CHOSEN in vars(x)]
-    told = [str(chosen) for chosen in found]
-    kinds = [f"{told.count(kind)} layers by {kind}" for kind in dict.fromkeys(told)]
+    chosen = [str(kernel) for stage in stages for kernel in _KERNEL.read_all(stage)]
+    kinds = [f"{chosen.count(kind)} layers by {kind}" for kind in dict.fromkeys(chosen)]
     return f"attention: {', '.join(kinds)}" if kinds else ""

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.parallel.names import find_blocks, unhide_
+from trainkit.parallel.notes import Note
 from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Call, ParallelState, Precision
 
-_COMPUTE = "_trainkit_compute"
+_COMPUTE = Note[torch.dtype | None]("compute_dtype", default=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What a `Precision` calls the dtypes that can be computed in."""
 
@@ -93,7 +94,7 @@ def mixed_precision(
                 kept = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
                 vars(kept).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor keeps its dtype
-        setattr(module, _COMPUTE, compute)
+        _COMPUTE.write_(module, compute)
         if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
             units = find_blocks(module, blocks)
             inside = {part for unit in units for part in unit.modules()}
@@ -178,8 +179,7 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
     Examples:
         >>> compute_dtype(nn.Linear(2, 1))
     """
-    found: torch.dtype | None = getattr(module, _COMPUTE, None)
-    return found
+    return _COMPUTE.read(module)
 
 
 Forward = Callable[..., Any]

@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.models.decoder import Decoder
 from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import ExpertMlp
-from trainkit.parallel.styles import STYLES, styled_class
+from trainkit.parallel.styles import STYLES, shard_
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -121,7 +121,7 @@ def _deal_(layer: ExpertMlp, ps: ParallelState) -> None:
     for part in experts.modules():  # their adapters are dealt with them
         names = tuple(name for name, _ in part.named_parameters(recurse=False))
         if names and not hasattr(getattr(part, names[0]), "to_local"):  # tensor() was not here
-            part.__class__ = styled_class(type(part), names, STYLES["replicated"], ps.ep)
+            shard_(part, names, STYLES["replicated"], ps.ep)
         for name in names:
             setattr(part, name, _own_part(getattr(part, name), ps))
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 
 Kind = Literal["trained", "frozen", "packed"]
 """What a parameter is: trained; frozen; or the bytes of a frozen matrix in few bits."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_COPY = "_trainkit_tied_copy"
-_BASE = "_trainkit_base"
+_IS_TIED_COPY = Note("is_tied_copy", default=False)
+_IS_BASE = Note("is_base", default=False)
 _TOLD = 12  # names that a refusal lists
 _IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
@@ -160,7 +161,7 @@ def mark_tied_copy_(parameter: nn.Parameter) -> None:
         >>> is_tied_copy(weight)
         True
     """
-    setattr(parameter, _COPY, True)
+    _IS_TIED_COPY.write_(parameter, True)
 
 
 def is_tied_copy(parameter: Tensor) -> bool:
@@ -170,7 +171,7 @@ def is_tied_copy(parameter: Tensor) -> bool:
         >>> is_tied_copy(nn.Parameter(torch.ones(1)))
         False
     """
-    return getattr(parameter, _COPY, False)
+    return _IS_TIED_COPY.read(parameter)
 
 
 def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
@@ -185,7 +186,7 @@ def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
         >>> is_base(weight)
         True
     """
-    setattr(parameter, _BASE, is_base)
+    _IS_BASE.write_(parameter, is_base)
 
 
 def is_base(parameter: Tensor) -> bool:
@@ -195,7 +196,7 @@ def is_base(parameter: Tensor) -> bool:
         >>> is_base(nn.Parameter(torch.ones(1)))
         False
     """
-    return getattr(parameter, _BASE, False)
+    return _IS_BASE.read(parameter)
 
 
 def kind_of(parameter: Tensor) -> Kind:

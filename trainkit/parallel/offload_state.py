@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter
 
+from trainkit.models.mixins import mix_in_, take_out_
 from trainkit.parallel.names import get_named_parameters
 from trainkit.parallel.reduction import local_of, reducers_of
 from trainkit.types import DiskError
@@ -82,9 +82,9 @@ def offload_state(
                 lambda *_: check_awake(stages, by="a step"), prepend=True
             )
             stack.callback(hook.remove)
+        stack.callback(_unlock_, tensors)
         for x in tensors:
-            stack.callback(setattr, x, "__class__", type(x))
-            x.__class__ = _refusing(type(x))
+            mix_in_(x, Offloaded)
         for x in found:
             x.resize_(0)
         if any(x.device.type == "cuda" for x in found):
@@ -102,8 +102,8 @@ def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
         >>> check_awake([nn.Linear(1, 1)], by="save_checkpoint")
     """
     for name, p in get_named_parameters(stages).items():
-        if hasattr(p, "is_asleep"):
-            raise RuntimeError(
+        if isinstance(p, Offloaded):
+            raise RuntimeError(  # noqa: TRY004 (a state of the tensor, not a wrong type)
                 f"{by}: the state is asleep, {name} is not in memory; leave the block of "
                 "parallel.offload_state first"
             )
@@ -125,23 +125,24 @@ _ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {
 """What a tensor says without its memory."""
 
 
-@cache
-def _refusing(kind: Any) -> Any:
-    """Return a kind of tensor that may stand for another, and that no operation takes."""
+class Offloaded:
+    """Mixin of tensors: stands for a tensor whose memory is gone, and refuses all operations."""
 
-    class Asleep(kind):
-        is_asleep = True
+    @classmethod
+    def __torch_function__(cls, func: Any, *given: Any) -> Any:
+        """Raise for a function of torch, unless it needs no values."""
+        if func in _ANSWERED:
+            return torch._C._disabled_torch_function_impl(func, *given)  # noqa: SLF001
+        raise RuntimeError(
+            f"{resolve_name(func) or 'an operation'}: the state is asleep, and this tensor of "
+            "it is not in memory; leave the block of parallel.offload_state first"
+        )
 
-        @classmethod
-        def __torch_function__(cls, func: Any, *given: Any) -> Any:
-            if func in _ANSWERED:
-                return torch._C._disabled_torch_function_impl(func, *given)  # noqa: SLF001
-            raise RuntimeError(
-                f"{resolve_name(func) or 'an operation'}: the state is asleep, and this tensor of "
-                "it is not in memory; leave the block of parallel.offload_state first"
-            )
 
-    return Asleep
+def _unlock_(tensors: Iterable[Tensor]) -> None:
+    for x in tensors:
+        if isinstance(x, Offloaded):
+            take_out_(x, Offloaded)
 
 
 def _flat(memory: torch.UntypedStorage) -> Tensor:

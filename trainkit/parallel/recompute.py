@@ -28,10 +28,12 @@ from torch.utils.checkpoint import (
 
 from trainkit.parallel.cost import Keeps, Priced, choose
 from trainkit.parallel.names import find_blocks
+from trainkit.parallel.notes import Note
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
-_MODE, _CHOSEN = "_trainkit_recompute", "_trainkit_chosen"
+_MODE = Note("recompute", default="none")
+_CHOICE = Note[Keeps | None]("kept_by_cost", default=None)
 
 _OF_HOOKS = inspect.signature(checkpoint).parameters.keys() & {"respect_saved_tensors_hooks"}
 _SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
@@ -194,7 +196,7 @@ def recompute(
             bound: Any = unit.forward
             around = _recomputed(bound.__func__, kept, groups, preserve_rng_state)
             unit.forward = MethodType(around, unit)
-            setattr(unit, _MODE, mode)
+            _MODE.write_(unit, mode)
         return module
 
     return Transform(apply, kind="recompute")
@@ -208,10 +210,10 @@ def _recomputed(
             return forward(self, *args, **kwargs)
         keeps: Keeps = kept
         if kept.budget is not None:
-            if not hasattr(self, _CHOSEN):
-                how = {"groups": groups, "budget": kept.budget}
-                setattr(self, _CHOSEN, choose(forward, self, (args, kwargs), **how))
-            keeps = getattr(self, _CHOSEN)
+            keeps = _CHOICE.read(self) or choose(
+                forward, self, (args, kwargs), groups=groups, budget=kept.budget
+            )
+            _CHOICE.write_(self, keeps)
         # From torch 2.14 on what is kept may pass the hooks of `offload`; asked not to, as before.
         options: dict[str, Any] = dict.fromkeys(_OF_HOOKS, False)
         if kept.every:
@@ -257,7 +259,7 @@ def refuse_by_cost(module: nn.Module, *, by: str) -> None:
         >>> refuse_by_cost(nn.Linear(1, 1), by="compiled")
     """
     for part in module.modules():
-        mode = getattr(part, _MODE, "none")
+        mode = _MODE.read(part)
         if (kept := read_mode(mode)) is not None and kept.budget is not None:
             raise ConfigError(
                 f"{by}: recompute({mode!r}) chooses by cost in a pass that is not compiled; name "
@@ -274,7 +276,7 @@ def recomputes_selectively(module: nn.Module) -> bool:
         >>> recomputes_selectively(nn.Linear(1, 1))
         False
     """
-    modes = {getattr(part, _MODE, "none") for part in module.modules()}
+    modes = {_MODE.read(part) for part in module.modules()}
     return bool(modes - {"none", "full"})
 
 

@@ -23,8 +23,8 @@ from trainkit.parallel.styles import (
     STYLES,
     ParallelStyle,
     local_padding,
+    shard_,
     style_problem,
-    styled_class,
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
@@ -259,9 +259,10 @@ def _styles_of(
                 )
             found[name] = pattern, _style(pattern, named)
     for name, part in module.named_modules():  # an adapter is cut as its matrix is
-        owner, beside = name.rsplit(".", 2)[0], getattr(part, "style_beside", None)
-        if callable(beside) and owner in found:
-            found[name] = found[owner][0], beside(found[owner][1])
+        derive_style = getattr(part, "derive_style", None)
+        owner = name.rsplit(".", 2)[0]
+        if callable(derive_style) and owner in found:
+            found[name] = found[owner][0], derive_style(found[owner][1])
     apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
     style = STYLES["partial" if apart else "replicated"]
     return found | dict.fromkeys(sorted(own), ("experts", style))
@@ -352,7 +353,6 @@ def _head_size(parent: nn.Module | None) -> int | None:
 
 def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) -> None:
     """Make every parameter a DTensor, and every module with parameters or a style a styled one."""
-    classes: dict[Any, type] = {}
     placed: dict[int, tuple[int | None, nn.Parameter]] = {}
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
@@ -379,10 +379,7 @@ def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) 
         if isinstance(child, nn.Embedding) and style.cuts:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
-        kind = type(child), tuple(own), style
-        if kind not in classes:
-            classes[kind] = styled_class(*kind, axis)
-        child.__class__ = classes[kind]
+        shard_(child, tuple(own), style, axis)
 
 
 def _naming_who_mixes(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ def test_a_weight_of_0_leaves_a_turn_out():
 
 def test_arguments_out_of_range_are_refused():
     encode = partial(encode_chat, talk("Q", "A"), BYTES)
-    with pytest.raises(ValueError, match=r"asks for the messages \[1, 2\]; there are 2"):
+    with pytest.raises(ValueError, match=r"train has the messages \[1, 2\]; there are 2"):
         encode(train=[1, 2])
     with pytest.raises(ValueError, match="numbers of messages, or a function, got 'user'"):
         encode(train="user")

@@ -630,7 +630,7 @@ def test_a_free_field_frees_no_fact_of_its_name():
 
     @attrs.frozen(kw_only=True)
     class Config(RunConfig):
-        tokenizer: str = option("a", change="free")
+        tokenizer: str = option("a", on_resume="allow")
 
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path
