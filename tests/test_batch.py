@@ -511,7 +511,7 @@ def test_blank_rows_need_no_tokens():
     ("call", "message"),
     [
         (lambda: collate_bins(CORPUS, BINS, [0, 2, -2]), r"no rows \[2, -2\]: bins has 2"),
-        (lambda: collate_bins(CORPUS, BINS, [-1]), r"no rows \[-1\]: .* blank row has -1 both"),
+        (lambda: collate_bins(CORPUS, BINS, [-1]), r"no rows \[-1\]: .* padding row has -1 both"),
         (lambda: collate_bins(CORPUS, BINS, [-1], row_positions=[0]), r"no rows \[-1\]"),
         (lambda: collate_bins(CORPUS, BINS, [0], row_positions=[-1]), r"no rows \[0\]"),
         (lambda: collate_bins(CORPUS, BINS, [-1], row_positions=[-2]), r"got \[-2\] there"),
@@ -756,7 +756,7 @@ def of_parts(*parts, **more):
         (lambda: shard_tree({"a": ([1, 2, 3],)}, 2), r"3 entries of the tree\['a'\]\[0\] do not"),
         (lambda: shard_tree(torch.ones(3), 2, spec=Along(1)), r"no dimension 1, it is \(3,\)"),
         (lambda: shard_tree(torch.ones(3), 2, spec=Along(stack=True)), "one slice for each of"),
-        (lambda: shard_tree([1, 2], 2, spec=Along(stack=True)), "nothing can be stacked"),
+        (lambda: shard_tree([1, 2], 2, spec=Along(stack=True)), "cannot split"),
         (lambda: shard_tree(make_padding_batch(2, 2), 2), "is a Batch, which cannot be cut"),
         (lambda: shard_tree({"a": np.ones(2)}, 2), r"the tree\['a'\] is a ndarray"),
         (lambda: shard_tree({"a": 1}, 2, spec={"b": None}), "dict of 'a', and its spec is a dict"),

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from trainkit.batch.collate import _checked_tokens, _write_rows, collate_bins
+from trainkit.batch.collate import _view_unsigned, _write_rows, collate_bins
 from trainkit.batch.loops import copy_spans, write_spans
 from trainkit.data import PackedCorpus, make_step_batch, prefetch_batches
 from trainkit.data.corpus import TokenCorpus
@@ -83,7 +83,7 @@ def speeds(corpus, bins, rows):
     layouts = [
         _write_rows(out, corpus, bins, group, np.arange(rows), pad_id=0)[0] for group in groups[:8]
     ]
-    tokens, _ = _checked_tokens(corpus)
+    tokens, _ = _view_unsigned(corpus)
 
     def four_fields(turn):
         layout, fields = layouts[turn % len(layouts)], four.reshape(4, -1)

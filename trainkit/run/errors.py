@@ -386,7 +386,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
 def _what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
-    text = " ".join(format_error(error, most=_LONGEST_FACT - 100).split())
+    text = " ".join(format_error(error, most=_LONGEST_FACT - 100, hint=False).split())
     is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text

@@ -383,7 +383,7 @@ def _report_lost_save(agreed: Sequence[str]) -> Iterator[None]:
             raise
         raise PreemptedError(
             f"open_stop_vote: a stop was requested ({agreed[0]}), but the run could not save: "
-            f"{type(error).__name__}: {format_error(error)}",
+            f"{type(error).__name__}: {format_error(error, hint=False)}",
             where=getattr(error, "where", None),
             got=getattr(error, "got", None),
             want=getattr(error, "want", None),

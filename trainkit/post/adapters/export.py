@@ -70,7 +70,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     Examples:
         >>> read_adapters("/does/not/exist")
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])

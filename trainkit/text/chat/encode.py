@@ -160,8 +160,8 @@ def make_chat_encoder(
 
     Returns:
         `encode(record) -> Sample`, with the tokenizer's `vocab_size` and the `counts` as its
-        attributes. It raises `DataError` for a wrong record, or one whose sample fails
-        `check_mask`.
+        attributes. It raises `DataError` for a wrong record, or a sample that `check_mask`
+        rejects.
 
     Raises:
         ValueError: An argument is out of range, or the tokenizer has no token for the template's
@@ -199,7 +199,7 @@ def _encode_record(
     *,
     tokenizer: Tokenizer,
     field: str | Callable[[Mapping[str, Any]], Sequence[Message]],
-    stop_ids: Sequence[int],
+    stop_ids: Sequence[int] | None,
     template: Template,
     train: Train,
     max_length: int | None,
@@ -227,7 +227,7 @@ def _encode_record(
         overlong=overlong,
         counts=counts,
     )
-    if len(sample.tokens):
+    if stop_ids is not None and len(sample.tokens):
         check_mask(sample, stop_ids=stop_ids)
     return sample
 
