@@ -98,7 +98,7 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
         problem = entry_problem(name, entry, files)
-        if problem is not None:
+        if problem is not None:  # its boxes cannot be trusted, so they do not count below
             problems.append(problem)
             if len(problems) == _MAX_PROBLEMS:
                 return problems
@@ -133,6 +133,7 @@ def _cover_problem(
     """Return why boxes do not cover each element of a tensor exactly once, or None."""
     if not all(_is_box(box, shape, files) for box in boxes):
         return f"a box of {name} is not inside it, or names a file that the manifest does not"
+    # The header of a file has one entry per name, so it cannot describe a second box.
     if len({box["file"] for box in boxes}) < len(boxes):
         return f"two boxes of {name} are in one file"
     if not _are_disjoint([(box["offset"], box["shape"]) for box in boxes]):
@@ -184,6 +185,7 @@ def _is_box(box: Any, shape: Sequence[int], files: Mapping[str, int]) -> bool:
     sizes = box.get("shape")
     if not isinstance(offset, list) or not _are_sizes(sizes):
         return False
+    # Ranks do not write empty boxes, and `_are_disjoint` relies on that.
     if not len(offset) == len(sizes) == len(shape) or math.prod(sizes) == 0:
         return False
     return all(

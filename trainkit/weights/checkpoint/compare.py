@@ -77,6 +77,7 @@ def tensor_problems(
         tensor = by_name[name].tensor
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
+        # An integer is never cast: a token count in another dtype is a bug, not a precision.
         are_floats = all(getattr(torch, dtype).is_floating_point for dtype in (found[0], want[0]))
         may_cast = want[1] == found[1] and are_floats and matches(name, tolerance.cast)
         if want != found and not may_cast:
@@ -116,6 +117,7 @@ def optimizer_problems(
         for name in sorted(trained - saved["scalars"].keys())
     ]
     if differences:
+        # The state of another optimizer has other keys: its moments cannot be compared.
         return problems if tolerance.optimizer else problems + differences
     expected = expected_state(stages, optimizer)
     problems += _scalar_problems(saved["scalars"], expected)
@@ -154,6 +156,7 @@ def kind_problems(
     return [
         f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
         for group, (old, new) in enumerate(zip(saved["options"], live, strict=True))
+        # An option that one side lacks counts as None: torch adds options in later versions.
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and name not in tolerance.options
     ]

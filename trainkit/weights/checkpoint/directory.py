@@ -130,6 +130,7 @@ def saved_before(run_dir: Path | str) -> str | None:
         return "run.json"
     run = identity.get("run")
     for event in _read_events(run_dir / "events.jsonl"):
+        # A directory may have been copied from another run, together with its events.
         if event.get("event") == "start":
             run = event.get("run")
         elif event.get("path") and (run == identity.get("run") or not identity):
@@ -143,6 +144,7 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         while line := file.readline(_MAX_RECORD_BYTES):
+            # Parsing only these keeps a file of gigabytes fast.
             if b'"event":"start"' in line or b'"event":"save"' in line:
                 with contextlib.suppress(orjson.JSONDecodeError):
                     event = orjson.loads(line)
@@ -155,6 +157,7 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
         record = read_json(path, most_bytes=65536)
     except CheckpointError:
         return None
+    # A damaged file counts as a missing one: a wrong id would make this another run.
     identity = _parse_identity(record) if is_sealed(record) else None
     return None if identity is None else {**identity, "saved": record.get("saved")}
 

@@ -271,6 +271,7 @@ def write_weights(
         )
     if not tensors:
         raise refusal(target, "would hold no tensor: the source has none of those asked for")
+    # Sorted, so that every export of the same weights has the same files.
     written = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     sizes = {name: stored.nbytes for name, stored in written.items()}
     plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
@@ -284,7 +285,7 @@ def write_weights(
         )
     needed = total + sum(map(len, extra_files.values()))
     with _open_shared_folder(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
-
+        # An error on one rank is raised on all, and then none of them renames the folder.
         def write() -> dict[str, Any]:
             from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
 
@@ -316,6 +317,7 @@ def _open_shared_folder(
         def open_folder() -> str | None:
             if axis.index:
                 return None
+            # All checks come before the first byte is written.
             with convert_disk_errors(target, by="export"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 recover_folder(target)
@@ -421,6 +423,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
             where=str(target),
             hint="name another folder, or give --overwrite to replace what an export wrote",
         )
+    # Never delete what an export did not write, not even a file that was added to its folder.
     problem = "is not a folder that an export wrote"
     with suppress(CheckpointError):
         manifest = read_manifest(target, form=WEIGHTS)

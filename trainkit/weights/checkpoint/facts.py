@@ -162,6 +162,7 @@ def compare_facts(
     errors: list[str] = []
     messages: list[str] = []
     tables: list[str] = []
+    # Through JSON, as the saved facts went: tuples become lists, and integer keys strings.
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
         if plain in free | flagged and name not in saved:  # older checkpoints lack newer facts

@@ -76,7 +76,9 @@ def find_initial_weights(
     if init is None:
         return InitialWeights(recorded, own, saved_hash)
     # A run survives the deletion of its initial weights: its checkpoints replace them.
-    if recorded is not None and not _has_weights(recorded) and _is_recorded(Path(init), recorded):
+    # `init` may also name the run of the recorded checkpoint.
+    same = (recorded.resolve(), recorded.resolve().parent.parent) if recorded else ()
+    if recorded is not None and not _has_weights(recorded) and Path(init).resolve() in same:
         return InitialWeights(recorded, own, saved_hash)
     if not Path(init).exists():
         raise ConfigError(
@@ -116,7 +118,7 @@ def hash_initial_weights(
         >>> hash_initial_weights(InitialWeights(None), [nn.Linear(1, 1)], solo_parallel())
         {'first weights': None}
     """
-    if first.own is not None:
+    if first.own is not None:  # the stages were not filled with the initial weights
         return dict(first.facts)
     return {_FACT: None if first.source is None else weights_hash(stages, ps)}
 
@@ -144,6 +146,7 @@ def _find_checkpoint_to_resume(
     """Return the first checkpoint with a valid manifest, and its facts; None and {} if none has."""
     if request == "never":
         return None, {}
+    # Only manifests are checked here. Hashing tensors takes minutes, and `resume` does it anyway.
     for path in list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]:
         problems, manifest = outline(path)
         if problems:
@@ -157,8 +160,3 @@ def _find_checkpoint_to_resume(
 def _has_weights(path: Path) -> bool:
     has_safetensors = next(path.glob("*.safetensors"), None) is not None
     return has_safetensors or bool(list_checkpoints(path / "checkpoints"))
-
-
-def _is_recorded(init: Path, recorded: Path) -> bool:
-    """Return whether `init` is the recorded path, or the run that the checkpoint there is of."""
-    return init.resolve() in (recorded.resolve(), recorded.resolve().parent.parent)

@@ -136,7 +136,7 @@ def open_guarded_saver(
             config=config,
         )
         yield _skip_duplicate_saves(save, guard)
-        collect_saves(wait=True)
+        collect_saves(wait=True)  # writes the event of the last save
 
 
 def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
@@ -150,6 +150,7 @@ def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
+        # A roll-back has saved the state that it returns: a save that is due now is a duplicate.
         after = guard(state, record, batch, seen=seen)
         rolled_back[:] = [after] if after.step < state.step else []
         return after
@@ -213,6 +214,7 @@ def make_guard(
     """
     stages = modules_of(stages)
     damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
+    # In a list, because a roll-back replaces it: it refers to the moments from before.
     replica_checks = [make_replica_check(stages, optimizer, ps)]
 
     def guard(

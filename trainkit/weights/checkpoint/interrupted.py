@@ -62,8 +62,10 @@ def write_and_commit(
     Effects:
         Writes to disk, and waits until it is durable.
     """
+    # A snapshot reuses the memory that such a thread is still writing.
     if save_threads():
         raise CheckpointError("the save before it has not ended, and holds the memory of the copy")
+    # Each rank leaves a mark here, outside of the directory that the commit renames.
     written = target.staging.with_name(f"{target.staging.name}-written")
     if follows and not written.exists():
         return None
@@ -73,6 +75,7 @@ def write_and_commit(
     (written / f"{axis.index}").touch()
     if not all((written / f"{rank}").exists() for rank in range(axis.count)):
         return None
+    # Two ranks may both see all marks. Creating a file exclusively chooses one of them.
     try:
         (written / "commit").touch(exist_ok=False)
     except OSError:  # another rank is committing, or has committed

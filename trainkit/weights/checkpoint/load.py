@@ -107,10 +107,12 @@ def resume(
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
     directory = run_dir / "checkpoints"
-    log = log if is_first else _ignore
+    log = log if is_first else (lambda _: None)
+    # The facts after all batches: the ranks must also agree on phases that have not started.
     agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
     request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
     skipped: list[str] = []
+    # Only the first rank lists the directory: on a network disk others may see another state.
     candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
     while True:
         chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
@@ -148,6 +150,7 @@ def resume(
             log(_make_fork(run_dir, path, manifest))
 
     run_on_all_ranks(accept, ps.world)
+    # From here on nothing can fail on one rank alone.
     return install_(staged, stages, optimizer)
 
 
@@ -285,10 +288,6 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
     return facts
 
 
-def _ignore(_: str) -> None:
-    """Drop a message: on ranks other than the first."""
-
-
 def _read_outline(path: Path) -> dict[str, Any]:
     """Return the manifest of a requested checkpoint whose files have the right sizes."""
     problems, manifest = outline(path)
@@ -301,6 +300,7 @@ def _make_fact_check(facts: Facts | None, changes: ResumeRules, messages: list[s
     """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
+        # Facts of later phases may have changed: those at the saved batch are compared.
         live = facts_at(facts, saved["state"]["cursor"]["batch"])
         errors, allowed = compare_facts(saved["facts"], live, changes)
         messages[:] = allowed
@@ -432,7 +432,7 @@ def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: st
     if request == "auto":
         return False
     own, _ = _read_run_id(run_dir)
-    if own is None or manifest.get("run") is None:
+    if own is None or manifest.get("run") is None:  # the first format has no ids: go by the path
         return path.resolve().parent != (run_dir / "checkpoints").resolve()
     return own != manifest["run"]
 

@@ -29,7 +29,7 @@ READABLE = {FORMAT: (1, 2), WEIGHTS: (1,)}
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_([0-9]{8,18})(?:-([0-9]{1,9}))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_MANIFEST_BYTES = 8 * 1024 * 1024
+_MANIFEST_BYTES = 8 * 1024 * 1024  # of some 50,000 files
 _MANIFEST_VALUES = 500_000
 _READERS = 8  # files that are hashed at once; each SHA-256 is bound by one core
 
@@ -229,6 +229,7 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
     path = Path(path)
     if not path.exists():
         return [f"{path} is not there"], {}
+    # A link could be changed to another directory between the check and the load.
     if not path.is_dir() or path.is_symlink():
         return [f"{path} is not a directory"], {}
     if (path / "checkpoints").is_dir():
@@ -352,8 +353,17 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
             where=path,
             hint="name a run that has saved, or one of its checkpoints",
         )
+    if best:
+        scores = {path: score_of(outline(path)[1]) for path in paths}
+        # sorted() is stable, and the paths come newest first.
+        candidates = sorted(
+            (path for path in paths if scores[path] is not None),
+            key=lambda path: scores[path] or 0.0,
+        )
+    else:
+        candidates = paths
     skipped: list[str] = []
-    checkpoint = first_verified(_sort_by_score(paths) if best else paths, skipped, log)
+    checkpoint = first_verified(candidates, skipped, log)
     if checkpoint is not None:
         return checkpoint
     if not best:
@@ -385,12 +395,6 @@ def refuse_deleted(path: Path) -> None:
             hint="a run retains its newest (--keep), every Nth step (--keep-every N) and each "
             f"checkpoint that has a pin file, here {path.name}.pin",
         )
-
-
-def _sort_by_score(paths: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints that have a score, the lowest first, and of equal ones the newest."""
-    scores = {path: score_of(outline(path)[1]) for path in paths}
-    return sorted((p for p in paths if scores[p] is not None), key=lambda p: scores[p] or 0.0)
 
 
 def _check_not_weights(path: Path) -> None:
@@ -441,6 +445,7 @@ def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *
     directory.mkdir(parents=True, exist_ok=True)
     for incomplete in (*directory.glob(".staging-*"), *directory.glob(".deleting-*")):
         shutil.rmtree(incomplete, ignore_errors=True)
+    # After "never", or a checkpoint of another run, none of these is on the branch.
     last = -1
     if chosen is not None and chosen.resolve().parent == directory.resolve():
         last = step_of(chosen)

@@ -78,6 +78,7 @@ def install_carried_over_(
     Effects:
         Replaces the optimizer's state.
     """
+    # A probe or an earlier load may have left state that the checkpoint does not have.
     optimizer.state.clear()
     named = get_named_parameters(stages)
     after_step = state_after_a_step(optimizer)
@@ -90,6 +91,8 @@ def install_carried_over_(
         p = named[live]
         part = part_of(optimizer, groups[id(p)])
         state: dict[str, Tensor] = {}
+        # An elementwise optimizer initializes a parameter only while its state is empty, so what is
+        # not loaded gets its initial values here.
         if isinstance(part, ElementwiseOptimizer) and loaded.keys() != {_MEAN}:
             state = part.begun(p, groups[id(p)])
         for key, like in _drop_scales(after_step[p]).items():
@@ -118,6 +121,7 @@ def _find_matching_keys(
         shape = tuple(p.shape) if expected[key].dim() else ()
         return key in saved_state and tuple(saved_state[key]["shape"]) == shape
 
+    # Of an unknown optimizer any moment may have a bias correction: all are taken, or none.
     corrected: Collection[str] = [key for key, x in expected.items() if x.dim() and key != _MEAN]
     if isinstance(part, ElementwiseOptimizer):
         corrected = [key for key in part.moments if key not in part.copies]
@@ -155,6 +159,7 @@ def _convert_state(
         return {key: loaded[key].to(dtype)}
     length = p.shape[-1]
     parts = {x: local_of(loaded[x]).reshape(-1) for x in (key, scale_name(key)) if x in loaded}
+    # Through full-precision values: block scales of another format cannot be copied.
     values = read_moment(key, parts, wide(p.dtype))
     state = {key: empty_rows_like(p.data, length, dtype)}
     if is_scaled:

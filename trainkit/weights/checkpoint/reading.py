@@ -146,6 +146,7 @@ def read_tensors(
             return [error.what]
         return []
 
+    # All ranks together verify every file; of another rank's files only the boxes are read.
     names = [name for name in sorted(files) if name in to_verify or targets[name]]
     if not names:
         return []
@@ -182,6 +183,7 @@ def _read_file(
             for fetch in _plan_fetches(extents[target.saved], target.box.offset, target.out)
         ]
         position = len(header)
+        # In the order of the file, so that one pass both hashes and copies.
         for fetch in sorted(fetches, key=lambda fetch: fetch.start):
             if is_hashed:
                 skim(file, position, fetch.start, path, feed)

@@ -195,6 +195,7 @@ def refuse_drift(problems: Sequence[str]) -> None:
 
 def _find_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     """Return the boxes of this rank that other ranks have too."""
+    # Equal keys on two ranks mean the same part of the same tensor, in any layout.
     boxes = {
         make_key(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
         for name, box in ((name, get_local_box(tensor)) for name, tensor in tensors.items())
@@ -237,6 +238,7 @@ def _hash_bits(bits: Tensor, weights: Tensor) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.reshape(-1).split(_CHUNK):
+        # Times 3 from chunk to chunk, or exchanged chunks would have the same sum.
         total = total * 3 + (part * weights[: part.numel()]).sum()
     return total
 
@@ -246,6 +248,7 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     hashes = _hash_replicas(replicas)
     by_holders: dict[str, int] = {}
     for replica, value in zip(replicas, hashes, strict=True):
+        # Times an odd number of the box: two boxes with exchanged contents must not cancel out.
         total = by_holders.get(replica.holders, 0) + value * (replica.key | 1)
         by_holders[replica.holders] = total & MASK64
     by_rank = all_gather_objects(by_holders, axis)

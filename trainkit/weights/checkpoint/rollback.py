@@ -118,6 +118,7 @@ def roll_back(
             clear_directory(run_dir / "checkpoints", Path(chosen), chosen, log=log)
 
     run_on_all_ranks(move_branch, ps.world)
+    # At once: a run that is killed now must not resume before the bad batches again.
     save_checkpoint(run_dir, rolled_back, stages, optimizer, ps, facts=facts, config=config)
     return rolled_back
 

@@ -168,6 +168,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str,
     """Write a new file, wait until it is on the disk, and return its {"size", "sha256"}."""
     digest = hashlib.sha256()
     size = 0
+    # O_EXCL: a file or a link that somebody else has put there is an error.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for chunk in chunks:

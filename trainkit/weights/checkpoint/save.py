@@ -143,6 +143,7 @@ def open_saver(
             f"saves: config holds what JSON does not ({error}); give plain values", where="config"
         ) from error
     take = bind_snapshots(stages, optimizer, ps)
+    # A process group of its own: the order of its collectives must not depend on the step's.
     separate_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with separate_group as axis:
         saver = _Saver(
@@ -158,7 +159,7 @@ def open_saver(
             progress=progress or SaveProgress(),
             # Equal on all ranks, and a name that no earlier process has used on the shared disk.
             token=all_gather_objects(secrets.token_hex(8), axis)[0],
-            log=_ignore if axis.index else log,
+            log=(lambda _: None) if axis.index else log,
             grace=grace,
             event=event,
         )
@@ -172,10 +173,6 @@ def open_saver(
             raise
         saver.advance()
         saver.raise_last()
-
-
-def _ignore(_: str) -> None:
-    """Drop a message: on ranks other than the first."""
 
 
 @attrs.define(eq=False)
@@ -209,7 +206,7 @@ class _Saver:
         waited = time.perf_counter() - began
         if waited > _LONG_WAIT:
             self.log(f"step {state.step} waited {waited:.1f} s for the save before to be written")
-        facts = None if self.axis.index else self.facts  # the first rank's are saved
+        facts = None if self.axis.index else self.facts  # only the first rank's are written
         pending = start_save(
             lambda: self.take(state, facts_at(facts, state.cursor.batch)),
             self._make_target(str(self.num_saves), score),
@@ -220,7 +217,7 @@ class _Saver:
         )
         self.num_saves += 1
         self.pending.append(pending)
-        next(pending)
+        next(pending)  # takes the snapshot, and starts to write
         if not self.background:
             self.advance()
 

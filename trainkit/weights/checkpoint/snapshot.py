@@ -117,6 +117,7 @@ def bind_snapshots(
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
+        # Before the copy: a state that cannot be saved raises while the old snapshot is intact.
         described = _describe_state(state, optimizer, ps, facts)
         layout = [
             (name, x.dtype, box.shape, box.offset, box.local.shape)
@@ -189,8 +190,9 @@ def _copy(values: list[Tensor], into: list[Tensor]) -> None:
     """Copy tensors to host memory in one call, and wait once per device."""
     devices = {value.device for value in values if value.is_cuda}
     with torch.no_grad():
-        if values:
+        if values:  # one call for all: thousands of small copies would each cost a launch
             torch._foreach_copy_(into, values, non_blocking=bool(devices))
+    # Training may overwrite the parameters as soon as this returns.
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 

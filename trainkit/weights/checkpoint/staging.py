@@ -93,6 +93,7 @@ def stage_checkpoint(
         local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
         return _list_names(local[0], stages, optimizer)
 
+    # A rank that raised here alone would leave the others waiting in a collective.
     by_rank = run_on_all_ranks(read_headers, axis)
     names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
     if names["problems"]:
@@ -115,6 +116,7 @@ def stage_checkpoint(
             got=problems,
             hint="choose another --out, or start from scratch here with --resume never",
         )
+    # The others may be missing, as the tolerance allows, and keep their values.
     targets = {name: t for name, t in staged.targets.items() if t.saved in staged.index}
     buffered: dict[str, Target] = {}
 
@@ -315,6 +317,7 @@ def _find_state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
             for number in (value if isinstance(value, list) else [value])
         ]
         is_valid = (
+            # type() and not isinstance(): True is an int in Python, but not a count.
             all(type(n) is int and 0 <= n < 2**63 for n in counts)
             and counts[2] <= MAX_BATCHES
             and isinstance(stream, list)

@@ -74,6 +74,7 @@ def plain_tensor_name(name: Any) -> bool:
         >>> plain_tensor_name("model/layers.0.weight"), plain_tensor_name("../../etc/x")
         (True, False)
     """
+    # Names become keys and messages only, but others may use them as paths.
     return isinstance(name, str) and _NAME.fullmatch(name) is not None and ".." not in name
 
 
@@ -205,6 +206,7 @@ def read_header(
     if total < 8:
         raise refusal(path, f"has {total} bytes, which is no safetensors file")
     length = int.from_bytes(read_exactly(file, 0, 8, path), "little")
+    # Checked before it is read: the 8 bytes of the length may claim any size.
     if length > min(total - 8, most):
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
     data = read_exactly(file, 0, 8 + length, path)

@@ -149,6 +149,7 @@ def install_moments_(
     Effects:
         Replaces the optimizer's state.
     """
+    # State of parameters that the checkpoint does not have must not survive the load.
     optimizer.state.clear()
     named = get_named_parameters(stages)
     for full, target in targets.items():
@@ -156,6 +157,7 @@ def install_moments_(
         if kind == "optimizer":
             optimizer.state[named[rest[1]]][rest[0]] = target.tensor
     for name, values in scalars.items():
+        # A tied embedding is saved once, and both stages step their copy of it.
         for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
             if parameter is not None:
                 optimizer.state[parameter].update(values)
@@ -219,19 +221,14 @@ def state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, d
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            shape = _choose_probe_shape(p)
+            shape = tuple(min(size, 2) for size in p.shape) or (1,)
+            if p.dim() and p.shape[-1] % BLOCK == 0:  # 8-bit moments need rows of full blocks
+                shape = (*shape[:-1], BLOCK)
             key = index, p.dtype, *shape
             if key not in probed:
                 probed[key] = _step_probe(optimizer, group, p.dtype, shape)
             states[p] = probed[key]
     return states
-
-
-def _choose_probe_shape(p: nn.Parameter) -> tuple[int, ...]:
-    """Return a small shape for which an optimizer creates the same state as for the parameter."""
-    small = [min(size, 2) for size in p.shape] or [1]
-    # Blockwise quantized moments need rows of full blocks.
-    return (*small[:-1], BLOCK) if p.dim() and p.shape[-1] % BLOCK == 0 else tuple(small)
 
 
 def _step_probe(
@@ -251,6 +248,7 @@ def _step_probe(
     with suppress(Exception):  # a foreign optimizer may need other arguments, or a closure
         make: Any = type(part_of(optimizer, group))
         twin = make([options], lr=group["lr"])
+        # `combine_optimizers` adds state of its own, the mean, around the parts.
         again: Any = getattr(optimizer, "again", None)
         twin = twin if again is None else again([twin])
         twin.step()

@@ -118,6 +118,7 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
                     f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers "
                     "alone; keep a tensor there"
                 )
+    # A wrapper that forwards `step` but not `state` would silently save nothing.
     hidden = hidden_state(optimizer, names)
     if hidden:
         raise ValueError(
@@ -169,6 +170,7 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def _reshard_parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    # FSDP may still have full parameters gathered: only the shards are boxes of this rank.
     for stage in stages:
         reshard_(reducers_of(stage))
     return get_named_parameters(stages)

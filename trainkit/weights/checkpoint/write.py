@@ -159,7 +159,7 @@ def _write_file(
         finally:
             os.close(handle)
     except BaseException:
-        stopped.set()
+        stopped.set()  # the other files of this rank would be written in vain
         raise
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 

@@ -77,6 +77,7 @@ def read_foreign_tensors(source: Path) -> Found:
 def _read_pickles(source: Path) -> Found:
     """Read the pickles of a source in another process, and parse its report."""
     process = subprocess.run(  # noqa: S603 - our own module
+        # -P: a torch.py in the working directory must not be imported.
         [sys.executable, "-P", "-m", "trainkit.weights.convert.pickled", os.fspath(source)],
         # It must find the same trainkit and torch as this process.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -68,6 +68,7 @@ def convert_weights(
     for name, stored in chosen.items():
         if not plain_tensor_name(name):
             raise refusal(source, f"holds a tensor of the odd name {name[:100]!r}")
+        # Here and not in the process that read the pickles: what that reports is not trusted.
         check_boxes(name, stored, source)
         for extent in stored.extents:
             check_crc(extent)
