@@ -28,11 +28,11 @@ SAVE_THREAD = "trainkit-save"
 """The name of the thread that writes a save."""
 
 
-def save_threads() -> list[Thread]:
+def list_save_threads() -> list[Thread]:
     """Return the threads of this process that write saves.
 
     Examples:
-        >>> save_threads()
+        >>> list_save_threads()
         []
     """
     return [thread for thread in all_threads() if thread.name == SAVE_THREAD]

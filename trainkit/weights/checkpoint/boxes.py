@@ -73,7 +73,7 @@ def box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
     return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
 
 
-def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
+def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     """Return the problems of a checkpoint's index, at most the first ten.
 
     Args:
@@ -88,7 +88,7 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     Examples:
         >>> box = {"file": "rank_00000.safetensors", "offset": [0], "shape": [2]}
         >>> entry = {"dtype": "float32", "shape": [3], "boxes": [box]}
-        >>> index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
+        >>> find_index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
         ['the boxes of model/a hold 2 of its 3 elements']
     """
     tensors = index.get("tensors") if isinstance(index, dict) else None
@@ -97,7 +97,7 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     problems: list[str] = []
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
-        problem = entry_problem(name, entry, files)
+        problem = find_entry_problem(name, entry, files)
         if problem is not None:  # its boxes cannot be trusted, so they do not count below
             problems.append(problem)
             if len(problems) == _MAX_PROBLEMS:
@@ -112,14 +112,14 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     ]
 
 
-def entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None:
+def find_entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None:
     """Return what is wrong with one entry of an index, or None.
 
     Examples:
-        >>> entry_problem("../x", {}, {})
+        >>> find_entry_problem("../x", {}, {})
         "a tensor is named '../x'"
     """
-    problem = description_problem(name, entry)
+    problem = find_description_problem(name, entry)
     if problem is not None:
         return problem
     if not isinstance(entry.get("boxes"), list):
@@ -144,11 +144,11 @@ def _cover_problem(
     return None
 
 
-def description_problem(name: Any, entry: Any) -> str | None:
+def find_description_problem(name: Any, entry: Any) -> str | None:
     """Return what is wrong with the name, dtype or shape of a tensor, or None.
 
     Examples:
-        >>> description_problem("model/a", {"dtype": "complex64", "shape": []})
+        >>> find_description_problem("model/a", {"dtype": "complex64", "shape": []})
         "model/a has the dtype 'complex64', which no checkpoint holds"
     """
     if not _is_tensor_name(name):
@@ -254,22 +254,22 @@ def split_into_files(
     return files
 
 
-def parameter_of(full: str) -> str:
+def get_parameter_name(full: str) -> str:
     """Return the parameter that an entry of an index belongs to.
 
     Examples:
-        >>> parameter_of("model/a.weight"), parameter_of("optimizer/exp_avg/a.weight")
+        >>> get_parameter_name("model/a.weight"), get_parameter_name("optimizer/exp_avg/a.weight")
         ('a.weight', 'a.weight')
     """
     kind, _, rest = full.partition("/")
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-def shortened(problems: Iterable[str], most: int = _MAX_PROBLEMS) -> str:
+def shorten(problems: Iterable[str], most: int = _MAX_PROBLEMS) -> str:
     """Join the first problems into one line, and count the others.
 
     Examples:
-        >>> shortened(["a", "b", "c"], most=2)
+        >>> shorten(["a", "b", "c"], most=2)
         'a; b; and 1 more'
     """
     problems = list(problems)

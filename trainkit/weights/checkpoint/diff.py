@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.weights.checkpoint.export import row_boxes
-from trainkit.weights.checkpoint.manifest import refuse_deleted
+from trainkit.weights.checkpoint.export import split_into_row_boxes
+from trainkit.weights.checkpoint.manifest import check_not_deleted
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.sources import checkpoint_tensors
+from trainkit.weights.checkpoint.sources import read_checkpoint_tensors
 from trainkit.weights.checkpoint.stored import Stored
 
 _MAX_ENTRIES = 200  # of one table of the report
@@ -50,10 +50,10 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     """
     a, b = Path(a), Path(b)
     for path in (a, b):
-        refuse_deleted(path)
+        check_not_deleted(path)
     saved = [read_json(path / "state.json") for path in (a, b)]
     manifests = [read_json(path / "manifest.json") for path in (a, b)]
-    indices = [checkpoint_tensors(path) for path in (a, b)]
+    indices = [read_checkpoint_tensors(path) for path in (a, b)]
     report: dict[str, Any] = {"a": str(a), "b": str(b)}
     report["tensors"] = _diff_tensors(*indices)
     for part in ("state", "facts", "optimizer", "layout"):
@@ -155,7 +155,7 @@ def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
 
     max_abs = max_b = 0.0
     unequal = 0
-    for shape, offset in row_boxes(a.shape, _ELEMENTS):
+    for shape, offset in split_into_row_boxes(a.shape, _ELEMENTS):
         x, y = (read_box(stored, shape, offset) for stored in (a, b))
         # Bits and not values: NaN is equal to NaN here, and 0.0 differs from -0.0.
         bits = [v.contiguous().reshape(-1, 1).view(torch.uint8) for v in (x, y)]

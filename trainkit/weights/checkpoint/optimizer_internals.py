@@ -12,7 +12,7 @@ _SEQUENCES = (list, tuple, set, frozenset)
 _OWN_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
-def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
     """List the state of an optimizer that its own `state` does not contain.
 
     That is the state of optimizers inside it, and tensors in its attributes that have the size of a
@@ -27,7 +27,7 @@ def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
     Examples:
         >>> model = nn.Linear(1, 1)
-        >>> hidden_state(torch.optim.AdamW(model.parameters()), {})
+        >>> find_hidden_state(torch.optim.AdamW(model.parameters()), {})
         []
     """
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -52,11 +52,11 @@ def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
     return problems
 
 
-def optimizers_in(optimizer: torch.optim.Optimizer) -> list[Any]:
+def find_inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the optimizers inside an optimizer, at any depth.
 
     Examples:
-        >>> optimizers_in(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        >>> find_inner_optimizers(torch.optim.SGD(nn.Linear(1, 1).parameters()))
         []
     """
     return [x for _, x in _find_in_attributes(optimizer) if not isinstance(x, Tensor)]

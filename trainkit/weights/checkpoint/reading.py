@@ -26,7 +26,7 @@ from trainkit.weights.checkpoint.stored import (
     Extent,
     Stored,
     contiguous_stride,
-    extent_of,
+    find_extent,
     read_header,
 )
 
@@ -174,7 +174,7 @@ def _read_file(
         feed(memoryview(header))
         # The file may have other boxes too: a rank outside a tensor's mesh writes a duplicate.
         extents = {
-            name: extent_of(path, name, entry, box, stored)
+            name: find_extent(path, name, entry, box, stored)
             for name, (entry, box) in entries.items()
         }
         fetches = [

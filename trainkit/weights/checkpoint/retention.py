@@ -21,11 +21,11 @@ from trainkit.types import (
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    format_of,
+    get_score,
     list_checkpoints,
     outline,
-    score_of,
-    step_of,
+    parse_step,
+    read_format,
     verify_checkpoint,
 )
 
@@ -217,13 +217,13 @@ def remove_checkpoint(path: Path) -> None:
 
 def _read_listed(path: Path) -> Listed:
     if path.is_symlink() or not path.is_dir():  # its target may be the only copy of something
-        return Listed(path.name, step_of(path), verified=None)
+        return Listed(path.name, parse_step(path), verified=None)
     problems, manifest = outline(path)
     if not problems:
-        return Listed(path.name, step_of(path), score=score_of(manifest))
+        return Listed(path.name, parse_step(path), score=get_score(manifest))
     is_later = len(problems) == 1 and "upgrade trainkit" in problems[0]
-    is_foreign = is_later or format_of(path) != FORMAT
-    return Listed(path.name, step_of(path), verified=None if is_foreign else False)
+    is_foreign = is_later or read_format(path) != FORMAT
+    return Listed(path.name, parse_step(path), verified=None if is_foreign else False)
 
 
 def _try_to_remove(path: Path, log: Log) -> bool:
