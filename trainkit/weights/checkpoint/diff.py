@@ -29,7 +29,7 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         {"same", "tensors", "state", "facts", "config", "optimizer", "layout", "manifest"}.
         "tensors" has "only_a", "only_b" and "dtype_or_shape". The others are {name: [in
         a, in b]} of the values that differ, names joined by dots. "bytes" is whether the tensors of
-        both have the same bytes: True, False, or None when only the values could tell. With
+        both have the same bytes: True, False, or None when only the values could show it. With
         `values`, "values" is {name: {"max_abs", "max_b", "relative", "unequal"}} of the tensors
         that differ. "same" is True when tensors and counters are equal: the same state.
 

@@ -270,7 +270,7 @@ def write_weights(
             f"export: dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}", where="dtype"
         )
     if not tensors:
-        raise refusal(target, "would hold no tensor: the source has none of those asked for")
+        raise refusal(target, "would hold no tensor: the source has none of the requested ones")
     # Sorted, so that every export of the same weights has the same files.
     written = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     sizes = {name: stored.nbytes for name, stored in written.items()}

@@ -257,8 +257,8 @@ def make_guard(
                 )
             except CheckpointError as error:
                 # The numbers ended the run, not the checkpoints: the exit code is theirs.
-                reason = f"{action.reason}; {error.what}"
-                raise make_stop_error(attrs.evolve(action, reason=reason), state.health) from error
+                action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
+                raise make_stop_error(action, state.health) from error
             collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)
             replica_checks[0] = make_replica_check(stages, optimizer, ps)

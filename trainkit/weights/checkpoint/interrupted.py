@@ -29,9 +29,9 @@ from trainkit.weights.checkpoint.write import Destination, commit, point_to, wri
 class UnsavedState:
     """A complete state that is not saved yet when an error ends the run.
 
-    `after_peer_error` means that the error was caused by the exit of another rank. This rank then writes its
-    files only if another one has: a rank that was killed leaves nothing to complete. `log` takes a
-    message on any rank.
+    With `after_peer_error` the error was caused by the exit of another rank. This rank then writes
+    its files only if another one has: a rank that was killed leaves nothing to complete. `log`
+    takes a message on any rank.
     """
 
     state: TrainState

@@ -406,7 +406,7 @@ def _check_never_saved(run_dir: Path) -> None:
     file = find_saved_mark(run_dir)
     if file is not None:
         raise CheckpointError(
-            f"resume: {run_dir / file} tells that this run has saved, but there is no checkpoint "
+            f"resume: {run_dir / file} shows that this run has saved, but there is no checkpoint "
             f"in {run_dir / 'checkpoints'}",
             where=run_dir / "checkpoints",
             want="the checkpoints of this run",

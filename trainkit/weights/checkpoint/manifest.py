@@ -316,7 +316,7 @@ def no_checkpoint_error(directory: Path, skipped: Sequence[str]) -> CheckpointEr
 def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
     """Return the error for a requested checkpoint that does not verify."""
     return CheckpointError(
-        f"resume: {path} was asked for, but {shorten(problems, most=3)}",
+        f"resume: {path} was requested, but {shorten(problems, most=3)}",
         where=path,
         got=list(problems),
         want="a checkpoint directory that verifies",

@@ -37,7 +37,7 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     problems: list[str] = []
     for path, value in _find_in_attributes(optimizer):
         if isinstance(value, Tensor):
-            # Only by its size can state be told from a buffer: a table of constants is no state.
+            # Only the size distinguishes state from other tensors, such as a table of constants.
             if value.numel() > 1 and value.numel() in sizes and id(value) not in known:
                 problems.append(f"{path} is a tensor of shape {tuple(value.shape)}")
             continue

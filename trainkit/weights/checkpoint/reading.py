@@ -90,7 +90,7 @@ def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Seque
         ):
             raise CheckpointError(
                 f"weights: {name} has the shape {list(stored.shape)}; a box of {list(shape)} at "
-                f"{list(offset)} was asked for",
+                f"{list(offset)} was requested",
                 where=name,
             )
         return read_box(stored, shape, offset)

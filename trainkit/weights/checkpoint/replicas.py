@@ -114,11 +114,12 @@ def make_replica_check(
     """Return `check(step)`, which finds replicas that differ.
 
     Replicas are found by name and offset, in any layout: copies over dp_replicate, norms over tp,
-    everything over the part of sp that FSDP does not shard. Every `interval` steps a part of them is
-    hashed, and the ranks exchange one number for each set of ranks that share replicas, and names
-    only if those differ. The hash is a sum of the elements' bits times odd numbers modulo 2^64, so
-    one changed element always changes it. Tensors that only one rank has cannot be compared. Make a
-    new check after a load or a roll-back: this one refers to the moments from before.
+    everything over the part of sp that FSDP does not shard. Every `interval` steps a part of them
+    is hashed, and the ranks exchange one number for each set of ranks that share replicas, and
+    names only if those differ. The hash is a sum of the elements' bits times odd numbers modulo
+    2^64, so one changed element always changes it. Tensors that only one rank has cannot be
+    compared. Make a new check after a load or a roll-back: this one refers to the moments from
+    before.
 
     Args:
         stages: This rank's stages.
