@@ -47,20 +47,29 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
         if ps.ring.count > 1 or not layers:
-            found = "no submodule has attributes 'attend' and 'head_size'"
-            found = f"ring = {ps.ring.count} has kernels of its own" if layers else found
+            reason = "no submodule has attributes 'attend' and 'head_size'"
+            if layers:
+                reason = f"ring = {ps.ring.count} has kernels of its own"
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, {found}; leave attention out",
+                f"attention: {', '.join(names)} cannot be chosen, {reason}; leave attention out",
                 where="attention",
                 got=list(names),
             )
         made: dict[tuple[Any, ...], Chosen] = {}
         for layer in layers:
-            how: dict[str, Any] = {x: getattr(layer, x, None) for x in ("window", "softcap")}
-            how["head_size"] = getattr(layer, "widest_head", None) or layer.head_size
-            kind = tuple(how.values())
+            window = getattr(layer, "window", None)
+            softcap = getattr(layer, "softcap", None)
+            head_size: Any = getattr(layer, "widest_head", None) or layer.head_size
+            kind = (window, softcap, head_size)
             if kind not in made:
-                made[kind] = choose_kernel(names, device=ps.device, dtype=dtype, **how)
+                made[kind] = choose_kernel(
+                    names,
+                    device=ps.device,
+                    dtype=dtype,
+                    window=window,
+                    softcap=softcap,
+                    head_size=head_size,
+                )
             vars(layer)["attend"] = made[kind].attend
             _KERNEL.write_(layer, made[kind])
         return module

@@ -141,8 +141,8 @@ def make_stages(
 
     Raises:
         ConfigError: The schedule has another number of stages on a rank, ranks pass different
-            numbers, two stages hold a parameter of one name that is not said to be tied, one that
-            is said to be is not in two stages, or the two hold other values.
+            numbers, two stages hold a parameter of one name that is not in `tied`, one that is in
+            `tied` is not in two stages, or the two hold other values.
 
     Effects:
         Sets attributes of the stages and their parameters; communicates on `ps.pp`, and waits.
@@ -198,7 +198,7 @@ def _shared_names(
         found = where.get(name, [])
         if len(found) != 2:
             raise ConfigError(
-                f"make_stages: {name!r} is said to be tied, and must be in two stages; it is in "
+                f"make_stages: {name!r} is in `tied`, and must be in two stages; it is in "
                 f"{found or 'none'}",
                 where=name,
                 got=found,
@@ -207,7 +207,7 @@ def _shared_names(
         if stages[found[0]][name] != stages[found[1]][name]:
             raise ConfigError(
                 f"make_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
-                "which is said to be tied; copy one to the other before they are sharded",
+                "which is in `tied`; copy one to the other before they are sharded",
                 where=name,
                 got=found,
             )
@@ -229,11 +229,10 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace
         axis: The pipeline axis.
 
     Raises:
-        ConfigError: Several modules do not say where they stand, or the stages are of another
-            layout.
+        ConfigError: Several modules have no number, or the stages are of another layout.
 
     Effects:
-        None; the axis is only asked for its size.
+        None; of the axis only the size is read.
 
     Examples:
         >>> places_of([nn.Linear(1, 1)])

@@ -95,7 +95,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 def sum_in_grad_dtype_(model: nn.Module) -> None:
     """Let FSDP2 give sums in the dtype of parameters' gradients, which need not be their own.
 
-    It looks at dtypes when the model is called for the first time, so that it is told then.
+    FSDP2 reads dtypes when the model is called for the first time, so this takes effect then.
 
     Args:
         model: One whose parameters have a `grad_dtype`; without units of FSDP2 nothing is done.
@@ -416,11 +416,11 @@ class _Order:
         self.events.setdefault(group, []).append((what, self.numbers[unit]))
 
     def sum_with(self, counts: Tensor, group: Any) -> Tensor:
-        """Sum counts over a group, and beside them this order's hash and its square."""
+        """Sum counts over a group, and in the same collective this order's hash and its square."""
         own = tuple((number, what == "reduced") for what, number in self.events.get(group, ()))
         order = hash(own) % 2**20
-        beside = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
-        counts = torch.cat([counts, *beside])
+        hashes = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
+        counts = torch.cat([counts, *hashes])
         dist.all_reduce(counts, group=group)
         self.sums.append((group, counts[-2:]))
         return counts[:-2]
@@ -513,8 +513,10 @@ class _RoundedScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         if self.key is None:
-            mend = "call forward_backward, or leave expert_wire_dtype out"
-            raise RuntimeError(f"fsdp: gradients are rounded by the key of a step; {mend}")
+            raise RuntimeError(
+                "fsdp: gradients are rounded by the key of a step; call forward_backward, or leave "
+                "expert_wire_dtype out"
+            )
         key = self.key ^ to_int64(make_key(self.name, self.sums))
         self.sums += 1
         output_tensor.copy_(reduce_scatter_bf16(input_tensor, self.axis, key=key))
@@ -718,8 +720,9 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
         counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
         for part, total in zip(parts, sums, strict=True):
             part.copy_(total.view_as(part))
-        for parameter, grad, kept in zip(bucket, grads, whose_gradient(has, counts), strict=True):
-            parameter.grad = grad if kept else None
+        used = whose_gradient(has, counts)
+        for parameter, grad, is_used in zip(bucket, grads, used, strict=True):
+            parameter.grad = grad if is_used else None
 
 
 def gradients_of(params: Sequence[nn.Parameter]) -> list[Tensor]:

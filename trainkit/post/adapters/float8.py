@@ -202,7 +202,7 @@ class Float8(nn.Module):
 
 
 class _Float8Product(torch.autograd.Function):
-    """x `[T, I]` times a weight `[O, I]`; the operands are kept as they came."""
+    """x `[T, I]` times a weight `[O, I]`; the operands are saved unrounded."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
