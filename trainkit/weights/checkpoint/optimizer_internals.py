@@ -30,10 +30,12 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         >>> find_hidden_state(torch.optim.AdamW(model.parameters()), {})
         []
     """
-    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    states = {p: optimizer.state.get(p, {}) for p in stepped.values()}
+    states = {
+        p: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
+    }
     known = {id(x) for values in states.values() for x in values.values() if isinstance(x, Tensor)}
-    sizes = {p.numel() for p in states} | {sum(p.numel() for p in states)}
+    total = sum(p.numel() for p in states)
+    sizes = {p.numel() for p in states} | {total}
     problems: list[str] = []
     for path, value in _find_in_attributes(optimizer):
         if isinstance(value, Tensor):
@@ -45,10 +47,9 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             outer = states.get(p, {}) if isinstance(p, Tensor) else {}
             missing = [str(key) for key, x in state.items() if outer.get(key) is not x]
             if missing:
+                kind = type(value).__name__
                 name = names.get(id(p), "a parameter that is in no stage")
-                problems.append(
-                    f"{path} ({type(value).__name__}) remembers {', '.join(missing)} of {name}"
-                )
+                problems.append(f"{path} ({kind}) remembers {', '.join(missing)} of {name}")
     return problems
 
 
