@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainkit.text.chat.templates import Segment, Template
     from trainkit.types import Tokenizer
 
+# A character that templates do not write, in place of a content.
 _PROBE = "\u00a4"
 _SHAREGPT = {
     "system": "system",
@@ -113,6 +114,7 @@ def encode_chat(
     length = len(tokens)
     num_lost = 0
     if max_length is not None and len(tokens) > max_length:
+        # How many tokens the conversation has up to the end of each chosen turn.
         turn_lengths = np.searchsorted(ends, [turn[-1][1] for turn in turns], side="right")
         fitting = turn_lengths[turn_lengths <= max_length]
         length = int(fitting.max(initial=0))
@@ -191,6 +193,7 @@ def make_chat_encoder(
         overlong=overlong,
         counts=counts,
     )
+    # `open_corpus` and `prepare_corpus` read these attributes.
     vars(encode).update(vocab_size=getattr(tokenizer, "vocab_size", None), counts=counts)
     return encode
 
@@ -465,6 +468,7 @@ def _count_hidden(
         message = messages[i]
         words = (message.get("content") or "").split()
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        # As a whole word: a name may be a part of another word.
         if names and not any(re.search(rf"\b{re.escape(x)}\b", bodies[i]) for x in names):
             without_calls = {key: value for key, value in message.items() if key != "tool_calls"}
             changed[i] = {**without_calls, "content": message.get("content", "")}
@@ -478,5 +482,6 @@ def _count_hidden(
         rendered = template(changed, tools=tools)
     except DataError:  # the template needs what was removed, so it does not ignore it
         return 0
+    # Only if nothing else changed either: a template may show a call in other words.
     is_same = "".join(x.text for x in rendered) == "".join(x.text for x in segments)
     return hidden if is_same else 0

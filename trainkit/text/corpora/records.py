@@ -67,6 +67,7 @@ def read_records(
     path = Path(path)
     check_readable(path)
     names = list_document_files(path, suffixes=suffixes, keep=keep)
+    # All names are of one format, so the first decides.
     if names[0].endswith(tuple(suffixes)):
         return _read_text_records(path if path.is_dir() else path.parent, names, keep, sources)
     if not path.is_dir():
@@ -99,6 +100,7 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
         for suffix in RECORD_FORMATS
     ]
     by_format = [names for names in by_format if names]
+    # Only then: `keep` may select records by their names, which are not those of files.
     if len(by_format) > 1 and keep is not None:
         by_format = [
             selected for names in by_format if (selected := [name for name in names if keep(name)])
@@ -154,6 +156,7 @@ def _read_file_records(
             where=path,
             hint=f"text has a name that ends in {', '.join(TEXT_SUFFIXES)}",
         )
+    # Called here, not in the generator, so that a missing library is reported at once.
     records = RECORD_FORMATS[path.suffix].read(
         path, keep=None if keep is None else lambda number: keep(str(number))
     )

@@ -108,6 +108,7 @@ def check_name(path: Path) -> None:
         DataError: The name is not UTF-8.
     """
     name = str(path)
+    # In a `str`, bytes that are not UTF-8 are lone surrogates, which `encode` replaces.
     if not name.isascii() and name.encode(errors="replace").decode() != name:
         escape_control_characters = name.encode(errors="backslashreplace").decode()
         raise DataError(
@@ -142,6 +143,7 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
         try:
             return read()
         except OSError as error:
+            # These two are what a busy disk and a restarted NFS server return for a while.
             if error.errno not in {errno.EIO, errno.ESTALE}:
                 raise DataError(f"{path}: {error.strerror}", where=path) from error
             wait = next(waits, None)

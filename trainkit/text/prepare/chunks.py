@@ -78,6 +78,8 @@ def split_source(
     check_readable(path)
     if path.is_dir():
         names = list_document_files(path, suffixes=suffixes, keep=keep)
+        # `keep` is applied even to files of one format, as `list_document_files` returns all of
+        # them.
         selected = [name for name in names if keep is None or keep(name)]
         if names[0].endswith(tuple(suffixes)):
             return _split_text_files(path, selected, chunk_bytes)
