@@ -35,17 +35,17 @@ class StudentOptions:
 class Config(tk.config.RunConfig):
     """Train a small decoder on a larger one's distributions; by default on Python's library."""
 
-    out: Path = tk.config.option(Path("runs/distill"), change="no fact")
+    out: Path = tk.config.option(Path("runs/distill"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(120, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    teacher: Path | None = tk.config.option(None, change="free")
+    teacher: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default the teacher's."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
     loss: Literal["forward", "reverse", "js"] = "forward"
     """KL(teacher, student), KL(student, teacher), or the Jensen-Shannon divergence of the two."""
@@ -53,9 +53,9 @@ class Config(tk.config.RunConfig):
     """What the logits of both are divided by; the divergence is multiplied by its square."""
     hard: float = tk.config.option(0.5, tk.config.fraction)
     """The weight of the text's own next tokens; the divergence has the rest. 1: no teacher."""
-    compare: bool = tk.config.option(default=True, change="no fact")
+    compare: bool = tk.config.option(default=True, on_resume="ignore")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
-    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()

@@ -38,29 +38,29 @@ class AdapterOptions:
 class Config(tk.config.RunConfig):
     """Teach a trained decoder to answer; by default, what functions of Python's library do."""
 
-    out: Path = tk.config.option(Path("runs/finetune"), change="no fact")
+    out: Path = tk.config.option(Path("runs/finetune"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(275, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(275, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     method: Literal["full", "lora", "qlora"] = "full"
     """What is trained: all; adapters; or adapters beside matrices that are held in 4 bits."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = tk.config.option(None, change="free")
+    template: str | None = tk.config.option(None, on_resume="allow")
     """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
-    eval_every: int = tk.config.option(275, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(275, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out conversations before, every so many steps, and at the end; 0: never."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
-        change="free",
+        on_resume="allow",
     )
     """What the model is asked when it is evaluated, for you to read its answers."""
     batch: tk.config.RowOptions = tk.config.RowOptions()

@@ -24,13 +24,13 @@ class Config(tk.config.RunConfig):
     torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2
     """
 
-    out: Path = tk.config.option(Path("runs/long_context"), change="no fact")
+    out: Path = tk.config.option(Path("runs/long_context"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(30, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(30, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """A directory: the text below each entry is one document; by default Python's library."""
-    tokenizer: str = tk.config.option("bytes", change="free")
+    tokenizer: str = tk.config.option("bytes", on_resume="allow")
     """bytes, or a tokenizer.json."""
     size: str = "tiny"
     """A named model size; see trainkit.models.list_decoder_sizes."""

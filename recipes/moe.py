@@ -24,17 +24,17 @@ class Config(tk.config.RunConfig):
     expert is mlp width / (chosen + 1) wide, so a token meets as many weights as in the dense size.
     """
 
-    out: Path = tk.config.option(Path("runs/moe"), change="no fact")
+    out: Path = tk.config.option(Path("runs/moe"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(400, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(400, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A Hugging Face folder of a mixture to begin with; it says what size to balance would."""
     size: str = "tiny"
     """The dense size that layers get experts in; see trainkit.models.list_decoder_sizes."""
@@ -44,15 +44,15 @@ class Config(tk.config.RunConfig):
     """How many of them a token goes to."""
     balance: Literal["bias", "loss"] = "bias"
     """What keeps experts balanced: a bias for the choice, without a loss; or an auxiliary loss."""
-    bias_rate: float = tk.config.option(0.01, tk.config.non_negative, change="free")
+    bias_rate: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """By how much a step moves the biases at most; it falls at the end, as the learning rate."""
-    loss_weight: float = tk.config.option(0.01, tk.config.non_negative, change="free")
+    loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """What the auxiliary loss, a mean over the layers, is multiplied by; 0.01 to 0.1 balance."""
-    eval_every: int = tk.config.option(200, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
-    prompt: str = tk.config.option("def ", change="free")
+    prompt: str = tk.config.option("def ", on_resume="allow")
     """What the model goes on from when it is evaluated."""
-    sample: int = tk.config.option(120, tk.config.positive, change="free")
+    sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=400)

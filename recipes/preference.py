@@ -22,23 +22,23 @@ from trainkit.types import Cursor, TrainState
 class Config(tk.config.RunConfig):
     """Teach a decoder which of two answers is better; by default, one that ends."""
 
-    out: Path = tk.config.option(Path("runs/preference"), change="no fact")
+    out: Path = tk.config.option(Path("runs/preference"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(60, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(60, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """Pairs: a .jsonl or .parquet file with the fields prompt, chosen and rejected."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = tk.config.option(None, change="free")
+    template: str | None = tk.config.option(None, on_resume="allow")
     """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """How much a log-ratio counts, or of ORPO the odds; by default 0.1, and 2 of SimPO."""
-    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(

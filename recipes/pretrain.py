@@ -21,35 +21,35 @@ from trainkit.types import ConfigError
 class Config(tk.config.RunConfig):
     """Train a decoder from scratch; by default a small one, on the source of Python's library."""
 
-    out: Path = tk.config.option(Path("runs/pretrain"), change="no fact")
+    out: Path = tk.config.option(Path("runs/pretrain"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(650, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(650, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: tuple[Path, ...] = tk.config.option((), change="free")
+    data: tuple[Path, ...] = tk.config.option((), on_resume="allow")
     """Corpora: text files, directories of them, .jsonl, .tokens and others; by default Python's."""
-    field: str = tk.config.option("text", change="free")
+    field: str = tk.config.option("text", on_resume="allow")
     """The field of JSON lines, parquet or arrow files that holds the text."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
     weights: tuple[float, ...] = ()
     """How many of a step's rows each corpus gives, in proportion; by default as many as it has."""
-    anneal_step: int = tk.config.option(0, tk.config.non_negative, change="free")
+    anneal_step: int = tk.config.option(0, tk.config.non_negative, on_resume="allow")
     """From this global batch on the anneal-weights and the anneal-lr hold; 0 for never."""
-    anneal_weights: tuple[float, ...] = tk.config.option((), change="free")
+    anneal_weights: tuple[float, ...] = tk.config.option((), on_resume="allow")
     """What the weights become at the anneal-step."""
-    anneal_lr: float = tk.config.option(1.0, tk.config.positive, change="free")
+    anneal_lr: float = tk.config.option(1.0, tk.config.positive, on_resume="allow")
     """What the learning rate is multiplied with from the anneal-step on."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A Hugging Face folder whose architecture, weights and tokenizer to begin with."""
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
-    eval_every: int = tk.config.option(325, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
-    prompt: str | None = tk.config.option(None, change="free")
+    prompt: str | None = tk.config.option(None, on_resume="allow")
     """What the model goes on from when it is evaluated; by default how a held-out text begins."""
-    sample: int = tk.config.option(120, tk.config.positive, change="free")
+    sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     linear: tk.config.LinearOptions = tk.config.LinearOptions()

@@ -34,7 +34,7 @@ class RolloutOptions:
     """An answer is cut off after so many tokens, and then earns nothing."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """How much likelier or less likely a token may become by the updates of a rollout."""
-    sampled: Path | None = tk.config.option(None, change="free")
+    sampled: Path | None = tk.config.option(None, on_resume="allow")
     """Answers of another sampler, .jsonl or .parquet: prompt, ids, logprobs, truncated."""
 
 
@@ -42,19 +42,19 @@ class RolloutOptions:
 class Config(tk.config.RunConfig):
     """Reinforce answers that a checker rewards; by default, to sums of two numbers."""
 
-    out: Path = tk.config.option(Path("runs/reinforce"), change="no fact")
+    out: Path = tk.config.option(Path("runs/reinforce"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(280, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(280, tk.config.positive, on_resume="ignore")
     """Stop after this step, a multiple of updates. Nothing else depends on it."""
     supervised: int = tk.config.option(200, tk.config.non_negative)
     """So many steps first imitate examples, which answer some of the problems."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder to begin with; by default new weights."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
-    eval_every: int = tk.config.option(40, tk.config.positive, change="free")
+    eval_every: int = tk.config.option(40, tk.config.positive, on_resume="allow")
     """Ask what is held out after the supervised steps, every so many steps, and at the end."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
         row_length=64, rows=8, microbatch=32, multiple_of=4

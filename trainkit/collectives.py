@@ -235,7 +235,7 @@ def _told(error: Exception) -> dict[str, str | None]:
     names = ("where", "got", "want", "hint")
     facts = {name: getattr(error, name, None) for name in names}
     plain = {name: None if value is None else str(value) for name, value in facts.items()}
-    return plain | {"kind": type(error).__name__, "what": format_error(error)}
+    return plain | {"kind": type(error).__name__, "what": format_error(error, hint=False)}
 
 
 def _as_raised(told: dict[str, Any], rank: int) -> Exception:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
 from trainkit.parallel.names import canonical_name, get_named_parameters, is_tied_copy, modules_of
 from trainkit.parallel.reduction import (
@@ -345,7 +345,7 @@ def _clip_grads_(
     norms = _part_norms([members for members, _ in parts], axis, norm_type, names=groups)
     norms = norms if scale is None else norms / scale
     norm = norms.view(()) if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
-    looks = on_host(norm) and scale is None  # the host knows the norm without waiting
+    looks = can_read_values(norm) and scale is None  # the host knows the norm without waiting
     refused = _not_finite(norm)
     if looks and refused:
         return norm, refused
@@ -494,7 +494,7 @@ def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    if on_host(x) and not x.ndim:
+    if can_read_values(x) and not x.ndim:
         return torch.full((), not math.isfinite(x.item()))  # torch.tensor takes twice as long
     # x - x is NaN where x is not finite; isfinite costs 4 us more on a CPU.
     return (x - x).ne(0.0)
@@ -510,7 +510,7 @@ def _step_unless(refused: Tensor, optimizer: Any) -> None:
 
 
 def _step_as_it_is(refused: Tensor, optimizer: Any) -> None:
-    if not on_host(refused) and _skips_on_device(optimizer):
+    if not can_read_values(refused) and _skips_on_device(optimizer):
         optimizer.found_inf = refused.to(torch.float32)
         try:
             optimizer.step()
@@ -902,8 +902,8 @@ def _with_ranks(told: Sequence[Sequence[str]], words: str = "{} on {}") -> list[
     return [words.format(text, format_ranks(which)) for text, which in ranks.items()]
 
 
-def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
-    """Return ranks as a message names them.
+def format_ranks(which: Sequence[int]) -> str:
+    """Return ranks as a message names them: up to eight one by one.
 
     Examples:
         >>> format_ranks([1]), format_ranks([0, 2, 3]), format_ranks(range(64))
@@ -911,7 +911,7 @@ def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
     """
     if len(which) == 1:
         return f"rank {which[0]}"
-    if len(which) > most:
+    if len(which) > 8:
         return f"{len(which)} ranks from {which[0]} to {which[-1]}"
     return f"ranks {', '.join(map(str, which[:-1]))} and {which[-1]}"
 

@@ -369,7 +369,7 @@ def make_stop_error(action: Action, memory: HealthState) -> NumericsError:
 
     Examples:
         >>> error = make_stop_error(Action("stop", "the loss is nan", 9), {"rolled_back": [4.0]})
-        >>> error.code, str(error)
+        >>> error.code, error.what
         (67, 'training has no good step after step 9: the loss is nan; rolled back before step 4')
     """
     steps = [int(step) for step in _list(memory, "bad_steps")]

@@ -37,11 +37,23 @@ IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class TrainkitError(ValueError):
-    """Bad input, with what a user needs to mend it; `code` is the exit code of a recipe it ends.
+    """Bad input, described so that a user can fix it; `code` is the exit code of a recipe.
 
-    A plain `ValueError` means a bad argument (exit code 64). The subclasses name what else can be
-    at fault. `where` is a path, field or parameter; `got` and `want` say what was found and what
-    was asked; `hint` says what to do.
+    A plain `ValueError` means a bad argument (exit code 64). Subclasses name other causes.
+
+    Args:
+        what: The sentence that people read. A hint that it does not contain is appended to it.
+        where: A path, field or parameter.
+        got: The value that was found.
+        want: The value that was expected.
+        hint: What to do about it.
+
+    Examples:
+        >>> error = ConfigError("pp must be above 0, got 0", hint="leave --pp away")
+        >>> str(error)
+        'pp must be above 0, got 0: leave --pp away'
+        >>> error.what, error.hint
+        ('pp must be above 0, got 0', 'leave --pp away')
     """
 
     code = 64
@@ -55,12 +67,21 @@ class TrainkitError(ValueError):
         want: object = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(what)
-        self.what, self.where, self.got, self.want, self.hint = what, where, got, want, hint
+        super().__init__(what if hint is None or hint in what else f"{what}: {hint}")
+        self.what = what
+        self.where = where
+        self.got = got
+        self.want = want
+        self.hint = hint
 
 
-def format_error(error: BaseException, *, most: int = 8000) -> str:
-    """Return what an error says, of a long text the first `most` characters; never raises.
+def format_error(error: BaseException, *, most: int = 8000, hint: bool = True) -> str:
+    """Return the message of an error, truncated to `most` characters; never raises.
+
+    Args:
+        error: Any exception.
+        most: The number of characters to keep.
+        hint: Off, the hint of a TrainkitError is left out, for callers that show it separately.
 
     Examples:
         >>> format_error(ValueError("lr must be positive"))
@@ -69,7 +90,7 @@ def format_error(error: BaseException, *, most: int = 8000) -> str:
         'xxx ... (1000000 characters)'
     """
     try:
-        text = str(error)
+        text = str(error) if hint or not isinstance(error, TrainkitError) else str(error.what)
     except Exception as again:  # noqa: BLE001 (a class of somebody's own)
         return f"(its text cannot be shown: __str__ raised {type(again).__name__})"
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
@@ -440,7 +461,7 @@ class Precision:
     """
 
     storage: Literal["fp32", "bf16"] = attrs.field(
-        default="fp32", validator=one_of("fp32", "bf16"), metadata={"change": "refused"}
+        default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
     """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
     --optimizer-options rounding=kahan says."""

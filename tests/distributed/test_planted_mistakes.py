@@ -275,9 +275,9 @@ def routers_counted_per_tp_rank(_ps):
 
 
 def adapters_not_summed(_ps):
-    beside = lowrank._style_beside
+    derive = lowrank._derive_style
     PATCH.setattr(
-        lowrank, "_style_beside", lambda style: attrs.evolve(beside(style), partial=False)
+        lowrank, "_derive_style", lambda style: attrs.evolve(derive(style), partial=False)
     )
 
 

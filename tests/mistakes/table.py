@@ -73,8 +73,8 @@ MISTAKES = [
         (
             "files.py",
             "a file that everybody may write is one's own",
-            "bool(found.st_mode & stat.S_IWOTH)",
-            "bool(found.st_mode & stat.S_IROTH and found.st_size < 0)",
+            "    if found.st_mode & stat.S_IWOTH:",
+            "    if found.st_mode & stat.S_IROTH and found.st_size < 0:",
             "tests/weights/checkpoint/test_hostile.py tests/tools/commands/test_checkpoint.py",
         ),
         (
@@ -825,7 +825,7 @@ MISTAKES = [
         (
             "jit.py",
             "a compiled loop is kept when what it calls has changed",
-            "{hashlib.blake2b(told, digest_size=8).hexdigest()}",
+            "{hashlib.blake2b(sources, digest_size=8).hexdigest()}",
             "{len(files)}",
             "tests/optim/test_storage.py",
         ),
@@ -1227,27 +1227,27 @@ MISTAKES = [
         (
             "boxes.py",
             "boxes that leave a gap are the whole of a tensor",
-            "    if held != math.prod(shape):",
-            "    if held > math.prod(shape):",
+            "    if covered != math.prod(shape):",
+            "    if covered > math.prod(shape):",
             "tests/weights/checkpoint/test_hostile.py tests/weights/checkpoint/test_load.py",
         ),
         (
             "retention.py",
             "a checkpoint that is pinned goes",
-            "    kept = set(_kept(listing, policy)) | {*pinned}",
-            "    kept = set(_kept(listing, policy))",
+            "    retained = {entry.name for entry in selected} | {*pinned}",
+            "    retained = {entry.name for entry in selected}",
             "tests/weights/checkpoint/test_retention.py",
         ),
         (
             "facts.py",
             "ranks with other data train together",
-            "    if len(set(run_on_all_ranks(lambda: _hash_of(facts), axis))) == 1:",
-            "    if run_on_all_ranks(lambda: _hash_of(facts), axis):",
+            "    if len(set(run_on_all_ranks(hash_facts, axis))) == 1:",
+            "    if run_on_all_ranks(hash_facts, axis):",
             "tests/weights/checkpoint/test_resume.py",
         ),
         (
             "load.py",
-            "a checkpoint that was copied from another run is gone on from",
+            "a run resumes from a checkpoint that was copied from another run",
             "    if own is not None and other is not None and own != other:",
             "    if own is not None and other is not None and own == '':",
             "tests/weights/checkpoint/test_load.py",
@@ -1548,8 +1548,8 @@ MISTAKES = [
         (
             "jsonl.py",
             "evaluations of steps that were given up stay",
-            "for done, values in found.items() if done <= step}",
-            "for done, values in found.items() if done >= 0}",
+            "for done, values in evaluations.items() if done <= step}",
+            "for done, values in evaluations.items() if done >= 0}",
             "tests/families/test_sinks.py",
         ),
         (
@@ -1655,8 +1655,8 @@ MISTAKES = [
         (
             "signals.py",
             "after a stop every error is a lost save",
-            "        if not told or get_exit_code(error) in _OWN_CODES:",
-            "        if not told:",
+            "        if not agreed or get_exit_code(error) in _FINAL_CODES:",
+            "        if not agreed:",
             "tests/run/test_signals.py",
         ),
         (
@@ -1669,8 +1669,8 @@ MISTAKES = [
         (
             "config.py",
             "what may change when asked for is no fact of the run",
-            'if x.change != "no fact"]',
-            'if x.change == "refused"]',
+            'if x.on_resume != "ignore"]',
+            'if x.on_resume == "refuse"]',
             "tests/test_config.py",
         ),
         (

@@ -376,9 +376,9 @@ def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
         on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda sums=sums: sums)
         order.sums.append((group, on_gpu))
         order.compare(reducers)
-        assert (vars(model)[reduction._UNREAD] is order) == (step > 0)
+        assert (reduction._UNREAD.read(model) is order) == (step > 0)
     assert refused == []
-    vars(model)[reduction._UNREAD].check()
+    reduction._UNREAD.read(model).check()
     assert refused == [group]
 
 
@@ -591,7 +591,7 @@ def test_stages_that_somebody_has_cut_train_as_the_whole_model():
         said,
         (
             r"stages 0 and 1 both hold a parameter 'blocks.0.weight'; .* name it in `tied`",
-            "'embedding.weight' is said to be tied, .* it is in none",
+            "'embedding.weight' is in `tied`, .* it is in none",
             "stages 0 and 1 hold other values of 'embedding.weight'",
             "1f1b has 1 stage.s. on each rank, got 2; those with 2 are interleaved_1f1b, looped",
         ),

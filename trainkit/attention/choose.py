@@ -67,7 +67,8 @@ def choose_kernel(
         >>> choose_kernel(("varlen", "flash"), **asked, softcap=50.0)
         Traceback (most recent call last):
         trainkit.types.ConfigError: attention: none of these kernels takes heads of 64 in fp32 on
-        cpu with a soft cap of 50.0: varlen: it runs on CUDA alone; flash: it knows no soft caps
+        cpu with a soft cap of 50.0: varlen: it runs on CUDA alone; flash: it knows no soft caps:
+        ...
     """
     refused: dict[str, str] = {}
     device = torch.device(device)

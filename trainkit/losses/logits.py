@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.losses.softmax import make_vocabulary_axis, scores_of_logits
 from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
@@ -249,7 +249,7 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
         >>> import torch
         >>> check_values("cross_entropy", torch.tensor([3, -100]), words=4)
     """
-    if on_host(labels):
+    if can_read_values(labels):
         flat = labels.flatten()
         wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
         if wrong.any():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.losses.softmax import gather_words, words_of_rank
 from trainkit.types import IGNORED_LABEL, Axis
 
@@ -97,7 +97,7 @@ def _flat(where: str, name: str, x: Any, labels: Tensor) -> Any:
             raise ValueError(f"{where}: top_k must hold integers, got {x.dtype}")
         x = x.long()
     x = x.expand(labels.shape).masked_fill(labels == IGNORED_LABEL, identity).flatten()
-    if on_host(x) and not (valid := is_valid(x)).all():
+    if can_read_values(x) and not (valid := is_valid(x)).all():
         place = int((~valid).nonzero()[0])
         raise ValueError(
             f"{where}: {name} must be {valid_range}, got {x[place].item():g} at index {place} of "

@@ -47,8 +47,8 @@ def softmax_topk(
         chosen: k, experts per token.
         renormalise: Divide a token's weights by their sum, so that they sum to 1.
         is_token: bool `[T]`, False for padding, which goes nowhere; by default all are tokens.
-        indices: int64 `[T, k]`, choices that were made before (`RoutingTape`); the weights are still those
-            of these logits.
+        indices: int64 `[T, k]`, choices that were made before (`RoutingTape`); the weights are
+            still those of these logits.
 
     Raises:
         ValueError: `chosen` is not in [1, E], or shapes do not fit.
@@ -157,11 +157,6 @@ def _without_padding(
     indices = _of_tokens(indices, is_token, experts)
     weights, shares = _of_tokens(weights, is_token, 0), _of_tokens(shares, is_token, 0)
     return Routing(weights, indices, counts_of(indices, experts), shares)
-
-
-def on_host(x: Tensor) -> bool:
-    """Say whether values may be read: they are on the CPU, and no graph is being made of them."""
-    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def _of_tokens(x: Tensor, is_token: Tensor | None, value: int) -> Tensor:

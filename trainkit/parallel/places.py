@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -13,12 +13,10 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.models.call import call_model
 from trainkit.parallel.names import get_named_parameters, mark_tied_copy_
+from trainkit.parallel.notes import Note
 from trainkit.parallel.reduction import local_of
 from trainkit.parallel.split import assign_stages
 from trainkit.types import SOLO, Axis, Call, ConfigError, Layout, ParallelState, Stages
-
-_PLACE = "_trainkit_place"
-_TIED = "_trainkit_tied"
 
 
 @attrs.frozen
@@ -34,6 +32,10 @@ class StagePlace:
         return self.index == len(self.ranks) - 1
 
 
+_PLACE = Note[StagePlace | None]("stage_place", default=None)
+_TIED: Note[Mapping[str, tuple[int, int]]] = Note("tied_names", default=MappingProxyType({}))
+
+
 def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]]) -> nn.Module:
     """Write on a stage where it stands, and on its parameters which are copies of another's.
 
@@ -45,8 +47,8 @@ def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]
     Effects:
         Sets attributes of the stage and of its parameters.
     """
-    setattr(stage, _PLACE, place)
-    setattr(stage, _TIED, {name: pair for name, pair in tied.items() if place.index in pair})
+    _PLACE.write_(stage, place)
+    _TIED.write_(stage, {name: pair for name, pair in tied.items() if place.index in pair})
     for name, parameter in get_named_parameters([stage]).items():
         if name in tied and place.index == tied[name][1]:
             mark_tied_copy_(parameter)
@@ -139,8 +141,8 @@ def make_stages(
 
     Raises:
         ConfigError: The schedule has another number of stages on a rank, ranks pass different
-            numbers, two stages hold a parameter of one name that is not said to be tied, one that
-            is said to be is not in two stages, or the two hold other values.
+            numbers, two stages hold a parameter of one name that is not in `tied`, one that is in
+            `tied` is not in two stages, or the two hold other values.
 
     Effects:
         Sets attributes of the stages and their parameters; communicates on `ps.pp`, and waits.
@@ -196,7 +198,7 @@ def _shared_names(
         found = where.get(name, [])
         if len(found) != 2:
             raise ConfigError(
-                f"make_stages: {name!r} is said to be tied, and must be in two stages; it is in "
+                f"make_stages: {name!r} is in `tied`, and must be in two stages; it is in "
                 f"{found or 'none'}",
                 where=name,
                 got=found,
@@ -205,7 +207,7 @@ def _shared_names(
         if stages[found[0]][name] != stages[found[1]][name]:
             raise ConfigError(
                 f"make_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
-                "which is said to be tied; copy one to the other before they are sharded",
+                "which is in `tied`; copy one to the other before they are sharded",
                 where=name,
                 got=found,
             )
@@ -227,17 +229,16 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace
         axis: The pipeline axis.
 
     Raises:
-        ConfigError: Several modules do not say where they stand, or the stages are of another
-            layout.
+        ConfigError: Several modules have no number, or the stages are of another layout.
 
     Effects:
-        None; the axis is only asked for its size.
+        None; of the axis only the size is read.
 
     Examples:
         >>> places_of([nn.Linear(1, 1)])
         [StagePlace(index=0, ranks=(0,))]
     """
-    found = [getattr(stage, _PLACE, None) for stage in stages]
+    found = [_PLACE.read(stage) for stage in stages]
     if len(found) == 1 and found[0] is None:
         return [StagePlace(axis.index, tuple(range(axis.count)))]
     places = [place for place in found if place is not None]
@@ -263,5 +264,4 @@ def tied_of(stage: nn.Module) -> dict[str, tuple[int, int]]:
         >>> tied_of(nn.Linear(1, 1))
         {}
     """
-    found: Any = getattr(stage, _TIED, {})
-    return found
+    return dict(_TIED.read(stage))

@@ -8,7 +8,7 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
 from trainkit.parallel.attention import attention_line
-from trainkit.parallel.linears import told_of
+from trainkit.parallel.linears import describe_linears
 from trainkit.parallel.names import get_named_parameters, is_tied_copy, kind_of
 from trainkit.parallel.places import as_stages
 from trainkit.parallel.stage_forward import compute_device
@@ -60,7 +60,7 @@ def describe_run(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     world = stages.world.count
     ranks = f"{world} ranks: {stages.layout}" if world > 1 else "1 rank"
-    of_linears = next(filter(None, all_gather_objects(told_of(stages), stages.pp)), "")
+    of_linears = next(filter(None, all_gather_objects(describe_linears(stages), stages.pp)), "")
     chosen = attention_line(stages)
     full, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
     return (

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import orjson
 
 from trainkit.files import flush, redirect_to_devnull, say_on_stderr
+from trainkit.run.stacks import read_stack
 from trainkit.types import TrainkitError, format_error
 
 EXIT_SAVED = 75
@@ -31,6 +32,7 @@ EXIT_SAVED = 75
 
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
 _PIPE = 141  # 128 + SIGPIPE
+_WAIT_FOR_DISK = 5.0  # seconds that last words may take
 _DISK_ERRORS = {
     getattr(errno, name)
     for name in (
@@ -127,6 +129,48 @@ def last_words(code: int, what: str) -> bytes:
     names = ("code", "what", "where", "rank", "step", "got", "want", "hint")
     facts = dict.fromkeys(names) | {"code": code, "what": what, "rank": _rank()}
     return _words_of(facts | {"hint": _HINTS.get(code)}).encode() + b"\n"
+
+
+def end_process(error: TrainkitError, *, run_dir: Path, rank: int) -> NoReturn:
+    """End this process where it stands, after its last words (5 s at most, and 1 s without a disk).
+
+    Effects:
+        Writes the stacks of all threads to `errors` of the run directory, reports the error as
+        `report_errors` does, and ends the process with the error's code.
+    """
+    with contextlib.suppress(Exception):  # no thread can be started any more, for instance
+        words = threading.Thread(target=_write_last_words, args=(error, run_dir, rank), daemon=True)
+        words.start()
+        words.join(_WAIT_FOR_DISK)
+        if words.is_alive():  # the disk does not take the traceback
+            end_without_disk(error.code, str(error))
+    os._exit(error.code)
+
+
+def end_without_disk(code: int, text: str) -> NoReturn:
+    """End this process after last words that touch no file (1 s at most: a pipe may be full).
+
+    Effects:
+        Writes to stderr, and ends the process.
+    """
+    words = last_words(code, text)
+    writer = threading.Thread(target=os.write, args=(2, words), daemon=True)
+    writer.start()
+    writer.join(1.0)
+    os._exit(code)
+
+
+def _write_last_words(error: TrainkitError, run_dir: Path, rank: int) -> None:
+    with contextlib.suppress(OSError):
+        path = run_dir / "errors" / f"rank_{rank:05d}.txt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            for thread in threading.enumerate():
+                file.write(f"Thread {thread.name} (most recent call first):\n")
+                for source, function, line in read_stack(thread.ident or 0):
+                    file.write(f"  {source}:{line} in {function}\n")
+    with contextlib.suppress(SystemExit), report_errors(run_dir):
+        raise error
 
 
 def _words_of(facts: dict[str, Any], *further: str) -> str:
@@ -342,7 +386,7 @@ def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any
 def _what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
-    text = " ".join(format_error(error, most=_LONGEST_FACT - 100).split())
+    text = " ".join(format_error(error, most=_LONGEST_FACT - 100, hint=False).split())
     is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text

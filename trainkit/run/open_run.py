@@ -37,7 +37,7 @@ from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import Asked, open_stop_vote, trap_signals
+from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
 from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
@@ -119,7 +119,7 @@ class Run:
     phase: Announce
     """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
-    stopping: Asked
+    stopping: StopReason
     """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
@@ -249,7 +249,7 @@ class _RunFunctions:
     ps: ParallelState
     logger: Logger
     phase: Announce
-    stopping: Asked
+    stopping: StopReason
     limits: Timeouts
     software: Mapping[str, str]
     config: Mapping[str, Any] | None

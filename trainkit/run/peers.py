@@ -256,8 +256,8 @@ def read_failure(folder: Path, session: str) -> Failure | None:
     return _read(folder / "failure.json", Failure, session)
 
 
-def tell_failure(folder: Path, failure: Failure) -> Failure:
-    """Say why the run ends, and return what was said first: this, or what another rank has said.
+def write_failure(folder: Path, failure: Failure) -> Failure:
+    """Write down why the run ends, and return the first failure: this one or another rank's.
 
     Effects:
         Writes `failure.json`, unless it is there already.

@@ -13,7 +13,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.models import Decoder, init_weights, make_decoder_config
 from trainkit.parallel import check_plan, fsdp, tensor_parallel
-from trainkit.parallel.linears import told_of
+from trainkit.parallel.linears import describe_linears
 from trainkit.parallel.recompute import groups_of
 from trainkit.post.adapters import Lora, float8, lora
 from trainkit.post.adapters.fake import quietly
@@ -117,7 +117,7 @@ def test_names_and_values_stay_and_what_is_left_out_is_told():
     up = model.layers["0"].mlp.up
     assert torch.equal(up.weight, weights("layers.0.mlp.up.weight", up.weight.shape, (0, 0)))
     count = 7 * config.layers
-    assert told_of([model]) == f"float8 (rowwise) in {count} linear layers, not in head"
+    assert describe_linears([model]) == f"float8 (rowwise) in {count} linear layers, not in head"
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.layers["0"].mlp.up.weight.zero_()
@@ -145,7 +145,10 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ConfigError, match=told):
             float8(modules=pattern)(model, SOLO)
     float8()(model, SOLO)
-    assert told_of([model]) == "float8 (rowwise_with_gw_hp) in 1 linear layer, not in up, head"
+    assert (
+        describe_linears([model])
+        == "float8 (rowwise_with_gw_hp) in 1 linear layer, not in up, head"
+    )
     with pytest.raises(ConfigError, match=r"'wide' has a forward pass of its own \(Float8Linear\)"):
         float8(modules="wide")(model, SOLO)
     with pytest.raises(ConfigError, match=r"float8: no linear layer can: 'up' is 24 x 16"):

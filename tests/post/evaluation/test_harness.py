@@ -187,6 +187,6 @@ def test_a_task_that_is_not_there_is_named_with_the_nearest(tmp_path, monkeypatc
         "TaskManager",
         lambda include_path, **_: manager(include_path=include_path, include_defaults=False),
     )
-    with pytest.raises(ConfigError, match=r"has no task mine_choice$") as raised:
+    with pytest.raises(ConfigError, match=r"has no task mine_choice: near it are") as raised:
         evaluation.open_tasks(["mine_rolling", "mine_choice"], include=tmp_path)
     assert "mine_choices" in raised.value.hint

@@ -225,7 +225,7 @@ def test_half_a_pair_is_refused_and_where_nobody_looks_it_is_nan(monkeypatch):
     for name in ("dpo", "ipo", "simpo", "orpo"):
         with pytest.raises(ValueError, match=r"document 2 of row 1 is the last one, and no pair"):
             found_of(LOSSES[name], batch)
-    monkeypatch.setattr("trainkit.post.objectives.preference.on_host", lambda _: False)
+    monkeypatch.setattr("trainkit.post.objectives.preference.can_read_values", lambda _: False)
     for name in ("dpo", "simpo"):
         total, _, d_x, _ = found_of(LOSSES[name], batch)
         assert total.isnan()

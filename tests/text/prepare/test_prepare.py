@@ -796,8 +796,8 @@ ERRORS = {
     "odd": (DataError("odd", got=lambda: 0), DataError, "DataError: odd"),
     "key": (KeyError("k"), DataError, "KeyError: 'k'"),
     "value": (ValueError("v"), ValueError, "v"),
-    "disk": (DiskError("full", where=Path("a"), got=1, want=(2,), hint="h"), DiskError, "full"),
-    "config": (ConfigError("gone", hint="pip"), ConfigError, "gone"),
+    "disk": (DiskError("full", where=Path("a"), got=1, want=(2,), hint="h"), DiskError, "full: h"),
+    "config": (ConfigError("gone", hint="pip"), ConfigError, "gone: pip"),
 }
 
 

@@ -84,7 +84,7 @@ def test_without_hashes_damage_would_be_loaded(two_ranks, tmp_path, monkeypatch)
     copies = [
         shutil.copytree(p, tmp_path / p.name) for p in list_checkpoints(two_ranks / "checkpoints")
     ]
-    monkeypatch.setattr(reading, "_must_match", lambda *_: None)
+    monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
     counts = {"flips": 20, "truncations": 0, "pages": 10, "mixes": 0}
     assert damage(*copies, loads_not, **counts, seed=0).undetected
 
@@ -121,7 +121,7 @@ def test_without_verifying_the_newest_would_be_taken_damaged(tmp_path, monkeypat
     for steps in (1, 2):
         path = tk.save_checkpoint(tmp_path, *small_run(steps=steps))
     flip_last_byte(path / "rank_00000.safetensors")
-    monkeypatch.setattr(reading, "_must_match", lambda *_: None)
+    monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
     _, stages, optimizer, ps = small_run(steps=0)
     assert tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=quiet).step == 2
     assert not same(live(*small_run(steps=2)[1:3]), live(stages, optimizer))
@@ -153,7 +153,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 @pytest.mark.case("G6")
 def test_without_the_check_a_run_would_begin_afresh(tmp_path, monkeypatch):
     """The negative control: a path that is not there read as "nothing to go on from"."""
-    monkeypatch.setattr(load, "_candidates", lambda *_: iter(()))
+    monkeypatch.setattr(load, "_find_candidates", lambda *_: iter(()))
     options = {"request": tmp_path / "nowhere", "log": quiet}
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], **options).step == 0
 
@@ -387,7 +387,7 @@ def test_without_staging_a_load_that_fails_would_leave_half_of_it(tmp_path, monk
     before = live(stages, optimizer)
     refused(path, stages, optimizer)
 
-    monkeypatch.setattr(staging, "beside", lambda targets, _: targets)
+    monkeypatch.setattr(staging, "allocate_buffers", lambda targets, _: targets)
     with pytest.raises(CheckpointError):
         load_checkpoint(path, stages, optimizer)
     assert not same(before, live(stages, optimizer))
@@ -446,7 +446,7 @@ def test_without_the_check_another_run_would_be_taken(tmp_path, monkeypatch):
     tk.save_checkpoint(tmp_path / "one", *small_run())
     foreign = tk.save_checkpoint(tmp_path / "two", *small_run(steps=3))
     shutil.copytree(foreign, tmp_path / "one/checkpoints" / foreign.name)
-    monkeypatch.setattr(load, "_refuse_another_run", lambda *_: None)
+    monkeypatch.setattr(load, "_read_run_id", lambda _: (None, None))
     state = tk.resume(tmp_path / "one", tk.TrainState(), *small_run()[1:], log=quiet)
     assert state.step == 3
 
@@ -630,7 +630,7 @@ def test_a_free_field_frees_no_fact_of_its_name():
 
     @attrs.frozen(kw_only=True)
     class Config(RunConfig):
-        tokenizer: str = option("a", change="free")
+        tokenizer: str = option("a", on_resume="allow")
 
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path

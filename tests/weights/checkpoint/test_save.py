@@ -132,7 +132,7 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
 def test_what_could_not_be_read_back_is_not_saved(options, tmp_path):
     model = One(**options)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|sane shape|complex64)"):
+    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|valid shape|complex64)"):
         save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO)
     assert not list_checkpoints(tmp_path / "checkpoints")
 
@@ -148,13 +148,13 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         box = get_local_box(tensor, **options)
         return attrs.evolve(box, local=box.local[:1])
 
-    monkeypatch.setattr("trainkit.weights.checkpoint.tensors.box_of", half)
+    monkeypatch.setattr("trainkit.weights.checkpoint.tensors.get_local_box", half)
     if protected:
         with pytest.raises(CheckpointError, match="of its"):
             save_checkpoint(tmp_path, tk.TrainState(), *rest)
         assert not list_checkpoints(tmp_path / "checkpoints")
     else:  # the negative control
-        monkeypatch.setattr(write, "_refuse_gaps", lambda *_: None)
+        monkeypatch.setattr(write, "index_problems", lambda *_: [])
         save_checkpoint(tmp_path, tk.TrainState(), *rest)
         with pytest.raises(CheckpointError):
             tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
@@ -270,7 +270,7 @@ def test_a_save_of_an_old_step_that_fails_leaves_the_old_one(tmp_path, monkeypat
         into = functools.partial(write.Destination, staging=path)
         monkeypatch.setattr(
             "trainkit.weights.checkpoint.save.Destination",
-            lambda run, _, *rest: into(run, ranks=rest[0]),
+            lambda run_dir, ranks, **_: into(run_dir, ranks=ranks),
         )
     monkeypatch.setattr(write, "commit", lambda *_: 1 / 0)
     monkeypatch.setattr(flight, "commit", lambda *_: 1 / 0)
@@ -459,7 +459,7 @@ def fails_unseen(run_dir):
         flight.all_max = lambda told, _: torch.zeros_like(told)
         if ps.world.index == 1:
             flight.write_rank = lambda *_: None
-        write._refuse_gaps = lambda *_: None
+        write.index_problems = lambda *_: []
         write._read_report = lambda path: (
             orjson.loads(path.read_bytes())
             if path.exists()

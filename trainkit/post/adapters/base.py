@@ -112,7 +112,7 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
     Examples:
         >>> open_base_weights("/does/not/exist")
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     if is_hf_folder(path):
         return open_folder_weights(open_folder(path), axis=axis)

@@ -21,7 +21,7 @@ from trainkit.noise.hashing import MASK64
 from trainkit.parallel.materialize import box_in, listed, shapes_of
 from trainkit.post.adapters.base import open_base_weights
 from trainkit.post.adapters.frozen import get_quantizations, round_weights
-from trainkit.post.adapters.lowrank import BESIDE, Lora, split_name
+from trainkit.post.adapters.lowrank import CHILD, Lora, split_name
 from trainkit.post.adapters.peft import CONFIG, LowRankFactors, to_peft
 from trainkit.post.adapters.trained import build_trained_stages
 from trainkit.types import CheckpointError, ConfigError, Weights
@@ -70,7 +70,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     Examples:
         >>> read_adapters("/does/not/exist")
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])
@@ -78,7 +78,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     stored = model_of(path)
     read = reader(stored)
     tensors = {own: read(own, x.shape, (0,) * len(x.shape)) for own, x in stored.items()}
-    known = sorted({split_name(own)[1] for own in tensors if f".{BESIDE}." in own})
+    known = sorted({split_name(own)[1] for own in tensors if f".{CHILD}." in own})
     if len(known) != 1 and name not in known:
         raise CheckpointError(
             f"read_adapters: {path} holds the adapters {known or 'of none'}, and "
@@ -91,7 +91,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     loras = tuple(one for one in loras if one.name == chosen)
     parts: dict[str, dict[str, Tensor]] = {}
     for own, x in tensors.items():
-        if f".{BESIDE}." in own:
+        if f".{CHILD}." in own:
             matrix, which, key = split_name(own)
             if which == chosen:
                 parts.setdefault(matrix, {})[key] = x
@@ -99,7 +99,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
         matrix: LowRankFactors(x["a"], x["b"], _spec_of(matrix, loras).scale, x.get("magnitude"))
         for matrix, x in parts.items()
     }
-    whole = {own: x for own, x in tensors.items() if f".{BESIDE}." not in own}
+    whole = {own: x for own, x in tensors.items() if f".{CHILD}." not in own}
     return SavedAdapters(facts, loras, held, whole)
 
 

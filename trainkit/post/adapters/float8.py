@@ -9,7 +9,6 @@ layout rounds to the same bits, which scales of each rank's own part would not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.collectives import all_max
-from trainkit.parallel.linears import change_, choose_layers, plain_problem
+from trainkit.models.mixins import mix_in_
+from trainkit.parallel.linears import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
@@ -57,8 +57,9 @@ _RECIPES: Mapping[Scaling, _Recipe] = MappingProxyType(
 
 @attrs.frozen(eq=False)
 class _How:
-    """A recipe, and the axes over which a layer's sides and its tokens are cut."""
+    """The name of a layer, its recipe, and the axes that shard its sides and its tokens."""
 
+    name: str
     recipe: _Recipe
     inputs: Axis
     outputs: Axis
@@ -125,12 +126,10 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
         _check_device(ps.device)
         layers, left_out = choose_layers(module, modules, by="float8", problem=_problem)
 
-        def change(name: str, layer: Any) -> None:
-            layer.float8_name = name
-            layer.float8 = _How(_RECIPES[scaling], SOLO, SOLO, ps.sp)
-            layer.__class__ = _float8_class(type(layer))
-
-        change_(layers, left_out, change, told=f"float8 ({scaling})")
+        for name, layer in layers.items():
+            how = _How(name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp)
+            mix_in_(layer, Float8, float8=how)
+        note_computation_(layers.values(), left_out, f"float8 ({scaling})")
         return module
 
     return Transform(apply, kind="rounded")
@@ -156,42 +155,54 @@ def _problem(part: nn.Module) -> str | None:
     return f"is {sides[0]} x {sides[1]}, which {_UNIT} does not divide" if uneven else None
 
 
-@cache
-def _float8_class(base: type[nn.Module]) -> type:
-    return type(f"Float8{base.__name__}", (base,), {"forward": _forward, "cut_": _cut_})
+class Float8(nn.Module):
+    """Mixin: a linear layer whose products are in float8."""
 
+    float8: _How
+    weight: Tensor
+    bias: Tensor | None
 
-def _forward(self: Any, x: Tensor) -> Tensor:
-    kind, weight = x.device.type, self.weight
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight.to(dtype)
-    multiply: Any = _Float8Product.apply
-    if self.float8.communicates and torch.compiler.is_compiling():
-        multiply = torch.compiler.disable(multiply)
-    y = multiply(x.flatten(0, -2), weight, self.float8).view(*x.shape[:-1], -1)
-    return y if self.bias is None else y + self.bias.to(y.dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., I]` to `[..., O]`."""
+        kind, weight = x.device.type, self.weight
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+        multiply: Any = _Float8Product.apply
+        if self.float8.communicates and torch.compiler.is_compiling():
+            multiply = torch.compiler.disable(multiply)
+        y = multiply(x.flatten(0, -2), weight, self.float8).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+        """Record which side of the weight tensor parallelism shards.
 
-def _cut_(self: Any, style: ParallelStyle, axis: Axis) -> ParallelStyle:
-    """Note how tensor parallelism cuts the weight."""
-    dim = style.cuts.get("weight")
-    if dim is None:
+        Effects:
+            From here on scales of that side are a maximum over `axis`.
+
+        Raises:
+            ConfigError: 16 does not divide this rank's part of the side.
+        """
+        dim = style.cuts.get("weight")
+        if dim is None:
+            return style
+        part = self.weight.shape[dim] // axis.count
+        if part % _UNIT:
+            raise ConfigError(
+                f"float8: tp = {axis.count} leaves {self.float8.name!r} a side of {part}, which "
+                f"{_UNIT} does not divide; lower tp, or let the pattern of modules leave it out",
+                where="tp",
+                got=axis.count,
+            )
+        if dim == 0:
+            self.float8 = attrs.evolve(self.float8, outputs=axis)
+        else:
+            self.float8 = attrs.evolve(self.float8, inputs=axis)
         return style
-    part = self.weight.shape[dim] // axis.count
-    if part % _UNIT:
-        raise ConfigError(
-            f"float8: tp = {axis.count} leaves {self.float8_name!r} a side of {part}, which "
-            f"{_UNIT} does not divide; lower tp, or let the pattern of modules leave it out",
-            where="tp",
-            got=axis.count,
-        )
-    self.float8 = attrs.evolve(self.float8, **{("outputs", "inputs")[dim]: axis})
-    return style
 
 
 class _Float8Product(torch.autograd.Function):
-    """x `[T, I]` times a weight `[O, I]`; the operands are kept as they came."""
+    """x `[T, I]` times a weight `[O, I]`; the operands are saved unrounded."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.experts import ExpertWeights, grouped_product
+from trainkit.models.mixins import mix_in_
 from trainkit.noise import normal_by_quantile
 from trainkit.parallel.materialize import Fill, box_in
 from trainkit.parallel.names import canonical_name, fitting_names
@@ -279,7 +280,7 @@ def _pack_(name: str, module: Any, form: QuantizationFormat) -> None:
             parts = _packed_rows(held_as(weight.detach()), f"{name}.{key}", packing, None)
         for own, part in zip((key, key + SCALES), parts, strict=True):
             setattr(module, own, nn.Parameter(part.to(weight.device), requires_grad=False))
-    module.__class__ = _quantized_class(type(module))
+    mix_in_(module, Packed if isinstance(module, nn.Linear) else PackedExperts)
 
 
 def held_as(whole: Tensor) -> Weights:
@@ -292,42 +293,51 @@ def held_as(whole: Tensor) -> Weights:
     return lambda _, shape, offset: box_in(whole, shape, offset)
 
 
-@cache
-def _quantized_class(base: type[nn.Module]) -> type:
-    own = _LINEAR if issubclass(base, nn.Linear) else _EXPERTS
-    return type(f"Quantized{base.__name__}", (base,), {"cut_": _cut_, **own})
+class _QuantizedModule(nn.Module):
+    packings: dict[str, QuantizationSpec]
+
+    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+        """Return the style with scales sharded where it shards the rows of a matrix.
+
+        Effects:
+            Where columns are sharded, records which of them this rank has: `axis` is not used
+            for communication.
+        """
+        for key, packing in self.packings.items():
+            if style.cuts.get(key) == 0:
+                style = _with_scales(style, key)
+            elif key in style.cuts:
+                part = packing.shape[-1] // axis.count
+                self.packings[key] = attrs.evolve(packing, first=axis.index * part)
+        return style
 
 
-def _linear(self: Any, x: Tensor) -> Tensor:
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
-    y = _times(self, "weight", x, nn.functional.linear)
-    return y if self.bias is None else y + self.bias.to(y.dtype)
+class Packed(_QuantizedModule):
+    """Mixin: a linear layer whose frozen weight is quantised."""
+
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., I]` to `[..., O]`."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        y = _times(self, "weight", x, nn.functional.linear)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def _product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    return _times(self, name, rows, _Grouped(counts))
+class PackedExperts(_QuantizedModule):
+    """Mixin: experts whose frozen weights are quantised."""
+
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows `[N, D]` with the dequantised weights of their experts."""
+        return _times(self, name, rows, _Grouped(counts))
 
 
 def _times(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
+    codes, scales = getattr(module, name), getattr(module, name + SCALES)
     how = module.packings[name], multiply, noise_of(module, name)
-    return _TimesFrozen.apply(x, getattr(module, name), getattr(module, name + SCALES), how)
-
-
-_LINEAR = {"forward": _linear}
-_EXPERTS = {"product": _product}
-
-
-def _cut_(self: Any, style: ParallelStyle, axis: Axis) -> ParallelStyle:
-    """Return how tensor parallelism cuts codes and scales where a style cuts the matrix."""
-    for key, packing in self.packings.items():
-        if style.cuts.get(key) == 0:
-            style = _with_scales(style, key)
-        elif key in style.cuts:
-            part = packing.shape[-1] // axis.count
-            self.packings[key] = attrs.evolve(packing, first=axis.index * part)
-    return style
+    return _TimesFrozen.apply(x, codes, scales, how)
 
 
 @cache

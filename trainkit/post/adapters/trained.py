@@ -56,7 +56,7 @@ def build_trained_stages(
         >>> from trainkit.mesh import solo_parallel
         >>> build_trained_stages("/does/not/exist", lambda: nn.Linear(1, 1), solo_parallel(), [])
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     facts: Mapping[str, Any] = {} if is_hf_folder(path) else _facts(path)
     source = base or facts["base_from"] if "base" in facts else path

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.losses.logits import read_field
 from trainkit.losses.terms import NamedLoss, Terms, declare_terms, output_logprobs
 from trainkit.losses.weights import add_column
@@ -349,7 +349,7 @@ def _broken_pairs(found: Documents) -> Tensor:
     """Return which pairs have one answer alone, bool `[B, N / 2]`; where no sync is made, raise."""
     chosen, rejected = _in_pairs(found.known)
     broken = chosen != rejected
-    if on_host(broken) and broken.any():
+    if can_read_values(broken) and broken.any():
         row, pair = broken.nonzero()[0].tolist()
         what = f"document {2 * pair} of row {row} is the last one, and no pair"
         raise ValueError(f"preference: {what}; chat.pack_pairs keeps both answers in a row")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.run.plots import drawing
-from trainkit.run.sinks.jsonl import joined, read_jsonl
+from trainkit.run.sinks.jsonl import join_evaluations, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def plot_expert_load(metrics_path: str | Path, image_path: str | Path) -> Path:
         Writes `image_path`.
     """
     drawing.check_picture("plot_expert_load", Path(image_path))
-    lines = joined(read_jsonl(metrics_path), [])
+    lines = join_evaluations(read_jsonl(metrics_path), [])
     told = [line for line in lines if line.get("load")]
     if not told:
         what = f"plot_expert_load: {metrics_path} holds no step with a load of experts"

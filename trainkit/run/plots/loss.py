@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainkit.run.plots import drawing
-from trainkit.run.sinks.jsonl import joined, read_jsonl
+from trainkit.run.sinks.jsonl import join_evaluations, read_jsonl
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
     """
     drawing.check_picture("plot_loss", Path(image_path))
     told = read_jsonl(Path(metrics_path).with_name("events.jsonl"))
-    lines = joined(read_jsonl(metrics_path), told)
+    lines = join_evaluations(read_jsonl(metrics_path), told)
     metrics = [line for line in lines if "loss" in line]
     steps = [line for line in metrics if line["loss"] is not None]
     if not steps:

@@ -145,7 +145,6 @@ def make_chat_encoder(
     train: Train = "assistant",
     max_length: int | None = None,
     overlong: Literal["error", "drop"] = "error",
-    check: bool = True,
     counts: Counter[str] | None = None,
 ) -> Callable[[Mapping[str, Any]], Sample]:
     """Make a function from a record to its sample, for `open_corpus(encode=)` and the like.
@@ -159,12 +158,12 @@ def make_chat_encoder(
         train: As in `encode_chat`.
         max_length: As in `encode_chat`.
         overlong: As in `encode_chat`.
-        check: Whether each sample must pass `check_mask`.
         counts: As in `encode_chat`; a new counter by default.
 
     Returns:
         `encode(record) -> Sample`, with the tokenizer's `vocab_size` and the `counts` as its
-        attributes. It raises `DataError` for a wrong record.
+        attributes. It raises `DataError` for a wrong record, or a sample that `check_mask`
+        rejects.
 
     Raises:
         ValueError: An argument is out of range, or the tokenizer has no token for the template's
@@ -186,7 +185,7 @@ def make_chat_encoder(
         _encode_record,
         tokenizer=tokenizer,
         field=field,
-        stop_ids=find_stop_ids(tokenizer, template) if check else None,
+        stop_ids=find_stop_ids(tokenizer, template),
         template=template,
         train=train,
         max_length=max_length,

@@ -169,7 +169,6 @@ def pack_pairs(
     capacity: int,
     *,
     fit: Fit = best_fit,
-    group_size: int = 100_000,
     overlong: Literal["error", "drop"] = "error",
     multiple_of: int = 1,
 ) -> Bins:
@@ -183,7 +182,6 @@ def pack_pairs(
             are 0.
         capacity: Tokens per row, for both halves together.
         fit: As in `pack_bins`; it sees the two halves as one piece.
-        group_size: As in `pack_bins`, in pairs.
         overlong: For a pair longer than the capacity: "error" or "drop"; a pair is never split or
             truncated. The number of dropped pairs is N minus half the pieces of the result, minus
             the skipped pairs.
@@ -220,7 +218,6 @@ def pack_pairs(
         pairs,
         capacity,
         fit=fit,
-        group_size=group_size,
         overlong="drop",
         multiple_of=multiple_of,
     )

@@ -1,7 +1,7 @@
-"""A save after an error, for which ranks do not communicate: another one may be in a collective.
+"""Save after an error without communication: another rank may be inside a collective.
 
-A rank that has failed writes its part before it ends. Its end breaks the connections of the others,
-so that they leave the collective that they wait in, and write theirs.
+A rank that failed writes its files before it exits. Its exit breaks the connections of the others,
+so they leave the collective that they wait in, and write theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from threading import Event
 
 import attrs
 
-from trainkit.types import Axis, CheckpointError, Log, TrainState
+from trainkit.types import (
+    Axis,
+    CheckpointError,
+    Log,
+    TrainState,
+)
 from trainkit.weights.checkpoint.background_save import save_threads
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
@@ -22,11 +27,11 @@ from trainkit.weights.checkpoint.write import Destination, commit, point_to, wri
 
 @attrs.frozen(eq=False)
 class UnsavedState:
-    """A whole state that is saved nowhere when an error ends the run.
+    """A complete state that is not saved yet when an error ends the run.
 
-    `follows` says that the error came from the end of another rank: this rank then writes its part
-    only if another one has, since a rank that was killed has left nothing to complete. `log` takes
-    a sentence on any rank.
+    `follows` means that the error was caused by the exit of another rank. This rank then writes its
+    files only if another one has: a rank that was killed leaves nothing to complete. `log` takes a
+    message on any rank.
     """
 
     state: TrainState
@@ -38,20 +43,20 @@ class UnsavedState:
 def write_and_commit(
     take: Callable[[], Snapshot], target: Destination, axis: Axis, *, follows: bool
 ) -> Path | None:
-    """Write this rank's part of a checkpoint, and commit it if it is the last part.
+    """Write this rank's files of a checkpoint, and commit it if this rank is the last to do so.
 
     Args:
-        take: Takes the snapshot, without communicating; all facts are in it.
+        take: Takes the snapshot, without communicating, with the facts on every rank.
         target: Where it goes, the same on all ranks that hold the same state.
         axis: The ranks. Nothing is sent on it.
-        follows: Write only where another rank has written its part.
+        follows: Write only if another rank has written its files.
 
     Returns:
         The checkpoint, on the rank that has committed it.
 
     Raises:
-        CheckpointError: The save before has not ended.
-        DiskError: Something cannot be written.
+        CheckpointError: The previous save has not finished.
+        DiskError: A file cannot be written.
         NumericsError: A number is not finite.
 
     Effects:
@@ -66,21 +71,14 @@ def write_and_commit(
     write_rank(snapshot, target, axis.index, Event())
     written.mkdir(exist_ok=True)
     (written / f"{axis.index}").touch()
-    if not _is_last(written, axis.count):
+    if not all((written / f"{rank}").exists() for rank in range(axis.count)):
+        return None
+    try:
+        (written / "commit").touch(exist_ok=False)
+    except OSError:  # another rank is committing, or has committed
         return None
     path = commit(snapshot, target)
     shutil.rmtree(written, ignore_errors=True)
     point_to(path)
     mark_saved(target.run_dir)
     return path
-
-
-def _is_last(written: Path, ranks: int) -> bool:
-    """Return whether all ranks have written their parts, and no other rank commits them."""
-    if not all((written / f"{rank}").exists() for rank in range(ranks)):
-        return False
-    try:
-        (written / "commit").touch(exist_ok=False)
-    except OSError:  # another rank has begun to commit, or is done
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""Samples that were not packed by trainkit: shift their labels, pad them, say what to pool."""
+"""Padded batches, for samples that trainkit did not pack: shift labels, pad rows, pool tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TARGET_FIELDS = ("weights", "advantages", "logprobs", "temperature", "top_k", "top_p", "min_p")
-"""Fields of a sample that belong to the token that is predicted, not to the one that is read."""
+"""Fields of a sample that belong to the predicted token, not to the input token."""
 
 
 def shift_tokens(
@@ -25,31 +25,31 @@ def shift_tokens(
     mode: Literal["auto", "always"] = "auto",
     targets: Collection[str] = TARGET_FIELDS,
 ) -> dict[str, Any]:
-    """Return a sample whose labels are shifted, and with them all that belongs to a target.
+    """Shift the labels of a sample, and all fields that belong to targets, by one token.
 
-    For one document from elsewhere, before it is put into a row. `labels[i]` is then what the model
-    shall say after `input_ids[i]`: inputs lose their last entry, targets their first.
+    Use it on one document from elsewhere before it becomes part of a row. `labels[i]` then is the
+    token that the model predicts after `input_ids[i]`: inputs lose their last entry, targets their
+    first.
 
-    With "auto" a sample that is shifted already comes back as it is. That is one whose labels and
-    inputs differ in number, one that has `target_tokens`, or one whose labels say so: the first
-    label that tells is looked at, which is one that is not ignored, and whose token differs from
-    the next (in a run of one token both readings give the same labels). It is the next token: the
-    sample is shifted. It is its own token: it is not. It is neither, or no label tells: the sample
-    is left as it is.
+    With "auto" a sample that is already shifted is returned unchanged. This is one whose labels and
+    inputs differ in number, one that has `target_tokens`, or one whose labels show it. The first
+    label decides that is not ignored and whose token differs from the next one (in a run of equal
+    tokens both readings give the same labels). If it equals its own token, the sample is shifted
+    now. Otherwise, or without such a label, the sample is returned unchanged.
 
     Args:
         sample: `input_ids` and `labels`, int64 `[S]` on the host, and any other fields. A tensor
-            whose dimension 0 is S has one entry per token; all else is left as it is.
-        mode: "auto", or "always": the sample is known not to be shifted.
-        targets: Which fields shift with the labels. Other fields per token (`attention_mask`,
-            `document_ids`, ...) go with the inputs; `position_ids` are made anew from 0.
+            whose dimension 0 is S has one entry per token; all other fields stay the same.
+        mode: "auto", or "always" for a sample that is known not to be shifted.
+        targets: The fields that shift with the labels. Other fields per token (`attention_mask`,
+            `document_ids`, ...) go with the inputs; `position_ids` count from 0 again.
 
     Returns:
         The sample, in a new dict; tensors are views. A shifted one has S - 1 tokens.
 
     Raises:
-        ValueError: A field is missing or not as above, a target has a number of entries of its own,
-            or "always" is asked of a sample that can only be shifted already.
+        ValueError: A field is missing or not as above, a target does not have one entry per token,
+            or the mode is "always" for a sample that must be shifted already.
 
     Examples:
         >>> tokens = torch.tensor([5, 6, 7])
@@ -74,8 +74,10 @@ def shift_tokens(
             shifted[name] = torch.arange(max(length - 1, 0), device=value.device)
         elif name == "labels" or name in targets:
             if len(value) != length:
-                must = f"must have one entry for each of the {length} tokens, or be a scalar"
-                raise ValueError(f"shift_tokens: {name} {must}, got {tuple(value.shape)}")
+                raise ValueError(
+                    f"shift_tokens: {name} must have one entry for each of the {length} tokens, or "
+                    f"be a scalar, got {tuple(value.shape)}"
+                )
             shifted[name] = value[1:]
         else:
             shifted[name] = value[:-1] if len(value) == length else value
@@ -85,26 +87,25 @@ def shift_tokens(
 def _needs_shift(sample: Mapping[str, Any], mode: str) -> bool:
     if "target_tokens" in sample and mode == "auto":
         return False
-    input_ids, labels = (_tokens(sample, name) for name in ("input_ids", "labels"))
+    for name in ("input_ids", "labels"):
+        value = sample.get(name)
+        if not isinstance(value, torch.Tensor) or value.ndim != 1:
+            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"shift_tokens: {name} must be a tensor [S], got {got}")
+    input_ids, labels = sample["input_ids"], sample["labels"]
     if mode == "always" and ("target_tokens" in sample or len(input_ids) != len(labels)):
-        targets = " and target_tokens" if "target_tokens" in sample else ""
-        what = f"{len(input_ids)} input_ids, {len(labels)} labels{targets}"
-        raise ValueError(f'shift_tokens: {what}: these are shifted already; ask for mode="auto"')
+        raise ValueError(
+            f"shift_tokens: {len(input_ids)} input_ids, {len(labels)} labels"
+            f"{' and target_tokens' if 'target_tokens' in sample else ''}: these are shifted "
+            'already; use mode="auto"'
+        )
     if mode == "always":
         return True
     if len(input_ids) != len(labels):
         return False
-    here, following, wanted = input_ids[:-1], input_ids[1:], labels[:-1]
-    telling = ((wanted != IGNORED_LABEL) & (here != following)).nonzero()
-    return len(telling) > 0 and bool(wanted[telling[0]] == here[telling[0]])
-
-
-def _tokens(sample: Mapping[str, Any], name: str) -> Tensor:
-    value = sample.get(name)
-    if isinstance(value, torch.Tensor) and value.ndim == 1:
-        return value
-    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-    raise ValueError(f"shift_tokens: {name} must be a tensor [S], got {found}")
+    token, label = input_ids[:-1], labels[:-1]
+    decides = ((label != IGNORED_LABEL) & (token != input_ids[1:])).nonzero()
+    return len(decides) > 0 and bool(label[decides[0]] == token[decides[0]])
 
 
 def pad_stack(
@@ -118,12 +119,12 @@ def pad_stack(
 
     Args:
         rows: At least one tensor `[S]`, all of one dtype on one device.
-        value: The padding: a pad token's id for tokens, -100 for labels, 0 for a mask.
-        side: Where the padding goes: "right", or "left" for generation.
-        multiple_of: The width is the next multiple of this.
+        value: The padding: the id of a pad token, -100 for labels, 0 for a mask.
+        side: The side of the padding: "right", or "left" for generation.
+        multiple_of: The width is rounded up to a multiple of this.
 
     Returns:
-        `[B, width]`, of the rows' dtype; gradients reach the rows.
+        `[B, width]`, of the rows' dtype; gradients flow to the rows.
 
     Raises:
         ValueError: The rows are not as above, the dtype cannot hold `value`, or an argument is out
@@ -136,7 +137,7 @@ def pad_stack(
         >>> pad_stack(rows, -100, side="left").tolist()
         [[1, 2, 3], [-100, -100, 4]]
 
-    Rows that are packed instead waste next to nothing: `collate_bins`.
+    Packed rows waste next to nothing instead: `collate_bins`.
     """
     _check_rows(rows, value)
     check_choice(("left", "right"), "pad_stack", side=side)
@@ -152,35 +153,37 @@ def pad_stack(
 def _check_rows(rows: Sequence[Tensor], value: float) -> None:
     if len(rows) == 0:
         raise ValueError("pad_stack: there must be at least one row")
-    kinds = [(row.ndim, row.dtype, row.device) for row in rows]
-    wrong = next((i for i, kind in enumerate(kinds) if kind != (1, *kinds[0][1:])), None)
-    if wrong is not None:
-        kinds = [(i, rows[i]) for i in (0, wrong)]
-        got = [f"row {i} is {tuple(row.shape)} {row.dtype} on {row.device}" for i, row in kinds]
-        must = "rows must be [S] of one dtype on one device"
-        raise ValueError(f"pad_stack: {must}; {', '.join(got)}")
-    dtype = rows[0].dtype
+    first = rows[0]
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or row.dtype != first.dtype or row.device != first.device:
+            raise ValueError(
+                "pad_stack: rows must be [S] of one dtype on one device; row 0 is "
+                f"{tuple(first.shape)} {first.dtype} on {first.device}, row {i} is "
+                f"{tuple(row.shape)} {row.dtype} on {row.device}"
+            )
+    dtype = first.dtype
     if dtype.is_floating_point or dtype.is_complex:
         return
-    limits = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not math.isfinite(value) or value != int(value) or not limits[0] <= value <= limits[1]:
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
         raise ValueError(f"pad_stack: rows of {dtype} cannot be padded with {value}")
 
 
 def pooling_mask(mask: Tensor, kind: Literal["first", "last", "all"]) -> Tensor:
-    """Return which tokens of each row its summary is made of: 1 for those, 0 for the others.
+    """Return a mask of the tokens that are pooled into the embedding of each row.
 
     Args:
         mask: `[..., S]`, 1 or True for tokens, 0 or False for padding.
-        kind: "first" takes the first place, for models that read a class token there: padding must
-            be on the right. "last" takes the last token, whichever side the padding is on, for
-            causal models. "all" takes every token, for a mean.
+        kind: "first" selects the first column, for models with a class token there: padding must be
+            on the right. "last" selects the last token, with padding on either side, for causal
+            models. "all" selects every token, for a mean.
 
     Returns:
-        int64 `[..., S]`, in new memory, without a host sync. A row without tokens has no last one.
+        int64 `[..., S]`, 1 for pooled tokens, in new memory, without a host sync. A row without
+        tokens has no last one.
 
     Raises:
-        ValueError: `kind` is none of these, or `mask` has no dimension.
+        ValueError: `kind` is none of these, or `mask` is a scalar.
 
     Examples:
         >>> mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
@@ -201,5 +204,6 @@ def pooling_mask(mask: Tensor, kind: Literal["first", "last", "all"]) -> Tensor:
         first = torch.zeros_like(tokens)
         first[..., :1] = 1
         return first
-    following = tokens.flip(-1).cumsum(-1).flip(-1)
-    return tokens * (following == 1)
+    # The last token is the one with a single token from itself to the end of the row.
+    num_left = tokens.flip(-1).cumsum(-1).flip(-1)
+    return tokens * (num_left == 1)
