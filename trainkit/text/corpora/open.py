@@ -463,11 +463,14 @@ def _encode_files(
     )
     if not len(corpus.tokens):
         kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
-        result = "none has a token" if names else "none was kept"
+        if not names:
+            raise DataError(f"{path}: no documents: of its {kinds}, none is selected", where=path)
         dropped = getattr(encode, "counts", {}).get("dropped", 0)
-        if dropped:
-            result += f": {dropped} were dropped, as too long"
-        raise DataError(f"{path}: no documents: of its {kinds}, {result}", where=path)
+        raise DataError(
+            f"{path}: no documents: of its {kinds}, none has a token"
+            f"{f': {dropped} were dropped, as too long' if dropped else ''}",
+            where=path,
+        )
     return attrs.evolve(corpus, names=names, sources=sources)
 
 

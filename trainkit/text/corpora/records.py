@@ -107,14 +107,16 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
         ]
     if len(by_format) == 1:
         return by_format[0]
-    problem = "no file of text or records"
-    if by_format:
-        problem = f"both {by_format[0][0]} and {by_format[1][0]}"
+    formats = (
+        f"give a directory of text files ({', '.join(suffixes)}), or of files of one format of "
+        f"{', '.join(RECORD_FORMATS)}"
+    )
+    if not by_format:
+        raise DataError(f"{root}: there is no file of text or records; {formats}", where=root)
     raise DataError(
-        f"{root}: there is {problem}; give a directory of text files ({', '.join(suffixes)}), or "
-        f"of files of one format of {', '.join(RECORD_FORMATS)}",
+        f"{root}: there is both {by_format[0][0]} and {by_format[1][0]}; {formats}",
         where=root,
-        hint="exclude one format with `keep`, or --exclude of prepare" if by_format else None,
+        hint="exclude one format with `keep`, or --exclude of prepare",
     )
 
 

@@ -148,7 +148,7 @@ def make_part_key(settings: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:
     return {
         **settings,
         "source": str(chunk.path.absolute()),
-        "begin": chunk.begin,
+        "begin": chunk.start,
         "end": chunk.end,
         "files": [list(stats) for stats in chunk.files],
     }

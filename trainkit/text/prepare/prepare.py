@@ -359,10 +359,13 @@ def _check_content(total: Tally, sources: Sequence[Path], log: Log) -> None:
     dropped = total.counts.get("dropped", 0)
     if total.empty_documents + dropped >= total.documents:
         names = ", ".join(map(str, sources))
-        reason = "there is none"
-        if total.documents:
-            reason = "they are all empty" + (f", or dropped ({dropped})" if dropped else "")
-        raise DataError(f"prepare: {names}: no documents: {reason}", where=names)
+        if not total.documents:
+            raise DataError(f"prepare: {names}: no documents: there is none", where=names)
+        raise DataError(
+            f"prepare: {names}: no documents: they are all empty"
+            f"{f', or dropped ({dropped})' if dropped else ''}",
+            where=names,
+        )
     if warning := format_answers_warning(total.counts):
         log(warning)
 
