@@ -107,6 +107,7 @@ def encode_chat(
     normalized = normalize_messages(messages)
     chosen = select_messages(normalized, train)
     segments = template(normalized, tools=tools)
+    # A template is somebody else's program, and what it makes is bounded before it is tokenized.
     _check_scaffold(segments, normalized, tools)
     turns = find_turns(segments, chosen, normalized)
     tokens, starts, ends = tokenize(tokenizer, segments)
@@ -253,6 +254,7 @@ def messages_from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{', '.join(record)}"
         )
     messages = []
+    # Some data sets have the system message in a field of its own.
     if record.get("system"):
         messages.append({"role": "system", "content": record["system"]})
     for i, turn in enumerate(turns):
@@ -320,6 +322,7 @@ def find_stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[in
     """
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     body = [segment.text for segment in template(probe) if segment.body and segment.message == 1]
+    # The stop token is the rest of the body after the content.
     stop = "".join(body).rpartition(_PROBE)[2].strip()
     if not stop:
         raise ValueError(
@@ -409,6 +412,7 @@ def _decode_visibly(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Decode ids; those that decode to nothing, such as special tokens, appear by name."""
     get_names: Callable[[list[int]], list[str]] | None = getattr(tokenizer, "pieces", None)
     texts: list[str] = []
+    # In runs, since a character may consist of several tokens.
     for is_special, run in itertools.groupby(ids, key=lambda i: not tokenizer.decode([i])):
         run_ids = list(run)
         if not is_special:

@@ -108,6 +108,7 @@ def _render_segments(
     render = partial(_render, source, tools=tools, variables=variables)
     text = render(normalized)
     prompted = render(normalized, add_generation_prompt=True)
+    # A template may ignore the flag, or change the text before the prompt.
     prompt = prompted[len(text) :] if prompted.startswith(text) else ""
     if add_generation_prompt and prompted != text + prompt:
         raise DataError("make_jinja_template: the generation prompt changes what comes before it")
@@ -260,6 +261,7 @@ def _label_words(i: int, message: dict[str, Any]) -> dict[str, Any]:
         return message
     label = f"{MARKER}{i};"
     texts = {
+        # At the beginning of each word, and at both ends of the text.
         name: re.sub(r"(?<=\s)(?=\S)", label, label + text + label)
         for name, text in message.items()
         if name in ("content", *REASONING) and text.strip()
@@ -291,6 +293,7 @@ class _SpanFinder:
                 span = self.find_answer(i, end, self.prompt if is_end_known else None)
             else:
                 span = self.find_other(i)
+            # After a message that is not located, a prompt that is found may be an earlier one's.
             is_end_known = span is not None
             if span is None:
                 continue

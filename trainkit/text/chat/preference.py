@@ -269,6 +269,7 @@ def _split_record(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, A
     if chosen == rejected:
         raise DataError(_SAME, where="chosen")
     if record.get("prompt") is None:
+        # The halves differ somewhere: a shorter one ends where the other goes on.
         prompt_length = next(
             i for i, (one, other) in enumerate(zip_longest(chosen, rejected)) if one != other
         )

@@ -152,6 +152,7 @@ def qwen3(
                 Segment(message["content"], i, body=True),
                 Segment(footer, i),
             ]
+        # A system message at the beginning is rendered already.
         elif role == "user" or i > 0:
             segments += _render_im_turn(i, role, message["content"])
     if add_generation_prompt:
@@ -281,12 +282,14 @@ def llama3(
     if tools is not None and not tools_in_user_message:
         system += LLAMA3_TOOLS_IN_SYSTEM + schemas
     owner = 0 if has_system else None
+    # The official template trims contents.
     content = normalized[0]["content"].strip() if has_system else ""
     segments = [
         Segment("<|begin_of_text|>"),
         Segment(system, owner),
         Segment(content + "<|eot_id|>", owner, body=has_system),
     ]
+    # From index 0 or 1: the system turn is rendered already.
     for i, message in enumerate(normalized[has_system:], int(has_system)):
         holds_tools = i == has_system and tools is not None and tools_in_user_message
         if holds_tools and message["role"] != "user":

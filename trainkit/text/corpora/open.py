@@ -170,12 +170,14 @@ def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokeni
             )
         if covered and part.tokenizer_hash is not None and part.tokenizer_hash not in covered:
             file = path if part.file is None else part.file.path
-            advice = "open it with that tokenizer, or make it again"
-            if name is not None:
-                advice = f"give --tokenizer {name}, which made it"
+            its_name = (
+                "the one that made it, or make it again"
+                if name is None
+                else f"{name}, which made it"
+            )
             raise DataError(
                 f"{file}: its tokens were made by the tokenizer {part.tokenizer_hash}, and this "
-                f"one is {covered[-1]}; the same ids mean other text: {advice}",
+                f"one is {covered[-1]}; the same ids mean other text: give --tokenizer {its_name}",
                 where=file,
                 got=part.tokenizer_hash,
                 want=covered[-1],

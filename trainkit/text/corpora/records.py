@@ -95,6 +95,7 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
     all_names = list_files(root)
     text = tuple(suffixes)
     by_format = [[name for name in all_names if name.endswith(text)]]
+    # A suffix may be of text and of records: as the caller names it, it is of text.
     by_format += [
         [name for name in all_names if name.endswith(suffix) and not name.endswith(text)]
         for suffix in RECORD_FORMATS
@@ -107,16 +108,12 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
         ]
     if len(by_format) == 1:
         return by_format[0]
-    formats = (
-        f"give a directory of text files ({', '.join(suffixes)}), or of files of one format of "
-        f"{', '.join(RECORD_FORMATS)}"
-    )
-    if not by_format:
-        raise DataError(f"{root}: there is no file of text or records; {formats}", where=root)
+    conflict = f"both {by_format[0][0]} and {by_format[1][0]}" if by_format else None
     raise DataError(
-        f"{root}: there is both {by_format[0][0]} and {by_format[1][0]}; {formats}",
+        f"{root}: there is {conflict or 'no file of text or records'}; give a directory of text "
+        f"files ({', '.join(suffixes)}), or of files of one format of {', '.join(RECORD_FORMATS)}",
         where=root,
-        hint="exclude one format with `keep`, or --exclude of prepare",
+        hint="exclude one format with `keep`, or --exclude of prepare" if conflict else None,
     )
 
 

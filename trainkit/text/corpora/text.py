@@ -37,6 +37,7 @@ def list_files(root: Path) -> list[str]:
     names: list[str] = []
     # Strings instead of `Path.relative_to`, which is slow for directories of a million files.
     start = len(str(root))
+    # Without `onerror`, `os.walk` skips a directory that it cannot read, silently.
     for folder, _, files in os.walk(root, onerror=raise_error):
         prefix = folder[start:].lstrip("/")
         names.extend(f"{prefix}/{name}" if prefix else name for name in files)

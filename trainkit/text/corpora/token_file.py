@@ -168,6 +168,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
             got=block[:8],
             want=MAGIC,
         )
+    # After 8 bytes of magic, 8 of the length and 32 of the hash.
     end = 48 + int.from_bytes(block[8:16], "little")
     text = block[48:end]
     is_intact = hashlib.sha256(text).digest() == block[16:48] and not block[end:].strip(b"\0")
@@ -270,6 +271,7 @@ def sample_chunks(count: int, max_chunks: int | None) -> list[int]:
     if max_chunks < 3:
         return sorted({draw(count) for _ in range(max_chunks)})
     bounds = [1 + part * (count - 2) // (max_chunks - 2) for part in range(max_chunks - 1)]
+    # One chunk from each of equal ranges, so that no part of the file is left out for long.
     middle = (draw(bounds[i], bounds[i + 1]) for i in range(max_chunks - 2))
     return [0, *middle, count - 1]
 

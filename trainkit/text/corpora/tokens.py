@@ -110,6 +110,7 @@ def write_corpus(
             template_hash=template_hash,
             made_with=made_with or {},
         )
+    # What has just been written need not be read again.
     return open_tokens(path, check="none")
 
 

@@ -244,6 +244,7 @@ def make_part_writer(work: Work) -> WritePart:
             tally = Tally(
                 documents=len(lengths),
                 tokens=int(lengths.sum()),
+                # Dropped records have no tokens either, and are counted by the encoder.
                 empty_documents=int((lengths <= empty_length).sum()) - counts.get("dropped", 0),
                 counts=counts,
                 digest=corpus.digest,

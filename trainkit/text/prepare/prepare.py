@@ -420,6 +420,7 @@ def _make_parts_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         if folder.is_dir():
+            # Heartbeat files of killed processes, and temporary files of their parts.
             for file in folder.glob(".*"):
                 file.unlink(missing_ok=True)
             if not any(folder.iterdir()):

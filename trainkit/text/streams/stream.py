@@ -241,6 +241,7 @@ def _iterate_steps(
     step_rows: list[tuple[Window, IntArray]] = []
     last: Window | None = None
     num_missing = rows
+    # Rows of the first window that were used before the cursor was saved.
     num_used = position.rows
     # The window is packed from its beginning, although some of its rows are used.
     start = attrs.evolve(position, rows=0, window_hash=0)

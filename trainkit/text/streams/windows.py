@@ -87,6 +87,7 @@ def iterate_windows(
             if skip:
                 pending = _skip_tokens(pending, skip, position.document)
                 skip = 0
+            # The document begins the next window.
             if not room and not _has_no_tokens(pending, options):
                 break
             take, has_rest, end = _choose_part(pending, position, room, options)
@@ -203,6 +204,7 @@ def copy_to_corpus(
     # An empty array first: there may be no document to concatenate.
     tokens = np.concatenate([np.arange(0), *(part.ids for part in parts)])
     masks = [part.trained for part in parts if part.trained is not None]
+    # Copies, so that the documents that the source yielded can be freed.
     values = {
         name: np.concatenate(
             [np.empty((0, *column.inner), column.dtype), *(part.values[name] for part in parts)]

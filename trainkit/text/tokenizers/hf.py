@@ -82,6 +82,7 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, without special tokens."""
+        # The library takes Python's integers alone, not those of numpy or torch.
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -160,6 +161,7 @@ def open_hf_tokenizer(
             where=name,
             got=largest,
         )
+    # Special tokens are known only from the list of added ones.
     added = sorted(backend.get_added_tokens_decoder().items())
     return HFTokenizer(
         backend,
