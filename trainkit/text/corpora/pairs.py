@@ -62,6 +62,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         else:
             records = read_records(path, sources=sources)
         for name, record in records:
+            # One name for both halves: they are held out together.
             names.extend([name, name])
             origin = name if path is None else record_place(path, name)
             yield from encode_record(encode, record, origin)
