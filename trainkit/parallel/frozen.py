@@ -25,7 +25,7 @@ ColumnsOf = Callable[[Any, Mapping[str, Any]], Mapping[str, Tensor]]
 def add_columns(
     stages: Sequence[nn.Module],
     microbatches: Sequence[Batch],
-    columns_of: ColumnsOf,
+    select_columns: ColumnsOf,
     *,
     axis: Axis = SOLO,
     call: Call = call_model,
@@ -40,7 +40,7 @@ def add_columns(
         stages: This rank's stages of the frozen model, from `build_stages`, in the layout and with
             the schedule of the model that is trained.
         microbatches: Those of this rank, as many as the ranks have that its shards reach.
-        columns_of: What is kept of an output, `[B, S, ...]` as the labels.
+        select_columns: What is kept of an output, `[B, S, ...]` as the labels.
         axis: The pipeline axis, `ps.pp`.
         call: How a batch enters the frozen model.
 
@@ -67,7 +67,7 @@ def add_columns(
         output = forward_stages(stages, batch, axis=axis, call=call)
         if output is None:
             return batch
-        return attrs.evolve(batch, extra={**batch.extra, **columns_of(output, batch)})
+        return attrs.evolve(batch, extra={**batch.extra, **select_columns(output, batch)})
 
     with evaluating(stages):
         return [beside(batch) for batch in microbatches]
