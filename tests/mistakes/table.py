@@ -1641,8 +1641,8 @@ MISTAKES = [
         (
             "peers.py",
             "a rank that hangs seems to go on",
-            "    return Sighting(beat, 0.0 if moved else before.still + seconds)",
-            "    return Sighting(beat, 0.0 if moved else seconds)",
+            "    return Sighting(beat, 0.0 if is_new else before.still + seconds)",
+            "    return Sighting(beat, 0.0 if is_new else seconds)",
             "tests/run/test_watchdog.py",
         ),
         (

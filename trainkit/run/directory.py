@@ -61,7 +61,7 @@ def make_run_dir(
             where=str(path),
             got=error.strerror,
             want="a directory that this user can write",
-            hint="make room, mend the permissions, or name another directory with --out",
+            hint="make room, fix the permissions, or name another directory with --out",
         ) from error
     problems = find_other_writers(path)
     if problems and strict_owner:
