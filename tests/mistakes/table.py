@@ -1620,15 +1620,15 @@ MISTAKES = [
         (
             "lock.py",
             "a lock that its holder has removed is held",
-            "        if is_locked and (_is_the_file(file, path) or is_late):",
+            "        if is_locked and (_is_same_file(file, path) or is_late):",
             "        if is_locked:",
             "tests/run/test_lock.py",
         ),
         (
             "lock.py",
             "any file will do that looks like a lock of rank 0",
-            "    while not (said := _read_text(path)) or token not in said:",
-            "    while not (said := _read_text(path)):",
+            "    while not (text := _read_text(path)) or token not in text:",
+            "    while not (text := _read_text(path)):",
             "tests/run/test_lock.py",
         ),
         (
