@@ -1579,9 +1579,9 @@ MISTAKES = [
         (
             "loss.py",
             "a smoothed loss lags behind",
-            "begin, end = index - half, np.minimum(index + half + 1, len(values))",
-            "begin, end = np.maximum(index - 2 * half, 0), index + 1",
-            "tests/tools/pictures",
+            "    start = index - half\n    end = np.minimum(index + half + 1, len(values))\n",
+            "    start = np.maximum(index - 2 * half, 0)\n    end = index + 1\n",
+            "tests/run/plots/test_loss.py",
         ),
         (
             "load.py",
