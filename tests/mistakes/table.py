@@ -1586,9 +1586,9 @@ MISTAKES = [
         (
             "loss.py",
             "a smoothed loss lags behind",
-            "begin, end = index - half, np.minimum(index + half + 1, len(values))",
-            "begin, end = np.maximum(index - 2 * half, 0), index + 1",
-            "tests/tools/pictures",
+            "    start = index - half\n    end = np.minimum(index + half + 1, len(values))\n",
+            "    start = np.maximum(index - 2 * half, 0)\n    end = index + 1\n",
+            "tests/run/plots/test_loss.py",
         ),
         (
             "load.py",
@@ -1627,15 +1627,15 @@ MISTAKES = [
         (
             "lock.py",
             "a lock that its holder has removed is held",
-            "        if is_locked and (_is_the_file(file, path) or is_late):",
+            "        if is_locked and (_is_same_file(file, path) or is_late):",
             "        if is_locked:",
             "tests/run/test_lock.py",
         ),
         (
             "lock.py",
             "any file will do that looks like a lock of rank 0",
-            "    while not (said := _read_text(path)) or token not in said:",
-            "    while not (said := _read_text(path)):",
+            "    while not (text := _read_text(path)) or token not in text:",
+            "    while not (text := _read_text(path)):",
             "tests/run/test_lock.py",
         ),
         (
@@ -1648,8 +1648,8 @@ MISTAKES = [
         (
             "peers.py",
             "a rank that hangs seems to go on",
-            "    return Sighting(beat, 0.0 if moved else before.still + seconds)",
-            "    return Sighting(beat, 0.0 if moved else seconds)",
+            "    return Sighting(beat, 0.0 if is_new else before.still + seconds)",
+            "    return Sighting(beat, 0.0 if is_new else seconds)",
             "tests/run/test_watchdog.py",
         ),
         (
