@@ -1031,11 +1031,11 @@ MISTAKES = [
             "tests/data tests/post/evaluation/test_held_out.py",
         ),
         (
-            "joined.py",
+            "concat.py",
             "documents of the second corpus are read from the first place",
             "        return self.parts[part].read(document - first, start, length)",
             "        return self.parts[part].read(document - first, 0, length)",
-            "tests/text/corpora/test_joined.py",
+            "tests/text/corpora/test_concat.py",
         ),
         (
             "cache.py",
@@ -1073,11 +1073,11 @@ MISTAKES = [
             "tests/data/test_dispatch.py",
         ),
         (
-            "joined.py",
+            "concat.py",
             "the hash of joined corpora does not see their order",
-            "return joint_digest(digests) if",
-            "return joint_digest(sorted(digests)) if",
-            "tests/text/corpora/test_joined.py tests/text/corpora/test_corpus.py",
+            "return combine_digests(digests) if",
+            "return combine_digests(sorted(digests)) if",
+            "tests/text/corpora/test_concat.py tests/text/corpora/test_corpus.py",
         ),
     ),
     *_in(
