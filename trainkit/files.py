@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100  # from fcntl.h
+_RENAME_EXCHANGE = 2  # from linux/fs.h; Python has no binding of renameat2
 
 
 @contextmanager
@@ -222,6 +222,7 @@ def remove_stale_files(paths: Iterable[Path]) -> None:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                # Its maker holds the lock, which ends with the process however that dies.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             finally:

@@ -67,6 +67,7 @@ def find_tensor_problems(
         for name in by_name
         if name not in index and not matches(name, tolerance.missing)
     ]
+    # Left over only if no rank has a place for it: a pipeline rank has some of the tensors.
     problems += [
         f"{name} is left over"
         for name in index
@@ -120,7 +121,7 @@ def find_optimizer_problems(
         # The state of another optimizer has other keys: its moments cannot be compared.
         return problems if tolerance.optimizer else problems + differences
     expected = expected_state(stages, optimizer)
-    problems += _scalar_problems(saved["scalars"], expected)
+    problems += _find_scalar_problems(saved["scalars"], expected)
     if step == 0:
         return problems
     in_both = trained & saved["scalars"].keys()
@@ -179,7 +180,7 @@ def _missing_keys(
     return [] if has_moments or saved["scalars"][name] else missing
 
 
-def _scalar_problems(
+def _find_scalar_problems(
     saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """List the numbers in the optimizer's state that would make its next step fail."""

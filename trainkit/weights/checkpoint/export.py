@@ -327,7 +327,7 @@ def _open_shared_folder(
             return str(stack.enter_context(atomic_folder(target, by="export", replace=overwrite)))
 
         yield Path(_run_on_all(open_folder, axis)[0])
-        _run_on_all(stack.close, axis)
+        _run_on_all(stack.close, axis)  # renames; if that fails, all ranks raise
 
 
 def _run_on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:

@@ -201,6 +201,7 @@ def load_checkpoint(
     stages = modules_of(stages)
     check_allowed(changes)
     path = Path(path)
+    # One rank reads it, so that all ranks compare with the same manifest.
     manifest = run_on_all_ranks(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
     messages: list[str] = []
     staged = stage_checkpoint(
@@ -337,6 +338,7 @@ def _find_candidates(
             yield parent, _read_outline(Path(parent))
         return
     own, _ = _read_run_id(run_dir)
+    # One by one: all ranks hash a candidate before the next is considered.
     for path in checkpoints:
         problems, manifest = outline(path)
         if problems:

@@ -208,6 +208,7 @@ def find_file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> li
     """
     # The largest first, so that no thread starts a large file when the others are done.
     largest = sorted(files.items(), key=lambda item: -item[1]["size"])
+    # Threads suffice, since hashlib releases the GIL.
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         problems = pool.map(
             find_file_problem, (path / name for name, _ in largest), (entry for _, entry in largest)

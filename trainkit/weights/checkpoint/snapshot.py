@@ -290,6 +290,7 @@ def _allocate_file(
 ) -> TensorFile:
     """Allocate the memory of one file, with a view of it for each box."""
     locals_ = [box.local for _, box in boxes.values()]
+    # empty, not zeros: every byte is overwritten.
     data = np.empty(sum(local.nbytes for local in locals_), np.uint8)
     if any(local.is_cuda for local in locals_):
         _pin(data)
@@ -317,6 +318,7 @@ def _pin(data: np.ndarray[Any, Any]) -> None:
     # `pin_memory=True` would round the allocation up to a power of two.
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0))
+    # CUDA must release the memory before numpy frees it.
     weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)
 
 

@@ -150,6 +150,7 @@ def safetensors_header(
         dtype = DTYPES[stored.dtype][0]
         entries[name] = {"dtype": dtype, "shape": stored.shape, "data_offsets": (start, end)}
     text = orjson.dumps(entries)
+    # The tensors that follow must be aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -216,6 +217,7 @@ def read_header(
     end = len(data)
     extents = [stored.extents[0] for stored in tensors.values()]
     for extent in sorted(extents, key=lambda extent: (extent.start, extent.size)):
+        # A gap could hide data, and an overlap would make a change of one tensor change another.
         if extent.start != end:
             raise refusal(path, "has bytes that belong to no tensor, or to two")
         end += extent.size

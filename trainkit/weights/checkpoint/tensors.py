@@ -364,4 +364,5 @@ def combine_hashes(boxes: Mapping[str, int], state: TrainState) -> str:
         >>> combine_hashes({}, TrainState()) == combine_hashes({"a": 1}, TrainState())
         False
     """
+    # A sum does not depend on how boxes and ranks divide the state.
     return f"{(sum(boxes.values()) + hash_counters(list_counters(state))) & MASK64:016x}"

@@ -118,8 +118,10 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
+            # The report comes last: its existence means that the files are complete.
             write_durably(target.staging / _report_name(rank), [orjson.dumps(sealed(report))])
     except BaseException:
+        # A disk that was full must not stay full because of a save that failed.
         for name in sizes:
             with suppress(OSError):
                 (target.staging / name).unlink()
@@ -249,7 +251,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
     with _disk_errors(directory, needed=_COMMIT_BYTES):
         report_files = [target.staging / _report_name(rank) for rank in range(target.ranks)]
         reports = [_read_report(path) for path in report_files]
-        for path in report_files:
+        for path in report_files:  # a committed directory has no files outside of its manifest
             path.unlink()
         files = _merge(report["files"] for report in reports)
         index = {"tensors": _merge_boxes(report["tensors"] for report in reports)}

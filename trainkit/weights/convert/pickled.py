@@ -135,7 +135,11 @@ def _describe_error(error: Exception) -> str:
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file, as a separate file."""
+    """A part of an open file, as a separate file.
+
+    zipfile and torch look for an archive's directory at the end of a file, and `.distcp` files
+    contain many archives.
+    """
 
     def __init__(self, handle: int, start: int, size: int) -> None:
         self._handle = handle
@@ -231,7 +235,7 @@ def torch_file(path: Path) -> Found:
         if not isinstance(leaf, Tensor):
             skipped.append(shown(name))
             continue
-        if name in tensors:
+        if name in tensors:  # {"a": {"b": x}, "a.b": y} gives two tensors one name
             raise refusal(path, f"holds {shown(name)!r} twice")
         tensors[name] = _locate(leaf, archive)
     if not tensors:
@@ -268,6 +272,7 @@ def _locate(tensor: Tensor, archive: _Archive) -> Stored:
     """Return where the bytes of a tensor are that torch has loaded onto the meta device."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
+    # A lazily negated view would be read without its sign.
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_neg():
         raise refusal(archive.path, "holds a tensor of a dtype or layout that is not read")
     if not math.prod(shape):
@@ -329,6 +334,7 @@ def _read_metadata(path: Path) -> Any:
     allowed = _allowed_names()
 
     class Reader(pickle.Unpickler):
+        # Unpickler calls this for every global, before anything in the pickle can be called.
         def find_class(self, module: str, name: str) -> Any:
             full = f"{module}.{name}"
             if full not in allowed:
