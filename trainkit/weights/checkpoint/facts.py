@@ -129,7 +129,9 @@ def may_change_optimizer(changes: ResumeRules) -> bool:
 
 
 def compare_facts(
-    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: ResumeRules
+    saved: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    changes: ResumeRules,
 ) -> tuple[list[str], list[str]]:
     """Return the changes of facts that are errors, and those that are only logged.
 

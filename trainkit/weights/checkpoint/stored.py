@@ -128,7 +128,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def safetensors_header(
+def make_safetensors_header(
     tensors: Mapping[str, Stored], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Return the header of a safetensors file: its length in 8 bytes, and padded JSON.
@@ -139,7 +139,7 @@ def safetensors_header(
         metadata: The "__metadata__" of the header.
 
     Examples:
-        >>> len(safetensors_header({"a": Stored("float32", (2,), ())}))
+        >>> len(make_safetensors_header({"a": Stored("float32", (2,), ())}))
         64
     """
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}

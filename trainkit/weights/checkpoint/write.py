@@ -33,7 +33,7 @@ from trainkit.weights.checkpoint.manifest import (
     dump_json,
     is_sealed,
     make_manifest,
-    sealed,
+    seal,
 )
 from trainkit.weights.checkpoint.safe_files import parse_json, read_json, write_all, write_durably
 from trainkit.weights.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
@@ -119,7 +119,7 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
             # The report comes last: its existence means that the files are complete.
-            write_durably(target.staging / _report_name(rank), [orjson.dumps(sealed(report))])
+            write_durably(target.staging / _report_name(rank), [orjson.dumps(seal(report))])
     except BaseException:
         # A disk that was full must not stay full because of a save that failed.
         for name in sizes:
