@@ -23,9 +23,9 @@ from trainkit.losses.linear import (
     Factors,
     LabelColumns,
     OfLogits,
-    columns_of,
     linear_in_chunks,
     logits_maker,
+    select_columns,
 )
 from trainkit.losses.softmax import (
     add_to_own_,
@@ -224,7 +224,7 @@ def _make_loss(
     def per_token(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         factors, labels, axis = read_output(where, output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = LabelColumns(columns_of(batch, labels), ignored)
+        columns = LabelColumns(select_columns(batch, labels), ignored)
         weights = columns["weights"] if weighted else (~ignored).long()
         compare = bind_compare(factors, columns, axis)
 
