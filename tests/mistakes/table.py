@@ -1192,7 +1192,7 @@ MISTAKES = [
         (
             "manifest.py",
             "a record's own hash is not looked at",
-            'return record == sealed({key: value for key, value in record.items() if key != "sha256"})',
+            'return record == seal({key: value for key, value in record.items() if key != "sha256"})',
             'return "sha256" in record',
             "tests/weights/checkpoint/test_manifest.py",
         ),
