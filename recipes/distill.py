@@ -35,17 +35,17 @@ class StudentOptions:
 class Config(tk.config.RunConfig):
     """Train a small decoder on a larger one's distributions; by default on Python's library."""
 
-    out: Path = tk.config.option(Path("runs/distill"), change="no fact")
+    out: Path = tk.config.option(Path("runs/distill"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(120, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(120, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    teacher: Path | None = tk.config.option(None, change="free")
+    teacher: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default the teacher's."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
     loss: Literal["forward", "reverse", "js"] = "forward"
     """KL(teacher, student), KL(student, teacher), or the Jensen-Shannon divergence of the two."""
@@ -53,9 +53,9 @@ class Config(tk.config.RunConfig):
     """What the logits of both are divided by; the divergence is multiplied by its square."""
     hard: float = tk.config.option(0.5, tk.config.fraction)
     """The weight of the text's own next tokens; the divergence has the rest. 1: no teacher."""
-    compare: bool = tk.config.option(default=True, change="no fact")
+    compare: bool = tk.config.option(default=True, on_resume="ignore")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
-    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()
@@ -86,7 +86,14 @@ def build(cfg, ps, model, weights):
     """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
     plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
-    return tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
+    return tk.build_stages(
+        make_model,
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed,
+    )
 
 
 def soft_labels(cfg, ps, base, batch):
@@ -96,8 +103,7 @@ def soft_labels(cfg, ps, base, batch):
     teacher = build(cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world))
     for stage in teacher:
         stage.requires_grad_(False)
-    how = {"axis": ps.pp, "call": tk.models.call_routed}
-    head = tk.parallel.make_output_head(teacher, batch, **how)
+    head = tk.parallel.make_output_head(teacher, batch)
     soft = {"beta": BETAS[cfg.loss], "temperature": cfg.temperature}
     loss = tk.losses.add_terms(
         (tk.losses.next_token_linear, cfg.hard),
@@ -108,7 +114,7 @@ def soft_labels(cfg, ps, base, batch):
         return {"teacher_hidden": tk.types.drop_routing(output).hidden}
 
     def teach(microbatches):
-        return tk.parallel.add_columns(teacher, microbatches, select_columns, **how)
+        return tk.parallel.add_columns(teacher, microbatches, select_columns)
 
     known = tk.adapters.exclude_frozen_(teacher, ps, source=base.path)
     return loss, teach, {"weights of the teacher": known["base"]}
@@ -117,22 +123,24 @@ def soft_labels(cfg, ps, base, batch):
 def make_train_step(cfg, ps, model, teach, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     (stages, optimizer), total = model, cfg.optim.schedule_steps
-    params, rise = tk.get_parameters(stages), {"warmup": cfg.optim.warmup, "total": total}
+    rise = {"warmup": cfg.optim.warmup, "total": total}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         per = tk.batch.scale_denominator(tokens, scale)
         sums = forward_backward(teach(batch.microbatches), denominator=per)
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         lr = lr_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
@@ -164,17 +172,15 @@ def train(cfg, run, base):
     loss, teach, known = soft_labels(cfg, ps, base, first)
     student = choose_student(cfg, base.config.vocab_size)
     stages = build(cfg, ps, student, tk.models.init_weights(student, seed=cfg.seed))
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    forward_backward = tk.bind_forward_backward(stages, loss, **order)
+    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, (stages, optimizer), teach, forward_backward)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
-    evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
+    evaluate = tk.evaluation.make_evaluator(
+        stages, held, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    )
     facts = make_facts(cfg, student, base.tokenizer, rows) | known
     changes = tk.config.make_resume_rules(cfg, free=["files"])
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)

@@ -104,19 +104,20 @@ def build(cfg, ps, trained):
     """Return this rank's stages of the model, with its weights."""
     plan = tk.parallel.make_decoder_plan(cfg.layout, precision=tk.Precision(compute=cfg.compute))
     make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
-    how = {"schedule": cfg.layout.schedule}
+    call = tk.models.call_routed if trained.config.experts else tk.models.call_model
+    how = {"schedule": cfg.layout.schedule, "call": call}
     return tk.adapters.build_trained_stages(trained.path, make_model, ps, plan, **how)
 
 
-def bind_write(stages, ps, trained, context):
+def bind_write(stages, trained, context):
     """Return the function that continues prompts for lm-eval."""
-    call, tokenizer = tk.parallel.bind_call(stages, ps), trained.tokenizer
+    tokenizer = trained.tokenizer
     ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
 
     def write(prompts, *, temperature, **wish):
         how = {"context": context, "tokenizer": tokenizer, **ids, **wish}
         sampling = tk.generation.Sampling(temperature=temperature)
-        found = tk.generation.generate(stages[0], prompts, sampling=sampling, call=call, **how)
+        found = tk.generation.generate(stages, prompts, sampling=sampling, **how)
         return [completion.ids for completion in found]
 
     return write
@@ -124,11 +125,10 @@ def bind_write(stages, ps, trained, context):
 
 def evaluate(cfg, ps, trained, asked, manager):
     """Score all that is asked, and return what it comes to; lines go to files."""
-    stages, config = build(cfg, ps, trained), trained.config
+    stages = build(cfg, ps, trained)
     log = tk.run.make_logger(ps.world.share).info
-    call = tk.models.call_routed if config.experts else tk.models.call_model
-    how, axes = how_of(cfg, trained), {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    score = evaluation.make_scorer(stages, **axes, call=call, tokens_per_batch=cfg.batch)
+    how = how_of(cfg, trained)
+    score = evaluation.make_scorer(stages, tokens_per_batch=cfg.batch)
     nothing = torch.optim.SGD(tk.get_parameters(stages))
     facts = {"model": tk.state_hash(tk.TrainState(), stages, nothing, ps), "compute": cfg.compute}
     facts |= {name: how[name] for name in ("context", "add_bos")}
@@ -146,7 +146,7 @@ def evaluate(cfg, ps, trained, asked, manager):
             results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
             found[kind] = results(evaluation.read_results(path))
     if cfg.tasks:
-        write = bind_write(stages, ps, trained, how["context"])
+        write = bind_write(stages, trained, how["context"])
         model = evaluation.make_harness_model(score, **how, generate=write)
         limits = {"shots": cfg.shots, "limit": cfg.limit}
         found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)

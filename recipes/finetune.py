@@ -38,29 +38,29 @@ class AdapterOptions:
 class Config(tk.config.RunConfig):
     """Teach a trained decoder to answer; by default, what functions of Python's library do."""
 
-    out: Path = tk.config.option(Path("runs/finetune"), change="no fact")
+    out: Path = tk.config.option(Path("runs/finetune"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(275, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(275, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     method: Literal["full", "lora", "qlora"] = "full"
     """What is trained: all; adapters; or adapters beside matrices that are held in 4 bits."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """Conversations: a .jsonl or .parquet file with a field messages, or a .tokens file."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = tk.config.option(None, change="free")
+    template: str | None = tk.config.option(None, on_resume="allow")
     """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     train_on: str = tk.config.option("assistant", tk.config.one_of("assistant", "last"))
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
-    eval_every: int = tk.config.option(275, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(275, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out conversations before, every so many steps, and at the end; 0: never."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
-        change="free",
+        on_resume="allow",
     )
     """What the model is asked when it is evaluated, for you to read its answers."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
@@ -108,16 +108,23 @@ def build(cfg, ps, base):
     plan = [*add_adapters(cfg), *tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.open_base_weights(base.path, axis=ps.world)
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    stages = tk.build_stages(
+        make_model,
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed,
+    )
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -125,20 +132,22 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         lr = lr_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
 
 
-def answer(cfg, ps, stages, tokenizer):
+def answer(cfg, stages, tokenizer):
     """Return what the model says to each question."""
     template = tk.chat.load_template(cfg.template)
     asked = [[{"role": "user", "content": question}] for question in cfg.ask]
@@ -147,9 +156,9 @@ def answer(cfg, ps, stages, tokenizer):
         "stop_ids": tk.chat.find_stop_ids(tokenizer, template),
         "vocab_size": tokenizer.vocab_size,
     }
-    call, greedy = tk.parallel.bind_call(stages, ps), tk.generation.Sampling(temperature=0.0)
-    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True, "call": call}
-    said = tk.generation.generate(stages[0], prompts, sampling=greedy, tokenizer=tokenizer, **how)
+    greedy = tk.generation.Sampling(temperature=0.0)
+    how |= {"max_new_tokens": 100, "context": cfg.batch.row_length, "slide": True}
+    said = tk.generation.generate(stages, prompts, sampling=greedy, tokenizer=tokenizer, **how)
     told = [
         f"{q}\n    {tk.sinks.escape_control_characters(x.text)}"
         for q, x in zip(cfg.ask, said, strict=True)
@@ -179,14 +188,14 @@ def train(cfg, run, tokenizer, base, first):
         run.log("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    forward_backward = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
+    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
+    forward_backward = tk.make_forward_backward(
+        stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
+    )
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
-    evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
+    evaluate = tk.evaluation.make_evaluator(
+        stages, held, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    )
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     share |= {"noise_seed": cfg.seed} if drops else {}
@@ -215,7 +224,7 @@ def train(cfg, run, tokenizer, base, first):
             state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluate(state, evaluate)
-                run.log(answer(cfg, ps, stages, tokenizer))
+                run.log(answer(cfg, stages, tokenizer))
             stop = loop.checkpoint(state)
         if not stop:
             loop.event("result", **tk.sinks.compare_evaluations(run.dir, "eval/loss"))

@@ -24,13 +24,13 @@ class Config(tk.config.RunConfig):
     torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2
     """
 
-    out: Path = tk.config.option(Path("runs/long_context"), change="no fact")
+    out: Path = tk.config.option(Path("runs/long_context"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(30, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(30, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """A directory: the text below each entry is one document; by default Python's library."""
-    tokenizer: str = tk.config.option("bytes", change="free")
+    tokenizer: str = tk.config.option("bytes", on_resume="allow")
     """bytes, or a tokenizer.json."""
     size: str = "tiny"
     """A named model size; see trainkit.models.list_decoder_sizes."""
@@ -62,15 +62,15 @@ def build(cfg, ps, model):
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -78,13 +78,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         lr = lr_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
@@ -103,15 +105,14 @@ def train(cfg, run, tokenizer, model):
     )
     stages, optimizer = build(cfg, ps, model)
     size = {"rows_per_step": batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, rows, **size))
+    run.log(tk.parallel.describe_run(stages, rows, **size))
     facts = tk.config.make_config_facts(cfg)
     facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
     facts |= {"fingerprint": tk.data.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
     changes = tk.config.make_resume_rules(cfg)
     state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
     loss = tk.losses.next_token_linear
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": batch.microbatch}

@@ -24,17 +24,17 @@ class Config(tk.config.RunConfig):
     expert is mlp width / (chosen + 1) wide, so a token meets as many weights as in the dense size.
     """
 
-    out: Path = tk.config.option(Path("runs/moe"), change="no fact")
+    out: Path = tk.config.option(Path("runs/moe"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(400, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(400, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A Hugging Face folder of a mixture to begin with; it says what size to balance would."""
     size: str = "tiny"
     """The dense size that layers get experts in; see trainkit.models.list_decoder_sizes."""
@@ -44,15 +44,15 @@ class Config(tk.config.RunConfig):
     """How many of them a token goes to."""
     balance: Literal["bias", "loss"] = "bias"
     """What keeps experts balanced: a bias for the choice, without a loss; or an auxiliary loss."""
-    bias_rate: float = tk.config.option(0.01, tk.config.non_negative, change="free")
+    bias_rate: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """By how much a step moves the biases at most; it falls at the end, as the learning rate."""
-    loss_weight: float = tk.config.option(0.01, tk.config.non_negative, change="free")
+    loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """What the auxiliary loss, a mean over the layers, is multiplied by; 0.01 to 0.1 balance."""
-    eval_every: int = tk.config.option(200, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
-    prompt: str = tk.config.option("def ", change="free")
+    prompt: str = tk.config.option("def ", on_resume="allow")
     """What the model goes on from when it is evaluated."""
-    sample: int = tk.config.option(120, tk.config.positive, change="free")
+    sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=400)
@@ -97,20 +97,26 @@ def build(cfg, ps, model, first):
     plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.hub.open_folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    stages = tk.build_stages(
+        make_model,
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed,
+    )
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params = tk.get_parameters(stages)
     shape = {"warmup": cfg.optim.warmup, "total": cfg.optim.schedule_steps, "decay": 0.4}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **shape)
     rate_at = tk.schedules.warmup_stable_decay(cfg.bias_rate, **shape | {"warmup": 0})
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -120,13 +126,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(per, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         lr, rate = lr_at(state.step), rate_at(state.step)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         load, taken = terms["load"], update.applied
         biases = tk.models.update_routers_(stages, load, rate=rate, applied=taken)
         shown = tk.metrics.make_expert_load_metrics(load, biases=tk.all_sum(biases, ps.pp))
@@ -136,15 +144,14 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     return train_step
 
 
-def sample(cfg, ps, stages, tokenizer):
+def sample(cfg, stages, tokenizer):
     """Return a text that the model goes on from, and how."""
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     begin = [*bos, *tokenizer.encode(cfg.prompt)]
-    call, window = tk.parallel.bind_call(stages, ps), cfg.batch.row_length
-    how = {"context": window, "slide": True, "max_new_tokens": cfg.sample}
+    how = {"context": cfg.batch.row_length, "slide": True, "max_new_tokens": cfg.sample}
     how["sampling"] = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
     ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
-    (drawn,) = tk.generation.generate(stages[0], [begin], **how, **ids, call=call)
+    (drawn,) = tk.generation.generate(stages, [begin], **how, **ids)
     return tk.sinks.escape_control_characters(tokenizer.decode([*begin, *drawn.ids]))
 
 
@@ -162,15 +169,13 @@ def train(cfg, run, tokenizer, model, first):
     rows, held = open_rows(cfg, run, tokenizer)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
+    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
     loss = tk.losses.add_router_losses(tk.losses.next_token_linear, balance=weight)
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    forward_backward = tk.bind_forward_backward(stages, loss, **order)
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    axes |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
-    evaluate = tk.evaluation.bind_loss(stages, held, tk.losses.next_token_linear, **axes)
+    evaluate = tk.evaluation.make_evaluator(
+        stages, held, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    )
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
     pad_id = tokenizer.pad_id or 0
@@ -192,7 +197,7 @@ def train(cfg, run, tokenizer, model, first):
             state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluate(state, evaluate)
-                run.log(sample(cfg, ps, stages, tokenizer))
+                run.log(sample(cfg, stages, tokenizer))
             stop = loop.checkpoint(state)
     if stop:
         return tk.run.EXIT_SAVED

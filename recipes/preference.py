@@ -22,23 +22,23 @@ from trainkit.types import Cursor, TrainState
 class Config(tk.config.RunConfig):
     """Teach a decoder which of two answers is better; by default, one that ends."""
 
-    out: Path = tk.config.option(Path("runs/preference"), change="no fact")
+    out: Path = tk.config.option(Path("runs/preference"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(60, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(60, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder; by default runs/finetune, or a small base."""
-    data: Path | None = tk.config.option(None, change="free")
+    data: Path | None = tk.config.option(None, on_resume="allow")
     """Pairs: a .jsonl or .parquet file with the fields prompt, chosen and rejected."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init."""
-    template: str | None = tk.config.option(None, change="free")
+    template: str | None = tk.config.option(None, on_resume="allow")
     """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
     """What a pair costs; the first three compare with the weights of the start."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """How much a log-ratio counts, or of ORPO the odds; by default 0.1, and 2 of SimPO."""
-    eval_every: int = tk.config.option(60, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
@@ -78,8 +78,15 @@ def build(cfg, ps, base):
     plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
     make_model = functools.partial(tk.models.Decoder, base.config, head="hidden")
     weights = tk.adapters.open_base_weights(base.path, axis=ps.world)
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    stages = tk.build_stages(
+        make_model,
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed,
+    )
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
@@ -98,8 +105,7 @@ def bind_reference(cfg, run, stages, optimizer):
 
     The file is made before the first step; who goes on reads it, since the weights have moved.
     """
-    axes = {"place": run.ps.place, "axis": run.ps.loss, "pp": run.ps.pp, "tp": run.ps.tp}
-    score = tk.evaluation.make_scorer(stages, call=tk.models.call_routed, **axes)
+    score = tk.evaluation.make_scorer(stages)
     begins = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
 
     def heard(examples):
@@ -122,15 +128,7 @@ def bind_reference(cfg, run, stages, optimizer):
 
 def measure_kl(ps, stages, batches):
     """Return the mean log-ratio of answers to prompts that are not theirs, equal on all ranks."""
-    return tk.evaluate(
-        stages,
-        batches,
-        tk.objectives.log_ratio(axis=ps.sp),
-        axis=ps.loss,
-        pp=ps.pp,
-        tp=ps.tp,
-        call=tk.models.call_routed,
-    )["kl"]
+    return tk.evaluate(stages, batches, tk.objectives.log_ratio(axis=ps.sp))["kl"]
 
 
 def add_kl(batches, kl):
@@ -186,9 +184,9 @@ def make_loss(cfg, ps):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
     halves = cfg.loss != "kto"  # which counts answers, and the others pairs
     unit = "pairs" if halves else "answers"
 
@@ -199,11 +197,13 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(count, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), count)
         loss, lr = terms.pop("preference"), lr_at(state.step)
         applies = tk.health.make_finite_check(loss, state.health, cfg.policy, tokens=count)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {"loss": loss, **terms, unit: count, "tokens": tokens, "lr": lr}
         return tk.advance(state, batch, {**metrics, **update.metrics}, axis=ps.loss)
 
@@ -225,15 +225,7 @@ def bind_evaluation(cfg, ps, stages, held, others):
         batches = read(held)
         if others is not None:
             batches = add_kl(batches, measure_kl(ps, stages, read(others)))
-        found = tk.evaluate(
-            stages,
-            batches,
-            loss,
-            axis=ps.loss,
-            pp=ps.pp,
-            tp=ps.tp,
-            call=tk.models.call_routed,
-        )
+        found = tk.evaluate(stages, batches, loss)
         return tk.metrics.to_host({"loss": found.pop("preference"), **count, **found})
 
     return evaluate
@@ -263,10 +255,10 @@ def train(cfg, run, tokenizer, base, first):
     prepare = bind_kl(cfg, ps, stages, others[0]) if cfg.loss == "kto" else lambda batch: batch
     facts |= references
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, rows.bins, **size))
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"axis": ps.pp, "call": tk.models.call_routed}
-    forward_backward = tk.bind_forward_backward(stages, make_loss(cfg, ps), **order)
+    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
+    forward_backward = tk.make_forward_backward(
+        stages, make_loss(cfg, ps), reduce=cfg.layout.reduce
+    )
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = bind_evaluation(cfg, ps, stages, held, others[-1])
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)

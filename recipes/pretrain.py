@@ -21,35 +21,35 @@ from trainkit.types import ConfigError
 class Config(tk.config.RunConfig):
     """Train a decoder from scratch; by default a small one, on the source of Python's library."""
 
-    out: Path = tk.config.option(Path("runs/pretrain"), change="no fact")
+    out: Path = tk.config.option(Path("runs/pretrain"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(650, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(650, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
-    data: tuple[Path, ...] = tk.config.option((), change="free")
+    data: tuple[Path, ...] = tk.config.option((), on_resume="allow")
     """Corpora: text files, directories of them, .jsonl, .tokens and others; by default Python's."""
-    field: str = tk.config.option("text", change="free")
+    field: str = tk.config.option("text", on_resume="allow")
     """The field of JSON lines, parquet or arrow files that holds the text."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
-    cache: Path | None = tk.config.option(Path("runs/cache"), change="free")
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are kept for the next run; None keeps none."""
     weights: tuple[float, ...] = ()
     """How many of a step's rows each corpus gives, in proportion; by default as many as it has."""
-    anneal_step: int = tk.config.option(0, tk.config.non_negative, change="free")
+    anneal_step: int = tk.config.option(0, tk.config.non_negative, on_resume="allow")
     """From this global batch on the anneal-weights and the anneal-lr hold; 0 for never."""
-    anneal_weights: tuple[float, ...] = tk.config.option((), change="free")
+    anneal_weights: tuple[float, ...] = tk.config.option((), on_resume="allow")
     """What the weights become at the anneal-step."""
-    anneal_lr: float = tk.config.option(1.0, tk.config.positive, change="free")
+    anneal_lr: float = tk.config.option(1.0, tk.config.positive, on_resume="allow")
     """What the learning rate is multiplied with from the anneal-step on."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A Hugging Face folder whose architecture, weights and tokenizer to begin with."""
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
-    eval_every: int = tk.config.option(325, tk.config.non_negative, change="free")
+    eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
-    prompt: str | None = tk.config.option(None, change="free")
+    prompt: str | None = tk.config.option(None, on_resume="allow")
     """What the model goes on from when it is evaluated; by default how a held-out text begins."""
-    sample: int = tk.config.option(120, tk.config.positive, change="free")
+    sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     linear: tk.config.LinearOptions = tk.config.LinearOptions()
@@ -121,19 +121,19 @@ def build(cfg, ps, model, first):
     plan = [*round_linears(cfg), *tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)]
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.hub.open_folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
     stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     rise = {"warmup": cfg.optim.warmup, "total": total}
     lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -141,21 +141,23 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
     return train_step
 
 
-def sample(cfg, ps, stages, tokenizer, rows):
+def sample(cfg, stages, tokenizer, rows):
     """Return a text that the model goes on from, and how."""
     document = int(rows.bins.documents[0])
     begin = rows.corpus.read(document, 0, min(24, rows.corpus.lengths[document])).tolist()
@@ -165,7 +167,7 @@ def sample(cfg, ps, stages, tokenizer, rows):
     sampling = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
     how = {"context": cfg.batch.row_length, "slide": True, "vocab_size": tokenizer.vocab_size}
     how |= {"stop_ids": [tokenizer.eos_id], "max_new_tokens": cfg.sample, "sampling": sampling}
-    said = tk.generation.generate(stages[0], [begin], **how, call=tk.parallel.bind_call(stages, ps))
+    said = tk.generation.generate(stages, [begin], **how)
     return tk.sinks.escape_control_characters(tokenizer.decode([*begin, *said[0].ids]))
 
 
@@ -194,14 +196,12 @@ def train(cfg, run, tokenizer, model, first):
     phases = make_phases(cfg, mix.num_rows)
     stages, optimizer = build(cfg, ps, model, first)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, mix.bins, **size))
+    run.log(tk.parallel.describe_run(stages, mix.bins, **size))
     loss = tk.losses.report_by_source(tuple(opened), loss) if len(opened) > 1 else loss
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    forward_backward = tk.bind_forward_backward(stages, loss, axis=ps.pp, **order)
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
     size = {"rows_per_batch": cfg.batch.microbatch}
-    evaluate = tk.evaluation.bind_loss(stages, held, loss, **size, **axes)
+    evaluate = tk.evaluation.make_evaluator(stages, held, loss, **size)
     order = {"rows_per_step": cfg.batch.rows, "seed": cfg.seed}
     rows_at = tk.sampling.sample_mixture(mix.num_rows, phases, **order)
     how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
@@ -229,7 +229,7 @@ def train(cfg, run, tokenizer, model, first):
             state = loop.record(state, metrics, batch)
             if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
                 state = loop.evaluate(state, evaluate)
-                run.log(sample(cfg, ps, stages, tokenizer, held))
+                run.log(sample(cfg, stages, tokenizer, held))
             stop = loop.checkpoint(state)
     if stop:
         return tk.run.EXIT_SAVED

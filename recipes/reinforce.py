@@ -34,7 +34,7 @@ class RolloutOptions:
     """An answer is cut off after so many tokens, and then earns nothing."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """How much likelier or less likely a token may become by the updates of a rollout."""
-    sampled: Path | None = tk.config.option(None, change="free")
+    sampled: Path | None = tk.config.option(None, on_resume="allow")
     """Answers of another sampler, .jsonl or .parquet: prompt, ids, logprobs, truncated."""
 
 
@@ -42,19 +42,19 @@ class RolloutOptions:
 class Config(tk.config.RunConfig):
     """Reinforce answers that a checker rewards; by default, to sums of two numbers."""
 
-    out: Path = tk.config.option(Path("runs/reinforce"), change="no fact")
+    out: Path = tk.config.option(Path("runs/reinforce"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
-    steps: int = tk.config.option(280, tk.config.positive, change="no fact")
+    steps: int = tk.config.option(280, tk.config.positive, on_resume="ignore")
     """Stop after this step, a multiple of updates. Nothing else depends on it."""
     supervised: int = tk.config.option(200, tk.config.non_negative)
     """So many steps first imitate examples, which answer some of the problems."""
-    init: Path | None = tk.config.option(None, change="free")
+    init: Path | None = tk.config.option(None, on_resume="allow")
     """A run, a checkpoint or a Hugging Face folder to begin with; by default new weights."""
-    tokenizer: str | None = tk.config.option(None, change="free")
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
-    eval_every: int = tk.config.option(40, tk.config.positive, change="free")
+    eval_every: int = tk.config.option(40, tk.config.positive, on_resume="allow")
     """Ask what is held out after the supervised steps, every so many steps, and at the end."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
         row_length=64, rows=8, microbatch=32, multiple_of=4
@@ -104,21 +104,28 @@ def build(cfg, ps, model, path):
     make_model = functools.partial(tk.models.Decoder, model, head="hidden")
     new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
     weights = tk.adapters.open_base_weights(path, axis=ps.world) if path else new()
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed, "axis": ps.pp}
+    stages = tk.build_stages(
+        make_model,
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed,
+    )
+    how = {"precision": cfg.precision, "seed": cfg.seed}
     return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
 
 
-def bind_losses(cfg, ps, stages):
+def bind_losses(cfg, stages):
     """Return forward_backward: the policy gradient of what was sampled, else the cross entropy."""
-    order = {"schedule": cfg.layout.schedule, "reduce": cfg.layout.reduce}
-    order |= {"axis": ps.pp, "call": tk.models.call_routed}
     added = tk.objectives.PolicyOptions(most_importance=2.0 if cfg.rollout.sampled else None)
     policy = tk.objectives.policy_gradient(
         tk.objectives.ppo_clip(*[cfg.rollout.clip] * 2), added=added
     )
-    reinforce = tk.bind_forward_backward(stages, policy, **order)
-    imitate = tk.bind_forward_backward(stages, tk.losses.next_token_linear, **order)
+    reinforce = tk.make_forward_backward(stages, policy, reduce=cfg.layout.reduce)
+    imitate = tk.make_forward_backward(
+        stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
+    )
 
     def forward_backward(microbatches, *, denominator):
         was_sampled = "advantages" in microbatches[0]
@@ -129,9 +136,9 @@ def bind_losses(cfg, ps, stages):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    params, total = tk.get_parameters(stages), cfg.optim.schedule_steps
+    total = cfg.optim.schedule_steps
     lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total, final=0.1)
-    clip = {"max_norm": cfg.optim.max_norm, "axis": ps.pp, "world": ps.world}
+    max_norm = cfg.optim.max_norm
 
     def train_step(state, batch):
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -139,13 +146,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        tk.sync_sp_grads(params, ps.sp_unfolded)
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         lr, terms["loss"] = lr_at(state.step), terms.pop("policy", terms.get("loss"))
         applies = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
-        update = tk.clip_and_step(params, optimizer, lr=lr, applies=applies, scale=scale, **clip)
+        update = tk.clip_and_step(
+            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+        )
         metrics = {**terms, **update.metrics, "lr": lr}
         return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
 
@@ -174,7 +183,7 @@ def bind_sampler(cfg, ps, model, ask, tokenizer, problems):
 def bind_rollout(cfg, ps, stages, sample, deal):
     """Return roll_out(number): microbatches of each update, and what the answers came to."""
     cut = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
-    how, old = {"axis": ps.pp, "call": tk.models.call_routed}, tk.generation.compute_old_logprobs
+    old = tk.generation.compute_old_logprobs
 
     def roll_out(number):
         answers = sample(number)
@@ -184,7 +193,7 @@ def bind_rollout(cfg, ps, stages, sample, deal):
         parts = tk.generation.split_minibatches(corpus, cfg.rollout.updates, **cut)
         rows = [deal(part, np.arange(len(part))) for part in parts]
         # By the weights that sampled: before the first update.
-        dealt = [tk.parallel.add_columns(stages, x, old, **how) for x in rows]
+        dealt = [tk.parallel.add_columns(stages, x, old) for x in rows]
         told = tk.generation.summarize_rollout(answers, checked)
         if cfg.rollout.sampled:
             every = [microbatch for part in dealt for microbatch in part]
@@ -197,9 +206,9 @@ def bind_rollout(cfg, ps, stages, sample, deal):
 def bind_evaluation(cfg, ps, stages, ask, held):
     """Return evaluate(): how many greedy answers are right, and the loss of the right ones."""
     (problems, rows), greedy = held, tk.generation.Sampling(temperature=0.0)
-    how = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    how |= {"call": tk.models.call_routed, "rows_per_batch": cfg.batch.microbatch}
-    loss = tk.evaluation.bind_loss(stages, rows, tk.losses.next_token_linear, **how)
+    loss = tk.evaluation.make_evaluator(
+        stages, rows, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    )
 
     def evaluate():
         checked = tk.generation.compute_rewards(
@@ -235,12 +244,11 @@ def train(cfg, run, tokenizer, model, first, context):
     shown = pack(cfg, tokenizer, shown)
     stages, optimizer = build(cfg, ps, model, first.path)
     size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, ps, shown.bins, **size))
-    forward_backward = bind_losses(cfg, ps, stages)
+    run.log(tk.parallel.describe_run(stages, shown.bins, **size))
+    forward_backward = bind_losses(cfg, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     how = {"max_new_tokens": cfg.rollout.max_new_tokens, "context": cfg.batch.row_length}
-    how |= {"call": tk.parallel.bind_call(stages, ps, dealt=True), "axis": ps.dp}
-    ask = functools.partial(tk.generation.sample_answers, stages[0], tokenizer=tokenizer, **how)
+    ask = functools.partial(tk.generation.sample_answers, stages, tokenizer=tokenizer, **how)
     how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
     deal = functools.partial(
         tk.data.make_microbatches, rows_per_microbatch=cfg.batch.microbatch, **how

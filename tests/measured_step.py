@@ -163,9 +163,7 @@ def step_of(job, layout, ps, *, in_backward=False):
             before_forward()
             return enter(model, batch)
 
-        run = tk.bind_forward_backward(
-            stages, loss, axis=ps.pp, call=call, schedule=layout.schedule, reduce=layout.reduce
-        )
+        run = tk.make_forward_backward(stages, loss, call=call, reduce=layout.reduce)
         with stepping(lr=1e-3, microbatches=len(microbatches)) if in_backward else nullcontext():
             run(microbatches, denominator=denominator)
 

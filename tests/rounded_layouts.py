@@ -56,7 +56,7 @@ def gradients(degrees, linears, *, rows=1, plan="", schedule="1f1b"):
         )
         batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, schedule=schedule)
+        run = tk.make_forward_backward(stages, next_token_linear)
         sums = run(batch.microbatches, denominator=tokens)
         tk.sync_sp_grads(tk.get_parameters(stages), ps.sp_unfolded)
         loss = float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens)

@@ -21,7 +21,7 @@ from trainkit.parallel.names import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Cursor, TrainState
 from trainkit.weights.checkpoint.replicas import find_nonfinite_state
-from trainkit.weights.checkpoint.tensors import counters_of, run_tensors
+from trainkit.weights.checkpoint.tensors import get_run_tensors, list_counters
 
 NAN, INF = math.nan, math.inf
 NORM, DOWN = "layers.0.attention_norm.weight", "layers.1.mlp.down.weight"
@@ -59,14 +59,14 @@ def spoil_gradient(stages, site):
         local.view(-1)[0] = site.value
 
 
-def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=True, world=None):
+def step_function(ps, stages, optimizer, *, policy, guilty=0, protected=True, world=None):
     """Return train_step(state, batch, site), as a recipe writes it but for the fault.
 
     It returns beside state and metrics what takes the step's gradients again, fault and all.
     """
     params, now = tk.get_parameters(stages), {}
     loss = spoiled(next_token_linear, lambda: now["site"])
-    run = tk.bind_forward_backward(stages, loss, axis=ps.pp, schedule=layout.schedule)
+    run = tk.make_forward_backward(stages, loss)
     world = ps.world if world is None else world
 
     def train_step(state, batch, site=None):
@@ -82,7 +82,7 @@ def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=
         sums = replay()
         terms = losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
-        how = {"lr": 1e-2, "max_norm": 0.5, "axis": ps.pp, "applies": applies, "world": world}
+        how = {"lr": 1e-2, "max_norm": 0.5, "axis": ps.pp, "should_apply": applies, "world": world}
         with contextlib.nullcontext() if protected else nothing_refused(how):
             update = tk.clip_and_step(params, optimizer, **how)
         told = {"grad_norm": update.norm, "skipped": ~update.applied}
@@ -95,13 +95,13 @@ def step_function(layout, ps, stages, optimizer, *, policy, guilty=0, protected=
 
 def nothing_refused(how):
     """Take a step whatever its numbers are; it has to be done in two places."""
-    how["applies"] = functools.partial(torch.ones_like, dtype=torch.bool)
+    how["should_apply"] = functools.partial(torch.ones_like, dtype=torch.bool)
     never = functools.partial(torch.zeros_like, dtype=torch.bool)
     return mock.patch.object(grads, "_not_finite", never)
 
 
 def bits_of(stages, optimizer):
-    tensors = run_tensors(stages, optimizer)
+    tensors = get_run_tensors(stages, optimizer)
     return {name: get_local_box(x).local.clone() for name, x in tensors.items()}
 
 
@@ -119,7 +119,7 @@ def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
         stages, optimizer = build(layout, ps)
         world = SOLO if alone else ps.world
         options = {"policy": policy, "guilty": guilty, "protected": protected, "world": world}
-        step = step_function(layout, ps, stages, optimizer, **options)
+        step = step_function(ps, stages, optimizer, **options)
         state = TrainState()
         batch = functools.partial(input_of, ps=ps, layout=layout, text=text, bins=bins)
         state, _, _ = step(state, batch(state.cursor))
@@ -234,7 +234,7 @@ def solo(dtype=torch.float32, **options):
     bins = tk.pack_bins(text.lengths, 24)
     stages, optimizer = build(layout, ps)
     policy = options.pop("policy", health.Policy())
-    step = step_function(layout, ps, stages, optimizer, policy=policy, **options)
+    step = step_function(ps, stages, optimizer, policy=policy, **options)
     batch = functools.partial(input_of, ps=ps, layout=layout, text=text, bins=bins)
     return TrainState(), step, batch, stages, optimizer
 
@@ -280,7 +280,7 @@ def test_one_microbatch_without_a_token_adds_nothing():
 def test_damage_in_the_state_is_found_at_the_next_bad_step(where):
     state, step, make_batch, stages, optimizer = solo()
     state, _, _ = step(state, make_batch(state.cursor))
-    run_tensors(stages, optimizer)[f"{where}/{DOWN}"].view(-1)[3] = NAN
+    get_run_tensors(stages, optimizer)[f"{where}/{DOWN}"].view(-1)[3] = NAN
     for _ in range(2):  # a moment reaches the loss one step later
         state, metrics, _ = step(state, make_batch(state.cursor))
         record = make_step_record(metrics, begin=0.0)
@@ -317,7 +317,9 @@ def test_a_half_precision_gradient_that_always_overflows_ends_the_run():
         (16 * output).backward()
         loss = output.detach().clamp(-1e4, 1e4)
         applies = health.make_finite_check(loss, state.health, policy)
-        found = tk.clip_and_step([model.weight], optimizer, lr=0.1, max_norm=1.0, applies=applies)
+        found = tk.clip_and_step(
+            [model.weight], optimizer, lr=0.1, max_norm=1.0, should_apply=applies
+        )
         record = {"loss": float(loss), "grad_norm": float(found.norm), "skipped": not found.applied}
         state = attrs.evolve(state, step=state.step + 1)
         action, state = health.judge_step(state, record, policy)
@@ -433,7 +435,7 @@ def test_counters_are_exact_far_out(start, tmp_path):
     state, metrics, _ = step(state, make_batch(state.cursor))
     tokens = int(metrics["tokens"])
     assert state.cursor.batch == start + 1
-    assert counters_of(state)["tokens"] == start + tokens
+    assert list_counters(state)["tokens"] == start + tokens
     record = make_step_record({**metrics, "tokens_total": state.tokens}, begin=0.0)
     assert orjson.loads(orjson.dumps(record))["tokens_total"] == start + tokens
     ps = tk.solo_parallel()

@@ -234,7 +234,7 @@ def test_of_many_problems_the_first_are_told(tmp_path):
         ('kernel = "flash"', "kernel must be Literal['sdpa', 'varlen'], got 'flash'"),
         ("[lr]\na = 1", "lr must be float, got {'a': 1}"),
         ('config = "other.toml"', "unknown key config"),
-        ("save-every = 1\nsave_every = 1", "save_every stands there twice"),
+        ("save-every = 1\nsave_every = 1", "save_every appears twice"),
         ("steps = ", "Invalid value"),
         ("steps = 1\nsteps = 2", "Cannot overwrite a value"),
     ],

@@ -244,7 +244,7 @@ def test_a_step_that_does_not_apply_changes_nothing_whatever_the_gradient(name, 
             optimizer,
             lr=0.1,
             max_norm=1.0,
-            applies=lambda norm, told=applies: seen.append(norm) or torch.tensor(told),
+            should_apply=lambda norm, told=applies: seen.append(norm) or torch.tensor(told),
         )
         assert seen[-1] is update.norm
         assert bool(update.applied) == applies
@@ -601,7 +601,7 @@ def refused_by_one():
                 torch.optim.SGD(params),
                 lr=1.0,
                 max_norm=None,
-                applies=lambda _, told=applies: told,
+                should_apply=lambda _, told=applies: told,
                 world=ps.world,
             )
             found.append((float(update.norm), bool(update.applied), params[0].tolist()))
@@ -619,7 +619,7 @@ def test_what_one_rank_refuses_is_refused_by_all():
 def test_a_norm_that_is_not_finite_is_refused_whatever_applies_says():
     params = parameters(torch.tensor([math.inf]))
     sgd, always = torch.optim.SGD(params), functools.partial(torch.ones_like, dtype=torch.bool)
-    assert not tk.clip_and_step(params, sgd, lr=1.0, max_norm=None, applies=always).applied
+    assert not tk.clip_and_step(params, sgd, lr=1.0, max_norm=None, should_apply=always).applied
     assert params[0] == 1
 
 
@@ -633,7 +633,7 @@ def steps_without_values(*, fused):
             applies = health.make_finite_check(
                 torch.ones(()), memory, health.Policy(on_spike="skip"), tokens=torch.ones(())
             )
-            how = {"lr": 0.1, "max_norm": 1.0, "applies": applies}
+            how = {"lr": 0.1, "max_norm": 1.0, "should_apply": applies}
             _ = ~tk.clip_and_step(params, optimizer, **how).applied
 
 

@@ -91,7 +91,7 @@ def steps_of(layout, spoiled=(1,), steps=4):
         stages = tk.build_stages(lambda: Decoder(MODEL, head="hidden"), ps, plan, weights=weights)
         optimizer = make_optimizer(stages, lr=1e-2, precision=FP16, axis=ps.pp)
         params = tk.get_parameters(stages)
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
+        run = tk.make_forward_backward(stages, next_token_linear)
         state = tk.TrainState(health={"scale_held": 1999.0})
         while state.step < steps:
             batch = input_of(state.cursor, ps, Layout(), text=text, bins=bins)
@@ -140,7 +140,7 @@ def test_an_overflow_on_one_rank_skips_on_all_and_all_have_one_scale(layouts):
 def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
     own = health.get_loss_scale
     begin = lambda memory, told: own({"loss_scale": 2.0**26} | memory, told)  # noqa: E731
-    monkeypatch.setattr(health, "loss_scale", begin)
+    monkeypatch.setattr(health, "get_loss_scale", begin)
     (tmp_path / "a.txt").write_text("".join(f"word{i % 17} = {i}\n" for i in range(600)))
     flags = ["--data", tmp_path / "a.txt", *SMALL.split(), "--compute", "fp16"]
     flags += ["--prompt", "a", "--sample", 1, "--save-every", 4]

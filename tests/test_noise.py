@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainkit import noise
 from trainkit.noise import counters
 from trainkit.noise.hashing import hash_box
-from trainkit.noise.jit import Kept
+from trainkit.noise.jit import LoopFiles
 
 X = torch.ones(2, 3, 12)
 KEYS = noise.make_token_keys(torch.arange(6).view(2, 3), seed=1, step=4)
@@ -189,7 +189,7 @@ def test_only_fp32_is_rounded(x):
 
 
 def test_processes_that_compile_at_once_keep_what_is_theirs(tmp_path, monkeypatch):
-    first, second = (Kept(str(tmp_path), "loop", "stamp") for _ in range(2))
+    first, second = (LoopFiles(str(tmp_path), "loop", "stamp") for _ in range(2))
     with monkeypatch.context() as before:  # what a process has read before the other wrote
         before.setattr(second, "_load_index", dict)
         first.save("floats", 1)
@@ -197,13 +197,13 @@ def test_processes_that_compile_at_once_keep_what_is_theirs(tmp_path, monkeypatc
     assert (first.load("floats"), first.load("doubles")) == (None, 2)  # lost, and never another's
     first.save("floats", 1)
     assert (second.load("floats"), second.load("doubles")) == (1, 2)
-    nowhere = Kept(str(tmp_path / "gone"), "loop", "stamp")
+    nowhere = LoopFiles(str(tmp_path / "gone"), "loop", "stamp")
     nowhere.save("halves", 3)  # no error
     assert nowhere.load("halves") is None
 
 
 def test_a_compiled_function_is_kept_by_what_it_is_of():
-    assert type(counters._mix_array._cache._cache_file) is Kept
+    assert type(counters._mix_array._cache._cache_file) is LoopFiles
 
 
 def test_a_hash_depends_on_where_each_element_is_and_on_the_name():

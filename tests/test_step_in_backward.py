@@ -36,8 +36,8 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
         stages, optimizer = build(layout, ps)
         params = tk.get_parameters(stages)
         optimizer.param_groups[1]["lr_scale"] = 0.5
-        run = tk.bind_forward_backward(
-            stages, next_token_linear, axis=ps.pp, call=call_with_noise, reduce=layout.reduce
+        run = tk.make_forward_backward(
+            stages, next_token_linear, call=call_with_noise, reduce=layout.reduce
         )
 
         def weigh(_):
@@ -145,7 +145,7 @@ def train_experts(layout, *, in_backward):
         plan = decoder_plan(ps, LayoutCase(layout))
         stages = tk.build_stages(make_model, ps, plan, weights=certificate_weights)
         optimizer, params = certificate_optimizer(stages, ps.pp), tk.get_parameters(stages)
-        run = tk.bind_forward_backward(stages, expert_loss, axis=ps.pp, call=call_routed)
+        run = tk.make_forward_backward(stages, expert_loss, call=call_routed)
         how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": lambda _: None}
         step_in_backward, norms = make_step_in_backward(stages, optimizer, **how), []
         for step in range(3):

@@ -110,13 +110,8 @@ def build(layout, ps):
 def step_function(layout, ps, stages, optimizer):
     """Return train_step(state, batch), as a recipe writes it."""
     params = tk.get_parameters(stages)
-    run = tk.bind_forward_backward(
-        stages,
-        next_token_linear,
-        axis=ps.pp,
-        call=call_with_noise,
-        schedule=layout.schedule,
-        reduce=layout.reduce,
+    run = tk.make_forward_backward(
+        stages, next_token_linear, call=call_with_noise, reduce=layout.reduce
     )
 
     def train_step(state, batch):

@@ -68,10 +68,9 @@ from .run import config as config
 from .run import open_run as open_run
 from .run import plots as plots
 from .run import sinks as sinks
-from .step import bind_forward_backward as bind_forward_backward
 from .step import evaluate as evaluate
 from .step import forward_backward as forward_backward
-from .step import forward_only as forward_only
+from .step import make_forward_backward as make_forward_backward
 from .text import chat as chat
 from .text import corpora as corpora
 from .text import prepare as prepare
@@ -93,6 +92,7 @@ from .types import ParallelState as ParallelState
 from .types import Precision as Precision
 from .types import Share as Share
 from .types import Spans as Spans
+from .types import Stages as Stages
 from .types import StepBatch as StepBatch
 from .types import TrainState as TrainState
 from .types import Update as Update

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
-from trainkit.parallel.names import canonical_name, get_named_parameters, is_tied_copy
+from trainkit.parallel.names import canonical_name, get_named_parameters, is_tied_copy, modules_of
 from trainkit.parallel.reduction import (
     Reduce,
     check_dense,
@@ -30,7 +30,7 @@ from trainkit.parallel.reduction import (
     sum_grads_,
     summed_at_the_end,
 )
-from trainkit.types import SOLO, Axis, ConfigError, Log, Update
+from trainkit.types import SOLO, Axis, ConfigError, Log, Stages, Update
 
 __all__ = [
     "clip_and_step",
@@ -46,8 +46,12 @@ __all__ = [
 ]
 
 
-def get_parameters(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the trainable parameters of a list of stages, each once.
+Params = Iterable[nn.Parameter] | Stages | nn.Module
+"""Parameters; or what has them, a module or a `Stages`, which are then its trainable ones."""
+
+
+def get_parameters(stages: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters of a model, or of its stages, each once.
 
     Whoever runs a backward pass of their own gets the gradients that FSDP2 and DDP leave, and these
     average by default. A parameter does not show it, so it is asked here, where the modules are
@@ -57,16 +61,25 @@ def get_parameters(stages: Iterable[nn.Module]) -> list[nn.Parameter]:
         ValueError: A module averages gradients over ranks; call `sum_gradients_` first.
 
     Examples:
-        >>> [tuple(p.shape) for p in get_parameters([nn.Linear(2, 3)])]
+        >>> [tuple(p.shape) for p in get_parameters(nn.Linear(2, 3))]
         [(3, 2), (3,)]
     """
-    stages = list(stages)
+    stages = modules_of(stages)
     for stage in stages:
         check_not_averaging("parameters_of", reducers_of(stage))
     return [p for p in get_named_parameters(stages).values() if p.requires_grad]
 
 
-def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
+def _list_params(params: Params, axis: Axis = SOLO) -> tuple[list[nn.Parameter], Axis]:
+    """Return each parameter once, and the pipeline axis: that of a `Stages`, else `axis`."""
+    if isinstance(params, Stages):
+        return get_parameters(params), params.pp
+    if isinstance(params, nn.Module):
+        return get_parameters(params), axis
+    return list(dict.fromkeys(params)), axis
+
+
+def sync_sp_grads(params: Params, axis: Axis) -> None:
     """Sum gradients over the sequence-parallel ranks that nothing else sums over.
 
     Call it once a step, after the last backward pass: a second call would sum the sums again. Left
@@ -77,7 +90,7 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     ranks cannot disagree on what is sent; one that has none on any rank keeps none.
 
     Args:
-        params: The same parameters on every rank of the axis.
+        params: Parameters, a module or a `Stages`; the same on every rank of the axis.
         axis: `ps.sp_unfolded`.
 
     Raises:
@@ -94,7 +107,7 @@ def sync_sp_grads(params: Iterable[nn.Parameter], axis: Axis) -> None:
     if axis.count > 1:
         assert axis.group is not None
         with torch.no_grad():
-            sum_grads_(params, axis.group)
+            sum_grads_(_list_params(params)[0], axis.group)
 
 
 # -------------------------------------------------------------------------------------------- norm
@@ -138,9 +151,7 @@ def _sharded_over(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 @torch.no_grad()
-def grad_norm(
-    params: Iterable[nn.Parameter], *, axis: Axis = SOLO, norm_type: float = 2.0
-) -> Tensor:
+def grad_norm(params: Params, *, axis: Axis = SOLO, norm_type: float = 2.0) -> Tensor:
     """Return the norm of the whole model's gradient: (sum of |g|^p)^(1/p) over its elements.
 
     Powers are summed over exactly the mesh dimensions that a parameter is sharded over, never over
@@ -148,10 +159,10 @@ def grad_norm(
     last stage's copy of a tied embedding is not counted.
 
     Args:
-        params: Parameters of this rank, plain or DTensor; those without a gradient count as zero,
-            and one that is listed twice counts once.
-        axis: The pipeline axis, `ps.pp`, whose ranks hold different parameters. It is no
-            data-parallel axis: what parameters are sharded over is read off them.
+        params: Parameters of this rank, plain or DTensor, a module or a `Stages`; parameters
+            without a gradient count as zero, and one that is listed twice counts once.
+        axis: The ranks that hold different parameters, those of a pipeline; a `Stages` has its own.
+            It is no data-parallel axis: what parameters are sharded over is read off them.
         norm_type: p, above 0; `math.inf` for the largest absolute value of an element. As in
             `torch.nn.utils.get_total_norm`, elements are raised to it in the norm's own dtype; what
             travels of any p but 2 is in fp64.
@@ -168,15 +179,15 @@ def grad_norm(
             over, and on `axis`.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
         >>> p = nn.Parameter(torch.zeros(2))
         >>> p.grad = torch.tensor([3.0, -4.0])
-        >>> grad_norm([p], axis=solo_parallel().pp)
+        >>> grad_norm([p])
         tensor(5.)
         >>> grad_norm([p], norm_type=1), grad_norm([p], norm_type=math.inf)
         (tensor(7.), tensor(4.))
     """
-    return _part_norms([list(dict.fromkeys(params))], axis, norm_type)[0]
+    params, axis = _list_params(params, axis)
+    return _part_norms([params], axis, norm_type)[0]
 
 
 def _part_norms(
@@ -270,7 +281,7 @@ def _combined(totals: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_(
-    params: Iterable[nn.Parameter],
+    params: Params,
     *,
     max_norm: float | None,
     axis: Axis = SOLO,
@@ -284,9 +295,10 @@ def clip_grads_(
     leaves the gradients as they are.
 
     Args:
-        params: The parameters of this rank; one that is listed twice is scaled once.
+        params: The parameters of this rank, a module or a `Stages`; a parameter that is listed
+            twice is scaled once.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)); None only measures.
-        axis: The pipeline axis, `ps.pp`; see `grad_norm`.
+        axis: The pipeline axis of plain parameters; see `grad_norm`.
         norm_type: Which norm, as for `grad_norm`.
         groups: Groups of parameters, as `optimizer.param_groups` has them, the same on all ranks
             and stages. One that has a "max_norm" (`math.inf` never clips) is measured and clipped
@@ -312,13 +324,14 @@ def clip_grads_(
         >>> p.grad, q.grad
         (tensor([0.6000, 0.8000]), tensor([6.0000]))
     """
+    params, axis = _list_params(params, axis)
     return _clip_grads_(
         params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
     )[0]
 
 
 def _clip_grads_(
-    params: Iterable[nn.Parameter],
+    params: Sequence[nn.Parameter],
     *,
     max_norm: float | None,
     axis: Axis,
@@ -327,7 +340,6 @@ def _clip_grads_(
     scale: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm as `clip_grads_` does, and whether it is not finite; without gradients."""
-    params = list(dict.fromkeys(params))
     groups = list(groups)
     parts = _clipped_apart(params, max_norm, groups)
     norms = _part_norms([members for members, _ in parts], axis, norm_type, names=groups)
@@ -386,13 +398,13 @@ def _clipped_apart(
 
 
 def clip_and_step(
-    params: Iterable[nn.Parameter],
+    params: Params,
     optimizer: torch.optim.Optimizer,
     *,
     lr: float,
     max_norm: float | None,
     axis: Axis = SOLO,
-    applies: Callable[[Tensor], Tensor] | None = None,
+    should_apply: Callable[[Tensor], Tensor] | None = None,
     world: Axis = SOLO,
     norm_type: float = 2.0,
     scale: Tensor | float | None = None,
@@ -404,19 +416,18 @@ def clip_and_step(
     the norm.
 
     Args:
-        params: The parameters of this rank that `optimizer` steps.
+        params: The parameters of this rank that `optimizer` steps, a module or a `Stages`.
         optimizer: Any torch optimizer; a group's rate becomes `lr * group.get("lr_scale", 1)`, and
             one with a "max_norm" is clipped by itself, as by `clip_grads_`.
         lr: The learning rate of this step, which is set in a skipped step too.
         max_norm: Gradients are scaled by min(1, max_norm / (norm + 1e-6)), as by torch's
             `clip_grad_norm_`; None only measures.
-        axis: The pipeline axis, `ps.pp`; see `grad_norm`.
-        applies: From the norm to whether the step applies, both 0-d tensors, as
-            `health.make_finite_check` makes it. A norm that is not finite is refused whatever it
-            says.
-        world: All ranks, `ps.world`: a step that one of them refuses is refused by all. Numbers
-            that are summed over all ranks need it not; those that are computed by several ranks
-            alike do, when one of them errs.
+        axis: The pipeline axis of plain parameters; see `grad_norm`.
+        should_apply: From the norm to whether to take the step, both 0-d tensors, as
+            `health.make_finite_check` makes it. A step whose norm is not finite is never taken.
+        world: All ranks that take the step of plain parameters; a `Stages` has its own. A step
+            that one of them refuses is refused by all. Numbers that are summed over all ranks need
+            it not; those that are computed by several ranks alike do, when one of them errs.
         norm_type: Which norm, as for `grad_norm`.
         scale: What the gradients are multiples of; see `clip_grads_` and `health.loss_scale`.
 
@@ -435,18 +446,18 @@ def clip_and_step(
         `grad_norm`, and two numbers on `world`.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
         >>> p = nn.Parameter(torch.zeros(2))
         >>> p.grad = torch.tensor([3.0, 4.0])
         >>> optimizer = torch.optim.SGD([p])
-        >>> clip_and_step([p], optimizer, lr=1.0, max_norm=None, axis=solo_parallel().pp)
+        >>> clip_and_step([p], optimizer, lr=1.0, max_norm=None)
         Update(norm=tensor(5.), applied=tensor(True))
         >>> p.data, p.grad
         (tensor([-3., -4.]), None)
     """
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
-    params = list(params)  # they are walked more than once, and may be a generator
+    world = params.world if isinstance(params, Stages) else world
+    params, axis = _list_params(params, axis)
     _check_held(params, optimizer)
     with torch.no_grad():
         groups = optimizer.param_groups
@@ -454,8 +465,8 @@ def clip_and_step(
             params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
         )
         refused = overflowed
-        if applies is not None:
-            refused = refused | applies(norm).logical_not().to(norm.device)
+        if should_apply is not None:
+            refused = refused | should_apply(norm).logical_not().to(norm.device)
         if world.count > 1:
             told = torch.stack([refused, overflowed]).to(torch.float32)
             refused, overflowed = (all_sum(told, world) > 0).unbind()
@@ -631,7 +642,7 @@ def make_step_in_backward(
     log(
         "parameters are stepped within the backward pass: a bad step cannot be skipped, only undone"
     )
-    return partial(_stepping_in_backward, list(stages), params, optimizer, reduce)
+    return partial(_stepping_in_backward, modules_of(stages), params, optimizer, reduce)
 
 
 @contextmanager
@@ -778,7 +789,7 @@ def _check_in_backward(
 
 def find_nonfinite(
     replay: Callable[[], Mapping[str, Tensor]],
-    stages: Iterable[nn.Module],
+    stages: Iterable[nn.Module] | nn.Module,
     axis: Axis,
     *,
     most: int = 3,
@@ -812,7 +823,8 @@ def find_nonfinite(
         >>> find_nonfinite(replay, [model], SOLO)
         ['the gradient of weight on rank 0']
     """
-    told = all_gather_objects(_replayed(replay, list(stages)), axis)
+    stages = modules_of(stages)
+    told = all_gather_objects(_replayed(replay, stages), axis)
     terms, own, summed, seen = ([each[key] for each in told] for key in _LOOKED_AT)
     if any(terms):
         causes = _with_ranks(terms)
@@ -890,8 +902,8 @@ def _with_ranks(told: Sequence[Sequence[str]], words: str = "{} on {}") -> list[
     return [words.format(text, format_ranks(which)) for text, which in ranks.items()]
 
 
-def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
-    """Return ranks as a message names them.
+def format_ranks(which: Sequence[int]) -> str:
+    """Return ranks as a message names them: up to eight one by one.
 
     Examples:
         >>> format_ranks([1]), format_ranks([0, 2, 3]), format_ranks(range(64))
@@ -899,7 +911,7 @@ def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
     """
     if len(which) == 1:
         return f"rank {which[0]}"
-    if len(which) > most:
+    if len(which) > 8:
         return f"{len(which)} ranks from {which[0]} to {which[-1]}"
     return f"ranks {', '.join(map(str, which[:-1]))} and {which[-1]}"
 

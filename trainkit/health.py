@@ -14,7 +14,7 @@ the loss is scaled, a norm that is not finite of a finite loss says that the sca
 step is an *overflow*, skipped, and the scale halved; at a scale of 1 or less it is bad.
 
     applies = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
-    update = tk.clip_and_step(params, optimizer, ..., applies=applies)
+    update = tk.clip_and_step(stages, optimizer, ..., should_apply=should_apply)
     metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "tokens": tokens, ...}
 
 and in the loop `action, state = health.judge_step(state, record, policy)`.

@@ -1,6 +1,6 @@
 """Forward and backward over a step's microbatches: losses are sums, one number divides them.
 
-`bind_forward_backward` gives the executor of a layout, so that a recipe calls the same function
+`make_forward_backward` makes the executor of a layout, so that a recipe calls the same function
 with and without pipeline stages.
 """
 
@@ -26,8 +26,8 @@ from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_
 from trainkit.losses import average_terms
 from trainkit.models.call import call_model
 from trainkit.parallel.leaks import refuse_leaks
-from trainkit.parallel.pipeline import bind_pipeline
-from trainkit.parallel.places import places_of
+from trainkit.parallel.pipeline import make_pipeline
+from trainkit.parallel.places import as_stages, places_of
 from trainkit.parallel.reduction import (
     Reduce,
     check_sums,
@@ -52,6 +52,7 @@ from trainkit.types import (
     Denominator,
     ForwardBackward,
     Loss,
+    Stages,
     check_choice,
 )
 
@@ -143,53 +144,49 @@ def _check_microbatches(microbatches: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
 
 
-def bind_forward_backward(
-    stages: Sequence[nn.Module],
+def make_forward_backward(
+    stages_or_model: Stages | nn.Module,
     loss: Loss,
     *,
-    axis: Axis,
-    call: Call = call_model,
-    schedule: str = "1f1b",
     reduce: Reduce = "last",
+    call: Call | None = None,
 ) -> ForwardBackward:
-    """Return the executor of a layout: `forward_backward(microbatches, denominator=...)`.
+    """Make the executor of a layout: `forward_backward(microbatches, denominator=...)`.
 
     Args:
-        stages: This rank's stages, from `build_stages`.
+        stages_or_model: This rank's stages, or any module.
         loss: The loss; a pipeline needs its `terms`.
-        axis: The pipeline axis, `ps.pp`.
-        call: How a batch enters the model. In a pipeline, a stage after the first is called with
-            the hidden state in place of "input_ids", and all else of the microbatch as it is.
-        schedule: The pipeline schedule, the one that `build_stages` was given: a name of
-            `parallel.split.SCHEDULES`. Without pipeline parallelism it changes nothing.
         reduce: When gradients are reduced; see `forward_backward`.
+        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
 
     Raises:
-        ConfigError: The stages, the schedule, the loss and the layout do not go together; see
-            `parallel.pipeline.bind_pipeline`.
+        ConfigError: The stages, their schedule, the loss and the layout do not go together; see
+            `parallel.pipeline.make_pipeline`.
         ValueError: `reduce` is unknown.
 
     Effects:
-        None here; the returned function has those of `forward_backward`, and in a pipeline
-        communicates on `axis`.
+        None here; the returned function has those of `forward_backward`, and communicates on the
+        stages' pipeline axis.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
-        >>> run = bind_forward_backward(
-        ...     [model], loss, axis=solo_parallel().pp, call=lambda model, batch: model(batch["x"])
+        >>> forward_backward = make_forward_backward(
+        ...     model, loss, call=lambda model, batch: model(batch["x"])
         ... )
-        >>> sorted(run([{"x": torch.ones(2, 1)}], denominator=torch.tensor(2)))
-        ['loss']
+        >>> forward_backward([{"x": torch.ones(2, 1)}], denominator=torch.tensor(2)).keys()
+        dict_keys(['loss'])
+        >>> model.weight.grad
+        tensor([[1.]])
     """
+    stages = as_stages(stages_or_model, "make_forward_backward", call=call)
     check_choice(("last", "each"), "forward_backward", reduce=reduce)
-    schedule_kind(schedule)
-    if axis.count == 1:
+    schedule_kind(stages.layout.schedule)
+    if stages.pp.count == 1:
         if len(stages) != 1:
-            raise ValueError(f"bind_forward_backward: one stage is needed, got {len(stages)}")
-        return partial(forward_backward, stages[0], loss=loss, call=call, reduce=reduce)
-    through = bind_pipeline(stages, loss, axis=axis, call=call, schedule=schedule, reduce=reduce)
+            raise ValueError(f"make_forward_backward: one stage is needed, got {len(stages)}")
+        return partial(forward_backward, stages[0], loss=loss, call=stages.call, reduce=reduce)
+    through = make_pipeline(stages, loss, reduce=reduce)
 
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
@@ -200,47 +197,13 @@ def bind_forward_backward(
     return run
 
 
-def forward_only(
-    model: nn.Module,
-    microbatches: Iterable[Mapping[str, Any]],
-    loss: Loss,
-    *,
-    call: Call = call_model,
-) -> dict[str, Tensor]:
-    """Return the sums of the loss's terms over some microbatches, without gradients.
-
-    Returns:
-        The terms summed over the microbatches of this rank in fp64 (integers stay integers), not
-        divided; empty without a microbatch.
-
-    Effects:
-        Puts `model` into evaluation mode and every module back into the mode it had; no gradient,
-        no generator and no parameter changes. Sharded models communicate, so their ranks must pass
-        the same number of microbatches.
-
-    Examples:
-        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
-        >>> call = lambda model, batch: model(batch["x"])
-        >>> sums = forward_only(nn.Identity(), [{"x": torch.ones(2)}] * 3, loss, call=call)
-        >>> sums["loss"]
-        tensor(6., dtype=torch.float64)
-    """
-    sums: dict[str, Tensor] = {}
-    with evaluating([model]):
-        for batch in microbatches:
-            _add_long(sums, check_terms(loss(call(model, batch), batch), by="forward_only")[1])
-    return sums
-
-
 def evaluate(
-    stages_or_model: nn.Module | Sequence[nn.Module],
+    stages_or_model: Stages | nn.Module,
     batches: Iterable[Mapping[str, Any]],
     loss: Loss,
     *,
-    axis: Axis,
-    pp: Axis = SOLO,
-    tp: Axis = SOLO,
-    call: Call = call_model,
+    axis: Axis = SOLO,
+    call: Call | None = None,
 ) -> dict[str, Tensor]:
     """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
 
@@ -253,13 +216,11 @@ def evaluate(
     schedule of the training steps.
 
     Args:
-        stages_or_model: Any module, or this rank's stages.
+        stages_or_model: This rank's stages, or any module.
         batches: This rank's part of the held-out data; all ranks of a pipeline read the same.
         loss: The loss; see `losses.average_terms` for what its terms are divided by.
-        axis: The ranks that hold distinct tokens, `ps.loss`.
-        pp: The pipeline axis, `ps.pp`.
-        tp: The tensor-parallel axis, `ps.tp`: its ranks hear of each other's failures.
-        call: How a batch enters the model.
+        axis: For a plain module, the ranks that hold distinct tokens. A `Stages` has its own axes.
+        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
 
     Returns:
         The divided terms, summed and divided in fp64, and "tokens", the number of valid tokens
@@ -269,29 +230,38 @@ def evaluate(
         ValueError: There is no batch on any rank.
 
     Effects:
-        Communicates on `axis`, `pp` and `tp`, with one host sync per batch. The training state is
-        untouched: see `forward_only`.
+        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. Puts
+        the modules into evaluation mode, and each back into the mode it had; no gradient, no
+        generator and no parameter changes.
+
+    Examples:
+        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
+        >>> call = lambda model, batch: model(batch["x"])
+        >>> batch = {"x": torch.full((1, 2), 3.0), "labels": torch.ones(1, 2)}
+        >>> evaluate(nn.Identity(), [batch], loss, call=call)["loss"]
+        tensor(3., dtype=torch.float64)
     """
-    stages = [stages_or_model] if isinstance(stages_or_model, nn.Module) else list(stages_or_model)
+    stages = as_stages(stages_or_model, "evaluate", axis=axis, call=call)
+    axis, pp = stages.loss, stages.pp
     sums: dict[str, Tensor] = {}
     device = compute_device(stages[0])
     count = torch.zeros((), dtype=torch.int64, device=device)
     source = iter(batches)
     last: Mapping[str, Any] | None = None
     with evaluating(stages):
-        while (batch := _next_on_any(source, (axis, pp, tp))) is not _ALL_DONE:
+        while (batch := _next_on_any(source, (axis, pp, stages.tp))) is not _ALL_DONE:
             if last is None:
                 last = _first_of(batch, stages[0], axis)
             if batch is None:  # others have one: compute along, on the last one or a blank one
-                found = _terms_through(stages, last, loss, pp=pp, call=call)
+                found = _terms_through(stages, last, loss)
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
                 continue
             last = batch
             if axis.count == pp.count == 1:  # else some ranks may have no batch to try it with
-                refuse_leaks("evaluate", stages[0], [batch], call)
+                refuse_leaks("evaluate", stages[0], [batch], stages.call)
             count = count + count_valid_tokens([batch])
-            _add_long(sums, _terms_through(stages, batch, loss, pp=pp, call=call))
-    sums = _shared(sums, loss, pp=pp, stages=stages, device=device)
+            _add_long(sums, _terms_through(stages, batch, loss))
+    sums = _shared(sums, loss, stages=stages, device=device)
     if not sums:
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
@@ -299,14 +269,12 @@ def evaluate(
     return average_terms(sums, tokens) | {"tokens": tokens}
 
 
-def _terms_through(
-    stages: Sequence[nn.Module], batch: Mapping[str, Any], loss: Loss, *, pp: Axis, call: Call
-) -> dict[str, Tensor]:
+def _terms_through(stages: Stages, batch: Mapping[str, Any], loss: Loss) -> dict[str, Tensor]:
     """Return the loss's terms where the last stage is, nothing elsewhere."""
-    if pp.count == 1:
-        return check_terms(loss(call(stages[0], batch), batch), by="evaluate")[1]
-    output = forward_stages(stages, batch, axis=pp, call=call)
-    is_last = places_of(stages, pp)[-1].last
+    if stages.pp.count == 1:
+        return check_terms(loss(stages.call(stages[0], batch), batch), by="evaluate")[1]
+    output = forward_stages(stages, batch)
+    is_last = places_of(stages, stages.pp)[-1].last
     return check_terms(loss(output, batch), by="evaluate")[1] if is_last else {}
 
 
@@ -314,10 +282,10 @@ def _shared(
     sums: dict[str, Tensor],
     loss: Loss,
     *,
-    pp: Axis,
-    stages: Sequence[nn.Module],
+    stages: Stages,
     device: torch.device,
 ) -> dict[str, Tensor]:
+    pp = stages.pp
     if pp.count == 1:
         return sums
     source = places_of(stages, pp)[0].ranks[-1]

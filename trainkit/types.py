@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, overload
 
 import attrs
 import numpy as np
@@ -461,7 +461,7 @@ class Precision:
     """
 
     storage: Literal["fp32", "bf16"] = attrs.field(
-        default="fp32", validator=one_of("fp32", "bf16"), metadata={"change": "refused"}
+        default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
     """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
     --optimizer-options rounding=kahan says."""
@@ -687,6 +687,61 @@ class ParallelState:
     def degrees(self) -> dict[str, Any]:
         """The sizes of the axes that a `Layout` gives, by name."""
         return {name: getattr(self, name).count for name in Layout().degrees}
+
+
+@attrs.frozen(eq=False)
+class Stages(Sequence["nn.Module"]):
+    """This rank's part of a model and the axes it is spread over: what `build_stages` returns.
+
+    A sequence of modules, one for each pipeline stage of this rank. Functions that take a `Stages`
+    read the axes that they communicate over from it; all of them take a plain module as well.
+    """
+
+    modules: tuple[nn.Module, ...]
+    """The stages of this rank, first ones first; one module without pipeline parallelism."""
+
+    call: Call
+    """How a batch enters a stage. A stage after the first finds the hidden state that it received
+    in place of "input_ids"."""
+
+    pp: Axis = SOLO
+    """The pipeline: its ranks hold different parameters."""
+
+    dp: Axis = SOLO
+    """The ranks that read different rows."""
+
+    ring: Axis = SOLO
+    """The ranks of ring attention."""
+
+    ulysses: Axis = SOLO
+    """The ranks of Ulysses attention."""
+
+    tp: Axis = SOLO
+    """Tensor parallelism."""
+
+    loss: Axis = SOLO
+    """The ranks that hold distinct tokens: dp x ring x ulysses."""
+
+    world: Axis = SOLO
+    """All ranks."""
+
+    layout: Layout = Layout()
+    """The degrees and the pipeline schedule."""
+
+    @property
+    def place(self) -> DataShard:
+        """Which part of a global batch this rank holds."""
+        return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[nn.Module, ...]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | tuple[nn.Module, ...]:
+        return self.modules[index]
 
 
 class Hidden(NamedTuple):

@@ -50,7 +50,7 @@ def make(ps, size):
     batch = tk.make_step_batch(
         tk.PackedCorpus(text, bins), rows_at, tk.Cursor(), place=ps.place, rows_per_microbatch=4
     )
-    run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp)
+    run = tk.make_forward_backward(stages, next_token_linear)
 
     def backward():
         count = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
@@ -72,7 +72,7 @@ def watching(ps, stages, optimizer, backward):
 
     def watched(terms, count):
         applies = health.make_finite_check(terms["loss"], memory, policy, tokens=count)
-        tk.clip_and_step(params, optimizer, **rest, applies=applies, world=ps.world)
+        tk.clip_and_step(params, optimizer, **rest, should_apply=applies, world=ps.world)
 
     for turn in range(TURNS):
         tk.all_sum(torch.zeros(()), ps.world)  # ranks begin together

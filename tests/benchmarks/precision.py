@@ -52,7 +52,7 @@ ROWS = {
     "fp16": (["--compute", "fp16"], Products),
     "parameters bf16, stochastic": (["--storage", "bf16"], contextlib.nullcontext),
     "moments bf16": (["--moments", "bf16"], contextlib.nullcontext),
-    "autocast bf16": ([], patched("bind_forward_backward", call=autocast_call(tk.call_model))),
+    "autocast bf16": ([], patched("make_forward_backward", call=autocast_call(tk.call_model))),
     "sums bf16, two ranks": (["--reduction", "bf16"], None),
 }
 

@@ -61,7 +61,7 @@ def with_trainkit(model, optimizer, lr_at):
     """Return step(index, batch) as a recipe writes it."""
     ps = tk.solo_parallel()
     params = tk.get_parameters([model])
-    forward_backward = tk.bind_forward_backward([model], losses.next_token, axis=ps.pp)
+    forward_backward = tk.make_forward_backward(model, losses.next_token)
 
     def step(index, batch):
         microbatches = [batch]

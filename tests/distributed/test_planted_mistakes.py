@@ -76,10 +76,10 @@ def mean_of_means(_ps):
 
 
 def wrap_loss(wrapper):
-    bind = train.bind_forward_backward
+    bind = train.make_forward_backward
     PATCH.setattr(
         train,
-        "bind_forward_backward",
+        "make_forward_backward",
         lambda stages, loss, **options: bind(stages, wrapper(loss), **options),
     )
 
@@ -262,7 +262,7 @@ class OneOff(dict):
 
 
 def tape_read_one_layer_off(_ps):
-    PATCH.setattr(trainkit.models.call, "Tape", lambda: RoutingTape(OneOff()))
+    PATCH.setattr(trainkit.models.call, "RoutingTape", lambda: RoutingTape(OneOff()))
 
 
 def routers_counted_per_tp_rank(_ps):
@@ -275,9 +275,9 @@ def routers_counted_per_tp_rank(_ps):
 
 
 def adapters_not_summed(_ps):
-    beside = lowrank._style_beside
+    derive = lowrank._derive_style
     PATCH.setattr(
-        lowrank, "_style_beside", lambda style: attrs.evolve(beside(style), partial=False)
+        lowrank, "_derive_style", lambda style: attrs.evolve(derive(style), partial=False)
     )
 
 

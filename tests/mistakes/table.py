@@ -73,8 +73,8 @@ MISTAKES = [
         (
             "files.py",
             "a file that everybody may write is one's own",
-            "bool(found.st_mode & stat.S_IWOTH)",
-            "bool(found.st_mode & stat.S_IROTH and found.st_size < 0)",
+            "    if found.st_mode & stat.S_IWOTH:",
+            "    if found.st_mode & stat.S_IROTH and found.st_size < 0:",
             "tests/weights/checkpoint/test_hostile.py tests/tools/commands/test_checkpoint.py",
         ),
         (
@@ -242,14 +242,21 @@ MISTAKES = [
     *_in(
         "trainkit/batch",
         (
-            "padded.py",
+            "buffers.py",
+            "all buffers have one order",
+            'make_key(int(seed), "buffer", number, name)',
+            'make_key(int(seed), "buffer", name)',
+            "tests/test_sampling.py",
+        ),
+        (
+            "samples.py",
             "with padding on the left the last token is the first place",
-            "    return tokens * (num_left == 1)",
-            "    return (num_left == 1).long()",
+            "    return tokens * (following == 1)",
+            "    return (following == 1).long()",
             "tests/test_batch.py",
         ),
         (
-            "padded.py",
+            "samples.py",
             "rows are padded on the other side",
             'pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]',
             'pads = [(0, gap) if side == "left" else (gap, 0) for gap in gaps]',
@@ -265,22 +272,22 @@ MISTAKES = [
         (
             "loops.py",
             "positions go on from one document to the next",
-            "            positions[i] = i\n",
-            "            positions[i] = starts[span] + i\n",
+            "            part[i] = i\n",
+            "            part[i] = begins[span] + i\n",
             "tests/test_batch.py",
         ),
         (
             "loops.py",
             "the last token of a document predicts the padding",
-            "        labels[starts[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL",
-            "        labels[starts[span] + size : ends[span]] = IGNORED_LABEL",
+            "        labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL",
+            "        labels[begins[span] + size : ends[span]] = IGNORED_LABEL",
             "tests/test_batch.py",
         ),
         (
             "loops.py",
             "a mask of trained tokens is read one token early",
-            "        mask = trained[first + 1 : first + size]",
-            "        mask = trained[first : first + size - 1]",
+            "        asked_for = trained[first + 1 : first + size]",
+            "        asked_for = trained[first : first + size - 1]",
             "tests/test_batch.py",
         ),
         (
@@ -300,15 +307,15 @@ MISTAKES = [
         (
             "shards.py",
             "both of a rank's zigzag chunks come back from the front",
-            "        chunks = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]",
-            "        chunks = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]",
+            "        places = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]",
+            "        places = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]",
             "tests/test_shards.py",
         ),
         (
             "shards.py",
             "Ulysses takes its slice before the ring",
-            "    ring_shard = shard_batch(batch, ring)\n",
-            "    ring_shard = shard_batch(batch, ring, split=contiguous_shard)\n",
+            "    ring_part = shard_batch(batch, ring)\n",
+            "    ring_part = shard_batch(batch, ring, split=contiguous_shard)\n",
             "tests/test_shards.py",
         ),
         (
@@ -321,14 +328,14 @@ MISTAKES = [
         (
             "shards.py",
             "a document that goes on in the next row is one span",
-            "    starts = np.flatnonzero(is_start)",
-            "    is_start[1:, 0] = False\n    starts = np.flatnonzero(is_start)",
+            "    begins = np.flatnonzero(begins)",
+            "    begins[1:, 0] = False\n    begins = np.flatnonzero(begins)",
             "tests/test_batch.py tests/test_shards.py",
         ),
         (
             "batches.py",
             "microbatches all begin at the first row",
-            "        bounds = batch.spans.cu_seqlens[first : end + 1] - i * rows * length",
+            "        bounds = batch.spans.cu_seqlens[first : end + 1] - part * rows * length",
             "        bounds = batch.spans.cu_seqlens[first : end + 1]",
             "tests/test_batch.py",
         ),
@@ -395,13 +402,6 @@ MISTAKES = [
     *_in(
         "trainkit/sampling",
         (
-            "buffers.py",
-            "all buffers have one order",
-            'make_key(int(seed), "buffer", buffer, name)',
-            'make_key(int(seed), "buffer", name)',
-            "tests/test_sampling.py",
-        ),
-        (
             "permutation.py",
             "every epoch has the same order",
             "make_key(*key, epoch)) for epoch",
@@ -418,8 +418,8 @@ MISTAKES = [
         (
             "epochs.py",
             "a batch begins one row late",
-            "        return draw_rows(batch * rows_per_step,",
-            "        return draw_rows(batch * rows_per_step + 1,",
+            "        return draws(batch * rows_per_step,",
+            "        return draws(batch * rows_per_step + 1,",
             "tests/test_sampling.py",
         ),
         (
@@ -790,8 +790,8 @@ MISTAKES = [
         (
             "hashing.py",
             "a hash does not see where an element is",
-            "            element_key = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
-            "            element_key = mix_bits(key)",
+            "            place = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
+            "            place = mix_bits(key)",
             "tests/test_noise.py",
         ),
         (
@@ -804,15 +804,15 @@ MISTAKES = [
         (
             "counters.py",
             "a box does not know in which column it begins",
-            "            step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
-            "            step = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
+            "            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
+            "            place = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
             "tests/test_noise.py",
         ),
         (
             "rounding.py",
             "bf16 is rounded the same way in every step",
-            "_mix_32(keys.to(torch.int64) + counted * GOLDEN_32)",
-            "_mix_32(keys.to(torch.int64))",
+            "_mixed_32(keys.to(torch.int64) + counted * GOLDEN_32)",
+            "_mixed_32(keys.to(torch.int64))",
             "tests/optim/test_storage.py",
         ),
         (
@@ -825,7 +825,7 @@ MISTAKES = [
         (
             "jit.py",
             "a compiled loop is kept when what it calls has changed",
-            "{hashlib.blake2b(source, digest_size=8).hexdigest()}",
+            "{hashlib.blake2b(sources, digest_size=8).hexdigest()}",
             "{len(files)}",
             "tests/optim/test_storage.py",
         ),
@@ -1089,6 +1089,13 @@ MISTAKES = [
             "attrs.evolve(position, token=take)",
             "tests/text/streams/test_stream.py",
         ),
+        (
+            "stream.py",
+            "a window that has changed is taken for the one of the cursor",
+            "    if window.hash == saved.window_hash and saved.rows < len(window.order):",
+            "    if saved.rows < len(window.order):",
+            "tests/text/streams/test_stream.py",
+        ),
     ),
     *_in(
         "trainkit/text/chat",
@@ -1102,8 +1109,8 @@ MISTAKES = [
         (
             "turns.py",
             "a token that only begins in an answer is trained",
-            "(begins >= begin) & (ends <= end) & (begins < ends)",
-            "(begins >= begin) & (begins < end) & (begins < ends)",
+            "(starts >= start) & (ends <= end) & (starts < ends)",
+            "(starts >= start) & (starts < end) & (starts < ends)",
             "tests/text/chat/test_chat.py",
         ),
         (
@@ -1116,8 +1123,8 @@ MISTAKES = [
         (
             "preference.py",
             "a prompt is given its own answer for KTO's reference point",
-            "        j = (i + 1) % len(every)",
-            "        j = i % len(every)",
+            "        j = (i + 1) % len(pairs)",
+            "        j = i % len(pairs)",
             "tests/text/chat/test_preference.py",
         ),
         (
@@ -1206,8 +1213,8 @@ MISTAKES = [
         (
             "rollback.py",
             "a roll-back takes a checkpoint of after the bad step",
-            "if step_of(path) <= before]",
-            "if step_of(path) <= before + 1]",
+            "if parse_step(path) <= before]",
+            "if parse_step(path) <= before + 1]",
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
@@ -1220,27 +1227,27 @@ MISTAKES = [
         (
             "boxes.py",
             "boxes that leave a gap are the whole of a tensor",
-            "    if held != math.prod(shape):",
-            "    if held > math.prod(shape):",
+            "    if covered != math.prod(shape):",
+            "    if covered > math.prod(shape):",
             "tests/weights/checkpoint/test_hostile.py tests/weights/checkpoint/test_load.py",
         ),
         (
             "retention.py",
             "a checkpoint that is pinned goes",
-            "    kept = set(_kept(listing, policy)) | {*pinned}",
-            "    kept = set(_kept(listing, policy))",
+            "    retained = {entry.name for entry in selected} | {*pinned}",
+            "    retained = {entry.name for entry in selected}",
             "tests/weights/checkpoint/test_retention.py",
         ),
         (
             "facts.py",
             "ranks with other data train together",
-            "    if len(set(run_on_all_ranks(lambda: _hash_of(facts), axis))) == 1:",
-            "    if run_on_all_ranks(lambda: _hash_of(facts), axis):",
+            "    if len(set(run_on_all_ranks(hash_facts, axis))) == 1:",
+            "    if run_on_all_ranks(hash_facts, axis):",
             "tests/weights/checkpoint/test_resume.py",
         ),
         (
             "load.py",
-            "a checkpoint that was copied from another run is gone on from",
+            "a run resumes from a checkpoint that was copied from another run",
             "    if own is not None and other is not None and own != other:",
             "    if own is not None and other is not None and own == '':",
             "tests/weights/checkpoint/test_load.py",
@@ -1434,8 +1441,8 @@ MISTAKES = [
         (
             "bytes.py",
             "offsets count bytes, not characters",
-            "                place += len(unit)\n",
-            "                place += len(tokens)\n",
+            "                position += len(unit)\n",
+            "                position += len(tokens)\n",
             "tests/text/tokenizers/test_tokenizers.py",
         ),
         (
@@ -1448,22 +1455,22 @@ MISTAKES = [
         (
             "hf.py",
             "a vocabulary with gaps is as large as it has tokens",
-            "HFTokenizer(backend, largest + 1, special",
-            "HFTokenizer(backend, len(vocabulary), special",
+            "        largest + 1,\n",
+            "        len(vocabulary),\n",
             "tests/text/tokenizers",
         ),
         (
             "documents.py",
             "a document ends with the token that begins it",
-            'for name in ("bos_id", "eos_id"))',
-            'for name in ("bos_id", "bos_id"))',
+            '    eos = getattr(tokenizer, "eos_id", None)',
+            '    eos = getattr(tokenizer, "bos_id", None)',
             "tests/text/tokenizers",
         ),
         (
             "documents.py",
             "every token of a record is trained on",
-            "        return Sample(ids, _choice(record, self.trained), columns)",
-            "        return Sample(ids, np.ones_like(_choice(record, self.trained)), columns)",
+            "        return Sample(ids, _read_mask(record, self.trained), columns)",
+            "        return Sample(ids, np.ones_like(_read_mask(record, self.trained)), columns)",
             "tests/text/tokenizers tests/text/corpora/test_columns.py",
         ),
     ),
@@ -1541,8 +1548,8 @@ MISTAKES = [
         (
             "jsonl.py",
             "evaluations of steps that were given up stay",
-            "for done, values in found.items() if done <= step}",
-            "for done, values in found.items() if done >= 0}",
+            "for done, values in evaluations.items() if done <= step}",
+            "for done, values in evaluations.items() if done >= 0}",
             "tests/families/test_sinks.py",
         ),
         (
@@ -1579,9 +1586,9 @@ MISTAKES = [
         (
             "loss.py",
             "a smoothed loss lags behind",
-            "begin, end = index - half, np.minimum(index + half + 1, len(values))",
-            "begin, end = np.maximum(index - 2 * half, 0), index + 1",
-            "tests/tools/pictures",
+            "    start = index - half\n    end = np.minimum(index + half + 1, len(values))\n",
+            "    start = np.maximum(index - 2 * half, 0)\n    end = index + 1\n",
+            "tests/run/plots/test_loss.py",
         ),
         (
             "load.py",
@@ -1620,15 +1627,15 @@ MISTAKES = [
         (
             "lock.py",
             "a lock that its holder has removed is held",
-            "        if is_locked and (_is_the_file(file, path) or is_late):",
+            "        if is_locked and (_is_same_file(file, path) or is_late):",
             "        if is_locked:",
             "tests/run/test_lock.py",
         ),
         (
             "lock.py",
             "any file will do that looks like a lock of rank 0",
-            "    while not (said := _read_text(path)) or token not in said:",
-            "    while not (said := _read_text(path)):",
+            "    while not (text := _read_text(path)) or token not in text:",
+            "    while not (text := _read_text(path)):",
             "tests/run/test_lock.py",
         ),
         (
@@ -1641,15 +1648,15 @@ MISTAKES = [
         (
             "peers.py",
             "a rank that hangs seems to go on",
-            "    return Sighting(beat, 0.0 if moved else before.still + seconds)",
-            "    return Sighting(beat, 0.0 if moved else seconds)",
+            "    return Sighting(beat, 0.0 if is_new else before.still + seconds)",
+            "    return Sighting(beat, 0.0 if is_new else seconds)",
             "tests/run/test_watchdog.py",
         ),
         (
             "signals.py",
             "after a stop every error is a lost save",
-            "        if not told or get_exit_code(error) in _OWN_CODES:",
-            "        if not told:",
+            "        if not agreed or get_exit_code(error) in _FINAL_CODES:",
+            "        if not agreed:",
             "tests/run/test_signals.py",
         ),
         (
@@ -1662,8 +1669,8 @@ MISTAKES = [
         (
             "config.py",
             "what may change when asked for is no fact of the run",
-            'if x.change != "no fact"]',
-            'if x.change == "refused"]',
+            'if x.on_resume != "ignore"]',
+            'if x.on_resume == "refuse"]',
             "tests/test_config.py",
         ),
         (

@@ -39,7 +39,7 @@ from trainkit.models import (
     softmax_topk,
     update_routers_,
 )
-from trainkit.parallel import bind_call, recompute
+from trainkit.parallel import make_call, make_stages, recompute
 from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward
 from trainkit.tools.testing import builtin
@@ -392,7 +392,7 @@ def test_choices_that_come_with_a_batch_are_taken_instead_of_the_routers():
 )
 def test_a_tape_of_another_model_is_refused(choices, message):
     given = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in choices.items()}
-    with pytest.raises(ValueError, match=f"Tape: .*{message}"):
+    with pytest.raises(ValueError, match=f"RoutingTape: .*{message}"):
         check(given)
 
 
@@ -421,7 +421,7 @@ def test_on_a_device_one_assertion_looks_at_the_choices_of_all_layers(
     monkeypatch, wrong, layer, compiled
 ):
     """With the assertion of a CPU, which raises at once."""
-    monkeypatch.setattr(experts, "on_host", lambda _: False)
+    monkeypatch.setattr(experts, "can_read_values", lambda _: False)
     look = experts.check_tape
     if compiled:
         look = torch.compile(look, backend="aot_eager", fullgraph=True)
@@ -431,7 +431,9 @@ def test_on_a_device_one_assertion_looks_at_the_choices_of_all_layers(
     given[layer][2] = torch.tensor(WRONG[wrong])  # of padding
     look(tape, [*given], CONFIG.experts, is_token=is_token)
     given[layer][1] = torch.tensor(WRONG[wrong])
-    with pytest.raises(RuntimeError, match=r"Tape: choices must be int64 \[3, 2\], .* in \[0, 8\)"):
+    with pytest.raises(
+        RuntimeError, match=r"RoutingTape: choices must be int64 \[3, 2\], .* in \[0, 8\)"
+    ):
         look(tape, [*given], CONFIG.experts, is_token=is_token)
 
 
@@ -471,7 +473,7 @@ def test_a_decoder_with_experts_must_know_what_is_padding():
 def test_text_is_drawn_and_a_call_without_padding_is_told_what_to_pass():
     model = build_decoder(BIASED, seed=0)
     drawn = generate(model, [[1, 2, 3]], max_new_tokens=4, context=8)
-    for call in (call_routed, bind_call([model], solo_parallel(), call=call_routed)):
+    for call in (call_routed, make_call(make_stages([model], solo_parallel()), call=call_routed)):
         assert drawn == generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call)
     with pytest.raises(ValueError, match=r"call=tk\.models\.call_routed"):
         generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call_model)

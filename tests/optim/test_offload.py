@@ -37,7 +37,9 @@ def trained(row, *, offload, refused=()):
         give_gradients_(named, step)
         kept = large_state(optimizer) or kept
         applies = None if step not in refused else (lambda norm: norm < 0)
-        tk.clip_and_step(named.values(), optimizer, lr=rate(step), max_norm=None, applies=applies)
+        tk.clip_and_step(
+            named.values(), optimizer, lr=rate(step), max_norm=None, should_apply=applies
+        )
         if step:  # what is kept is written over, not made again
             now = large_state(optimizer)
             assert all(now[key] is x for key, x in kept.items())

@@ -9,6 +9,7 @@ import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
 from trainkit.optim import make_optimizer, use_averaged_parameters
 from trainkit.parallel import offload_state
+from trainkit.parallel.offload_state import Offloaded
 from trainkit.parallel.reduction import local_of
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
@@ -115,7 +116,7 @@ def test_asleep_no_tensor_of_the_state_can_be_used(how):
     moment = optimizer.state[model.weight]["exp_avg"]
     with offload_state([model], optimizer):
         assert (model.weight.shape, moment.numel(), model.table.nbytes) == ((2, 3), 6, 8)
-        assert all(hasattr(x, "is_asleep") for x in (model.weight, model.table, moment))
+        assert all(isinstance(x, Offloaded) for x in (model.weight, model.table, moment))
         for work in (
             optimizer.step,
             optimizer.zero_grad,

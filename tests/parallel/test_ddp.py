@@ -54,10 +54,9 @@ def what_replicas_send(sums_them):
             weights=lambda _, shape, __: torch.ones(tuple(shape)),
         )
         inputs = [{"x": torch.full((1, 2), 1.0 + ps.world.index)}] * 2
-        run = tk.bind_forward_backward(
+        run = tk.make_forward_backward(
             stages,
             lambda y, _: (y.sum(), {"wide": torch.tensor(y.dtype != torch.bfloat16)}),
-            axis=ps.pp,
             call=lambda model, batch: model(batch["x"]),
         )
         sums = []

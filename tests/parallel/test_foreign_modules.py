@@ -376,9 +376,9 @@ def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
         on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda sums=sums: sums)
         order.sums.append((group, on_gpu))
         order.compare(reducers)
-        assert (vars(model)[reduction._UNREAD] is order) == (step > 0)
+        assert (reduction._UNREAD.read(model) is order) == (step > 0)
     assert refused == []
-    vars(model)[reduction._UNREAD].check()
+    reduction._UNREAD.read(model).check()
     assert refused == [group]
 
 
@@ -537,26 +537,21 @@ def filled(module):
 def train_cut(schedule):
     """Train own stages for two steps, two of them on each of two ranks, or a whole model alone."""
     with tk.parallel_session(pp=dist.get_world_size()) as ps:
-        stages = [filled(Cut(range(4), first=True, last=True).double())]
+        stages = filled(Cut(range(4), first=True, last=True).double())
         if ps.pp.count > 1:
             second = 3 - ps.pp.index if schedule == "zero_bubble_v" else 2 + ps.pp.index
             own = (ps.pp.index, second)
             made = [filled(Cut([i], first=i == 0, last=i == 3).double()) for i in own]
-            stages = tk.parallel.make_stages(
-                made, ps.pp, schedule=schedule, tied=["embedding.weight"]
-            )
-        run = tk.bind_forward_backward(
-            stages, next_token, axis=ps.pp, call=call_with_ids, schedule=schedule
-        )
-        params = tk.get_parameters(stages)
-        optimizer = torch.optim.SGD(params, lr=0.1)
+            stages = tk.parallel.make_stages(made, ps, schedule=schedule, tied=["embedding.weight"])
+        run = tk.make_forward_backward(stages, next_token, call=call_with_ids)
+        optimizer = torch.optim.SGD(tk.get_parameters(stages), lr=0.1)
         found = {"losses": []}
         for step in range(2):
             ids = (torch.arange(16).view(4, 4) * (step + 3)) % 8
             batches = [{"input_ids": x, "labels": (x * 5 + 1) % 8} for x in ids.split(1)]
             sums = run(batches, denominator=torch.tensor(16))
             found["losses"].append(float(sums["loss"]))
-            tk.clip_and_step(params, optimizer, lr=0.1, max_norm=0.5, axis=ps.pp)
+            tk.clip_and_step(stages, optimizer, lr=0.1, max_norm=0.5)
         named = tk.get_named_parameters(stages)
         return found | {name: full(p) for name, p in named.items()}
 
@@ -567,7 +562,7 @@ def train_and_refuse():
     found = [train_cut(name) for name in schedules]
     said = []
     with tk.parallel_session(pp=2) as ps:
-        place = partial(tk.parallel.make_stages, axis=ps.pp, schedule="interleaved_1f1b")
+        place = partial(tk.parallel.make_stages, ps=ps, schedule="interleaved_1f1b")
         first, second = Cut([0]), Cut([ps.pp.index + 1])
         unequal = Cut([10 + ps.pp.index], first=True)
         nn.init.constant_(unequal.embedding.weight, ps.pp.index)
@@ -596,7 +591,7 @@ def test_stages_that_somebody_has_cut_train_as_the_whole_model():
         said,
         (
             r"stages 0 and 1 both hold a parameter 'blocks.0.weight'; .* name it in `tied`",
-            "'embedding.weight' is said to be tied, .* it is in none",
+            "'embedding.weight' is in `tied`, .* it is in none",
             "stages 0 and 1 hold other values of 'embedding.weight'",
             "1f1b has 1 stage.s. on each rank, got 2; those with 2 are interleaved_1f1b, looped",
         ),

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainkit.batch import make_padding_batch
 from trainkit.mesh import parallel_session
-from trainkit.models import Decoder, call_model, init_weights, make_decoder_config
+from trainkit.models import Decoder, init_weights, make_decoder_config
 from trainkit.parallel import add_columns, build_stages, fsdp, make_output_head, tensor_parallel
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, drop_routing
@@ -28,7 +28,7 @@ def test_a_reference_drops_nothing_and_has_no_gradient_and_keeps_its_mode():
     def call(model, batch):
         return model(batch["weights"].unsqueeze(-1))
 
-    ((once,), (twice,)) = (add_columns([model], [batch], keep, call=call) for _ in range(2))
+    ((once,), (twice,)) = (add_columns(model, [batch], keep, call=call) for _ in range(2))
     assert torch.equal(once["out"], twice["out"])
     assert torch.equal(once["out"], model[2](model[0](batch["weights"].unsqueeze(-1))))
     assert not once["out"].requires_grad
@@ -48,9 +48,8 @@ def of_layouts(layouts):
             stages = build_stages(make_model, ps, plan, weights=init_weights(config, seed=3))
             ids = torch.arange(8)[None]
             batch = attrs.evolve(make_padding_batch(1, 8), input_ids=ids)
-            how = {"axis": ps.pp, "call": call_model}
-            head = make_output_head(stages, batch, **how)
-            [own] = add_columns(stages, [batch], keep, **how)
+            head = make_output_head(stages, batch)
+            [own] = add_columns(stages, [batch], keep)
             if "out" in own:
                 logits = own["out"] @ head.weight.T
                 found.append((head.axis.index, head.axis.count, logits.tolist()))

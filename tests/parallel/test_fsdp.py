@@ -52,7 +52,7 @@ def train(ps, *, config=CONFIG, frozen=(), steps=2, run_dir=None, **options):
         state = tk.resume(run_dir, state, stages, optimizer, ps, log=lambda _: None)
     layout = Layout()
     params, loss = tk.get_parameters(stages), next_token_linear
-    run = tk.bind_forward_backward(stages, loss, axis=ps.pp)
+    run = tk.make_forward_backward(stages, loss)
     losses, norms = [], []
     while state.step < steps:
         batch = input_of(state.cursor, ps, layout, text=text, bins=bins)
@@ -195,7 +195,7 @@ def _gathered(ps, counting, options):
     text = corpus()
     layout, bins = Layout(), tk.pack_bins(text.lengths, CAPACITY)
     batch = input_of(tk.Cursor(), ps, layout, text=text, bins=bins)
-    run = tk.bind_forward_backward([model], next_token_linear, axis=ps.pp)
+    run = tk.make_forward_backward(model, next_token_linear)
     with counting(counts, {}):
         run(batch.microbatches[:1], denominator=torch.tensor(1))
     near = sum(len(x) for (_, size, kind), x in counts.items() if (size, kind) == (2, "all_gather"))

@@ -10,7 +10,14 @@ from trainkit.batch import make_padding_batch
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.models.call import CachedCall
 from trainkit.models.config import Experts
-from trainkit.parallel import bind_call, expert_parallel, fsdp, sequence_parallel, tensor_parallel
+from trainkit.parallel import (
+    expert_parallel,
+    fsdp,
+    make_call,
+    make_stages,
+    sequence_parallel,
+    tensor_parallel,
+)
 from trainkit.post.generation import Sampling, generate, generate_dealt
 from trainkit.tools.testing import run_ranks
 
@@ -37,13 +44,13 @@ def written(degrees, number=0):
             [tensor_parallel(), sequence_parallel(), expert_parallel(), fsdp()],
             weights=init_weights(config, seed=0),
         )
-        call = bind_call(stages, ps)
+        call = make_call(stages)
         cached = generate(stages[0], PROMPTS, **how, context=11, call=call)
-        of_rows = bind_call(stages, ps, dealt=True)
+        of_rows = make_call(stages, sharded=True)
         dealt = generate_dealt(stages[0], PROMPTS, **how, context=11, call=of_rows, axis=ps.dp)
         assert dealt == cached
         slid = generate(stages[0], PROMPTS, **how, context=7, slide=True, call=call)
-        anew = bind_call(stages, ps, call=call_routed if "ep" in degrees else call_model)
+        anew = make_call(stages, call=call_routed if "ep" in degrees else call_model)
         again = generate(stages[0], PROMPTS[:1], **how, context=11, call=anew)
         assert again == cached[:1]
         batch = {**make_padding_batch(1, 5), "input_ids": torch.arange(5)[None]}
@@ -83,8 +90,8 @@ def skewed():
         weights = init_weights(SMALL, seed=ps.world.index)
         (model,) = tk.build_stages(lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=weights)
         how = {"max_new_tokens": 6, "context": 11}
-        together = generate(model, PROMPTS, **how, call=bind_call([model], ps))
-        of_rows = bind_call([model], ps, dealt=True)
+        together = generate(model, PROMPTS, **how, call=make_call(make_stages([model], ps)))
+        of_rows = make_call(make_stages([model], ps), sharded=True)
         alone = generate(model, PROMPTS, **how)
         dealt = [
             generate_dealt(model, prompts, **how, call=of_rows, axis=ps.dp)
@@ -108,7 +115,7 @@ def test_a_prompt_is_answered_by_the_rank_that_it_belongs_to():
 def dealt_rows(model, prompts, stop_id):
     """Return the texts of each rank's prompts, and how many rows it ran each time."""
     with tk.parallel_session(dp_shard=2) as ps:
-        call, seen = bind_call([model], ps, dealt=True), []
+        call, seen = make_call(make_stages([model], ps), sharded=True), []
 
         def counted(model, batch):
             seen.append(batch["input_ids"].shape[1])
@@ -140,6 +147,6 @@ def test_more_than_one_document_is_refused():
     (model,) = tk.build_stages(
         lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=init_weights(SMALL, seed=0)
     )
-    call = bind_call([model], tk.solo_parallel(), call=call_model)
+    call = make_call(make_stages([model], tk.solo_parallel()), call=call_model)
     with pytest.raises(ValueError, match="2 rows with 2 documents"):
         call(model, make_padding_batch(2, 4))

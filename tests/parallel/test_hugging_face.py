@@ -81,8 +81,8 @@ def gradients(degrees, reduce, recompute="none"):
         stages = tk.build_stages(make, ps, transforms, weights=certificate_weights)
         rows = split_batch(decoder_batch(0), 1)[ps.dp.index :: ps.dp.count]
         tokens = tk.all_sum(tk.count_valid_tokens(rows), ps.loss)
-        how = {"axis": ps.pp, "call": call, "reduce": reduce}
-        tk.bind_forward_backward(stages, losses.next_token, **how)(rows, denominator=tokens)
+        run = tk.make_forward_backward(stages, losses.next_token, call=call, reduce=reduce)
+        run(rows, denominator=tokens)
         named = tk.get_named_parameters(stages)
         return {name: p.grad.full_tensor().numpy().copy() for name, p in named.items()}
 

@@ -270,9 +270,7 @@ def in_layout(layout, plan, *, microbatches=4):
             )
             ids, rest = inputs()
             batch = {"input_ids": ids, "labels": ids, **rest}
-            run = tk.bind_forward_backward(
-                stages, next_token, axis=ps.pp, schedule=layout.schedule, reduce=layout.reduce
-            )
+            run = tk.make_forward_backward(stages, next_token, reduce=layout.reduce)
             run([batch] * microbatches, denominator=torch.tensor(7))
             found.append([local_of(p.grad) for stage in stages for p in stage.parameters()])
     return same(*found), len(store.sizes), store.alive
@@ -315,9 +313,7 @@ def with_experts():
                 else [offload_activations(budget=budget, smallest=0, store=store)]
             )
             stages = built([expert_parallel(), *more, fsdp()], ps, config=EXPERTS)
-            run = tk.bind_forward_backward(
-                stages, add_router_losses(next_token), axis=ps.pp, call=call_routed
-            )
+            run = tk.make_forward_backward(stages, add_router_losses(next_token), call=call_routed)
             run([batch] * 2, denominator={"loss": torch.tensor(7)})
             found.append([local_of(p.grad) for p in stages[0].parameters()])
     return found

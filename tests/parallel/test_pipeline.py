@@ -2,6 +2,7 @@
 
 import functools
 
+import attrs
 import every_pair
 import numpy as np
 import pytest
@@ -193,9 +194,7 @@ def of_lengths(layout, lengths, counts):
             calls.append("loss")
             return next_token_linear(output, batch)
 
-        run = tk.bind_forward_backward(
-            stages, loss, axis=ps.pp, call=counting, schedule=layout.schedule
-        )
+        run = tk.make_forward_backward(stages, loss, call=counting)
         told, sums = [], []
         for length, count in zip(lengths, counts, strict=True):
             calls.clear()
@@ -231,9 +230,7 @@ def buffers_that_may_be_reused(schedules):
                 seen.add(config.donated_buffer)
                 return call_with_noise(model, batch)
 
-            run = tk.bind_forward_backward(
-                stages, next_token_linear, axis=ps.pp, call=looking, schedule=schedule
-            )
+            run = tk.make_forward_backward(stages, next_token_linear, call=looking)
             run(microbatches(8, 4), denominator=torch.tensor(7))
             found.append((seen, config.donated_buffer))
     modes = [stage._inference_mode.name for stage in made if hasattr(stage, "_inference_mode")]
@@ -328,10 +325,14 @@ def refusal(function, *args, **options):
     return "accepted"
 
 
-def bound(stages, ps, schedule="1f1b", loss=next_token_linear, **options):
-    return tk.bind_forward_backward(
-        stages, loss, axis=ps.pp, call=call_with_noise, schedule=schedule, **options
-    )
+def bound(stages, loss=next_token_linear, **options):
+    return tk.make_forward_backward(stages, loss, call=call_with_noise, **options)
+
+
+def by(stages, schedule, modules=None):
+    """Return stages that were built for another schedule, or are in another order."""
+    layout = attrs.evolve(stages.layout, schedule=schedule)
+    return attrs.evolve(stages, layout=layout, modules=modules or stages.modules)
 
 
 @declare_terms("loss", "other")
@@ -346,26 +347,22 @@ def two_rank_refusals():
     with tk.parallel_session(pp=2) as ps:
         stages, _ = build(two(), ps)
         looped, _ = build(two(schedule="interleaved_1f1b"), ps)
-        run = bound(stages, ps)
+        run = bound(stages)
         told = {
             "none": refusal(run, [], denominator=one),
             "shapes": refusal(run, [batch_of(8, 0), batch_of(9, 1)], denominator=one),
             "few": refusal(run, microbatches(8, 1), denominator=one),
-            "rounds": refusal(
-                bound(looped, ps, "interleaved_1f1b"), microbatches(8, 5), denominator=one
-            ),
-            "placement": refusal(bound, looped, ps, "zero_bubble_v"),
-            "per rank": refusal(bound, stages, ps, "dual_pipe_v"),
-            "reversed": refusal(bound, looped[::-1], ps, "looped_bfs"),
+            "rounds": refusal(bound(looped), microbatches(8, 5), denominator=one),
+            "placement": refusal(bound, by(looped, "zero_bubble_v")),
+            "per rank": refusal(bound, by(stages, "dual_pipe_v")),
+            "reversed": refusal(bound, by(looped, "looped_bfs", looped[::-1])),
             "boundary": refusal(stage_boundary, nn.Linear(1, 1), {}),
             "deep": refusal(build, two(layers=1), ps),
-            "terms": refusal(
-                bound(stages, ps, loss=forgetful), microbatches(8, 2), denominator=one
-            ),
+            "terms": refusal(bound(stages, loss=forgetful), microbatches(8, 2), denominator=one),
         }
         twice = "interleaved_zero_bubble"
         selective, _ = build(two(schedule=twice, recompute="selective"), ps)
-        told["selective"] = refusal(bound, selective, ps, twice)
+        told["selective"] = refusal(bound, selective)
         fitting.passes_to_itself = lambda: False
         told["V"] = refusal(build, two(schedule="zero_bubble_v"), ps)
         return told
@@ -393,21 +390,21 @@ def four_rank_refusals():
     with tk.parallel_session(pp=2) as ps:
         for name in ["interleaved_zero_bubble", *(V if runs_v() else ())]:
             stages, _ = build(four(schedule=name), ps)
-            told[name] = refusal(bound, stages, ps, name)
+            told[name] = refusal(bound, stages)
         stages, _ = build(four(schedule="interleaved_zero_bubble", reshard=False), ps)
-        told["each"] = refusal(bound, stages, ps, "interleaved_zero_bubble", reduce="each")
+        told["each"] = refusal(bound, stages, reduce="each")
         stages, _ = build(four(), ps)
         for module in stages[0].modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(2.0)
-        told["averages"] = refusal(bound, stages, ps)
+        told["averages"] = refusal(bound, stages)
         return told, bf16_loss(ps), norm_of_two_lengths(ps)
 
 
 def norm_of_two_lengths(ps):
     """Return the norm of what two steps of different lengths add, the same on both data ranks."""
     stages, _ = build(four(), ps)
-    run = bound(stages, ps)
+    run = bound(stages)
     for length in (8, 5):
         run(microbatches(length, 2), denominator=torch.tensor(7))
     return float(tk.grad_norm(tk.get_parameters(stages), axis=ps.pp))
@@ -428,7 +425,7 @@ def bf16_loss(ps):
         seen.append(batch["input_ids"].dtype)
         return call_with_noise(model, batch)
 
-    run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=looking)
+    run = tk.make_forward_backward(stages, next_token_linear, call=looking)
     sums = run(microbatches(8, 2), denominator=torch.tensor(1))
     assert seen == [torch.bfloat16 if ps.pp.index else torch.int64] * 2
     return float(sums["loss"])
@@ -454,7 +451,7 @@ def stage_that_passes_on_something_else():
             output = call_with_noise(model, batch)
             return output.float() if ps.pp.index == 0 else output
 
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=halved)
+        run = tk.make_forward_backward(stages, next_token_linear, call=halved)
         run(microbatches(8, 2), denominator=torch.tensor(1))
 
 
@@ -469,14 +466,11 @@ def test_a_stage_that_breaks_its_boundary_is_told_so():
 CONTEXT = 7
 
 
-def written(stages, ps):
+def written(stages):
     """Return a text that the model goes on with, and the logits of one window."""
-    from trainkit.parallel.generation import bind_call
     from trainkit.post.generation import generate
 
-    call = bind_call(stages, ps)
-    how = {"max_new_tokens": 6, "context": CONTEXT, "slide": True}
-    (found,) = generate(stages[0], [[3, 1, 4]], **how, call=call)
+    (found,) = generate(stages, [[3, 1, 4]], max_new_tokens=6, context=CONTEXT, slide=True)
     ids = found.ids
     return ids, [module.training for stage in stages for module in stage.modules()]
 
@@ -487,16 +481,14 @@ def evaluated(layout, counts, dp_replicate=1):
         stages, optimizer = build(layout, ps)
         start = sum(counts[: ps.dp.index])
         own = [batch_of(8, seed) for seed in range(sum(counts))][start:][: counts[ps.dp.index]]
-        ends = {"axis": ps.loss, "pp": ps.pp}
         loss = next_token_linear
-        before = tk.evaluate(stages, own, loss, **ends)
+        before = tk.evaluate(stages, own, loss)
         untouched = all(p.grad is None for p in tk.get_parameters(stages))
-        run = bound(stages, ps, layout.schedule, loss=loss)
+        run = bound(stages, loss)
         run(microbatches(8, 4), denominator=torch.tensor(20 * ps.dp.count))
-        params = tk.get_parameters(stages)
-        norm = tk.clip_and_step(params, optimizer, lr=0.01, max_norm=1.0, axis=ps.pp).norm
-        ids, modes = written(stages, ps)
-        after = tk.evaluate(stages, own, loss, **ends)
+        norm = tk.clip_and_step(stages, optimizer, lr=0.01, max_norm=1.0).norm
+        ids, modes = written(stages)
+        after = tk.evaluate(stages, own, loss)
         assert untouched
         assert all(modes)
         figures = [before["loss"], norm, after["loss"]]

@@ -49,7 +49,7 @@ def gradients(degrees, *, dtype=BF16, plan=(), tied=False, call=tk.call_model, w
         )
         batch = input_of(Cursor(), ps, Layout(), text=text, bins=bins)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        run = tk.bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call)
+        run = tk.make_forward_backward(stages, next_token_linear, call=call)
         sums = run(batch.microbatches, denominator=tokens)
         named = tk.get_named_parameters(stages)
         (kinds,) = {(p.dtype, p.grad.dtype) for p in named.values()}

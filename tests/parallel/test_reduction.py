@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import trainkit as tk
 from trainkit.losses import declare_terms
 from trainkit.parallel import fsdp, mixed_precision
+from trainkit.parallel.places import attach_axes
 from trainkit.tools.testing import run_ranks
 
 WIDTH = 4
@@ -194,8 +195,8 @@ def problems_in_a_pipeline():
         wanted = gradients(whole[ps.pp.index])
         for reduce in ("last", "each"):
             stage = fsdp()(Stage(ps.pp.index), ps)
-            options = {"axis": ps.pp, "call": call, "reduce": reduce}
-            run = tk.bind_forward_backward([stage], loss, **options)
+            stages = attach_axes([stage], ps)
+            run = tk.make_forward_backward(stages, loss, call=call, reduce=reduce)
             run(batches_of(ps.dp.index, ways[ps.dp.index]), denominator=torch.tensor(7))
             if wrong := differing(gradients(stage), wanted):
                 found["pipeline", reduce] = wrong

@@ -10,6 +10,7 @@ from trainkit.models import Decoder, count_parameters, make_decoder_config
 from trainkit.packing import format_overlong_warning, pack_bins
 from trainkit.parallel import describe_run
 from trainkit.parallel.names import mark_tied_copy_
+from trainkit.parallel.places import attach_axes
 from trainkit.post.adapters import quantized
 from trainkit.types import Precision
 
@@ -17,9 +18,9 @@ ROWS = pack_bins([6, 8, 3, 8, 8], 8)
 
 
 def lines_of(*stages, ps=None, compute="fp32", rows_per_step=2):
-    ps = ps or solo_parallel()
-    size = {"rows_per_step": rows_per_step, "precision": Precision(compute=compute)}
-    return describe_run(stages, ps, ROWS, **size).splitlines()
+    stages = attach_axes(stages, ps or solo_parallel())
+    precision = Precision(compute=compute)
+    return describe_run(stages, ROWS, rows_per_step=rows_per_step, precision=precision).splitlines()
 
 
 def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
@@ -29,7 +30,7 @@ def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
     parameters = count_parameters(config)
     assert lines_of(tied)[0].startswith(f"{parameters:,} parameters, all trained")
     total = f"{parameters + 272 * config.width:,} parameters"
-    assert lines_of(model)[0] == f"{total}, all trained, in fp32 on cpu, 1 rank"
+    assert lines_of(model)[0] == f"{total}, all trained, in fp32 on meta, 1 rank"
     model.requires_grad_(False)
     model.norm.requires_grad_(True)
     first = lines_of(model, compute="bf16")[0]

@@ -47,7 +47,7 @@ def make_step(model, optimizer, policy, overflows):
         if state.cursor.batch in (overflows or ()):
             params[0].grad.fill_(math.inf)
         applies = health.make_finite_check(loss, state.health, policy)
-        how = {"max_norm": None, "applies": applies, "scale": scale}
+        how = {"max_norm": None, "should_apply": applies, "scale": scale}
         update = tk.clip_and_step(params, optimizer, lr=0.1, **how)
         moved = {"step": state.step + 1, "cursor": batch.cursor, "tokens": state.tokens + tokens}
         metrics = {"loss": loss, **update.metrics, "lr": 0.1, "tokens": tokens}

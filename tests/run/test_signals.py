@@ -261,7 +261,7 @@ def test_an_exit_passes_a_trap():
 @given(st.lists(st.sampled_from([None, "SIGTERM", "orphaned"]), max_size=8))
 @example([None, "SIGTERM", "orphaned", "SIGTERM"])
 def test_a_run_stops_if_anybody_asks_and_names_all_who_do(flags):
-    who = signals._who(flags)
+    who = signals._format_reasons(flags)
     assert (who is None) == (not any(flags))
     for rank, flag in enumerate(flags):
         assert flag is None or (flag in who and str(rank) in who)

@@ -15,22 +15,22 @@ from threads import run_threads
 
 from trainkit.collectives import all_gather_objects
 from trainkit.mesh import solo_parallel
-from trainkit.run import peers, watchdog
+from trainkit.run import errors, peers, stacks, watchdog
 from trainkit.run.peers import (
     IN_UNIT,
     Beat,
     Failure,
     Sighting,
     find_culprits,
+    find_stragglers,
     is_gone,
-    look,
-    put_down,
+    kill_member,
     read_beat,
     read_failure,
-    stragglers,
-    tell_failure,
     this_member,
+    update_sighting,
     write_beat,
+    write_failure,
 )
 from trainkit.run.watchdog import watch_ranks
 from trainkit.types import ConfigError, PeerError, PreemptedError
@@ -219,10 +219,10 @@ def test_sixteen_ranks_watch_each_other(tmp_path):
 def test_files_of_an_earlier_run_are_not_believed(tmp_path):
     folder = tmp_path / "ranks"
     folder.mkdir()
-    tell_failure(folder, Failure("old", 1, "failed: old"))
+    write_failure(folder, Failure("old", 1, "failed: old"))
     with watch_ranks(tmp_path, solo_parallel().world):
         assert not (folder / "failure.json").exists()
-        tell_failure(folder, Failure("old", 1, "failed: old"))
+        write_failure(folder, Failure("old", 1, "failed: old"))
         assert read_failure(folder, session_of(folder)) is None
 
 
@@ -250,7 +250,7 @@ def test_the_first_cause_stands(tmp_path):
 
 
 def _tell_and_return(axis, folder):
-    return tell_failure(folder, Failure("a", axis.index, f"failed {axis.index}"))
+    return write_failure(folder, Failure("a", axis.index, f"failed {axis.index}"))
 
 
 def move_away(folder):
@@ -293,32 +293,47 @@ def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch
     assert (ended[0].code, "in use by process 7 on a" in str(ended[0])) == (74, True)
 
 
+def watch_of(run_dir, **options):
+    """Return the records of one rank whose thread has not been started."""
+    team = watchdog._join(run_dir, solo_parallel().world)
+    given = {
+        "asked": lambda: None,
+        "grace": None,
+        "hold": lambda: None,
+        "written": None,
+        "log": lambda _: None,
+        "is_there": lambda: True,
+    }
+    return watchdog._make_watch(team, watchdog._Options(**given | options), allow=600.0)
+
+
+def with_a_peer(rank, sighting):
+    """Return the same with a second rank on this host."""
+    peer = attrs.evolve(rank.team.own, rank=1)
+    team = attrs.evolve(rank.team, members=[rank.team.own, peer])
+    return attrs.evolve(rank, team=team, others=watchdog._Others({1: sighting}))
+
+
 def test_ranks_at_different_places_are_a_fault_of_the_recipe(tmp_path):
-    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
-    other = attrs.evolve(this_member(0), rank=1)
-    rank.members = [rank.member, other]
-    rank.others = {1: Sighting(BEAT)}
+    rank = with_a_peer(watch_of(tmp_path), Sighting(BEAT))
     for doing, hint in (("agree (x.py:7)", True), ("all_sum (x.py:1)", False)):
-        rank.beat = attrs.evolve(rank.beat, waits=True, doing="all_sum (x.py:1)")
-        beat = attrs.evolve(BEAT, session=rank.session, waits=True, doing=doing)
-        write_beat(rank.folder, other, beat)
-        error = watchdog._error_of(rank, watchdog._accused(rank, [0, 1]))
-        (rank.folder / "failure.json").unlink()
+        rank.pulse.beat = attrs.evolve(rank.pulse.beat, waits=True, doing="all_sum (x.py:1)")
+        beat = attrs.evolve(BEAT, session=rank.team.session, waits=True, doing=doing)
+        write_beat(rank.team.folder, rank.team.members[1], beat)
+        error = watchdog._make_error(rank, watchdog._accuse(rank, [0, 1]))
+        (rank.team.folder / "failure.json").unlink()
         assert error.code == 68
         assert ("fault of the recipe" in (error.hint or "")) == hint
         assert "all_sum (x.py:1)" in str(error)
 
 
 def test_ranks_that_wait_in_units_of_fsdp_are_told_what_that_means(tmp_path):
-    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
-    other = attrs.evolve(this_member(0), rank=1)
-    rank.members = [rank.member, other]
-    rank.others = {1: Sighting(BEAT)}
+    rank = with_a_peer(watch_of(tmp_path), Sighting(BEAT))
     doing = f"forward (model.py:7) > {IN_UNIT} (unshard)"
-    rank.beat = attrs.evolve(rank.beat, waits=True, doing=doing)
-    beat = attrs.evolve(BEAT, session=rank.session, waits=True, doing=doing)
-    write_beat(rank.folder, other, beat)
-    error = watchdog._error_of(rank, watchdog._accused(rank, [0, 1]))
+    rank.pulse.beat = attrs.evolve(rank.pulse.beat, waits=True, doing=doing)
+    beat = attrs.evolve(BEAT, session=rank.team.session, waits=True, doing=doing)
+    write_beat(rank.team.folder, rank.team.members[1], beat)
+    error = watchdog._make_error(rank, watchdog._accuse(rank, [0, 1]))
     assert "waits for parameters or gradients of another unit than others" in str(error)
     assert "out of its `blocks`" in error.hint
 
@@ -326,28 +341,29 @@ def test_ranks_that_wait_in_units_of_fsdp_are_told_what_that_means(tmp_path):
 def test_a_rank_in_a_unit_of_fsdp_says_so():
     place, leave, entered = {}, threading.Event(), threading.Event()
     text = "def unshard(enter, wait):\n    enter()\n    wait()\n"
-    exec(compile(text, f"/x{watchdog._OF_UNITS}", "exec"), place)
+    exec(compile(text, f"/x{stacks.FSDP_UNIT_FILE}", "exec"), place)
     thread = threading.Thread(target=lambda: place["unshard"](entered.set, leave.wait))
     thread.start()
     entered.wait(10)
-    doing = watchdog._doing(thread.ident)
+    doing = stacks.describe_stack(thread.ident)
     leave.set()
     thread.join()
     assert doing.endswith(f"> {IN_UNIT} (unshard)")
-    assert IN_UNIT not in watchdog._doing(threading.get_ident())
+    assert IN_UNIT not in stacks.describe_stack(threading.get_ident())
 
 
 @pytest.fixture
 def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""
-    rank = watchdog._join(tmp_path, solo_parallel().world, 600.0)
     ended, warned = [], []
-    rank.asked, rank.warn = lambda: "SIGTERM", warned.append
+    rank = watch_of(tmp_path, asked=lambda: "SIGTERM", log=warned.append)
     monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
-    def after(seconds, grace=None):
-        rank.stopping, rank.grace = seconds, grace
-        watchdog._act(rank, passed=1.0)
+    def after(seconds, grace=None, sighting=None):
+        rank.alarms.stopping = seconds
+        here = rank if sighting is None else with_a_peer(rank, sighting)
+        here = attrs.evolve(here, options=attrs.evolve(rank.options, grace=grace))
+        watchdog._act(here, passed=1.0)
         return len(ended), len(warned)
 
     return rank, after, ended, warned
@@ -356,8 +372,8 @@ def stopping(tmp_path, monkeypatch):
 @pytest.mark.case("E5", "G9")
 def test_a_stop_may_take_as_long_as_two_steps_and_a_save_have_taken(stopping):
     rank, after, ended, warned = stopping
-    rank.steps.extend([25.0, 3.0])
-    rank.save = 10.0
+    rank.clock.steps.extend([25.0, 3.0])
+    rank.saves.longest = 10.0
     assert (after(24.0), after(64.0), after(66.0)) == ((0, 0), (0, 1), (1, 1))
     assert "not saved within 25 s" in warned[0]  # a launcher may kill before the end
     assert "not saved within 65 s" in str(ended[0])
@@ -367,7 +383,7 @@ def test_a_stop_may_take_as_long_as_two_steps_and_a_save_have_taken(stopping):
 def test_the_grace_that_is_given_holds_also_while_a_save_is_under_way(stopping, monkeypatch):
     rank, after, *_ = stopping
     monkeypatch.setattr(watchdog, "_may_finish_saving", lambda _: True)
-    rank.steps.append(25.0)
+    rank.clock.steps.append(25.0)
     assert (after(109.0, grace=110.0), after(111.0, grace=110.0)) == ((0, 0), (1, 0))
 
 
@@ -376,7 +392,7 @@ def test_a_save_that_hangs_is_told_in_time_and_ended(stopping, monkeypatch):
     rank, after, ended, warned = stopping
     monkeypatch.setattr(watchdog, "_may_finish_saving", lambda _: True)
     assert (after(26.0), after(599.0)) == ((0, 1), (0, 1))  # of the first one nothing is known
-    rank.save = 0.1
+    rank.saves.longest = 0.1
     assert (after(40.0), after(51.0)) == ((0, 1), (1, 1))
     assert "not saved within 25 s: there is no checkpoint" in warned[0]
     assert ended[0].code == 76
@@ -384,28 +400,25 @@ def test_a_save_that_hangs_is_told_in_time_and_ended(stopping, monkeypatch):
 
 def saving(rank, parts, seconds):
     """Let a rank be in a save for some seconds, of which so many parts get written."""
-    rank.written = lambda: parts
+    is_stopping = rank.alarms.stopping > 0
     for _ in range(round(seconds)):
-        watchdog._measure_saves(rank, 1.0)
+        rank.saves.advance(1.0, is_saving=True, parts=parts, is_stopping=is_stopping)
 
 
 @pytest.mark.case("E5", "K6")
 def test_a_stop_waits_for_a_save_only_as_long_as_it_goes_on_writing(stopping, monkeypatch):
     rank, after, ended, _ = stopping
     stack = [("/x/trainkit/weights/checkpoint/save.py", "land", 1)]
-    monkeypatch.setattr(watchdog, "_stack", lambda _: stack)
-    monkeypatch.setattr(watchdog, "save_threads", lambda: ["one"])
+    monkeypatch.setattr(watchdog, "read_stack", lambda _: stack)
     saving(rank, 1, 9)
     assert after(26.0) == (0, 1)
     saving(rank, 1, 3)  # since nothing more is written, the disk hangs
     assert after(27.0) == (1, 1)
     assert ended.pop().code == 76
-    (rank.folder / "failure.json").unlink()
+    (rank.team.folder / "failure.json").unlink()
     beat = attrs.evolve(BEAT, still=2.0)  # another rank writes a larger part
-    rank.members = [rank.member, attrs.evolve(rank.member, rank=1)]
-    rank.others = {1: Sighting(beat)}
-    assert after(28.0) == (0, 1)
-    rank.members, rank.others, rank.stopping = [rank.member], {}, 0.0
+    assert after(28.0, sighting=Sighting(beat)) == (0, 1)
+    rank.alarms.stopping = 0.0
     saving(rank, 2, 1)  # this pause of 12 s was none that does not end
     saving(rank, 2, 20)
     assert after(26.0) == (0, 1)
@@ -414,17 +427,21 @@ def test_a_stop_waits_for_a_save_only_as_long_as_it_goes_on_writing(stopping, mo
 
 
 @pytest.mark.case("E5")
-def test_a_save_that_hangs_before_the_stop_is_no_measure_of_one(stopping, monkeypatch):
+def test_a_save_that_hangs_before_the_stop_is_no_measure_of_one(stopping):
     rank, after, *_ = stopping
-    monkeypatch.setattr(watchdog, "save_threads", lambda: ["one"])
     saving(rank, 1, 600)
     assert after(26.0) == (1, 0)
 
 
 def test_the_time_of_steps_and_saves_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
-    found, join = [], watchdog._join
-    monkeypatch.setattr(watchdog, "_join", lambda *args: found.append(join(*args)) or found[0])
+    found = []
+    make = watchdog._make_watch
+    monkeypatch.setattr(
+        watchdog,
+        "_make_watch",
+        lambda *args, **kwargs: found.append(make(*args, **kwargs)) or found[0],
+    )
     with watch_ranks(tmp_path, solo_parallel().world) as phase:
         for step in range(1, 4):
             phase(f"step {step}")
@@ -432,8 +449,8 @@ def test_the_time_of_steps_and_saves_is_measured(tmp_path, monkeypatch):
             save.start()
             save.join()
             time.sleep(0.05)
-    assert 0.2 < max(found[0].steps) < 2
-    assert 0.1 < found[0].save < 2
+    assert 0.2 < max(found[0].clock.steps) < 2
+    assert 0.1 < found[0].saves.longest < 2
 
 
 @pytest.mark.case("E5", "K6")
@@ -442,11 +459,8 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
     codes, hung = [], threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     monkeypatch.setattr(watchdog, "_SECOND", 0.01)
-    rank = watchdog._Self(
-        this_member(0), [], tmp_path / "ranks", "a", 0, ("start", 9.0), BEAT, [], {}
-    )
+    rank = watch_of(tmp_path, grace=0.5, asked=lambda: "SIGTERM")
     stop = threading.Event()
-    rank.grace, rank.asked = 0.5, lambda: "SIGTERM"
     guard = (rank, stop)
     watching = threading.Thread(target=watchdog._guard_the_watch, args=guard)
     watching.start()
@@ -455,8 +469,8 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
     watching.join()
     assert codes[0] == 76
     assert "was asked to stop (SIGTERM), but the disk of" in capfd.readouterr().err
-    monkeypatch.setattr(watchdog, "_last_words", lambda *_: hung.wait(30))
-    monkeypatch.setattr(watchdog, "_WORDS", 0.1)
+    monkeypatch.setattr(errors, "_write_last_words", lambda *_: hung.wait(30))
+    monkeypatch.setattr(errors, "_WAIT_FOR_DISK", 0.1)
     codes.clear()
     watchdog._end(rank, PreemptedError("not saved within 25 s"))
     assert codes[0] == 76
@@ -518,17 +532,17 @@ def test_another_host_may_be_silent_for_longer():
 
 
 def test_a_beat_that_moves_is_heard():
-    seen = look(look(Sighting(), BEAT, 3.0), BEAT, 2.5)
+    seen = update_sighting(update_sighting(Sighting(), BEAT, 3.0), BEAT, 2.5)
     assert seen.still == 2.5
-    assert look(seen, attrs.evolve(BEAT, count=9), 1.0).still == 0.0
-    assert look(seen, None, 1.0).still == 3.5
+    assert update_sighting(seen, attrs.evolve(BEAT, count=9), 1.0).still == 0.0
+    assert update_sighting(seen, None, 1.0).still == 3.5
 
 
 def test_stragglers_are_those_that_the_others_wait_for():
-    assert stragglers({0: 0.2, 1: 1.0}) == [1]
-    assert stragglers({0: 0.9, 1: 1.0, 2: 0.8}) == []
-    assert stragglers({0: 0.1, 1: 0.3, 2: 0.1}) == []  # the network is slow, not a rank
-    assert stragglers({}) == stragglers({0: 1.0}) == []
+    assert find_stragglers({0: 0.2, 1: 1.0}) == [1]
+    assert find_stragglers({0: 0.9, 1: 1.0, 2: 0.8}) == []
+    assert find_stragglers({0: 0.1, 1: 0.3, 2: 0.1}) == []  # the network is slow, not a rank
+    assert find_stragglers({}) == find_stragglers({0: 1.0}) == []
 
 
 @pytest.mark.case("F4", "R1")
@@ -562,10 +576,9 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
         assert soon(lambda: warned and read_beat(tmp_path / "ranks", 0, session).count > 9)
     assert len(warned) == 1
     assert "went wrong in the watch itself, which goes on: KeyError" in warned[0]
-    monkeypatch.setattr(watchdog, "_doing", broken)
-    with watch_ranks(
-        tmp_path, solo_parallel().world, asked=broken, log=broken
-    ):  # not even a warning
+    monkeypatch.setattr(watchdog, "describe_stack", broken)
+    # Not even a warning gets out.
+    with watch_ranks(tmp_path, solo_parallel().world, asked=broken, log=broken):
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: read_beat(tmp_path / "ranks", 0, session).count > 9)
     assert read_beat(tmp_path / "ranks", 0, session).state == "ended"
@@ -573,7 +586,7 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
 
 def test_the_stack_of_a_thread_is_its_functions_innermost_first():
     def inner():
-        return watchdog._stack(threading.get_ident()), sys._getframe()
+        return stacks.read_stack(threading.get_ident()), sys._getframe()
 
     def outer():
         return inner()
@@ -581,23 +594,23 @@ def test_the_stack_of_a_thread_is_its_functions_innermost_first():
     stack, frame = outer()
     line = frame.f_code.co_firstlineno + 1
     assert stack[:3] == [
-        (watchdog.__file__, "_stack", stack[0][2]),
+        (stacks.__file__, "read_stack", stack[0][2]),
         (__file__, "inner", line),
         (__file__, "outer", line + 3),
     ]
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)
     other.start()
-    read = [name for _, name, _ in watchdog._stack(other.ident)]
+    read = [name for _, name, _ in stacks.read_stack(other.ident)]
     ended.set()
     other.join()
     assert (read[0], read[-1]) == ("wait", "_bootstrap")
-    assert watchdog._stack(1) == []  # there is no such thread
+    assert stacks.read_stack(1) == []  # there is no such thread
 
 
 BESIDE_THREADS_OF_C = """
 import ctypes, os, sys, threading, time
-from trainkit.run import watchdog
+from trainkit.run import stacks
 
 called = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: 0)
 pthread = ctypes.CDLL(None)
@@ -610,7 +623,7 @@ def begin_and_end():
 
 def read(thread):
     while True:
-        assert watchdog._stack(thread)
+        assert stacks.read_stack(thread)
         time.sleep(0)
 
 def deep(n):
@@ -642,7 +655,7 @@ def test_all_ranks_end_with_the_code_of_the_one_that_was_asked_to_stop(tmp_path)
             phase("step 1", allow=60)
             if axis.index == 0:
                 session = session_of(tmp_path / "ranks")
-                tell_failure(tmp_path / "ranks", Failure(session, 0, "was asked to stop", code=76))
+                write_failure(tmp_path / "ranks", Failure(session, 0, "was asked to stop", code=76))
             all_gather_objects(0, axis)
             raise RuntimeError("gloo/transport: Connection closed by peer")
 
@@ -659,7 +672,7 @@ def test_a_process_ends_whatever_goes_wrong_on_the_way(monkeypatch, tmp_path):
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     monkeypatch.setattr(watchdog.threading.Thread, "start", broken)
-    rank = watchdog._join(tmp_path, solo_parallel().world, 1.0)
+    rank = watch_of(tmp_path)
     watchdog._end(rank, PeerError("rank 1 is gone"))
     assert codes == [68]
 
@@ -669,7 +682,7 @@ def test_a_pid_that_is_used_again_is_not_the_same_process():
     assert not is_gone(own, own.place)
     assert is_gone(attrs.evolve(own, started="1"), own.place)
     assert not is_gone(attrs.evolve(own, started="1", place="elsewhere"), own.place)
-    put_down(attrs.evolve(own, started="1"), own.place)  # and is not killed
+    kill_member(attrs.evolve(own, started="1"), own.place)  # and is not killed
 
 
 def test_texts_without_proc(monkeypatch):

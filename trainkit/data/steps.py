@@ -283,7 +283,7 @@ def make_microbatches(
     positions = assign_rows(
         len(bins), place.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
     )
-    batch = _collate(packed.corpus, bins, positions.reshape(-1), sources, pad_id)
+    batch = _collate(packed.corpus, bins, positions.reshape(-1), sources, pad_id=pad_id)
     return [_shard_sequence(part, place, device) for part in split_batch(batch, positions.shape[1])]
 
 
@@ -313,7 +313,6 @@ def make_eval_batches(
     *,
     place: DataShard = WHOLE,
     rows_per_batch: int,
-    pad_id: int = 0,
     device: torch.device | str | None = None,
 ) -> Iterator[Batch]:
     """Return one rank's batches of an evaluation: over all ranks every row comes exactly once.
@@ -326,7 +325,6 @@ def make_eval_batches(
         packed: The corpus and its rows.
         place: As in `make_microbatches`.
         rows_per_batch: Rows in a batch, at most those of `packed`.
-        pad_id: The token id of padding.
         device: The device of the batches; the host by default.
 
     Returns:
@@ -363,7 +361,7 @@ def make_eval_batches(
     rows_per_batch = min(rows_per_batch, max(1, len(bins)))
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
     return (
-        _shard_sequence(_collate(packed.corpus, bins, batch, sources, pad_id), place, device)
+        _shard_sequence(_collate(packed.corpus, bins, batch, sources, pad_id=0), place, device)
         for batch in rows.reshape(-1, rows_per_batch)
     )
 
@@ -402,7 +400,7 @@ def _check_rows(rows: ArrayLike, bins: Bins) -> IntArray:
 
 
 def _collate(
-    corpus: Corpus, bins: Bins, rows: IntArray, sources: IntArray | None, pad_id: int
+    corpus: Corpus, bins: Bins, rows: IntArray, sources: IntArray | None, *, pad_id: int
 ) -> Batch:
     """Collate rows, whose numbers are their positions in the step; -1 is a padding row."""
     for part in _find_parts(corpus, select_rows(bins, rows[rows >= 0])):

@@ -12,6 +12,7 @@ buffers but those of a router, which a step moves and a checkpoint holds.
 from trainkit.models.cache import KVCache
 from trainkit.models.call import (
     CachedCall,
+    RoutingTape,
     call_model,
     call_routed,
     call_with_cache,
@@ -36,7 +37,6 @@ from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import (
     ExpertMlp,
     Router,
-    RoutingTape,
     balance_loss_sum,
     grouped_linear,
     update_expert_bias,

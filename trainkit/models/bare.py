@@ -6,7 +6,6 @@ much again: each call looks for hooks, each child and parameter is found by a fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.layers import Linear
+from trainkit.models.mixins import mixed_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SMALL = 2**19
@@ -50,9 +50,10 @@ def bare(module: Any) -> Any:
     changed = own.get("_compiled_call_impl") is not None or "forward" in own
     if changed or any(own[hooks] for hooks in _HOOKS):
         return module
-    prepare, call = _QUICK.get(kind, (None, kind.forward))
-    ready = None if prepare is None else prepare(module)
-    made = object.__new__(_bare_kind(kind, kind.forward if ready is None else call))
+    quick = _QUICK.get(kind)
+    ready = None if quick is None else quick.prepare(module)
+    mixin = Bare if quick is None or ready is None else quick
+    made = object.__new__(mixed_class(mixin, kind))
     children = {k: None if child is None else bare(child) for k, child in own["_modules"].items()}
     values = own | own["_parameters"] | own["_buffers"] | children
     vars(made).update(values, _modules=children, ready=ready)
@@ -66,45 +67,59 @@ def bare(module: Any) -> Any:
     return made
 
 
-@cache
-def _bare_kind(kind: type[nn.Module], call: Callable[..., Any]) -> type[nn.Module]:
-    """Return the class of what stands for modules of a class."""
-    return type(f"Bare{kind.__name__}", (kind,), {"__call__": call})
+class Bare(nn.Module):
+    """Mixin: a call is `forward` itself, without `nn.Module.__call__` and its hooks."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__call__ = cls.forward
+
+
+class BareLinear(Bare):
+    """Mixin: a small matrix `[N, D]` laid out as `[D, N]`, which multiplies one row faster."""
+
+    ready: Tensor
+
+    @staticmethod
+    def prepare(linear: Linear) -> Tensor | None:
+        """Return the transposed matrix; None if it is large, or the layer is not a plain one."""
+        weight = linear.weight
+        plain = type(weight) is nn.Parameter and linear.bias is None
+        return weight.t().contiguous() if plain and weight.numel() <= _SMALL else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with the matrix."""
+        return x @ self.ready
+
+
+class BareRMSNorm(Bare):
+    """Mixin: RMSNorm in few operators on a CPU; torch has a kernel for it elsewhere."""
+
+    ready: Tensor
+    eps: float
+
+    @staticmethod
+    def prepare(norm: nn.RMSNorm) -> Tensor | None:
+        """Return the weight times sqrt(D); None if the shortcut does not apply."""
+        weight = norm.weight
+        if norm.eps is None or weight is None or weight.ndim > 1:
+            return None
+        plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+        return weight * len(weight) ** 0.5 if plain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute x w sqrt(D) / sqrt(sum(x^2) + D eps), which saves the division of the mean."""
+        if x.dtype != torch.float32:
+            return super().forward(x)
+        scale = x.square().sum(-1, keepdim=True).add_(x.shape[-1] * self.eps).rsqrt_()
+        return (x * scale).mul_(self.ready)
+
+
+_QUICK: dict[type[nn.Module], type[BareLinear | BareRMSNorm]] = {
+    Linear: BareLinear,
+    nn.RMSNorm: BareRMSNorm,
+}
 
 
 def _products(matrix: Tensor, sizes: list[int], x: Tensor) -> tuple[Tensor, ...]:
     return (x @ matrix).split_with_sizes(sizes, -1)
-
-
-def _turned(linear: Linear) -> Tensor | None:
-    """Return a small matrix `[N, D]` as `[D, N]`, by which a row is multiplied faster."""
-    weight = linear.weight
-    plain = type(weight) is nn.Parameter and linear.bias is None
-    return weight.t().contiguous() if plain and weight.numel() <= _SMALL else None
-
-
-def _times(linear: Any, x: Tensor) -> Tensor:
-    return x @ linear.ready
-
-
-def _widened(norm: nn.RMSNorm) -> Tensor | None:
-    """Return a norm's weight for `_normed`, which is for a CPU: torch has a kernel elsewhere."""
-    weight = norm.weight
-    if norm.eps is None or weight is None or weight.ndim > 1:
-        return None
-    plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return weight * len(weight) ** 0.5 if plain else None
-
-
-def _normed(norm: Any, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:
-        return norm.forward(x)
-    scale = x.square().sum(-1, keepdim=True).add_(x.shape[-1] * norm.eps).rsqrt_()
-    return (x * scale).mul_(norm.ready)
-
-
-_QUICK: dict[type[nn.Module], tuple[Callable[..., Tensor | None], Callable[..., Tensor]]] = {
-    Linear: (_turned, _times),
-    nn.RMSNorm: (_widened, _normed),
-}
-"""What is prepared of a module of a class, and the call that takes it; None where it has none."""

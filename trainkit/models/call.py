@@ -6,10 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
-from trainkit.models.experts import RoutingTape
 from trainkit.types import Call
+
+
+@attrs.frozen(eq=False)
+class RoutingTape:
+    """The choices of a model's expert layers in one forward pass, by the layer's name.
+
+    A layer that finds a choice takes it, and one that finds none writes its own down: so a
+    recomputed forward pass repeats the first one's choices, whatever noise or rounding a router
+    sees by then, and choices that came with the data (of an inference engine, say) replace the
+    router's. One tape belongs to one microbatch: make it anew for each.
+
+    Examples:
+        >>> RoutingTape().choices
+        {}
+    """
+
+    choices: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:

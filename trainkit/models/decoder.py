@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from trainkit.attention.varlen import varlen
 from trainkit.losses.softmax import gather_words, make_vocabulary_axis
 from trainkit.models.cache import KVCache
+from trainkit.models.call import RoutingTape
 from trainkit.models.config import DecoderConfig
-from trainkit.models.experts import Balance, ExpertMlp, RoutingTape, check_tape, preload_
+from trainkit.models.experts import Balance, ExpertMlp, check_tape, preload_
 from trainkit.models.initial import init_weights
 from trainkit.models.latent import LatentAttention
 from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import attrs
 import torch
 from torch import Tensor, nn
 
 from trainkit.batch.denominators import can_read_values
+from trainkit.models.call import RoutingTape
 from trainkit.models.config import Experts
 from trainkit.models.dispatch import (
     Combine,
@@ -39,23 +39,6 @@ Balance = Literal["batch", "microbatch", "document"]
 """Over what `balance` compares how often experts are chosen with how much they are wanted: the last
 step's global batch, which is the same in every layout; the microbatch of a rank, which by its
 nature is not; or each document."""
-
-
-@attrs.frozen(eq=False)
-class RoutingTape:
-    """The choices of a model's expert layers in one forward pass, by the layer's name.
-
-    A layer that finds a choice takes it, and one that finds none writes its own down: so a
-    recomputed forward pass repeats the first one's choices, whatever noise or rounding a router
-    sees by then, and choices that came with the data (of an inference engine, say) replace the
-    router's. One tape belongs to one microbatch: make it anew for each.
-
-    Examples:
-        >>> RoutingTape().choices
-        {}
-    """
-
-    choices: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:

@@ -47,8 +47,8 @@ def softmax_topk(
         chosen: k, experts per token.
         renormalise: Divide a token's weights by their sum, so that they sum to 1.
         is_token: bool `[T]`, False for padding, which goes nowhere; by default all are tokens.
-        indices: int64 `[T, k]`, choices that were made before (`Tape`); the weights are still those
-            of these logits.
+        indices: int64 `[T, k]`, choices that were made before (`RoutingTape`); the weights are
+            still those of these logits.
 
     Raises:
         ValueError: `chosen` is not in [1, E], or shapes do not fit.

@@ -26,8 +26,8 @@ from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.offload import offload_optimizer_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
-from trainkit.parallel.names import get_named_parameters
-from trainkit.types import SOLO, Axis, ConfigError, Precision
+from trainkit.parallel.names import get_named_parameters, modules_of
+from trainkit.types import SOLO, Axis, ConfigError, Precision, Stages
 
 
 @attrs.frozen
@@ -110,7 +110,7 @@ def state_bytes(
 
 
 def make_optimizer(
-    stages: Iterable[nn.Module],
+    stages_or_model: Iterable[nn.Module] | nn.Module,
     *,
     lr: float,
     optimizer: str = "adamw",
@@ -126,7 +126,8 @@ def make_optimizer(
     r"""Return an optimizer by its name, over all trainable parameters of a model.
 
     Args:
-        stages: This rank's stages of the model, whose trainable parameters it steps.
+        stages_or_model: This rank's stages of the model, whose trainable parameters it steps; or
+            a module.
         lr: The rate; a group's "lr_scale" multiplies it, see `clip_and_step`.
         optimizer: A name of `OPTIMIZERS`.
         weight_decay: Of matrices; vectors have none.
@@ -140,7 +141,7 @@ def make_optimizer(
         precision: Its `moments` and, where parameters are kept in bf16, stochastic rounding are
             options of every optimizer here, before those of its own.
         seed: What stochastic rounding follows from.
-        axis: The ranks that hold the parts of the model, `ps.pp`.
+        axis: The pipeline axis of plain modules; a `Stages` has its own.
         offload: Keep what it remembers in host memory; see `offload_optimizer_`.
 
     Raises:
@@ -153,16 +154,17 @@ def make_optimizer(
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
         >>> groups = {"head.*": {"lr_scale": 0.5, "optimizer": "lion"}}
-        >>> optimizer = make_optimizer([model], lr=0.1, groups=groups)
+        >>> optimizer = make_optimizer(model, lr=0.1, groups=groups)
         >>> [(x["optimizer"], x.get("lr_scale"), len(x["params"])) for x in optimizer.param_groups]
         [('Lion', 0.5, 1), ('Lion', 0.5, 1), ('AdamW', None, 1), ('AdamW', None, 1)]
     """
-    stages = list(stages)
+    axis = stages_or_model.pp if isinstance(stages_or_model, Stages) else axis
+    stages = modules_of(stages_or_model)
     for which, given in (("options", options), ("groups", groups)):
         if not isinstance(given, Mapping):
             raise ConfigError(
                 f"make_optimizer: {which} must be a mapping of names to values, got {given!r}; "
-                f"optim.read_{which} makes one of a command line's texts",
+                f"optim.parse_{which} makes one of a command line's texts",
                 where=which,
                 got=given,
             )

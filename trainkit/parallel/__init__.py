@@ -20,7 +20,7 @@ from trainkit.parallel.dtypes import (
 from trainkit.parallel.experts import expert_parallel
 from trainkit.parallel.frozen import add_columns, make_output_head
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.generation import bind_call
+from trainkit.parallel.generation import make_call
 from trainkit.parallel.materialize import materialize_, weights_from_module
 from trainkit.parallel.names import (
     Box,
@@ -53,7 +53,6 @@ __all__ = [
     "attention_line",
     "autocast_call",
     "average_parameters",
-    "bind_call",
     "build_stages",
     "canonical_name",
     "check_plan",
@@ -68,6 +67,7 @@ __all__ = [
     "get_local_box",
     "get_named_buffers",
     "get_named_parameters",
+    "make_call",
     "make_decoder_plan",
     "make_output_head",
     "make_stages",

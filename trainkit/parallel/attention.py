@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from trainkit.attention.choose import Chosen, choose_kernel
+from trainkit.parallel.notes import Note
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, Kernel, ParallelState
 
-_CHOSEN = "_trainkit_attention"
+_KERNEL = Note[Chosen | None]("attention", default=None)
 
 
 def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
@@ -46,22 +47,31 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
         if ps.ring.count > 1 or not layers:
-            found = "no submodule has attributes 'attend' and 'head_size'"
-            found = f"ring = {ps.ring.count} has kernels of its own" if layers else found
+            reason = "no submodule has attributes 'attend' and 'head_size'"
+            if layers:
+                reason = f"ring = {ps.ring.count} has kernels of its own"
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, {found}; leave attention out",
+                f"attention: {', '.join(names)} cannot be chosen, {reason}; leave attention out",
                 where="attention",
                 got=list(names),
             )
         made: dict[tuple[Any, ...], Chosen] = {}
         for layer in layers:
-            how: dict[str, Any] = {x: getattr(layer, x, None) for x in ("window", "softcap")}
-            how["head_size"] = getattr(layer, "widest_head", None) or layer.head_size
-            kind = tuple(how.values())
+            window = getattr(layer, "window", None)
+            softcap = getattr(layer, "softcap", None)
+            head_size: Any = getattr(layer, "widest_head", None) or layer.head_size
+            kind = (window, softcap, head_size)
             if kind not in made:
-                made[kind] = choose_kernel(names, device=ps.device, dtype=dtype, **how)
+                made[kind] = choose_kernel(
+                    names,
+                    device=ps.device,
+                    dtype=dtype,
+                    window=window,
+                    softcap=softcap,
+                    head_size=head_size,
+                )
             vars(layer)["attend"] = made[kind].attend
-            vars(layer)[_CHOSEN] = made[kind]
+            _KERNEL.write_(layer, made[kind])
         return module
 
     return Transform(apply, kind="attention")
@@ -77,7 +87,6 @@ def attention_line(stages: Sequence[nn.Module]) -> str:
         >>> attention_line([nn.Linear(1, 1)])
         ''
     """
-    found = [vars(x)[_CHOSEN] for stage in stages for x in stage.modules() if _CHOSEN in vars(x)]
-    told = [str(chosen) for chosen in found]
-    kinds = [f"{told.count(kind)} layers by {kind}" for kind in dict.fromkeys(told)]
+    chosen = [str(kernel) for stage in stages for kernel in _KERNEL.read_all(stage)]
+    kinds = [f"{chosen.count(kind)} layers by {kind}" for kind in dict.fromkeys(chosen)]
     return f"attention: {', '.join(kinds)}" if kinds else ""

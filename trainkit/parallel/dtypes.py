@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.models.mixins import Forward, wrap_forward_
 from trainkit.parallel.names import find_blocks, unhide_
+from trainkit.parallel.notes import Note
 from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.transforms import Transform
 from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Call, ParallelState, Precision
 
-_COMPUTE = "_trainkit_compute"
+_COMPUTE = Note[torch.dtype | None]("compute_dtype", default=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What a `Precision` calls the dtypes that can be computed in."""
 
 
-def resolve_precision(asked: Precision, device: torch.device | str | None = None) -> Precision:
+def resolve_precision(precision: Precision, device: torch.device | str | None = None) -> Precision:
     """Return a precision whose `compute` is no "auto", as recipes do first of all.
 
     Args:
-        asked: Its "auto" becomes bf16 on accelerators, but for NVIDIA's before Ampere (2020), which
-            cannot multiply it, and fp32 on a CPU.
+        precision: Its "auto" becomes bf16 on accelerators, and fp32 on a CPU and on NVIDIA GPUs
+            before Ampere (2020), which cannot multiply in bf16.
         device: By default the first GPU, or the CPU where there is none.
 
     Examples:
         >>> resolve_precision(Precision(), "cpu").compute
         'fp32'
     """
-    if asked.compute != "auto":
-        return asked
+    if precision.compute != "auto":
+        return precision
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return attrs.evolve(asked, compute="fp32" if old or device.type == "cpu" else "bf16")
+    return attrs.evolve(precision, compute="fp32" if old or device.type == "cpu" else "bf16")
 
 
 def mixed_precision(
@@ -90,17 +91,18 @@ def mixed_precision(
         refuse_max_norm(module, by="precision")
         for parameter in module.parameters():
             if parameter.dtype in {torch.float16, torch.bfloat16, torch.float32} - {storage}:
-                kept = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
-                vars(kept).update(vars(parameter))
-                torch.utils.swap_tensors(parameter, kept)  # `data` of a DTensor keeps its dtype
-        setattr(module, _COMPUTE, compute)
+                stored = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
+                vars(stored).update(vars(parameter))
+                # Not `parameter.data = ...`: that of a DTensor leaves its dtype as it was.
+                torch.utils.swap_tensors(parameter, stored)
+        _COMPUTE.write_(module, compute)
         if ps.fsdp.count == 1 and not replicates(module, ps):  # else fsdp() gathers them cast
             units = find_blocks(module, blocks)
             inside = {part for unit in units for part in unit.modules()}
             for unit in units:
                 _show_cast_(unit, list(unit.modules()), compute)
             _show_cast_(module, [x for x in module.modules() if x not in inside], compute)
-        _bind_(module, partial(_casting_inputs, compute))
+        wrap_forward_(module, partial(_casting_inputs, compute))
         return module
 
     return Transform(apply, kind="precision")
@@ -109,10 +111,10 @@ def mixed_precision(
 def set_grad_dtype(params: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
     """Let the gradients of parameters be in a dtype of their own: those of bf16 added up in fp32.
 
-    Without it a parameter that is itself kept in bf16 adds its microbatches up in bf16, where what
+    Without it a parameter that is stored in bf16 adds its microbatches up in bf16, where what
     is below 1/256 of the sum is lost. Their sum, norm and clip are then in the wider dtype too;
     `clip_and_step` rounds once, before the step, as most optimizers want it. Parameters that are
-    kept in fp32, with `mixed_precision` or without, need it not.
+    stored in fp32, with `mixed_precision` or without, do not need it.
 
     Args:
         params: Parameters; call it after the model is built, which makes them anew. Of those that
@@ -140,9 +142,10 @@ def widen_gradients_(module: nn.Module) -> None:
     Effects:
         That of `set_grad_dtype`, on parts that ranks of `tensor` hold too.
     """
-    kept = [p for p in module.parameters() if p.dtype == torch.bfloat16]  # frozen ones for later
-    if compute_dtype(module) and kept:
-        set_grad_dtype(kept)
+    # Frozen ones too: they may be trained later.
+    stored = [p for p in module.parameters() if p.dtype == torch.bfloat16]
+    if compute_dtype(module) and stored:
+        set_grad_dtype(stored)
         sum_in_grad_dtype_(module)
 
 
@@ -178,17 +181,7 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
     Examples:
         >>> compute_dtype(nn.Linear(2, 1))
     """
-    found: torch.dtype | None = getattr(module, _COMPUTE, None)
-    return found
-
-
-Forward = Callable[..., Any]
-
-
-def _bind_(module: nn.Module, around: Callable[[Forward], Forward]) -> None:
-    """Put a function around a module's forward; bound, so that a deepcopy runs its own weights."""
-    bound: Any = module.forward
-    module.forward = MethodType(around(bound.__func__), module)
+    return _COMPUTE.read(module)
 
 
 def _show_cast_(module: nn.Module, parts: Sequence[nn.Module], compute: torch.dtype) -> None:
@@ -200,7 +193,7 @@ def _show_cast_(module: nn.Module, parts: Sequence[nn.Module], compute: torch.dt
             if parameter.is_floating_point() and {parameter.dtype, compute} != {torch.float32}:
                 places.setdefault(parameter, []).append((paths[part], name))
     if places:
-        _bind_(module, partial(_showing_cast, list(places.values()), compute))
+        wrap_forward_(module, partial(_showing_cast, list(places.values()), compute))
 
 
 def _showing_cast(
@@ -213,7 +206,7 @@ def _showing_cast(
         tied = [[(self.get_submodule(path), name) for path, name in each] for each in places]
         for (first, name), *others in tied:
             cast = getattr(first, name)
-            # Where it is kept in that dtype, its gradient is rounded all the same, as FSDP's is.
+            # A view, where the dtype is the same: its gradient is rounded once, as FSDP's is.
             cast = cast.view_as(cast) if cast.dtype == compute else cast.to(compute)
             for part, other in ((first, name), *others):
                 object.__setattr__(part, other, cast)

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of each layer dealt to the ranks of `ps.ep`, and tokens sent.
+"""Expert parallelism: the experts of each layer sharded over `ps.ep`, and tokens sent to them.
 
 The gradient of an expert needs no sum over ep: dispatch brings the tokens of all its ranks to the
 one that holds the expert. What remains, expert_fsdp, replicas, sequence and tensor parallelism, is
@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.models.decoder import Decoder
 from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import ExpertMlp
-from trainkit.parallel.styles import STYLES, styled_class
+from trainkit.parallel.styles import STYLES, shard_
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -28,7 +28,7 @@ def expert_parallel(
     dispatch_keys: Any = ep_dispatch_keys,
     wire_dtype: torch.dtype | None = None,
 ) -> Transform:
-    """Return the transform that deals the experts of each layer to the ranks of `ps.ep`.
+    """Return the transform that shards the experts of each layer over `ps.ep`.
 
     Rank r holds experts r * E / ep and the following; each token's rows travel to them and back.
     With groups of experts (`Experts.groups`) a group is on neighbouring ranks, so that a token
@@ -50,7 +50,7 @@ def expert_parallel(
 
     Raises:
         ConfigError: One of the pair is given alone, or rows cannot travel in `wire_dtype`; when
-            applied, there are no experts to deal, or they do not divide by ep.
+            applied, there are no experts, or they do not divide by ep.
 
     References:
         Lepikhin et al., "GShard" (2020); DeepSeek-AI, "DeepSeek-V3 technical report" (2024), for
@@ -63,11 +63,16 @@ def expert_parallel(
         True
     """
     if (dispatch is ep_dispatch) != (combine is ep_combine):
-        what = "dispatch and combine are one pair, and one of them was given alone; give both"
-        raise ConfigError(f"expert: {what}", where="dispatch, combine")
+        raise ConfigError(
+            "expert: dispatch and combine are one pair, and one of them was given alone; give both",
+            where="dispatch, combine",
+        )
     if wire_dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        what = f"rows cannot travel in {wire_dtype}; take bf16, or leave wire_dtype out"
-        raise ConfigError(f"expert: {what}", where="wire_dtype", got=wire_dtype)
+        raise ConfigError(
+            f"expert: rows cannot travel in {wire_dtype}; take bf16, or leave wire_dtype out",
+            where="wire_dtype",
+            got=wire_dtype,
+        )
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.ep.count == 1:
@@ -76,28 +81,30 @@ def expert_parallel(
         dense = isinstance(module, Decoder) and module.config.experts is None
         if dense or (not layers and ps.pp.count == 1):  # a stage may be without
             raise ConfigError(
-                f"expert: ep = {ps.ep.count}, and {type(module).__name__} has no layer of experts "
-                "to deal; set ep to 1",
+                f"expert: ep = {ps.ep.count}, and {type(module).__name__} has no layer of "
+                "experts; set ep to 1",
                 where="ep",
                 got=ps.ep.count,
                 want=1,
             )
         for layer in layers:
-            _deal_(layer, ps)
-            how: dict[str, Any] = {"axis": ps.ep}
-            how |= {} if wire_dtype is None else {"wire_dtype": wire_dtype}
-            layer.dispatch, layer.combine = partial(dispatch, **how), partial(combine, **how)
+            _shard_experts_(layer, ps)
+            layer.dispatch = partial(dispatch, axis=ps.ep)
+            layer.combine = partial(combine, axis=ps.ep)
+            if wire_dtype is not None:  # a kernel of one's own need not take it
+                layer.dispatch = partial(layer.dispatch, wire_dtype=wire_dtype)
+                layer.combine = partial(layer.combine, wire_dtype=wire_dtype)
             layer.dispatch_keys = partial(dispatch_keys, axis=ps.ep)
         return module
 
     return Transform(apply, kind="expert", axes=("ep",))
 
 
-def dealt_layers(module: nn.Module) -> list[ExpertMlp]:
-    """Return the layers in a module whose experts are dealt over ep.
+def layers_over_ep(module: nn.Module) -> list[ExpertMlp]:
+    """Return the layers in a module whose experts are sharded over ep.
 
     Examples:
-        >>> dealt_layers(nn.Linear(1, 1))
+        >>> layers_over_ep(nn.Linear(1, 1))
         []
     """
     found = [x for x in module.modules() if isinstance(x, ExpertMlp)]
@@ -108,8 +115,8 @@ def _mesh_of(parameter: Any) -> Any:
     return getattr(parameter, "device_mesh", None)
 
 
-def _deal_(layer: ExpertMlp, ps: ParallelState) -> None:
-    """Leave a layer the experts of this rank."""
+def _shard_experts_(layer: ExpertMlp, ps: ParallelState) -> None:
+    """Reduce a layer to the experts of this rank."""
     experts, count = layer.experts, len(layer.router.load)
     if count % ps.ep.count:
         raise ConfigError(
@@ -118,10 +125,10 @@ def _deal_(layer: ExpertMlp, ps: ParallelState) -> None:
             got=ps.ep.count,
             want=f"a divisor of {count}",
         )
-    for part in experts.modules():  # their adapters are dealt with them
+    for part in experts.modules():  # adapters too
         names = tuple(name for name, _ in part.named_parameters(recurse=False))
-        if names and not hasattr(getattr(part, names[0]), "to_local"):  # tensor() was not here
-            part.__class__ = styled_class(type(part), names, STYLES["replicated"], ps.ep)
+        if names and not hasattr(getattr(part, names[0]), "to_local"):  # no tensor_parallel before
+            shard_(part, names, STYLES["replicated"], ps.ep)
         for name in names:
             setattr(part, name, _own_part(getattr(part, name), ps))
 

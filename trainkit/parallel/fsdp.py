@@ -16,7 +16,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.dtypes import compute_dtype
-from trainkit.parallel.experts import dealt_layers
+from trainkit.parallel.experts import layers_over_ep
 from trainkit.parallel.names import canonical_name, find_blocks
 from trainkit.parallel.recompute import hide_hooks_
 from trainkit.parallel.reduction import (
@@ -114,7 +114,7 @@ def fsdp(
         compute = compute_dtype(module)
         summed_in = reduce_dtype if compute else None
         shard = _sharder(ps, compute, summed_in, offloads=how.cpu_offload)
-        for layer in dealt_layers(module):  # their experts are units, inside of the blocks
+        for layer in layers_over_ep(module):  # their experts are units, inside of the blocks
             experts = layer.experts
             placed = _expert_shards(experts, ps, hybrid=hybrid)
             shard(experts, **placed, reshard_after_forward=how.reshard_after_forward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -12,25 +12,26 @@ from torch import Tensor, nn
 
 from trainkit.batch.shards import shard_sequence, zigzag_unshard
 from trainkit.collectives import all_gather_objects, all_gather_replicated, broadcast
-from trainkit.models.call import CachedCall, call_model, call_with_cache
+from trainkit.models.call import CachedCall, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.parallel.places import places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
-from trainkit.types import IGNORED_LABEL, Batch, Call, ParallelState, Spans
+from trainkit.types import IGNORED_LABEL, Batch, Call, Spans, Stages
 
 
-def bind_call(
-    stages: Sequence[nn.Module],
-    ps: ParallelState,
+def make_call(
+    stages: Stages,
     *,
     call: Call | None = None,
-    dealt: bool = False,
+    sharded: bool = False,
 ) -> Call:
-    """Return a call for `generation.generate` that gives logits on every rank of any layout.
+    """Make the call by which `generation.generate` gets logits on every rank of any layout.
+
+    `generate` makes it itself when it is given a `Stages`.
 
     For the stages of a `Decoder` it is a `CachedCall`: a rank keeps the keys and values of its own
     layers and heads. Ranks that split sequences (ring, Ulysses) all compute the same, and so do
-    those that split rows, unless prompts are dealt to them.
+    those that split rows, unless each has prompts of its own.
 
     For other stages, or where a `call` is given, the whole text is computed each time, shared out
     over the ranks: it is lengthened to what they can share equally. Attention is causal, so what
@@ -38,10 +39,9 @@ def bind_call(
 
     Args:
         stages: This rank's stages, from `build_stages`.
-        ps: The layout.
-        call: How a batch enters a stage, and then nothing is kept.
-        dealt: Whether ranks of `ps.dp` have batches of their own, as `generation.generate_dealt`
-            gives them; all must call it as often.
+        call: How a batch enters a stage, and then nothing is cached.
+        sharded: Whether ranks of `dp` have batches of their own, as with
+            `generation.generate_dealt`; all must call it as often.
 
     Returns:
         `call(model, batch) -> logits`: `[1, R, V]` of a batch with a "cache", else `[1, S, V]` of a
@@ -57,44 +57,49 @@ def bind_call(
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models.decoder import build_decoder
         >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.parallel import make_stages
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
-        >>> call = bind_call([model], solo_parallel())
-        >>> (found,) = generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call)
-        >>> len(found.ids)
-        4
+        >>> stages = make_stages([model], solo_parallel())
+        >>> (found,) = generate(stages, [[1, 2, 3]], max_new_tokens=4, context=8)
+        >>> call = make_call(stages)
+        >>> generate(model, [[1, 2, 3]], max_new_tokens=4, context=8, call=call) == [found]
+        True
     """
-    last = places_of(stages, ps.pp)[0].ranks[-1]
-    source = last * (ps.world.count // ps.pp.count)  # pp is the outermost axis
+    pp, tp, world = stages.pp, stages.tp, stages.world
+    last = places_of(stages, pp)[0].ranks[-1]
+    source = last * (world.count // pp.count)  # pp is the outermost axis
     kinds: list[Any] = []  # of logits, which only the last stage knows
 
     def run(batch: Mapping[str, Any], call: Call) -> Tensor | None:
         with evaluating(stages):  # at its end FSDP lets go of the weight of a `Hidden`
-            output = forward_stages(stages, batch, axis=ps.pp, call=call)
+            output = forward_stages(stages, batch, call=call)
             return None if output is None else _whole(output, stages[-1])
 
     def shared(logits: Tensor | None, length: int) -> Tensor:
         if not kinds:
             own = None if logits is None else [logits.shape[-1], str(logits.dtype)]
-            kinds.extend(all_gather_objects(own, ps.pp)[last])
+            kinds.extend(all_gather_objects(own, pp)[last])
         if logits is None:
             shape, dtype = (1, length, kinds[0]), getattr(torch, kinds[1].removeprefix("torch."))
             logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
-        if not dealt:
-            return broadcast(logits.contiguous(), ps.world, source=source)
-        logits = broadcast(logits.contiguous(), ps.pp, source=last)
-        return broadcast(broadcast(logits, ps.sp), ps.tp)
+        if not sharded:
+            return broadcast(logits.contiguous(), world, source=source)
+        logits = broadcast(logits.contiguous(), pp, source=last)
+        for axis in (stages.ulysses, stages.ring, tp):
+            logits = broadcast(logits, axis)
+        return logits
 
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         ends = batch["cache"].last
         rows = batch["input_ids"].shape[1] if ends is None else len(ends)
-        return shared(run(_filled_up(batch, ps.tp.count), call_with_cache), rows)
+        return shared(run(_filled_up(batch, tp.count), call_with_cache), rows)
 
     def run_anew(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        whole = _lengthened(batch, ps, compute_device(stages[0]))
-        part = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
-        logits, length = run(part, call or call_model), batch["input_ids"].shape[1]
+        whole = _lengthened(batch, stages)
+        part = shard_sequence(whole, ring=stages.ring.share, ulysses=stages.ulysses.share)
+        logits, length = run(part, call or stages.call), batch["input_ids"].shape[1]
         if logits is not None:
-            logits = _in_order(logits, ps)[:, :length]
+            logits = _in_order(logits, stages)[:, :length]
         return shared(logits, length)
 
     keeps = call is None and all(isinstance(stage, Decoder) for stage in stages)
@@ -121,15 +126,17 @@ def _filled_up(batch: Mapping[str, Any], multiple: int) -> Mapping[str, Any]:
     return {**batch, **filled, "spans": spans, "cache": cache}
 
 
-def _lengthened(batch: Mapping[str, Any], ps: ParallelState, device: torch.device) -> Batch:
+def _lengthened(batch: Mapping[str, Any], stages: Stages) -> Batch:
     """Return a batch of one document, made long enough for every rank to have an equal part."""
+    device = compute_device(stages[0])
     ids, lengths = batch["input_ids"].to(device), batch["spans"].lengths
     if ids.shape[0] != 1 or len(lengths) != 1:
         raise ValueError(
-            f"bind_call: a batch of {ids.shape[0]} rows with {len(lengths)} documents was given; "
+            f"make_call: a batch of {ids.shape[0]} rows with {len(lengths)} documents was given; "
             "its call takes one row with one document"
         )
-    multiple = ps.tp.count * ps.ulysses.count * (2 * ps.ring.count if ps.ring.count > 1 else 1)
+    ring = stages.ring.count
+    multiple = stages.tp.count * stages.ulysses.count * (2 * ring if ring > 1 else 1)
     length = -(-ids.shape[1] // multiple) * multiple
     zeros = torch.zeros((1, length), dtype=torch.int64, device=device)
     places = torch.arange(length, device=device)[None]
@@ -153,13 +160,14 @@ def _whole(output: Any, stage: nn.Module) -> Tensor:
     size = getattr(getattr(stage, "config", None), "vocab_size", logits.shape[-1])
     if logits.shape[-1] < size:
         raise ValueError(
-            f"bind_call: the model gives logits of {logits.shape[-1]} words of {size}; give the "
+            f"make_call: the model gives logits of {logits.shape[-1]} words of {size}; give the "
             'style "column_gathered" to its last matrix'
         )
     return logits
 
 
-def _in_order(logits: Tensor, ps: ParallelState) -> Tensor:
+def _in_order(logits: Tensor, stages: Stages) -> Tensor:
     """Put the tokens of all ranks of the sequence back into the order of the text."""
-    ring_part = all_gather_replicated(logits, ps.ulysses, dim=1)
-    return zigzag_unshard(all_gather_replicated(ring_part, ps.ring, dim=1), ps.ring.count)
+    ring_part = all_gather_replicated(logits, stages.ulysses, dim=1)
+    whole = all_gather_replicated(ring_part, stages.ring, dim=1)
+    return zigzag_unshard(whole, stages.ring.count)

@@ -1,35 +1,36 @@
-"""Which linear layers a transform lets compute otherwise: those of a pattern, or all that can."""
+"""The linear layers that a transform changes (float8, fake quantisation): how they are chosen."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import nn
 
 from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 
-_TOLD = "_trainkit_computes"
+_COMPUTES: Note[tuple[str, ...]] = Note("computes_in", default=())
 _HEADS = ("head", "lm_head")
 
 
 def choose_layers(
     module: nn.Module, pattern: str | None, *, by: str, problem: Callable[[nn.Module], str | None]
 ) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the layers that a pattern chooses by name, and the names of those that are left out.
+    """Return the layers that a pattern matches, and the names of all others.
 
     Args:
-        module: The whole model, so that every layout chooses alike.
-        pattern: A regular expression of whole names, all of which must be able to; None for all
-            that can, but for experts and a head, a decoder's or "lm_head".
-        by: Who asks, for the message.
-        problem: Says why a layer cannot, or None.
+        module: The whole model, so that every layout chooses the same layers.
+        pattern: A regular expression of whole names. None chooses all suitable layers except for
+            experts and a head ("head", "lm_head").
+        by: The name of the transform, for messages.
+        problem: Returns why a layer is not suitable, or None.
 
     Raises:
-        ConfigError: The pattern is none or matches nothing, or a layer that cannot; or none can.
+        ConfigError: The pattern is invalid, matches nothing or a layer that is not suitable; or no
+            layer is.
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 4), "head": nn.Linear(4, 2)})
@@ -37,33 +38,42 @@ def choose_layers(
         >>> [*found], left_out
         (['up'], ['head'])
     """
-    kinds = nn.Linear, Router, ExpertWeights
+    kinds = (nn.Linear, Router, ExpertWeights)
     named = {
         canonical_name(x): part for x, part in module.named_modules() if isinstance(part, kinds)
     }
     problems = {name: problem(part) for name, part in named.items()}
     if pattern is None:
         usual = [x for x, part in named.items() if not isinstance(part, ExpertWeights)]
-        asked = [x for x in usual if not problems[x] and x.rpartition(".")[2] not in _HEADS]
+        chosen = [x for x in usual if not problems[x] and x.rpartition(".")[2] not in _HEADS]
     else:
-        asked = fitting_names(pattern, named, by=by, what="linear layer")
-    for name in asked:
+        chosen = fitting_names(pattern, named, by=by, what="linear layer")
+    for name in chosen:
         if problems[name]:
             raise ConfigError(
                 f"{by}: {name!r} {problems[name]}; let the pattern leave it out",
                 where=name,
                 got=pattern,
             )
-    if not asked:
-        told = [f"{_of_blocks(x)!r} {why}" for x, why in problems.items() if why]
-        told = [*dict.fromkeys(told)] or ["there is none"]
-        told[3:] = [f"and {len(told) - 3} more"] if len(told) > 3 else []
-        what = f"{by}: no linear layer can: {'; '.join(told)}"
-        raise ConfigError(what, where="modules", got=pattern, hint="leave them plain")
-    return {name: named[name] for name in asked}, [x for x in named if x not in asked]
+    if not chosen:
+        # Layers of different blocks have the same problem: name each kind of layer once.
+        reasons = dict.fromkeys(
+            f"{_join_blocks(name)!r} {reason}" for name, reason in problems.items() if reason
+        )
+        shown = [*reasons][:3] or ["there is none"]
+        if len(reasons) > 3:
+            shown.append(f"and {len(reasons) - 3} more")
+        raise ConfigError(
+            f"{by}: no linear layer can: {'; '.join(shown)}",
+            where="modules",
+            got=pattern,
+            hint="leave them plain",
+        )
+    return {name: named[name] for name in chosen}, [x for x in named if x not in chosen]
 
 
-def _of_blocks(name: str) -> str:
+def _join_blocks(name: str) -> str:
+    """Return a name without the number of its block, as "layers.*.mlp.up"."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -84,44 +94,38 @@ def plain_problem(part: nn.Module) -> str | None:
     return None
 
 
-def change_(
-    layers: dict[str, nn.Module],
-    left_out: Iterable[str],
-    change: Callable[[str, Any], None],
-    *,
-    told: str,
-) -> None:
-    """Change layers, and let them say so at the start of a run.
+def note_computation_(layers: Iterable[nn.Module], left_out: Iterable[str], how: str) -> None:
+    """Note on layers what they compute in, for the log at the start of a run.
 
     Args:
-        layers: The layers by name, from `choose_layers`.
-        left_out: The names of the others.
-        change: What to do to each.
-        told: What they compute in, in words.
+        layers: The layers that were changed.
+        left_out: The names of the other linear layers.
+        how: What the layers compute in, as "float8 (rowwise)".
 
     Effects:
-        Changes the layers, and sets an attribute of each.
+        Writes a note on each layer.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
-        >>> change_({"up": layer}, ["layers.1.mlp.router"], lambda name, part: None, told="float8")
-        >>> told_of([layer])
+        >>> note_computation_([layer], ["layers.1.mlp.router"], "float8")
+        >>> describe_linears([layer])
         'float8 in 1 linear layer, not in layers.*.mlp.router'
     """
-    others = dict.fromkeys(map(_of_blocks, left_out))
-    told += f" in {len(layers)} linear layer{'s' * (len(layers) > 1)}"
-    told += f", not in {', '.join(others)}" if others else ""
-    for name, layer in layers.items():
-        change(name, layer)
-        setattr(layer, _TOLD, (*getattr(layer, _TOLD, ()), told))
+    layers = list(layers)
+    text = f"{how} in {len(layers)} linear layer{'s' * (len(layers) > 1)}"
+    others = dict.fromkeys(map(_join_blocks, left_out))
+    if others:
+        text += f", not in {', '.join(others)}"
+    for layer in layers:
+        _COMPUTES.write_(layer, (*_COMPUTES.read(layer), text))
 
 
-def told_of(stages: Iterable[nn.Module]) -> str:
-    """Return what some layers of stages compute in, in words; of others nothing.
+def describe_linears(stages: Iterable[nn.Module]) -> str:
+    """Return what the changed layers of stages compute in; "" where all are plain.
 
     Examples:
-        >>> told_of([nn.Linear(1, 1)])
+        >>> describe_linears([nn.Linear(1, 1)])
         ''
     """
-    found = [x for stage in stages for part in stage.modules() for x in getattr(part, _TOLD, ())]
+    found = [text for stage in stages for texts in _COMPUTES.read_all(stage) for text in texts]
     return "; ".join(dict.fromkeys(found))

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 
 Kind = Literal["trained", "frozen", "packed"]
 """What a parameter is: trained; frozen; or the bytes of a frozen matrix in few bits."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_COPY = "_trainkit_tied_copy"
-_BASE = "_trainkit_base"
-_TOLD = 12  # names that a refusal lists
+_IS_TIED_COPY = Note("is_tied_copy", default=False)
+_IS_BASE = Note("is_base", default=False)
+_LISTED = 12  # names in an error message
 _IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
 """What the name of a tied copy ends with where one rank holds the owner's stage and the copy's."""
@@ -58,8 +59,23 @@ def unhide_(module: nn.Module, name: str) -> None:
         object.__delattr__(module, name)  # of the other, compiled, 2.12 deletes the parameter
 
 
-def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """Return all parameters of a list of stages by their whole-model name, frozen ones too.
+def modules_of(stages_or_model: Iterable[nn.Module] | nn.Module) -> list[nn.Module]:
+    """Return the stages of a model in a list, or a plain module as the only one.
+
+    Examples:
+        >>> modules_of(nn.Sequential(nn.Identity(), nn.Identity()))
+        [Sequential(
+          (0): Identity()
+          (1): Identity()
+        )]
+    """
+    return [stages_or_model] if isinstance(stages_or_model, nn.Module) else list(stages_or_model)
+
+
+def get_named_parameters(stages: Iterable[nn.Module] | nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters of a model, or of its stages, by their whole-model name.
+
+    Frozen ones too.
 
     Where a rank holds the first and the last stage of a pipeline, a tied embedding is there twice;
     the copy's name then ends with `COPY_SUFFIX`.
@@ -68,11 +84,11 @@ def get_named_parameters(stages: Iterable[nn.Module]) -> dict[str, nn.Parameter]
         ValueError: Two stages hold a parameter of the same name.
 
     Examples:
-        >>> list(get_named_parameters([nn.Linear(2, 3)]))
+        >>> list(get_named_parameters(nn.Linear(2, 3)))
         ['weight', 'bias']
     """
     found: dict[str, nn.Parameter] = {}
-    for stage in stages:
+    for stage in modules_of(stages):
         for raw, parameter in stage.named_parameters():
             name = canonical_name(raw)
             if name in found and is_tied_copy(parameter):
@@ -134,7 +150,7 @@ def retie_(module: nn.Module, ties: Iterable[Sequence[str]]) -> None:
 
 
 def mark_tied_copy_(parameter: nn.Parameter) -> None:
-    """Say that a parameter is the last stage's copy of one that the first stage owns.
+    """Mark a parameter as the last stage's copy of one that the first stage owns.
 
     Effects:
         Sets an attribute of the parameter.
@@ -145,21 +161,21 @@ def mark_tied_copy_(parameter: nn.Parameter) -> None:
         >>> is_tied_copy(weight)
         True
     """
-    setattr(parameter, _COPY, True)
+    _IS_TIED_COPY.write_(parameter, True)
 
 
 def is_tied_copy(parameter: Tensor) -> bool:
-    """Say whether a parameter is a copy, equal to its owner, which counts once where all count.
+    """Return whether a parameter is a tied copy: norms and counts over all parameters skip it.
 
     Examples:
         >>> is_tied_copy(nn.Parameter(torch.ones(1)))
         False
     """
-    return getattr(parameter, _COPY, False)
+    return _IS_TIED_COPY.read(parameter)
 
 
 def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
-    """Say that a parameter is of a base that is kept elsewhere: no checkpoint holds it.
+    """Mark a parameter as one of a base that is stored elsewhere: no checkpoint holds it.
 
     Effects:
         Sets an attribute of the parameter.
@@ -170,17 +186,17 @@ def mark_base_(parameter: nn.Parameter, *, is_base: bool = True) -> None:
         >>> is_base(weight)
         True
     """
-    setattr(parameter, _BASE, is_base)
+    _IS_BASE.write_(parameter, is_base)
 
 
 def is_base(parameter: Tensor) -> bool:
-    """Say whether a parameter is of a base that is kept elsewhere.
+    """Return whether a parameter is one of a base that is stored elsewhere.
 
     Examples:
         >>> is_base(nn.Parameter(torch.ones(1)))
         False
     """
-    return getattr(parameter, _BASE, False)
+    return _IS_BASE.read(parameter)
 
 
 def kind_of(parameter: Tensor) -> Kind:
@@ -212,7 +228,7 @@ def get_named_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Say whether a name is what a pattern stands for, part by part.
+    """Return whether a name matches a pattern, part by part.
 
     Args:
         name: The name of a module or parameter, with wrappers' prefixes or without.
@@ -233,7 +249,7 @@ def fitting_names(pattern: str, names: Iterable[str], *, by: str, what: str) -> 
         pattern: The regular expression, of names in the whole model: they are the same in every
             layout, so what it chooses is too.
         names: The names, as `canonical_name` gives them.
-        by: Who asks, for the message.
+        by: The name of the caller, for the message.
         what: What they are names of, for the message.
 
     Raises:
@@ -252,12 +268,13 @@ def fitting_names(pattern: str, names: Iterable[str], *, by: str, what: str) -> 
     try:
         matches = re.compile(pattern).fullmatch
     except re.error as error:
-        told = f"{by}: {pattern!r} is no regular expression: {error}"
-        raise ConfigError(told, where="pattern", got=pattern) from error
+        raise ConfigError(
+            f"{by}: {pattern!r} is no regular expression: {error}", where="pattern", got=pattern
+        ) from error
     found = [name for name in names if matches(name)]
     if not found:
         kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-        listed = "; ".join([*kinds[:_TOLD], *(["..."] if len(kinds) > _TOLD else [])])
+        listed = "; ".join([*kinds[:_LISTED], *(["..."] if len(kinds) > _LISTED else [])])
         raise ConfigError(
             f"{by}: {pattern!r} matches the name of no {what}; those there are: {listed}",
             where="pattern",
@@ -273,7 +290,7 @@ def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list
     Args:
         module: The model.
         pattern: See `name_matches`.
-        needed_by: Who cannot do without any, for the message; by default there may be none.
+        needed_by: The name of a caller that needs at least one block, for the message.
 
     Raises:
         ValueError: Nothing matches, and somebody needs a block.
@@ -423,9 +440,8 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     own, rest = divmod(local.shape[-1] * length, tensor.shape[-1] or 1)
     if rest:
         raise ValueError(
-            f"empty_rows_like: rows of {tensor.shape[-1]} numbers, for which {length} are kept, are"
-            f" cut into parts of {local.shape[-1]}, within what one of these is for; cut them "
-            "otherwise"
+            f"empty_rows_like: rows of {tensor.shape[-1]} numbers share {length} each, and are cut "
+            f"into parts of {local.shape[-1]}, within what one of these is for; cut them otherwise"
         )
     made = torch.empty(*local.shape[:-1], own, dtype=dtype, device=local.device)
     if not hasattr(tensor, "placements"):

@@ -6,13 +6,13 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from trainkit.models.mixins import Forward, wrap_forward_
 from trainkit.parallel.names import find_blocks
 from trainkit.parallel.reduction import local_of, reducers_of
 from trainkit.parallel.transforms import Transform
@@ -108,16 +108,14 @@ def offload_activations(
         del ps
         units = find_blocks(module, blocks, needed_by="offload")
         for unit in units:
-            bound: Any = unit.forward
-            around = _offloading(bound.__func__, shelf, first=unit is units[0])
-            unit.forward = MethodType(around, unit)
+            wrap_forward_(unit, partial(_offloading, shelf=shelf, first=unit is units[0]))
         return module
 
     shelf = _Shelf(budget, smallest, store)  # of all stages of this rank
     return Transform(apply, kind="offload")
 
 
-def _offloading(forward: Callable[..., Any], shelf: _Shelf, *, first: bool) -> Any:
+def _offloading(forward: Forward, *, shelf: _Shelf, first: bool) -> Forward:
     # Compiled are the frames inside: what they save is packed when they run.
     @torch.compiler.disable(recursive=False)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

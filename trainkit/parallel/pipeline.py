@@ -27,7 +27,16 @@ from trainkit.parallel.split import (
     microbatches_wanted,
 )
 from trainkit.parallel.tied import setting_aside_tied
-from trainkit.types import Axis, Call, ConfigError, Denominator, ForwardBackward, Layout, Loss
+from trainkit.types import (
+    Axis,
+    Call,
+    ConfigError,
+    Denominator,
+    ForwardBackward,
+    Layout,
+    Loss,
+    Stages,
+)
 
 _KEPT_SHAPES = 4  # schedules to keep: each holds receive buffers for all microbatches of a step
 
@@ -81,26 +90,19 @@ class _Step:
         self.terms.clear()
 
 
-def bind_pipeline(
-    stages: Sequence[nn.Module],
+def make_pipeline(
+    stages: Stages,
     loss: Loss,
     *,
-    axis: Axis,
-    call: Call,
-    schedule: str = "1f1b",
     reduce: reduction.Reduce = "last",
 ) -> ForwardBackward:
-    """Return the executor of a pipeline: `forward_backward(microbatches, denominator=...)`.
+    """Make the executor of a pipeline: `forward_backward(microbatches, denominator=...)`.
 
     The same sums and gradients as `forward_backward` gives on the whole model, on every rank.
 
     Args:
-        stages: This rank's stages, from `build_stages` with the same schedule.
+        stages: This rank's stages, on a pipeline axis of a size above 1.
         loss: The loss, with its `terms`.
-        axis: The pipeline axis, `ps.pp`, of a size above 1.
-        call: How a batch enters a stage. A stage after the first is called with the microbatch, in
-            which the hidden state that it has received takes the place of "input_ids".
-        schedule: A name of `parallel.split.SCHEDULES`.
         reduce: "last" reduces the gradients of FSDP's units once a step, "each" after every
             microbatch, which needs less memory; schedules that split the backward pass can only do
             the former.
@@ -111,12 +113,13 @@ def bind_pipeline(
             microbatches, and a ValueError for microbatches of different shapes.
 
     Effects:
-        None here. The returned function adds to `.grad` and communicates, on `axis` and on what
-        the stages reduce over. Every rank must pass the same number of microbatches.
+        None here. The returned function adds to `.grad` and communicates, on the pipeline axis and
+        on what the stages reduce over. Every rank must pass the same number of microbatches.
     """
+    axis, schedule = stages.pp, stages.layout.schedule
     places, terms = places_of(stages, axis), stage_forward.terms_of(loss)
     _check(stages, places, schedule=schedule, reduce=reduce, axis=axis)
-    step = _Step(stages, places, loss, call)
+    step = _Step(stages, places, loss, stages.call)
     schedules: dict[Any, Any] = {}
     kinds: dict[str, stage_forward.Kind] = {}
     last = places[0].ranks[-1]
@@ -187,7 +190,7 @@ def _check(
     wanted = assign_stages(schedule, axis.count, per_rank=len(places))
     if places[0].ranks != wanted:
         raise ConfigError(
-            f"bind_forward_backward: the stages are on ranks {places[0].ranks}, the schedule "
+            f"make_forward_backward: the stages are on ranks {places[0].ranks}, the schedule "
             f"{schedule} has them on {wanted}; give build_stages the same schedule",
             where="schedule",
             got=schedule,
@@ -196,14 +199,14 @@ def _check(
     for place, reducers in zip(places, found, strict=True):
         if reducers.ddp:
             raise ConfigError(
-                f"bind_forward_backward: stage {place.index} is a DDP module, which reduces at the "
+                f"make_forward_backward: stage {place.index} is a DDP module, which reduces at the "
                 "end of its first backward pass; use fsdp() with dp_replicate",
                 where="plan",
             )
         reduction.check_sums(reducers)
     if SCHEDULES[schedule].splits_backward and any(map(recomputes_selectively, stages)):
         raise ConfigError(
-            f"bind_forward_backward: the schedule {schedule} goes through a stage's graph "
+            f"make_forward_backward: the schedule {schedule} goes through a stage's graph "
             'twice, which selective recomputation does not allow; take recompute("full") or '
             '"none", or a schedule that does not split the backward pass, such as 1f1b',
             where="recompute",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
 
 import attrs
 import torch
 from torch import nn
 
 from trainkit.collectives import all_gather_objects
+from trainkit.models.call import call_model
 from trainkit.parallel.names import get_named_parameters, mark_tied_copy_
+from trainkit.parallel.notes import Note
 from trainkit.parallel.reduction import local_of
 from trainkit.parallel.split import assign_stages
-from trainkit.types import SOLO, Axis, ConfigError
-
-_PLACE = "_trainkit_place"
-_TIED = "_trainkit_tied"
+from trainkit.types import SOLO, Axis, Call, ConfigError, Layout, ParallelState, Stages
 
 
 @attrs.frozen
@@ -33,6 +32,10 @@ class StagePlace:
         return self.index == len(self.ranks) - 1
 
 
+_PLACE = Note[StagePlace | None]("stage_place", default=None)
+_TIED: Note[Mapping[str, tuple[int, int]]] = Note("tied_names", default=MappingProxyType({}))
+
+
 def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]]) -> nn.Module:
     """Write on a stage where it stands, and on its parameters which are copies of another's.
 
@@ -44,54 +47,113 @@ def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]
     Effects:
         Sets attributes of the stage and of its parameters.
     """
-    setattr(stage, _PLACE, place)
-    setattr(stage, _TIED, {name: pair for name, pair in tied.items() if place.index in pair})
+    _PLACE.write_(stage, place)
+    _TIED.write_(stage, {name: pair for name, pair in tied.items() if place.index in pair})
     for name, parameter in get_named_parameters([stage]).items():
         if name in tied and place.index == tied[name][1]:
             mark_tied_copy_(parameter)
     return stage
 
 
+def attach_axes(
+    modules: Sequence[nn.Module],
+    ps: ParallelState,
+    *,
+    schedule: str = "1f1b",
+    call: Call = call_model,
+) -> Stages:
+    """Return modules as the stages of this rank, with the axes of a layout.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> attach_axes([nn.Linear(1, 1)], solo_parallel()).world.count
+        1
+    """
+    axes = {x.name: getattr(ps, x.name) for x in attrs.fields(Stages) if x.type == "Axis"}
+    layout = Layout(**ps.degrees, schedule=schedule)
+    return Stages(modules=tuple(modules), call=call, layout=layout, **axes)
+
+
+def as_stages(
+    stages_or_model: Stages | nn.Module,
+    by: str,
+    *,
+    axis: Axis = SOLO,
+    call: Call | None = None,
+) -> Stages:
+    """Return a plain module as the only stage of its model; a `Stages` as it is.
+
+    Args:
+        stages_or_model: What `build_stages` or `make_stages` returned, or any module.
+        by: The function that was called, for the message.
+        axis: The ranks over which the data of a plain module is split. A `Stages` has its own.
+        call: How a batch enters, in place of the stages' own and of `call_model`.
+
+    Raises:
+        ConfigError: It is neither.
+
+    Effects:
+        None; nothing is written, and the axes are only passed on.
+
+    Examples:
+        >>> len(as_stages(nn.Linear(1, 1), "evaluate"))
+        1
+    """
+    if isinstance(stages_or_model, nn.Module):
+        return Stages((stages_or_model,), call=call or call_model, dp=axis, loss=axis)
+    if not isinstance(stages_or_model, Stages):
+        raise ConfigError(
+            f"{by}: it takes a module or a Stages, not a {type(stages_or_model).__name__}; pass "
+            "what build_stages returned, or make_stages for modules that are stages already",
+            where="stages",
+            got=type(stages_or_model).__name__,
+        )
+    return stages_or_model if call is None else attrs.evolve(stages_or_model, call=call)
+
+
 def make_stages(
     stages: Sequence[nn.Module],
-    axis: Axis,
+    ps: ParallelState,
     *,
     schedule: str = "1f1b",
     tied: Collection[str] = (),
-) -> list[nn.Module]:
-    """Say of modules that are pipeline stages already where each of them stands.
+    call: Call = call_model,
+) -> Stages:
+    """Return modules that are pipeline stages already as a `Stages`.
 
     For a model that was cut by hand, in place of `build_stages`: each rank passes the stages that
-    it holds, and what comes back goes to `bind_forward_backward`, `evaluate` and `clip_and_step` as
-    the stages of `build_stages` do. A stage needs a method `boundary(batch)`, which gives the shape
+    it holds. A stage needs a method `boundary(batch)`, which gives the shape
     and dtype of what it passes on as a tensor on the meta device. Transforms come before: call this
     with modules that are sharded already.
 
     Args:
         stages: This rank's stages, first ones first. Parameters have the names that they have in
             the whole model: blocks under their own numbers, `nn.ModuleDict({"3": block})`.
-        axis: The pipeline axis.
+        ps: The layout.
         schedule: The schedule, a name of `parallel.split.SCHEDULES`; with several stages on a rank
             one that places them so: rank r of P holds stages r, P + r, ... ("interleaved_1f1b"), or
             r and 2P - 1 - r ("zero_bubble_v").
         tied: The names of parameters that two stages share, each with a copy of the same values.
+        call: How a batch enters a stage.
 
     Returns:
-        The stages.
+        The stages, with the axes of the layout.
 
     Raises:
         ConfigError: The schedule has another number of stages on a rank, ranks pass different
-            numbers, two stages hold a parameter of one name that is not said to be tied, one that
-            is said to be is not in two stages, or the two hold other values.
+            numbers, two stages hold a parameter of one name that is not in `tied`, one that is in
+            `tied` is not in two stages, or the two hold other values.
 
     Effects:
-        Sets attributes of the stages and their parameters; communicates on `axis`, and waits.
+        Sets attributes of the stages and their parameters; communicates on `ps.pp`, and waits.
 
     Examples:
-        >>> (stage,) = make_stages([nn.Linear(1, 1)], SOLO)
-        >>> places_of([stage])
+        >>> from trainkit.mesh import solo_parallel
+        >>> stages = make_stages([nn.Linear(1, 1)], solo_parallel())
+        >>> places_of(stages, stages.pp)
         [StagePlace(index=0, ranks=(0,))]
     """
+    axis = ps.pp
     ranks = assign_stages(schedule, axis.count, per_rank=len(stages))
     own = [index for index, rank in enumerate(ranks) if rank == axis.index]
     held = [
@@ -109,10 +171,9 @@ def make_stages(
     left = [iter(parts) for parts in every]
     order = [next(left[rank]) for rank in ranks]
     shared = _shared_names(order, tied)
-    return [
+    for stage, index in zip(stages, own, strict=True):
         placed_(stage, StagePlace(index, ranks), shared)
-        for stage, index in zip(stages, own, strict=True)
-    ]
+    return attach_axes(stages, ps, schedule=schedule, call=call)
 
 
 def _shared_names(
@@ -137,7 +198,7 @@ def _shared_names(
         found = where.get(name, [])
         if len(found) != 2:
             raise ConfigError(
-                f"make_stages: {name!r} is said to be tied, and must be in two stages; it is in "
+                f"make_stages: {name!r} is in `tied`, and must be in two stages; it is in "
                 f"{found or 'none'}",
                 where=name,
                 got=found,
@@ -146,7 +207,7 @@ def _shared_names(
         if stages[found[0]][name] != stages[found[1]][name]:
             raise ConfigError(
                 f"make_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
-                "which is said to be tied; copy one to the other before they are sharded",
+                "which is in `tied`; copy one to the other before they are sharded",
                 where=name,
                 got=found,
             )
@@ -168,17 +229,16 @@ def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace
         axis: The pipeline axis.
 
     Raises:
-        ConfigError: Several modules do not say where they stand, or the stages are of another
-            layout.
+        ConfigError: Several modules have no number, or the stages are of another layout.
 
     Effects:
-        None; the axis is only asked for its size.
+        None; of the axis only the size is read.
 
     Examples:
         >>> places_of([nn.Linear(1, 1)])
         [StagePlace(index=0, ranks=(0,))]
     """
-    found = [getattr(stage, _PLACE, None) for stage in stages]
+    found = [_PLACE.read(stage) for stage in stages]
     if len(found) == 1 and found[0] is None:
         return [StagePlace(axis.index, tuple(range(axis.count)))]
     places = [place for place in found if place is not None]
@@ -204,5 +264,4 @@ def tied_of(stage: nn.Module) -> dict[str, tuple[int, int]]:
         >>> tied_of(nn.Linear(1, 1))
         {}
     """
-    found: Any = getattr(stage, _TIED, {})
-    return found
+    return dict(_TIED.read(stage))

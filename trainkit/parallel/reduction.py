@@ -24,14 +24,15 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, reduce_scatter_bf16
 from trainkit.noise import make_key, to_int64
+from trainkit.parallel.notes import Note
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 Reduce = Literal["last", "each"]
-_BROKEN_OFF = "_trainkit_broken_off"
-_ROUNDED = "_trainkit_rounded"
-_PARTIAL = "_trainkit_partial"
-_REPLICATED = "_trainkit_replicated"
-_UNREAD = "_trainkit_unread_orders"
+_BROKEN_OFF = Note("broken_off", default=False)
+_ROUNDED: Note["_RoundedScatter | None"] = Note("rounded_scatter", default=None)
+_PARTIAL: Note[tuple[tuple[tuple[str, ...], Axis], ...]] = Note("partial_gradients", default=())
+_REPLICATED = Note("replicated", default=False)
+_UNREAD: Note["_Order | None"] = Note("unread_order", default=None)
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
@@ -79,7 +80,7 @@ def reducers_of(model: nn.Module) -> Reducers:
         [(name, module) for name, module in modules if isinstance(module, FSDPModule)],
         [(name, module) for name, module in modules if isinstance(module, DistributedDataParallel)],
         [(name, module) for name, module in modules if is_foreign(module)],
-        [(name, module) for name, module in modules if _PARTIAL in vars(module)],
+        [(name, module) for name, module in modules if _PARTIAL.is_on(module)],
     )
 
 
@@ -94,7 +95,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 def sum_in_grad_dtype_(model: nn.Module) -> None:
     """Let FSDP2 give sums in the dtype of parameters' gradients, which need not be their own.
 
-    It looks at dtypes when the model is called for the first time, so that it is told then.
+    FSDP2 reads dtypes when the model is called for the first time, so this takes effect then.
 
     Args:
         model: One whose parameters have a `grad_dtype`; without units of FSDP2 nothing is done.
@@ -201,7 +202,7 @@ def check_sums(reducers: Reducers) -> None:
         ValueError: Names the first one.
     """
     for name, module in (*reducers.fsdp, *reducers.ddp):
-        if getattr(module, _BROKEN_OFF, False):
+        if _BROKEN_OFF.read(module):
             raise ValueError(
                 f"forward_backward: an earlier call broke off in {name or 'the model'!r}, which "
                 "holds on to a part of that step's gradient; build the model anew"
@@ -415,11 +416,11 @@ class _Order:
         self.events.setdefault(group, []).append((what, self.numbers[unit]))
 
     def sum_with(self, counts: Tensor, group: Any) -> Tensor:
-        """Sum counts over a group, and beside them this order's hash and its square."""
+        """Sum counts over a group, and in the same collective this order's hash and its square."""
         own = tuple((number, what == "reduced") for what, number in self.events.get(group, ()))
         order = hash(own) % 2**20
-        beside = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
-        counts = torch.cat([counts, *beside])
+        hashes = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
+        counts = torch.cat([counts, *hashes])
         dist.all_reduce(counts, group=group)
         self.sums.append((group, counts[-2:]))
         return counts[:-2]
@@ -436,8 +437,8 @@ class _Order:
         if not reducers.fsdp:
             return
         root = reducers.fsdp[0][1]
-        waits = _UNREAD in vars(root) and any(sums.device.type != "cpu" for _, sums in self.sums)
-        setattr(root, _UNREAD, self if waits else None)
+        waits = _UNREAD.is_on(root) and any(sums.device.type != "cpu" for _, sums in self.sums)
+        _UNREAD.write_(root, self if waits else None)
         if not waits:
             self.check()
 
@@ -512,8 +513,10 @@ class _RoundedScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         if self.key is None:
-            mend = "call forward_backward, or leave expert_wire_dtype out"
-            raise RuntimeError(f"fsdp: gradients are rounded by the key of a step; {mend}")
+            raise RuntimeError(
+                "fsdp: gradients are rounded by the key of a step; call forward_backward, or leave "
+                "expert_wire_dtype out"
+            )
         key = self.key ^ to_int64(make_key(self.name, self.sums))
         self.sums += 1
         output_tensor.copy_(reduce_scatter_bf16(input_tensor, self.axis, key=key))
@@ -532,7 +535,7 @@ def round_gradients_(module: Any, axis: Axis, *, name: str) -> None:
     """
     scatter = _RoundedScatter(axis, name)
     module.set_custom_reduce_scatter(scatter)
-    setattr(module, _ROUNDED, scatter)
+    _ROUNDED.write_(module, scatter)
 
 
 def _rounding(
@@ -543,7 +546,8 @@ def _rounding(
     Raises:
         ValueError: There are such, and the first microbatch has no key.
     """
-    scatters = [vars(module)[_ROUNDED] for _, module in reducers.fsdp if _ROUNDED in vars(module)]
+    noted = [_ROUNDED.read(module) for _, module in reducers.fsdp]
+    scatters = [scatter for scatter in noted if scatter is not None]
     if scatters and "noise_key" not in microbatches[0]:
         raise ValueError(
             'forward_backward: expert_wire_dtype rounds gradients by the batch\'s "noise_key", '
@@ -566,7 +570,7 @@ def reducing(
         Those of `Reduction` and `sum_partial_`; keeps earlier gradients out of a second reduction.
     """
     rounding, reduction = _rounding(reducers, microbatches), Reduction(reducers, reduce=reduce)
-    unread = vars(reducers.fsdp[0][1]).get(_UNREAD) if reducers.fsdp else None
+    unread = _UNREAD.read(reducers.fsdp[0][1]) if reducers.fsdp else None
     if unread is not None:
         unread.check()
     try:
@@ -578,7 +582,7 @@ def reducing(
             sum_partial_(model)
     except BaseException:
         for _, module in (*reducers.fsdp, *reducers.ddp):
-            setattr(module, _BROKEN_OFF, True)
+            _BROKEN_OFF.write_(module, True)
         raise
 
 
@@ -628,15 +632,14 @@ def mark_partial_(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
         >>> mark_partial_(nn.RMSNorm(2), ["weight"], solo_parallel().tp)
     """
     if axis.count > 1:
-        marks = vars(module).get(_PARTIAL, ())
-        setattr(module, _PARTIAL, (*marks, (tuple(names), axis)))
+        _PARTIAL.write_(module, (*_PARTIAL.read(module), (tuple(names), axis)))
 
 
 def _partial_parameters(modules: Iterable[nn.Module]) -> list[tuple[Any, Axis]]:
     """Return the trainable parameters whose gradients are partial, each once for each axis."""
     found: dict[tuple[int, str], tuple[Any, Axis]] = {}
     for module in modules:
-        for names, axis in vars(module).get(_PARTIAL, ()):
+        for names, axis in _PARTIAL.read(module) if _PARTIAL.is_on(module) else ():
             for name in names:
                 parameter = module._parameters[name]  # noqa: SLF001 (not what hides it, see styles.py)
                 if parameter is not None and parameter.requires_grad:
@@ -650,7 +653,7 @@ def mark_replicated_(module: nn.Module) -> None:
     Effects:
         Sets an attribute of the module.
     """
-    setattr(module, _REPLICATED, True)
+    _REPLICATED.write_(module, True)
 
 
 def replicates(module: nn.Module, ps: ParallelState) -> bool:
@@ -661,7 +664,7 @@ def replicates(module: nn.Module, ps: ParallelState) -> bool:
         >>> replicates(nn.Linear(1, 1), solo_parallel())
         False
     """
-    return ps.dp_replicate.count > 1 and _REPLICATED not in vars(module)
+    return ps.dp_replicate.count > 1 and not _REPLICATED.read(module)
 
 
 @torch.no_grad()
@@ -717,8 +720,9 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
         counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
         for part, total in zip(parts, sums, strict=True):
             part.copy_(total.view_as(part))
-        for parameter, grad, kept in zip(bucket, grads, whose_gradient(has, counts), strict=True):
-            parameter.grad = grad if kept else None
+        used = whose_gradient(has, counts)
+        for parameter, grad, is_used in zip(bucket, grads, used, strict=True):
+            parameter.grad = grad if is_used else None
 
 
 def gradients_of(params: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from trainkit.collectives import all_gather_objects, broadcast
 from trainkit.parallel.dtypes import compute_dtype
 from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.reduction import reducers_of, reshard_
-from trainkit.types import Axis, Call, ConfigError, Loss
+from trainkit.types import Axis, Call, ConfigError, Loss, Stages
 
 
 def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -123,27 +123,21 @@ def check_edge(output: Any, boundary: tuple[Tensor, ...], place: StagePlace) -> 
 
 
 @torch.no_grad()
-def forward_stages(
-    stages: Sequence[nn.Module],
-    batch: Mapping[str, Any],
-    *,
-    axis: Axis,
-    call: Call,
-) -> Any:
+def forward_stages(stages: Stages, batch: Mapping[str, Any], *, call: Call | None = None) -> Any:
     """Run one batch through the whole pipeline, forward only.
 
     Args:
         stages: The stages of this rank.
         batch: The batch, the same on all ranks of the pipeline.
-        axis: The pipeline axis.
-        call: How a batch enters a stage.
+        call: How a batch enters a stage, in place of the stages' own call.
 
     Returns:
         The output of the last stage on the rank that holds it, None on the others.
 
     Effects:
-        Communicates on `axis`: a hidden state is sent at each edge between ranks.
+        Communicates on the pipeline axis: a hidden state is sent at each edge between ranks.
     """
+    axis, call = stages.pp, call or stages.call
     places = places_of(stages, axis)
     ranks, output, edge = places[0].ranks, None, tuple[Tensor, ...]()
     for place, stage in zip(places, stages, strict=True):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from trainkit.models.call import call_model
 from trainkit.models.decoder import Decoder, decoder_stage
 from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.dtypes import widen_gradients_
@@ -22,11 +23,19 @@ from trainkit.parallel.materialize import (
     materialize_,
 )
 from trainkit.parallel.names import canonical_name, get_named_parameters, ties_of
-from trainkit.parallel.places import StagePlace, placed_
+from trainkit.parallel.places import StagePlace, attach_axes, placed_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.parallel.unsupported import refuse_max_norm
-from trainkit.types import ConfigError, Layout, ModelTransform, ParallelState, Weights
+from trainkit.types import (
+    Call,
+    ConfigError,
+    Layout,
+    ModelTransform,
+    ParallelState,
+    Stages,
+    Weights,
+)
 
 
 def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
@@ -86,7 +95,8 @@ def build_stages(
     split: SplitModel = split_layers,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
-) -> list[nn.Module]:
+    call: Call = call_model,
+) -> Stages:
     """Return this rank's part of a model, transformed by a plan and filled with its weights.
 
     Args:
@@ -99,9 +109,10 @@ def build_stages(
         schedule: The pipeline schedule, which says which rank holds which stages; see
             `parallel.split.SCHEDULES`. Without pipeline parallelism it changes nothing.
         stages_per_rank: How many stages a rank holds; by default as many as the schedule needs.
+        call: How a batch enters a stage; a mixture of experts needs `call_routed`.
 
     Returns:
-        The stages of this rank, first ones first; one module without pipeline parallelism.
+        The stages of this rank, and the axes that they are spread over.
 
     Raises:
         ConfigError: The plan's order is wrong, an axis of size above 1 has nobody to take care of
@@ -133,7 +144,8 @@ def build_stages(
     check_fit(model, weights)
     buffers = buffers_of(make_model) if live_buffers(model) else {}
     if ps.pp.count == 1:
-        return [_built(model, ps, plan, weights, buffers)]
+        model = _built(model, ps, plan, weights, buffers)
+        return attach_axes([model], ps, schedule=schedule, call=call)
     ranks = assign_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
     ties = ties_of(model)
@@ -143,10 +155,11 @@ def build_stages(
     for stage in stages:  # the copy in another stage would not be rescaled
         refuse_max_norm(stage, by="build_stages", weights=tied)
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
-    return [
+    modules = [
         placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
         for i in own
     ]
+    return attach_axes(modules, ps, schedule=schedule, call=call)
 
 
 def _is_of_the_whole(step: ModelTransform) -> bool:

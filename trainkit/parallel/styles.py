@@ -24,13 +24,12 @@ from trainkit.collectives import (
     sum_grad,
 )
 from trainkit.models.layers import WideNorm
+from trainkit.models.mixins import mix_in_
 from trainkit.parallel.names import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]
 """A differentiable collective on an input or an output of a module."""
-
-Forward = Callable[..., Any]
 
 SEQUENCE_DIM = 1
 """The dimension of tokens in a hidden state `[B, S, D]`."""
@@ -42,8 +41,7 @@ class ParallelStyle:
 
     `cuts` gives the dimension along which a parameter is cut; all others stay whole. `partial`
     says that the whole ones see only a part of the work on each rank, so that their gradients must
-    be summed over ranks. `sequence` says that some hidden state is cut along the sequence. `within`
-    gives the methods of the module whose results are sent, by name.
+    be summed over ranks. `sequence` says that some hidden state is cut along the sequence.
     """
 
     kind: type[nn.Module] = nn.Module
@@ -52,7 +50,6 @@ class ParallelStyle:
     leave: Communicate | None = None
     partial: bool = False
     sequence: bool = False
-    within: Mapping[str, Communicate] = MappingProxyType({})
 
 
 _COLUMN = ParallelStyle(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
@@ -64,11 +61,6 @@ _scatter_sequence = partial(reduce_scatter, dim=SEQUENCE_DIM)
 
 def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
     return contiguous_shard(x, axis.share, dim=SEQUENCE_DIM)
-
-
-def _summed_both_ways(x: Tensor, axis: Axis) -> Tensor:
-    """Return a sum over ranks, all of which use it."""
-    return sum_grad(sum_forward(x, axis), axis)
 
 
 STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
@@ -88,7 +80,7 @@ STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
         "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
         "partial_gathered": ParallelStyle(leave=_gather_sequence, partial=True, sequence=True),
         "partial_sliced": ParallelStyle(enter=_own_tokens, partial=True, sequence=True),
-        "wide_norm": ParallelStyle(WideNorm, {"weight": 0}, within={"summed": _summed_both_ways}),
+        "wide_norm": ParallelStyle(WideNorm, {"weight": 0}),
     }
 )
 """The styles by name.
@@ -120,106 +112,125 @@ With hidden states `[B, S / tp, D]` between blocks:
 # ----------------------------------------------------------------------------------------- classes
 
 
-def styled_class(
-    base: type[nn.Module], names: tuple[str, ...], style: ParallelStyle, axis: Axis
-) -> type:
-    """Return a subclass whose forward pass computes on local parameters and communicates.
+@attrs.frozen(eq=False)
+class Sharding:
+    """What a sharded module needs: the names of its own parameters, its style, and `ps.tp`."""
 
-    Parameters of a tensor-parallel module are DTensors, for the optimizer, FSDP2 and checkpoints;
-    while its own forward pass runs, they read as this rank's plain tensors. One class serves all
-    modules of a kind, so that torch.compile shares their code.
+    names: tuple[str, ...]
+    style: ParallelStyle
+    axis: Axis
 
-    Args:
-        base: The class of the module, anything that `style` fits.
-        names: The module's own parameters.
-        style: The style.
-        axis: `ps.tp`.
+    def __deepcopy__(self, memo: Any) -> Sharding:
+        return self  # the axis has a process group, which a copy of the model shares
 
-    Effects:
-        None here; the forward and backward passes of its instances communicate on `axis`.
 
-    Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> kind = styled_class(nn.Linear, ("weight",), STYLES["column"], solo_parallel().tp)
-        >>> issubclass(kind, nn.Linear)
-        True
+class Sharded(nn.Module):
+    """Mixin: computes with this rank's part of the parameters, and communicates as its style says.
+
+    Parameters of a tensor-parallel module are DTensors, for the optimizer, FSDP2 and checkpoints.
+    While its own forward pass runs, they read as this rank's plain tensors.
     """
-    is_row = style.cuts == _ROW.cuts
-    compute = _on_local(base, names, left_out=("bias",) if is_row else ())
-    if issubclass(style.kind, nn.Embedding):
-        compute = _own_rows(compute, axis)
-    if style.enter is not None or style.leave is not None:
-        compute = _communicating(compute, style, axis)
-    if is_row and "bias" in names:
-        compute = _bias_added(compute)
-    sent = {name: _sent(getattr(base, name), how, axis) for name, how in style.within.items()}
-    return type(f"Sharded{base.__name__}", (base,), {"forward": compute, **sent})
 
+    sharding: Sharding
+    added_after: tuple[str, ...] = ()
 
-def _sent(method: Forward, communicate: Communicate, axis: Axis) -> Forward:
-    def send(self: nn.Module, x: Tensor) -> Tensor:
-        return communicate(method(self, x), axis)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass between the two collectives of its style."""
+        style, axis = self.sharding.style, self.sharding.axis
+        if style.enter is not None:
+            x, *rest = args
+            args = (style.enter(x, axis), *rest)
+        out = self.forward_on_parts(*args, **kwargs)
+        return out if style.leave is None else style.leave(out, axis)
 
-    return send
-
-
-def _on_local(base: Any, names: tuple[str, ...], *, left_out: tuple[str, ...]) -> Forward:
-    """Return the class's own forward pass, on the local parts of the module's own parameters."""
-
-    # Attributes of the instance hide parameters of the same name for as long as they are there, as
-    # those of `precision` may do already. The parameters stay registered as they are, so FSDP2 and
-    # the optimizer never see a local one.
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward_on_parts(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass on the local parts of its own parameters."""
+        # Attributes of the instance hide parameters of the same name for as long as they are there,
+        # as those of `precision` may do already. The parameters stay registered as they are, so
+        # FSDP2 and the optimizer never see a local one.
+        names = self.sharding.names
         before = {name: vars(self).get(name) for name in names}
         for name in names:
             whole: Any = getattr(self, name)
-            object.__setattr__(self, name, None if name in left_out else whole.to_local())
+            local = None if name in self.added_after else whole.to_local()
+            object.__setattr__(self, name, local)
         try:
-            return base.forward(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             for name, shown in before.items():
                 unhide_(self, name)
                 if shown is not None:
                     object.__setattr__(self, name, shown)
 
-    return forward if names else base.forward
+
+class ShardedRow(Sharded):
+    """Mixin of a `Linear` whose inputs are sharded: it adds the bias once, after the sum."""
+
+    added_after = ("bias",)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        """Map this rank's features `[..., I / tp]` to `[..., O]`."""
+        bias: Any = self.bias
+        return super().forward(x) + bias.to_local()
 
 
-def _communicating(compute: Forward, style: ParallelStyle, axis: Axis) -> Forward:
-    enter, leave = style.enter, style.leave
+class ShardedVocabulary(Sharded):
+    """Mixin of an `Embedding` whose rows are sharded: ids of other ranks' rows give zeros."""
 
-    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = compute(self, x if enter is None else enter(x, axis), *args, **kwargs)
-        return out if leave is None else leave(out, axis)
+    num_embeddings: int
 
-    return forward
+    def forward_on_parts(self, ids: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        """Look up this rank's rows.
 
-
-def _bias_added(compute: Forward) -> Forward:
-    """Return a forward pass that adds the bias once, after the sum."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return compute(self, x) + self.bias.to_local()
-
-    return forward
-
-
-def _own_rows(compute: Forward, axis: Axis) -> Forward:
-    """Return a forward pass in which each rank looks up its own rows, and others are zeros.
-
-    An id outside the whole vocabulary stays outside on the first or last rank, which raises.
-    """
-    is_first, is_last = axis.index == 0, axis.index == axis.count - 1
-
-    def forward(self: Any, ids: Tensor) -> Tensor:
+        An id outside the whole vocabulary stays outside on the first or last rank, which raises.
+        """
+        axis = self.sharding.axis
         rows = self.num_embeddings // axis.count
         local = ids - axis.index * rows
         below, above = local < 0, local >= rows
+        is_first, is_last = axis.index == 0, axis.index == axis.count - 1
         others = above if is_first else below if is_last else below | above
-        out = compute(self, local.masked_fill(others, 0))
+        out = super().forward_on_parts(local.masked_fill(others, 0))
         return out.masked_fill(others.unsqueeze(-1), 0)
 
-    return forward
+
+class ShardedNorm(Sharded):
+    """Mixin of a `WideNorm` whose features are sharded: every rank uses the sum of all squares."""
+
+    def summed(self, squares: Tensor) -> Tensor:
+        """Sum over ranks, forward and backward."""
+        axis = self.sharding.axis
+        return sum_grad(sum_forward(squares, axis), axis)
+
+
+def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis: Axis) -> None:
+    """Let a module compute with this rank's part of its parameters; see `Sharded`.
+
+    Args:
+        module: A module that `style` fits.
+        names: The module's own parameters, DTensors over `axis`.
+        style: The style.
+        axis: `ps.tp`.
+
+    Effects:
+        Puts a mixin in front of the module's class. Its forward and backward passes communicate on
+        `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> layer = nn.Linear(1, 1)
+        >>> shard_(layer, ("weight", "bias"), STYLES["column"], solo_parallel().tp)
+        >>> type(layer).__name__
+        'ShardedLinear'
+    """
+    mixin = Sharded
+    if style.cuts == _ROW.cuts and "bias" in names:
+        mixin = ShardedRow
+    elif issubclass(style.kind, nn.Embedding):
+        mixin = ShardedVocabulary
+    elif issubclass(style.kind, WideNorm):
+        mixin = ShardedNorm
+    mix_in_(module, mixin, sharding=Sharding(names, style, axis))
 
 
 def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:

@@ -1,7 +1,7 @@
-"""From a TOML file and a command line to one frozen attrs record, or to an error that helps.
+"""Read one frozen attrs record from a TOML file and a command line, with errors that help.
 
-Flags override the file, the file overrides the defaults. Only recipes use this room: functions of
-the library take values. The command line is tyro's, the types of a file are checked by cattrs.
+Flags override the file, the file overrides the defaults. Only recipes need this module: functions
+of the library take values. tyro parses the command line; cattrs checks the types of a file.
 """
 
 from __future__ import annotations
@@ -66,60 +66,60 @@ __all__ = [
 T = TypeVar("T")
 
 _INT64 = 1 << 63
-_short = reprlib.Repr()  # which bounds depth and length
+_short = reprlib.Repr()  # bounds depth and length
 _short.maxstring = _short.maxother = 100
-_MOST_BYTES = 1 << 16  # of a configuration file
-_MOST_DOTS = 1000  # of a line of it
-_MOST_PROBLEMS = 20  # that are told, each with the nearest name: a search takes a millisecond
+_MAX_BYTES = 1 << 16  # of a configuration file
+_MAX_DOTS = 1000  # in one line of it
+_MAX_PROBLEMS = 20  # in one message; finding the nearest name for each takes a millisecond
 
-OnResume = Literal["refused", "asked", "free", "no fact"]
-"""Whether a run may be continued with another value of a field: no; if --allow-change names it;
-yes, as it changes nothing that is computed; or it is not even kept with the run, since it only says
-how this start of it is meant."""
+OnResume = Literal["refuse", "ask", "allow", "ignore"]
+"""What to do where a run is resumed with another value of a field: refuse; refuse unless
+--allow-change names it; allow, since it does not change any result; or ignore the field, which is
+not stored with the run, since it only concerns this start of it."""
 
 
 # ------------------------------------------------------------------------------------ records
 
 
 def option(
-    default: Any, validator: Validator | None = None, *, change: OnResume = "refused"
+    default: Any, validator: Validator | None = None, *, on_resume: OnResume = "refuse"
 ) -> Any:
     """Return a field of a configuration; the docstring below it is its help.
 
-    A field may be a record itself, with `default` an instance of it: its fields are then flags and
-    keys like all others, under a heading of their own in the help, and have its `change` where they
-    have none.
+    A field may be a record itself, with an instance of it as `default`: its fields are then flags
+    and keys like all others, under a heading of their own in the help. Those without an
+    `on_resume` have that of the record.
 
     Args:
-        default: The value where nobody gives one.
-        validator: What it must be: `positive`, `one_of(...)`, or any other of attrs.
-        change: Whether a run may be continued with another value; see `make_resume_rules`.
+        default: The default value.
+        validator: A rule: `positive`, `one_of(...)`, or any other validator of attrs.
+        on_resume: Whether a run may be resumed with another value; see `make_resume_rules`.
 
     Examples:
         >>> @attrs.frozen(kw_only=True)
         ... class Config(RunConfig):
         ...     rows: int = option(8, positive)
-        ...     recompute: str = option("none", one_of("none", "full"), change="free")
+        ...     recompute: str = option("none", one_of("none", "full"), on_resume="allow")
         >>> make_resume_rules(Config()).free[-1]
         'config.recompute'
     """
-    return attrs.field(default=default, validator=validator, metadata={"change": change})
+    return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
 
 
-def _known_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
-    """Refuse what no optimizer can be made of; torch is loaded only where there is something."""
+def _check_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
+    """Raise if no optimizer can be made of the options; without any, torch is not loaded."""
     fields = attrs.fields(OptimizerOptions)
-    named = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
-    if any(getattr(options, x.name) != x.default for x in fields if x.name in named):
+    names = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
+    if any(getattr(options, x.name) != x.default for x in fields if x.name in names):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
         check_options(**options.made)
         if any(text.startswith("moments=") for text in options.optimizer_options):
-            raise ConfigError("optimizer_options: moments are told by --moments")
+            raise ConfigError("optimizer_options: the dtype of moments is a flag, --moments")
 
 
-def _kept_by_optimizer(config: RunConfig, _: object, precision: Precision) -> None:
-    """Refuse an optimizer that cannot keep what the precision says, which is another record's."""
+def _check_storage(config: RunConfig, _: object, precision: Precision) -> None:
+    """Raise if the optimizer cannot store parameters and moments in this precision."""
     options: OptimizerOptions | None = getattr(config, "optim", None)
     if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
@@ -130,8 +130,8 @@ def _kept_by_optimizer(config: RunConfig, _: object, precision: Precision) -> No
 _not_negative = attrs.validators.optional(non_negative)
 
 
-def _known_recompute(_: object, __: object, mode: str) -> None:
-    """Refuse a mode that there is not; torch is loaded only for one with parts."""
+def _check_recompute(_: object, __: object, mode: str) -> None:
+    """Raise if there is no such mode; torch is loaded only for a mode with parts."""
     if mode not in ("none", "selective", "full"):
         from trainkit.parallel.recompute import read_mode  # noqa: PLC0415 -- it needs torch
 
@@ -142,34 +142,34 @@ def _known_recompute(_: object, __: object, mode: str) -> None:
 class OptimizerOptions:
     """How the optimizer steps."""
 
-    lr: float = option(3e-3, positive, change="asked")
+    lr: float = option(3e-3, positive, on_resume="ask")
     """The peak learning rate."""
 
-    warmup: int = option(30, non_negative, change="asked")
+    warmup: int = option(30, non_negative, on_resume="ask")
     """Steps in which the learning rate rises."""
 
-    schedule_steps: int = option(1000, positive, change="asked")
+    schedule_steps: int = option(1000, positive, on_resume="ask")
     """The length of the learning rate's schedule; past it the last rate holds."""
 
-    weight_decay: float = option(0.1, non_negative, change="asked")
+    weight_decay: float = option(0.1, non_negative, on_resume="ask")
     """Decay of matrices; vectors have none."""
 
-    optimizer: str = option("adamw", _known_optimizer, change="asked")
+    optimizer: str = option("adamw", _check_optimizer, on_resume="ask")
     """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
 
-    optimizer_options: tuple[str, ...] = option((), change="asked")
+    optimizer_options: tuple[str, ...] = option((), on_resume="ask")
     """What it is told, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
 
-    optimizer_groups: tuple[str, ...] = option((), change="asked")
+    optimizer_groups: tuple[str, ...] = option((), on_resume="ask")
     """What other parameters get, each a regular expression of names: 'head.* lr_scale=0.5'."""
 
-    mean: float | None = option(None, change="asked")
+    mean: float | None = option(None, on_resume="ask")
     """Keep a mean of the weights, of which this much stays in a step (0.999), and evaluate it."""
 
-    offload_optimizer: bool = option(default=False, change="free")
+    offload_optimizer: bool = option(default=False, on_resume="allow")
     """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
 
-    max_norm: float = option(1.0, positive, change="asked")
+    max_norm: float = option(1.0, positive, on_resume="ask")
     """Gradients above this norm are scaled down to it."""
 
     @property
@@ -201,10 +201,10 @@ class LinearOptions:
         "qat_int8_int4",
         "qat_fp8",
         "qat_nvfp4",
-    ] = option("plain", change="asked")
+    ] = option("plain", on_resume="ask")
     """float8: how they multiply; qat: what forward rounds to, for a model to be quantised later."""
 
-    linear_modules: str | None = option(None, change="asked")
+    linear_modules: str | None = option(None, on_resume="ask")
     """Which, a regular expression of names; by default all that can, but head and experts."""
 
 
@@ -218,7 +218,7 @@ class RowOptions(BatchShape):
     rows: int = attrs.field(default=8, validator=positive)
     """Rows in a step, over all ranks."""
 
-    microbatch: int = option(4, positive, change="free")
+    microbatch: int = option(4, positive, on_resume="allow")
     """Rows that go through the model at once, on each rank."""
 
     multiple_of: int = attrs.field(default=8, validator=positive)
@@ -229,45 +229,45 @@ class RowOptions(BatchShape):
 class RunConfig:
     """The flags that every training recipe has; a recipe's own record inherits from it."""
 
-    out: Path = option(Path("runs/run"), change="no fact")
+    out: Path = option(Path("runs/run"), on_resume="ignore")
     """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
 
-    steps: int = option(1000, non_negative, change="no fact")
+    steps: int = option(1000, non_negative, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
 
     seed: int = option(0, non_negative)
     """What initial values, the order of the data and dropout follow from."""
 
-    config: Path | None = option(None, change="no fact")
+    config: Path | None = option(None, on_resume="ignore")
     """A TOML file with values for these flags, keys as in config.toml; flags override it."""
 
-    resume: str = option("auto", change="no fact")
+    resume: str = option("auto", on_resume="ignore")
     """auto: from the newest checkpoint that verifies, if there is one; never; or a checkpoint."""
 
-    allow_change: tuple[str, ...] = option((), change="no fact")
+    allow_change: tuple[str, ...] = option((), on_resume="ignore")
     """Names of flags that this run may be continued with another value of: lr, warmup,
     schedule-steps, weight-decay, max-norm."""
 
-    recompute: str = option("none", _known_recompute, change="free")
+    recompute: str = option("none", _check_recompute, on_resume="allow")
     """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""
 
-    compiled: bool = option(default=False, change="free")
+    compiled: bool = option(default=False, on_resume="allow")
     """Compile the blocks with torch.compile."""
 
-    attention: tuple[Kernel, ...] = option((), change="free")
+    attention: tuple[Kernel, ...] = option((), on_resume="allow")
     """The kernel of attention, the first of these that fits: varlen, flash, efficient, cudnn, flex,
     sdpa, math; by default varlen where it fits, and else sdpa."""
 
-    offload_activations: int | None = option(None, _not_negative, change="free")
+    offload_activations: int | None = option(None, _not_negative, on_resume="allow")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""
 
-    checkpoints: CheckpointOptions = option(CheckpointOptions(), change="no fact")
-    logging: LoggingOptions = option(LoggingOptions(), change="no fact")
-    limits: Timeouts = option(Timeouts(), change="no fact")
-    policy: Policy = option(Policy(), change="no fact")
-    precision: Precision = option(Precision(), _kept_by_optimizer, change="asked")
-    numerics: Numerics = option(Numerics(), change="asked")
-    layout: Layout = option(Layout(), change="free")
+    checkpoints: CheckpointOptions = option(CheckpointOptions(), on_resume="ignore")
+    logging: LoggingOptions = option(LoggingOptions(), on_resume="ignore")
+    limits: Timeouts = option(Timeouts(), on_resume="ignore")
+    policy: Policy = option(Policy(), on_resume="ignore")
+    precision: Precision = option(Precision(), _check_storage, on_resume="ask")
+    numerics: Numerics = option(Numerics(), on_resume="ask")
+    layout: Layout = option(Layout(), on_resume="allow")
 
     @property
     def planned(self) -> dict[str, Any]:
@@ -292,67 +292,64 @@ class _Field:
     path: tuple[str, ...]
     attribute: attrs.Attribute[Any]
     type: Any
-    change: OnResume
-    owner: Any = None  # the default of the record that it is in
+    on_resume: OnResume
 
-    @property
-    def default(self) -> Any:
-        """The value where nobody gives one; `attrs.NOTHING` for a field that must be given."""
-        name = self.attribute.name
-        return self.attribute.default if self.owner is None else getattr(self.owner, name)
-
-    def holder(self, config: Any) -> Any:
-        """Return the record of a configuration that the field is in."""
+    def get_record(self, config: Any) -> Any:
+        """Return the record of a configuration that has the field."""
         return functools.reduce(getattr, self.path[:-1], config)
 
-    def value(self, config: Any) -> Any:
+    def get_value(self, config: Any) -> Any:
         """Return the field's value in a configuration."""
-        return getattr(self.holder(config), self.path[-1])
+        return getattr(self.get_record(config), self.path[-1])
 
 
 @functools.cache
-def _fields(config_type: type[Any]) -> Mapping[str, _Field]:
-    """Return all fields by name, those of the records inside among them."""
-    found: dict[str, _Field] = {}
+def _list_fields(config_type: type[Any]) -> Mapping[str, _Field]:
+    """Return all fields by name, including those of records inside."""
+    fields: dict[str, _Field] = {}
     types = get_type_hints(config_type)
     for a in attrs.fields(config_type):
-        change = a.metadata.get("change", "refused")
-        own = {a.name: _Field((a.name,), a, types[a.name], change)} if a.init else {}
-        if own and attrs.has(types[a.name]):
-            inside = _fields(types[a.name]).values()
-            own = {x.attribute.name: _inside(a, x, change) for x in inside}
-        assert not own.keys() & found.keys(), f"{config_type.__name__} has {a.name} twice"
-        found |= own
-    return found
+        if not a.init:
+            continue
+        on_resume = a.metadata.get("on_resume", "refuse")
+        if attrs.has(types[a.name]):
+            new = {
+                name: attrs.evolve(
+                    inner,
+                    path=(a.name, *inner.path),
+                    on_resume=inner.attribute.metadata.get("on_resume", on_resume),
+                )
+                for name, inner in _list_fields(types[a.name]).items()
+            }
+        else:
+            new = {a.name: _Field((a.name,), a, types[a.name], on_resume)}
+        assert not new.keys() & fields.keys(), f"{config_type.__name__} has {a.name} twice"
+        fields |= new
+    return fields
 
 
-def _inside(record: attrs.Attribute[Any], field: _Field, change: OnResume) -> _Field:
-    own = field.attribute.metadata.get("change", change)
-    path = (record.name, *field.path)
-    return attrs.evolve(field, path=path, change=own, owner=record.default)
-
-
-def _record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
-    """Return a configuration of values by name; `absent` stands for what has none and needs one."""
-    types, made = get_type_hints(config_type), dict[str, Any]()
+def _make_record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
+    """Return a configuration of values by name; a field without value and default is `absent`."""
+    types = get_type_hints(config_type)
+    arguments: dict[str, Any] = {}
     for a in attrs.fields(config_type):
         if a.init and attrs.has(types[a.name]):
-            inside = {name: x for name, x in values.items() if name in _fields(types[a.name])}
-            made[a.name] = attrs.evolve(a.default, **inside)
+            inside = {name: x for name, x in values.items() if name in _list_fields(types[a.name])}
+            arguments[a.name] = attrs.evolve(a.default, **inside)
         elif a.init and a.name in values:
-            made[a.name] = values[a.name]
+            arguments[a.name] = values[a.name]
         elif a.init and a.default is attrs.NOTHING:
-            made[a.name] = absent
-    return config_type(**made)
+            arguments[a.name] = absent
+    return config_type(**arguments)
 
 
 def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
-    """Return which fields a run may be continued with other values of; see `option`.
+    """Return the rules for fields that have another value when a run is resumed; see `option`.
 
     Args:
         config: The configuration.
-        free: Other facts that may change: "files" of `make_data_facts`, say, which only name what
-            the "fingerprint" stands for.
+        free: Other facts that may change: "files" of `make_data_facts`, for example, whose
+            content the "fingerprint" identifies.
 
     Examples:
         >>> make_resume_rules(RunConfig(allow_change=("compute",))).allow
@@ -360,36 +357,33 @@ def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
     """
     from trainkit.weights.checkpoint.facts import ResumeRules  # noqa: PLC0415 -- it needs torch
 
-    named = {kind: list[str]() for kind in get_args(OnResume)}
-    for name, field in _fields(type(config)).items():
-        named[field.change].append(name)
-    # By the whole name: a fact "tokenizer", a hash, is another than the field, which is a path.
-    free = (*(f"config.{name}" for name in (*named["no fact"], *named["free"])), *free)
-    return ResumeRules(free, tuple(named["asked"]), config.allow_change)
+    names = {rule: list[str]() for rule in get_args(OnResume)}
+    for name, field in _list_fields(type(config)).items():
+        names[field.on_resume].append(name)
+    # With "config.", since a fact "tokenizer", a hash, differs from the field, which is a path.
+    free = (*(f"config.{name}" for name in (*names["ignore"], *names["allow"])), *free)
+    return ResumeRules(free, tuple(names["ask"]), config.allow_change)
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
-def load_config(
-    config_type: type[T], argv: Sequence[str] | None = None, *, description: str | None = None
-) -> T:
-    """Return the configuration that defaults, a TOML file and the command line give, in this order.
+def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
+    """Return the configuration of the defaults, a TOML file and the command line, in this order.
 
-    Flags have dashes (`--save-every 10`), keys of a file underscores; either is understood in
-    both. A file is read when the record has a field `config` and `--config FILE.toml` is given.
-    `--help` explains every field by the docstring below it, and exits with 0.
+    Flags have dashes (`--save-every 10`), keys of a file underscores; both forms work in both
+    places. A file is read when the record has a field `config` and `--config FILE.toml` is given.
+    `--help` shows every field with the docstring below it, and exits with 0.
 
     Args:
         config_type: An `attrs.frozen` class of plain values: str, int, float, bool, Path, None,
             Literal, and tuples of these.
         argv: The command line without the program; by default the process's own.
-        description: What stands above the flags in the help; by default the class's docstring.
 
     Raises:
-        ConfigError: A key or flag is unknown (the nearest is named), a value has the wrong type or
-            breaks its field's rule, or the optimizer cannot keep what the precision says. All
-            problems of a file are told at once.
+        ConfigError: A key or flag is unknown (the message has the nearest), a value has the wrong
+            type or breaks its field's rule, or the optimizer cannot store the precision. All
+            problems of a file are reported at once.
 
     Examples:
         >>> load_config(RunConfig, ["--steps", "20", "--out", "runs/try"]).steps
@@ -404,33 +398,34 @@ def load_config(
     argv = list(sys.argv[1:] if argv is None else argv)
     check_argv(argv)
     _check_flags(config_type, argv)
-    file = _config_flag(config_type, argv)
-    default = _from_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
+    file = _find_config_flag(config_type, argv)
+    default = _read_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
     errors = io.StringIO()
-    with attrs.validators.disabled(), contextlib.redirect_stderr(errors):  # see _rule_problems
+    # Validators run below instead, so that all problems are found, not only the first.
+    with attrs.validators.disabled(), contextlib.redirect_stderr(errors):
         try:
             config = tyro.cli(
                 config_type,
                 args=argv,
                 default=default,
-                description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
         except SystemExit as end:
             if not end.code:
                 raise
-            reason = _reason(errors.getvalue())
-            raise ConfigError(reason, where="command line", hint="see --help") from None
-    _raise_all(_rule_problems(config), "command line")
+            raise ConfigError(
+                _read_tyro_error(errors.getvalue()), where="command line", hint="see --help"
+            ) from None
+    _raise_all(_find_broken_rules(config), "command line")
     attrs.validate(config)  # rules that compare records
     return config
 
 
 def read_config(config_type: type[T], path: str | Path) -> T:
-    """Return the configuration that a TOML file gives, on top of the defaults.
+    """Return the configuration of a TOML file, on top of the defaults.
 
     Raises:
-        ConfigError: The file is missing, is not TOML, lacks a field without default, or holds an
+        ConfigError: The file is missing, is not TOML, lacks a field without default, or has an
             unknown key, a value of the wrong type, or one that breaks its field's rule.
 
     Examples:
@@ -441,31 +436,34 @@ def read_config(config_type: type[T], path: str | Path) -> T:
         ...     read_config(RunConfig, path) == RunConfig(steps=7)
         True
     """
-    config = _from_file(config_type, path, attrs.NOTHING)
-    fields = _fields(config_type).items()
-    missing = [f"{name} is missing" for name, x in fields if x.value(config) is attrs.NOTHING]
+    config = _read_file(config_type, path, attrs.NOTHING)
+    missing = [
+        f"{name} is missing"
+        for name, x in _list_fields(config_type).items()
+        if x.get_value(config) is attrs.NOTHING
+    ]
     _raise_all(missing, str(path))
     return config
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration as values that JSON holds.
+    """Return the fields of a configuration as values for JSON.
 
-    The field `config` is left out: the values of the file that it names are all here.
+    Without the field `config`, since the values of that file are among the others.
 
     Examples:
         >>> config_to_dict(RunConfig(seed=7))["out"], config_to_dict(RunConfig(seed=7))["seed"]
         ('runs/run', 7)
     """
-    fields = _fields(type(config)).items()
-    return {name: _plain(x.value(config)) for name, x in fields if name != "config"}
+    fields = _list_fields(type(config)).items()
+    return {name: _to_plain(x.get_value(config)) for name, x in fields if name != "config"}
 
 
 def make_config_facts(config: Any) -> dict[str, Any]:
     """Return a configuration as facts to save with the checkpoints of a run.
 
-    What only says where files are, how this start of the run began, when it stops and how it is
-    watched is no fact of the run: see `option`.
+    Fields that only concern this start of the run (its directory, when it stops, its timeouts) are
+    not among them: see `option`.
 
     Returns:
         {"config.NAME": value}.
@@ -474,43 +472,45 @@ def make_config_facts(config: Any) -> dict[str, Any]:
         >>> make_config_facts(RunConfig(seed=7))["config.seed"]
         7
     """
-    kept = [name for name, x in _fields(type(config)).items() if x.change != "no fact"]
+    names = [name for name, x in _list_fields(type(config)).items() if x.on_resume != "ignore"]
     values = config_to_dict(config)
-    return {f"config.{name}": values[name] for name in kept}
+    return {f"config.{name}": values[name] for name in names}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 # ------------------------------------------------------------------------------------ checking
 
 
-def _flag(name: str) -> str:
+def _format_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    # Without the dashes of flags, which are alike in all: --lora is nowhere near --lr.
+def _suggest_name(name: str, names: Iterable[str]) -> str:
+    # Compared without dashes, which would make all flags similar: --lora is not like --lr.
     dashes = name[: len(name) - len(name.lstrip("-"))]
-    bare = [known.lstrip("-") for known in names]
-    near = difflib.get_close_matches(name[:100].lstrip("-"), bare, n=1, cutoff=0.7)
+    bare_names = [x.lstrip("-") for x in names]
+    near = difflib.get_close_matches(name[:100].lstrip("-"), bare_names, n=1, cutoff=0.7)
     return f" (did you mean {dashes}{near[0]}?)" if near else ""
 
 
 def check_argv(argv: Sequence[str]) -> None:
-    """Refuse words that Python could not decode: no file of a run could name them.
+    """Raise ConfigError if Python could not decode a word of the command line.
+
+    No file of a run could contain it.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A word is not text in the locale.
 
     Examples:
         >>> check_argv(["--out", "runs/é"])
     """
     for word in argv:
-        if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
+        if not word.isascii() and any("\ud800" <= x <= "\udfff" for x in word):
             raise ConfigError(
                 f"{os.fsencode(word)!r} is no text in this locale ({sys.getfilesystemencoding()})",
                 where="command line",
@@ -519,110 +519,113 @@ def check_argv(argv: Sequence[str]) -> None:
 
 
 def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
-    fields = _fields(config_type)
-    flags = ["--help", *map(_flag, fields)]
-    known = {*flags, *(_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)}
-    given = (_flag(word[2:].partition("=")[0]) for word in argv if word.startswith("--"))
-    problems = [
-        f"unknown flag {f[:100]}{_flags_inside(f, fields) or _nearest(f, flags)}"
-        for f in given
-        if f not in known
-    ]
-    paths = {_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
-    flag, empty = "", list[str]()
+    fields = _list_fields(config_type)
+    flags = ["--help", *map(_format_flag, fields)]
+    negated = (_format_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)
+    expected = {*flags, *negated}
+    problems = []
+    for word in argv:
+        flag = _format_flag(word[2:].partition("=")[0]) if word.startswith("--") else ""
+        if flag and flag not in expected:
+            suggestion = _list_parts(flag, fields) or _suggest_name(flag, flags)
+            problems.append(f"unknown flag {flag[:100]}{suggestion}")
+    paths = {_format_flag(name) for name, x in fields.items() if "Path" in str(x.type)}
+    flag = ""
     for word in argv:
         flag, _, value = word.partition("=") if word.startswith("--") else (flag, "", word)
-        empty += [flag] * (flag in paths and not value and (not word or "=" in word))
-    problems += [f"{flag} is empty; the folder that you are in is called ." for flag in empty]
+        if flag in paths and not value and (not word or "=" in word):
+            problems.append(f"{flag} is empty; the folder that you are in is called .")
     _raise_all(problems, "command line")
 
 
-def _flags_inside(flag: str, fields: Mapping[str, _Field]) -> str:
-    """Return the flags that set a record where its own name was given, with their choices."""
-    inside = {name: x for name, x in fields.items() if flag in map(_flag, x.path[:-1])}
-    choices = {
-        name: get_args(x.type) if get_origin(x.type) is Literal else ()
-        for name, x in inside.items()
-    }
-    told = [f"{_flag(name)} {'|'.join(map(str, own))}".strip() for name, own in choices.items()]
-    return f" (it has parts: {', '.join(told)})" if told else ""
+def _list_parts(flag: str, fields: Mapping[str, _Field]) -> str:
+    """List the flags of a record and their choices, if `flag` is the name of a record."""
+    parts = []
+    for name, field in fields.items():
+        if flag in map(_format_flag, field.path[:-1]):
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            parts.append(f"{_format_flag(name)} {'|'.join(map(str, choices))}".strip())
+    return f" (it has parts: {', '.join(parts)})" if parts else ""
 
 
-def _config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:
-    """Return the file of the last --config, as tyro takes the last of every flag."""
+def _find_config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None:
+    """Return the file of the last --config; tyro also takes the last of every flag."""
     file = None
     for word, following in zip_longest(argv, argv[1:]):
         name, equals, value = word.partition("=")
         if name == "--config":
             file = value if equals else following
-    return file if file != "None" and "config" in _fields(config_type) else None
+    return file if file != "None" and "config" in _list_fields(config_type) else None
 
 
-def _reason(message: str) -> str:
+def _read_tyro_error(message: str) -> str:
     """Return the first paragraph below the title of tyro's error box as one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
     lines = [line.strip("│| ") for line in text.splitlines()[1:]]
     is_ruler = [bool(line) and not line.strip("─-╰╯+") for line in lines]
-    kinds = groupby(zip(lines, is_ruler, strict=True), key=lambda pair: pair[1])
-    paragraphs = [" ".join(line for line, _ in group) for ruler, group in kinds if not ruler]
+    groups = groupby(zip(lines, is_ruler, strict=True), key=lambda pair: pair[1])
+    paragraphs = [" ".join(line for line, _ in group) for ruler, group in groups if not ruler]
     return paragraphs[0] if paragraphs else text
 
 
-def _from_file(config_type: type[T], path: str | Path, absent: Any) -> T:
-    """Return the record of a file, with `absent` for what it lacks, or raise all that is wrong."""
+def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
+    """Return the record of a file, with `absent` for missing fields, or raise all problems."""
     try:
-        table = _toml_table(read_limited(Path(path), most=_MOST_BYTES).decode())
+        table = _parse_toml(read_limited(Path(path), most=_MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error
-    types = {name: x.type for name, x in _fields(config_type).items() if name != "config"}
-    values, problems = _typed_values(table, types)
+    types = {name: x.type for name, x in _list_fields(config_type).items() if name != "config"}
+    values, problems = _convert_values(table, types)
     with attrs.validators.disabled():
-        config = _record(config_type, values, absent)
-    problems += _rule_problems(config, set(values))
+        config = _make_record(config_type, values, absent)
+    problems += _find_broken_rules(config, set(values))
     _raise_all([f"{path}: {problem}" for problem in problems[:1]] + problems[1:], str(path))
     return config
 
 
-def _toml_table(text: str) -> dict[str, Any]:
-    """Parse a file; the parser takes the square of a dotted key's parts in time and memory."""
+def _parse_toml(text: str) -> dict[str, Any]:
     try:
-        if max((line.count(".") for line in text.splitlines()), default=0) < _MOST_DOTS:
+        # The parser needs time and memory that grow with the square of a dotted key's parts.
+        if max((line.count(".") for line in text.splitlines()), default=0) < _MAX_DOTS:
             return tomllib.loads(text)
     except RecursionError:
         pass
     raise ValueError("nested too deep for a configuration")
 
 
-def _typed_values(table: dict[str, Any], types: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of a table by field name, and what is wrong with the others."""
-    convert = _converter()
+def _convert_values(
+    table: dict[str, Any], types: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a table by field name, and the problems with the others."""
+    convert = _make_converter()
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in types:
-            near = _nearest(name, types) if len(problems) < _MOST_PROBLEMS else ""
-            problems.append(f"unknown key {key[:100]}{near}")
+            suggestion = _suggest_name(name, types) if len(problems) < _MAX_PROBLEMS else ""
+            problems.append(f"unknown key {key[:100]}{suggestion}")
         elif name in values:
-            problems.append(f"{name} stands there twice, with dashes and with underscores")
+            problems.append(f"{name} appears twice, with dashes and with underscores")
         else:
             try:
                 is_fraction = name == "recompute" and isinstance(value, float)  # 0.4, not "0.4"
                 values[name] = convert(str(value) if is_fraction else value, types[name])
             except Exception:  # noqa: BLE001 -- cattrs raises groups and bare Exceptions
-                shown = _short.repr(value)
-                problems.append(f"{name} must be {_readable(types[name])}, got {shown}")
+                problems.append(
+                    f"{name} must be {_format_type(types[name])}, got {_short.repr(value)}"
+                )
     return values, problems
 
 
-def _readable(wanted: Any) -> str:
+def _format_type(wanted: Any) -> str:
     is_class = isinstance(wanted, type) and get_origin(wanted) is None
     return re.sub(r"\b[a-z_.]+\.", "", wanted.__name__ if is_class else str(wanted))
 
 
-def _converter() -> Callable[[Any, Any], Any]:
-    """Return `convert(value, type)`: cattrs, strict, since a file's types are its author's word."""
+def _make_converter() -> Callable[[Any, Any], Any]:
+    """Return `convert(value, type)`: that of cattrs, without its conversions between types."""
     with needs_extra("recipes"):
         import cattrs  # noqa: PLC0415 -- an extra
     converter = cattrs.Converter()
@@ -641,7 +644,7 @@ def _converter() -> Callable[[Any, Any], Any]:
 
     def convert(value: Any, wanted: Any) -> Any:
         if get_origin(wanted) is tuple and not isinstance(value, list):
-            raise TypeError("not a list")  # cattrs would take a string for a list of letters
+            raise TypeError("not a list")  # cattrs would read a string as a list of characters
         if value == "None" and type(None) in getattr(wanted, "__args__", ()):
             return None
         return converter.structure(value, wanted)
@@ -649,15 +652,14 @@ def _converter() -> Callable[[Any, Any], Any]:
     return convert
 
 
-def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str]:
-    """Return what breaks a field's rule: all of it, where attrs itself would stop at the first.
+def _find_broken_rules(config: Any, names: Container[str] | None = None) -> list[str]:
+    """Return all values that break a field's rule; attrs itself would stop at the first.
 
-    NaN, which passes through comparisons unseen, and integers beyond int64 are refused for every
-    field.
+    No field may be NaN, which passes most comparisons, or an integer beyond int64.
     """
     problems: list[str] = []
-    for name, field in _fields(type(config)).items():
-        value = field.value(config)
+    for name, field in _list_fields(type(config)).items():
+        value = field.get_value(config)
         if names is not None and name not in names:
             continue
         parts = value if isinstance(value, tuple) else (value,)
@@ -669,7 +671,7 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
             problems.append(f"{name} must be below 2^63, got {value!r}")
         elif field.attribute.validator is not None:
             try:
-                field.attribute.validator(field.holder(config), field.attribute, value)
+                field.attribute.validator(field.get_record(config), field.attribute, value)
             except (ValueError, TypeError) as error:
                 text = str(error)
                 problems.append(text if name in text else f"{name}: {text}")
@@ -677,7 +679,8 @@ def _rule_problems(config: Any, names: Container[str] | None = None) -> list[str
 
 
 def _raise_all(problems: Sequence[str], where: str) -> None:
-    told, more = problems[:_MOST_PROBLEMS], len(problems) - _MOST_PROBLEMS
-    if told:
-        rest = [f"and {more} more"] if more > 0 else []
-        raise ConfigError("; ".join([*told, *rest]), where=where)
+    if problems:
+        shown = list(problems[:_MAX_PROBLEMS])
+        if len(problems) > _MAX_PROBLEMS:
+            shown.append(f"and {len(problems) - _MAX_PROBLEMS} more")
+        raise ConfigError("; ".join(shown), where=where)

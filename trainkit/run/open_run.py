@@ -27,6 +27,7 @@ from trainkit.files import atomic_write, format_toml, say_on_stderr
 from trainkit.mesh import describe_launch, parallel_session
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
+from trainkit.parallel.names import modules_of
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import report_errors
 from trainkit.run.garbage import Collect, collect_manually
@@ -36,7 +37,7 @@ from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import Asked, open_stop_vote, trap_signals
+from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
 from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
@@ -57,7 +58,7 @@ from trainkit.types import (
 )
 from trainkit.weights import checkpoint
 from trainkit.weights.checkpoint.guard import Guard
-from trainkit.weights.checkpoint.manifest import step_of
+from trainkit.weights.checkpoint.manifest import parse_step
 from trainkit.weights.checkpoint.save import Save
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Run:
     phase: Announce
     """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
-    stopping: Asked
+    stopping: StopReason
     """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
@@ -248,7 +249,7 @@ class _RunFunctions:
     ps: ParallelState
     logger: Logger
     phase: Announce
-    stopping: Asked
+    stopping: StopReason
     limits: Timeouts
     software: Mapping[str, str]
     config: Mapping[str, Any] | None
@@ -262,7 +263,7 @@ class _RunFunctions:
 
     def resume(
         self,
-        stages: Iterable[nn.Module],
+        stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         facts: checkpoint.Facts | None = None,
@@ -273,7 +274,7 @@ class _RunFunctions:
             of_run = facts(batches) if callable(facts) else facts or {}
             return {**of_run, _SOFTWARE: self.software}
 
-        stages = list(stages)
+        stages = modules_of(stages)
         self.facts = facts_with_software
         changes = changes or checkpoint.ResumeRules()
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
@@ -298,7 +299,7 @@ class _RunFunctions:
     def loop(
         self,
         state: TrainState,
-        stages: Iterable[nn.Module],
+        stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         steps: int,
@@ -307,7 +308,7 @@ class _RunFunctions:
         logging: LoggingOptions | None = None,
         policy: health.Policy | None = None,
     ) -> Iterator[Loop]:
-        stages = list(stages)
+        stages = modules_of(stages)
         checkpoints = checkpoints or checkpoint.CheckpointOptions()
         logging = logging or LoggingOptions()
         policy = policy or health.Policy()
@@ -344,7 +345,7 @@ class _RunFunctions:
                 grace=self.limits.grace or 25.0,
                 before_commit=partial(fsync_jsonl, self.dir),
                 log=self.log,
-                unsaved=find_unsaved,
+                get_unsaved=find_unsaved,
                 progress=self.progress,
             ) as (save, guard),
             collect_manually() as collect,
@@ -378,10 +379,13 @@ class _RunFunctions:
             self.log(summarize_run(self.dir))
 
     def finish(
-        self, state: TrainState, stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+        self,
+        state: TrainState,
+        stages: Iterable[nn.Module] | nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.phase("the end", allow=self.limits.start_timeout)
-        checkpoint.write_final(self.dir, state, list(stages), optimizer, self.ps)
+        checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
             picture = self.dir / "loss.png"
@@ -475,7 +479,7 @@ class _LoopFunctions:
 
     def _is_saved(self, step: int) -> bool:
         newest = checkpoint.list_checkpoints(self.run.dir / "checkpoints")[:1]
-        was_started = step == self.last_saved and [step_of(path) for path in newest] == [step]
+        was_started = step == self.last_saved and [parse_step(path) for path in newest] == [step]
         return step == self.first_step or was_started
 
     def _check_alone(

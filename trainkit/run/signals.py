@@ -1,6 +1,6 @@
 """Stopping in time: a signal sets a flag, and all ranks agree on the step after which they stop.
 
-A scheduler that wants its machines back signals some of the processes and kills all of them half a
+A scheduler that needs its machines signals some of the processes and kills all of them half a
 minute later. A rank that saved on its own would wait for the others, and they for it (measured:
 a deadlock until the timeout, and no checkpoint). So nothing but a flag is set where the signal
 arrives, every step ends with a vote, and all ranks save the same step.
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from trainkit.collectives import all_gather_objects
 from trainkit.files import redirect_to_devnull
 from trainkit.mesh import open_gloo_axis
-from trainkit.run.errors import get_exit_code, last_words
+from trainkit.run.errors import format_last_words, get_exit_code
 from trainkit.run.peers import status_of
 from trainkit.types import (
     Axis,
@@ -44,133 +44,126 @@ from trainkit.types import (
 )
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals that ask a run to save and to end."""
+"""The signals that make a run save and end."""
 
-_OWN_CODES = {
+_FINAL_CODES = {
     kind.code
     for kind in (ConfigError, DataError, CheckpointError, NumericsError, PeerError, PreemptedError)
 }
-"""What a run ends with whether or not it was asked to stop: to start it again does not help."""
+"""Exit codes that a stop does not change: a run that is started again meets the same error."""
 
-Asked = Callable[[], str | None]
-"""`Asked() -> str | None`: why this process shall stop, "SIGTERM" say, or that it is orphaned and
-whose death made it so; None to go on.
-"""
+StopReason = Callable[[], str | None]
+"""`StopReason() -> str | None`: why this process has to stop, such as "SIGTERM", or None."""
 
 
 # ------------------------------------------------------------------------------------ this process
 
 
 @contextlib.contextmanager
-def trap_signals() -> Iterator[Asked]:
-    """Yield `asked()`, which tells why this process shall stop: a signal, or an orphan's fate.
+def trap_signals() -> Iterator[StopReason]:
+    """Yield `stop_reason()`: the signal, or the death of the launcher, that stops this process.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set a flag and do nothing else. A second SIGINT leaves at
-    once (exit code 76; the last checkpoint stands). Under torchrun a process whose launcher has
-    died is orphaned, and names it: torchrun dies of signals that it was not told to handle, and its
-    workers live on. SIGHUP is survived, but for workers of a torchrun that has lost its terminal,
-    since it kills them half a minute later. Output whose reader has left, or does not read, goes
-    nowhere and holds nothing up.
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set a flag and do nothing else. A second SIGINT ends the
+    process at once (exit code 76; the last checkpoint stands). Under torchrun a process is orphaned
+    when its launcher dies: torchrun dies of signals that it does not handle, and its workers live
+    on. SIGHUP is ignored, except in workers of a torchrun that has lost its terminal, since it
+    kills them half a minute later. Output whose reader has gone, or does not read, is lost and
+    blocks nothing.
 
-    `asked` may be called from any thread, as often as one likes. It knows of a signal as soon as it
-    has arrived, also while the main thread is stuck in a collective and runs no Python: the
-    interpreter's C handler sends the number through a socket to a thread that waits for it. In
-    another thread than the main one no handler can be set; there `asked` only tells of orphans.
+    `stop_reason` may be called from any thread, at any time. It knows of a signal as soon as it has
+    arrived, even while the main thread waits in a collective and runs no Python: the interpreter's
+    C handler sends the number through a socket to a thread that waits for it. Outside the main
+    thread no handler can be set; there `stop_reason` only reports orphans.
 
     Yields:
-        `asked() -> str | None`, "SIGTERM" for example; it keeps to its first answer.
+        `stop_reason() -> str | None`, "SIGTERM" for example; its first answer stays.
 
     Effects:
-        Sets signal handlers, and puts back what was there, faulthandler's among them; starts a
-        thread, and ends it.
+        Sets signal handlers, and restores the old ones, faulthandler's among them; starts a thread
+        and ends it.
 
     Examples:
-        >>> with trap_signals() as asked:
-        ...     before = asked()
+        >>> with trap_signals() as stop_reason:
+        ...     before = stop_reason()
         ...     signal.raise_signal(signal.SIGTERM)
-        ...     before, asked()
+        ...     before, stop_reason()
         (None, 'SIGTERM')
     """
     reasons: list[str] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_readers_may_leave())
+        stack.enter_context(_tolerate_lost_readers())
         in_main = threading.current_thread() is threading.main_thread()
-        heard = stack.enter_context(_heard_signals()) if in_main else lambda: None
-        orphaned_by = _bind_orphaned_by()
+        first_signal = stack.enter_context(_record_signals()) if in_main else lambda: None
+        orphaned_by = _make_orphan_check()
 
-        def asked() -> str | None:
-            reason = heard() or orphaned_by()
+        def stop_reason() -> str | None:
+            reason = first_signal() or orphaned_by()
             if reason and not reasons:
                 reasons.append(reason)
             return reasons[0] if reasons else None
 
-        yield asked
+        yield stop_reason
 
 
-def _bind_orphaned_by() -> Callable[[], str | None]:
-    """Return a function that tells whether torchrun has died since (a shell may come and go)."""
+def _make_orphan_check() -> Callable[[], str | None]:
+    """Return a function that reports whether torchrun has died. Other parents, shells, may end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return lambda: None
     parent = os.getppid()
-    words = f"torchrun (process {parent} on {socket.gethostname()}) has died: orphaned"
-    return lambda: words if os.getppid() != parent else None
+    message = f"torchrun (process {parent} on {socket.gethostname()}) has died: orphaned"
+    return lambda: message if os.getppid() != parent else None
 
 
 @contextlib.contextmanager
-def _heard_signals() -> Iterator[Callable[[], str | None]]:
-    """Yield a function that returns the name of the first signal to stop that has arrived."""
+def _record_signals() -> Iterator[Callable[[], str | None]]:
+    """Yield a function that returns the name of the first stop signal that has arrived."""
     process = os.getpid()
-    words = last_words(
+    # Formatted now: a signal handler should do as little as it can.
+    words = format_last_words(
         PreemptedError.code, "left at once, at a second SIGINT; the last checkpoint stands"
     )
-    has_hung_up = _bind_has_hung_up()
-    # The same signal comes twice, by the handler and through the socket: each counts for itself.
+    has_hung_up = _make_hangup_check()
+    # Each signal arrives twice, in the handler and through the socket; they are counted separately.
     handled: list[str] = []
     received: list[str] = []
     leaving = threading.Lock()
 
-    def note(number: int, seen: list[str]) -> None:
+    def add(number: int, names: list[str]) -> None:
         name = signal.Signals(number).name
-        if name == "SIGINT" and name in seen and leaving.acquire(blocking=False):
-            _leave_at_once(words)  # by one of the two, so that it is said once
-        if name not in seen:
-            seen.append(name)
+        if name == "SIGINT" and name in names and leaving.acquire(blocking=False):
+            _leave_at_once(words)  # the lock lets only one of the two print
+        if name not in names:
+            names.append(name)
 
     def handle(number: int, _: object) -> None:
         if os.getpid() == process:
-            note(number, handled)
-        else:
-            _end_as_a_child(number)
+            add(number, handled)
+        elif number != signal.SIGINT:  # in a forked child, as without a trap; Ctrl-C is for us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     handlers: dict[int, Any] = dict.fromkeys((*STOP_SIGNALS, signal.SIGHUP), handle)
 
     def receive(number: int) -> None:
         if number in handlers:
-            note(number, received)
+            add(number, received)
 
-    def heard() -> str | None:
+    def first_signal() -> str | None:
         names = (*received, *handled)
         return next((name for name in names if name != "SIGHUP" or has_hung_up()), None)
 
-    with _wakeup(receive), _handlers({**handlers, signal.SIGPIPE: signal.SIG_IGN}):
-        yield heard
+    with _wakeup(receive), _set_handlers({**handlers, signal.SIGPIPE: signal.SIG_IGN}):
+        yield first_signal
 
 
-def _end_as_a_child(number: int) -> None:
-    """Do in a forked child what it would do without a trap; what a keyboard sends it lets pass."""
-    if number != signal.SIGINT:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-
-def _bind_has_hung_up() -> Callable[[], bool]:
-    """Return a function that tells whether torchrun, our parent, has lost its terminal since."""
+def _make_hangup_check() -> Callable[[], bool]:
+    """Return a function that reports whether torchrun, our parent, has lost its terminal."""
     parent = os.getppid()
     had_terminal = "TORCHELASTIC_RUN_ID" in os.environ and _has_terminal(parent)
     return lambda: had_terminal and not _has_terminal(parent)
 
 
-_END = b"\0"  # no signal has this number
+_END = b"\0"  # no signal has number 0
 
 
 def _leave_at_once(words: bytes) -> NoReturn:
@@ -187,10 +180,11 @@ def _has_terminal(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _wakeup(receive: Callable[[int], None]) -> Iterator[None]:
-    """Have a thread call `receive(number)` for each signal that reaches this process."""
-    process, credentials = os.getpid(), struct.Struct("3i")
+    """Call `receive(number)` on a thread for each signal that reaches this process."""
+    process = os.getpid()
+    credentials = struct.Struct("3i")  # of the writing process: its id, user and group
     reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    # Forked children share the socket: only the kernel (Linux's) knows which process wrote.
+    # Forked children share the socket; only the kernel (Linux) knows which process wrote.
     if hasattr(socket, "SO_PASSCRED"):
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     writer.setblocking(False)
@@ -217,8 +211,11 @@ def _wakeup(receive: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handlers(table: Mapping[int, Any]) -> Iterator[None]:
-    """Set handlers, and put back the old ones, those of C among them, which Python cannot name."""
+def _set_handlers(table: Mapping[int, Any]) -> Iterator[None]:
+    """Set signal handlers, and restore the old ones at the end.
+
+    `signal.signal` returns None for a handler that was set in C, so sigaction itself keeps those.
+    """
     libc = ctypes.CDLL(None)
     before: list[tuple[int, Any, Any]] = []
     try:
@@ -237,19 +234,20 @@ def _handlers(table: Mapping[int, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readers_may_leave() -> Iterator[None]:
-    """Let nothing that is printed end or hold up the run: its reader or disk may be gone, or slow.
+def _tolerate_lost_readers() -> Iterator[None]:
+    """Let no output end or block the run: its reader or disk may be gone, or slow.
 
-    What a pipe that nobody reads has no room for is lost, after the first seconds at once.
+    Text that does not fit into an unread pipe is lost: the first time after 5 s, later at once.
     """
     streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
     names = ("write", "flush")
     before = [(s, name, vars(s).get(name)) for s in streams for name in names]
     for stream in streams:
-        write = _never_failing(stream.write, stream)
-        flush = _never_failing(stream.flush, stream)
-        patient = _never_waiting(write, flush, stream) if _is_pipe(stream) else write
-        vars(stream).update(write=patient, flush=flush)
+        write = _ignore_errors(stream.write, stream)
+        flush = _ignore_errors(stream.flush, stream)
+        if _is_pipe(stream):
+            write = _limit_waiting(write, flush, stream)
+        vars(stream).update(write=write, flush=flush)
     try:
         yield
     finally:
@@ -260,7 +258,7 @@ def _readers_may_leave() -> Iterator[None]:
                 setattr(stream, name, method)
 
 
-def _never_failing(method: Callable[..., Any], stream: Any) -> Callable[..., Any]:
+def _ignore_errors(method: Callable[..., Any], stream: Any) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         try:
             return method(*args)
@@ -273,30 +271,30 @@ def _never_failing(method: Callable[..., Any], stream: Any) -> Callable[..., Any
 
 
 _PATIENCE = 5.0  # seconds for the reader of a full pipe
-_LETTERS = 1000  # that a pipe with any room takes at once: 4,096 bytes (PIPE_BUF of Linux)
+_CHUNK = 1000  # characters, at most 4,096 bytes: a pipe with any room takes PIPE_BUF at once
 
 
-def _never_waiting(
+def _limit_waiting(
     write: Callable[[str], Any], flush: Callable[[], Any], stream: Any
 ) -> Callable[[str], int]:
-    """Return a `write` to a pipe that gives up what the pipe has no room for."""
+    """Return a `write` to a pipe that drops the text for which the pipe has no room."""
     patience = [_PATIENCE]
-    one_at_a_time = threading.RLock()
+    lock = threading.RLock()
 
     def has_room() -> bool:
         try:
-            found = bool(select.select([], [stream], [], patience[0])[1])
-        except (OSError, ValueError):  # a number too high for select, or a closed file
+            is_ready = bool(select.select([], [stream], [], patience[0])[1])
+        except (OSError, ValueError):  # a descriptor too high for select, or a closed file
             return True
-        patience[0] = _PATIENCE if found else 0.0
-        return found
+        patience[0] = _PATIENCE if is_ready else 0.0
+        return is_ready
 
     def call(text: str) -> int:
-        with one_at_a_time:
-            for begin in range(0, len(text), _LETTERS):
+        with lock:
+            for start in range(0, len(text), _CHUNK):
                 if not has_room():
                     break
-                write(text[begin : begin + _LETTERS])
+                write(text[start : start + _CHUNK])
                 flush()
         return len(text)
 
@@ -313,30 +311,26 @@ def _is_pipe(stream: Any) -> bool:
 
 
 @contextlib.contextmanager
-def open_stop_vote(
-    asked: Asked, axis: Axis, *, timeout: timedelta = timedelta(hours=1)
-) -> Iterator[Asked]:
-    """Yield `stopping()`, which tells all ranks alike whether any of them was asked to stop.
+def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
+    """Yield `stopping()`: why the run has to stop, equal on all ranks, if any rank has a reason.
 
-    A vote of one byte is posted at the end of a step and read at the end of the next one, when it
-    has long arrived: what a step pays is the posting. So a run ends at most two steps after the
-    signal. Who asked is exchanged once, when somebody has.
+    A vote of one byte is posted at the end of a step and read at the end of the next, long after it
+    has arrived, so a step pays only for the posting. A run thus ends at most two steps after the
+    signal. The reasons are exchanged once, after a vote for stopping.
 
     Args:
-        asked: Why this process shall stop, or None: that of `trap_signals`, or one that also knows
-            of a time limit.
+        stop_reason: Why this process has to stop, or None: that of `trap_signals`, or one that also
+            knows of a time limit.
         axis: The ranks that stop together, `ps.world`.
-        timeout: How long a vote may wait for a rank that is late. It is no watchdog: rank 0 may
-            have an hour's work of its own.
 
     Yields:
         `stopping() -> str | None`, "SIGTERM on rank 3" for example; every rank must call it once
-        per step. Once it has told, it tells the same again without communicating.
+        per step. Once it has returned a reason, it returns the same without communication.
 
     Raises:
-        PreemptedError: In place of a disk's error or a bug's after ranks have agreed to stop: the
-            run could not be saved. Errors that a new start would meet again (of the configuration,
-            the data, a checkpoint or the numbers) and those of peers stay what they are.
+        PreemptedError: In place of an error of the disk or a bug, after ranks have agreed to stop:
+            the run could not be saved. Errors that a new start would meet again (of the
+            configuration, the data, a checkpoint or the numbers) and those of peers stay.
 
     Effects:
         Communicates on a group of its own: one all-reduce of one byte per call.
@@ -347,65 +341,71 @@ def open_stop_vote(
         ...     stopping()
         'SIGTERM on rank 0'
     """
-    told: list[str] = []
-    with _unsaved_is_told(told), open_gloo_axis(axis, name="stop", timeout=timeout) as votes:
+    agreed: list[str] = []  # the reason, once there is one
+    # A vote is no watchdog: rank 0 may have an hour's work of its own.
+    timeout = timedelta(hours=1)
+    with _report_lost_save(agreed), open_gloo_axis(axis, name="stop", timeout=timeout) as votes:
         if votes.count == 1:
-            yield lambda: _told_once(told, _who([asked()]))
+
+            def stopping_alone() -> str | None:
+                reason = _format_reasons([stop_reason()])
+                if reason and not agreed:
+                    agreed.append(reason)
+                return agreed[0] if agreed else None
+
+            yield stopping_alone
             return
-        post = _bind_vote(votes)
-        counts = [post(asked() is not None)]
+        post = _make_vote(votes)
+        pending = [post(stop_reason() is not None)]
 
         def stopping() -> str | None:
-            if not told:
-                if counts.pop()():
-                    who = _who(all_gather_objects(asked(), votes))
-                    return _told_once(told, who or "one of the ranks")
-                counts.append(post(asked() is not None))
-            return _told_once(told, None)
+            if not agreed:
+                wait_for_result = pending.pop()
+                if wait_for_result():
+                    reason = _format_reasons(all_gather_objects(stop_reason(), votes))
+                    agreed.append(reason or "one of the ranks")
+                else:
+                    pending.append(post(stop_reason() is not None))
+            return agreed[0] if agreed else None
 
         yield stopping
-        for wait in counts:
-            wait()
-
-
-def _told_once(told: list[str], who: str | None) -> str | None:
-    """Return what has been told first, or keep and return what is told now."""
-    if who and not told:
-        told.append(who)
-    return told[0] if told else None
+        for wait_for_result in pending:
+            wait_for_result()
 
 
 @contextlib.contextmanager
-def _unsaved_is_told(told: Sequence[str]) -> Iterator[None]:
-    """Once ranks have agreed to stop, let all of them say that what was to be saved was not."""
+def _report_lost_save(agreed: Sequence[str]) -> Iterator[None]:
+    """Raise PreemptedError for an error that follows the agreement to stop: the save is lost."""
     try:
         yield
     except Exception as error:
-        if not told or get_exit_code(error) in _OWN_CODES:
+        if not agreed or get_exit_code(error) in _FINAL_CODES:
             raise
-        facts = {name: getattr(error, name, None) for name in ("where", "got", "want", "hint")}
         raise PreemptedError(
-            f"open_stop_vote: asked to stop ({told[0]}), but could not save: "
+            f"open_stop_vote: a stop was requested ({agreed[0]}), but the run could not save: "
             f"{type(error).__name__}: {format_error(error, hint=False)}",
-            **facts,
+            where=getattr(error, "where", None),
+            got=getattr(error, "got", None),
+            want=getattr(error, "want", None),
+            hint=getattr(error, "hint", None),
         ) from error
 
 
-def _who(flags: Sequence[str | None]) -> str | None:
-    """Return who asks all to stop, from what each rank was asked by, in rank order."""
+def _format_reasons(reasons: Sequence[str | None]) -> str | None:
+    """Return the reasons to stop, with their ranks, from those of each rank in rank order."""
     ranks: dict[str, list[str]] = {}
-    for rank, flag in enumerate(flags):
-        if flag is not None:
-            ranks.setdefault(flag, []).append(str(rank))
-    told = [f"{flag} on rank{'s' * (len(x) > 1)} {', '.join(x)}" for flag, x in ranks.items()]
-    return "; ".join(told) or None
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            ranks.setdefault(reason, []).append(str(rank))
+    texts = [f"{reason} on rank{'s' * (len(x) > 1)} {', '.join(x)}" for reason, x in ranks.items()]
+    return "; ".join(texts) or None
 
 
-def _bind_vote(axis: Axis) -> Callable[[bool], Callable[[], bool]]:
-    """Return a function that posts a vote, and returns what waits for whether anybody said yes.
+def _make_vote(axis: Axis) -> Callable[[bool], Callable[[], bool]]:
+    """Return a function that posts a vote and returns a function that waits for the result.
 
-    One vote is under way at a time, in one buffer for all: this costs half of what `all_reduce` of
-    a new tensor does.
+    One vote is pending at a time, in one buffer for all: half the cost of an `all_reduce` of a new
+    tensor.
     """
     flags = np.zeros(1, np.uint8)
     buffer = [torch.from_numpy(flags)]
@@ -418,10 +418,10 @@ def _bind_vote(axis: Axis) -> Callable[[bool], Callable[[], bool]]:
         flags[0] = vote
         work = allreduce(buffer, options)
 
-        def wait() -> bool:
+        def wait_for_result() -> bool:
             work.wait()
             return bool(flags[0])
 
-        return wait
+        return wait_for_result
 
     return post

@@ -1,8 +1,13 @@
-"""A watch over the ranks of a run: whoever dies or hangs is named, and all end.
+"""The watchdog of a run: it finds ranks that died or hang, names them, and ends all processes.
 
-A process group knows that a connection broke or that time is up, never who is to blame. Here a
-thread per rank writes down what its rank is at, and looks at the others when it has reason to. It
-ends a process whose main thread cannot: one that waits in a collective for a rank that is dead.
+A process group reports that a connection broke or that time is up, never which rank caused it. So
+each rank has a second thread. About once a second it writes down what the main thread is doing, and
+it reads what other ranks wrote when there is reason to. It can end a process whose main thread
+cannot end itself, because it waits in a collective for a rank that is dead.
+
+The state is in small records, and each has one owner, the thread that writes it: the main thread
+(`_MainThread`), the watching thread (the clocks, `_Alarms`, `_Others`, `_Pulse`), or nobody after
+the start (`_Team`, `_Options`). Other threads only read it.
 """
 
 from __future__ import annotations
@@ -14,30 +19,29 @@ import io
 import os
 import secrets
 import sys
-import sysconfig
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import attrs
 
 from trainkit.collectives import all_gather_objects
 from trainkit.files import say_on_stderr
 from trainkit.run import peers
+from trainkit.run.clocks import START, Phase, PhaseClock, SaveClock
 from trainkit.run.errors import (
     EXIT_SAVED,
-    bytes_asked,
+    end_process,
+    end_without_disk,
     get_exit_code,
     is_out_of_memory,
-    last_step,
-    last_words,
-    report_errors,
+    parse_requested_memory,
+    read_last_step,
 )
+from trainkit.run.stacks import describe_stack, is_in_collective, read_stack
 from trainkit.types import (
     Axis,
     ConfigError,
@@ -48,27 +52,24 @@ from trainkit.types import (
     TrainkitError,
     format_error,
 )
-from trainkit.weights.checkpoint.background_save import save_threads
-from trainkit.weights.checkpoint.manifest import list_checkpoints, step_of
+from trainkit.weights.checkpoint.background_save import list_save_threads
+from trainkit.weights.checkpoint.manifest import list_checkpoints, parse_step
 
 Announce = Callable[..., None]
-"""`Announce(name, allow=seconds)`: says what comes now, and how long it may take."""
+"""`Announce(name, allow=seconds)`: names the next phase, and how long it may take."""
 
-_START = "start"  # the phase before the first that is announced
-_TICK = 0.2  # seconds between two samples of what the main thread is at
+_TICK = 0.2  # seconds between two samples of the main thread
 _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
-_ECHO_GRACE = 5.0  # seconds in which the cause behind a broken connection may still be told
-_SAVE_AFTER_ERROR = (
-    "/trainkit/weights/checkpoint/interrupted.py"  # the main thread has noticed, and saves
-)
-_AHEAD = 75.0  # seconds before a phase is overdue from which on the others are looked at
-_SAMPLES = 150  # what the busy share is a mean of: half a minute
-_FEWEST = 25  # samples from which on it is told
-_GONE = (
-    "warning: watch: the run directory {} was removed or moved while the run goes on: there is no "
-    "checkpoint there any more to go back to; the next save begins a new one in its place"
-)
+_ECHO_GRACE = 5.0  # seconds in which the cause of a broken connection may still become known
+# In a stack: the main thread has noticed that a peer failed, and saves.
+_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/interrupted.py"
+_AHEAD = 75.0  # seconds before a phase is overdue from which on the others are read
+_LOOKS = 5  # looks in a row at which a rank must be slow
+_GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
+_SECOND = 1.0  # between two looks at the watching thread
+_STUCK = 8  # such looks after which it hangs: its own last words take up to 6 s
+_STILL = 10.0  # seconds without progress of a save after which the disk is taken to hang
 _APART = (
     "ranks that wait for each other at different places are most often a fault of the recipe, "
     "which the same command meets again: every rank must call the same collectives in the same "
@@ -79,58 +80,107 @@ _UNITS = (
     "only some rows need (experts, the tower of a further modality) out of its `blocks`, so that "
     "they are gathered with the unit around them, or call them on every rank"
 )
-_LOOKS = 5  # looks at which a rank must be slow in a row
-_GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
-_SECOND = 1.0  # between two looks at the watch itself
-_STUCK = 8  # such looks after which it hangs: it needs 6 s for its own last words
-_WORDS = 5.0  # seconds for last words and the traceback
-_STILL = 10.0  # seconds without a part of a save written after which the disk is taken to hang
-_STEPS = 8  # steps of which the longest counts
 
 
-@attrs.define(eq=False)
-class _Self:
-    """What the main thread and the watching thread of a rank share; each field has one writer."""
+# ----------------------------------------------------------------------------------------- records
 
-    member: peers.Member
+
+@attrs.frozen(eq=False)
+class _Team:
+    """The processes of this session. Nobody writes it after the start."""
+
+    own: peers.Member
     members: Sequence[peers.Member]
-    folder: Path
+    run_dir: Path
     session: str
-    thread: int
-    phase: tuple[str, float]
-    beat: peers.Beat
-    busy: deque[bool]
-    others: dict[int, peers.Sighting]
-    elapsed: float = 0.0  # seconds in this phase in which the process could run
-    unseen: float = 0.0  # seconds since the others were last looked at
-    doomed: float = 0.0  # seconds since a failure has been known
-    stopping: float = 0.0  # seconds since a stop was asked for
-    steps: deque[float] = attrs.field(factory=lambda: deque(maxlen=_STEPS))  # how long they took
-    save: float = 0.0  # how long the longest save has taken in its thread
-    saving: float = 0.0  # for how long a save has been under way there
-    still: float = 0.0  # seconds since a save has last written something
-    parts: int | None = None  # that saves had written then
-    pause: float = 0.0  # the longest such time within a save that then went on
-    looked: float = attrs.field(factory=time.monotonic)  # when the thread last went round
-    state: str = "running"
-    unwinding: bool = False
-    is_there: Callable[[], bool] = lambda: True  # the run directory
-    hold: Callable[[], None] = lambda: None  # keep it this run's
-    asked: Callable[[], str | None] = lambda: None  # why the run shall stop
-    written: Callable[[], int] | None = None  # parts that saves have written
-    grace: float | None = None  # seconds that a stop may take
-    warn: Log = say_on_stderr
-    told: set[str] = attrs.field(factory=set)  # what is warned of once
-    late: dict[int, int] = attrs.field(factory=dict)  # looks at which a rank was slow, in a row
-    timed: tuple[str, float] | None = None  # the phase that `elapsed` is of
 
     @property
-    def number(self) -> int:
-        return self.member.rank
+    def folder(self) -> Path:
+        """Where every rank writes its beats."""
+        return self.run_dir / "ranks"
 
     @property
     def near(self) -> dict[int, bool]:
-        return {x.rank: x.place == self.member.place for x in self.members}
+        """Which ranks are on this host."""
+        return {x.rank: x.place == self.own.place for x in self.members}
+
+
+@attrs.frozen(eq=False)
+class _Options:
+    """The arguments of `watch_ranks`, and whether its directory exists. Nobody writes it."""
+
+    asked: Callable[[], str | None]
+    grace: float | None
+    hold: Callable[[], None]
+    written: Callable[[], int] | None
+    log: Log
+    is_there: Callable[[], bool]
+
+
+@attrs.define(eq=False)
+class _MainThread:
+    """What the main thread is doing. The main thread writes it."""
+
+    ident: int
+    phase: Phase
+    state: str = "running"
+    is_unwinding: bool = False
+
+
+@attrs.define(eq=False)
+class _Alarms:
+    """Seconds since a stop was requested, and since a failure is known; of the watching thread."""
+
+    stopping: float = 0.0
+    failing: float = 0.0
+
+
+@attrs.define(eq=False)
+class _Others:
+    """What this rank knows of the other ranks. The watching thread writes it."""
+
+    sightings: dict[int, peers.Sighting]
+    unseen: float = 0.0  # seconds since the last look
+    slow: dict[int, int] = attrs.field(factory=dict)  # looks in a row at which a rank was slow
+
+
+@attrs.define(eq=False)
+class _Pulse:
+    """The signs of life of the watching thread, which writes it."""
+
+    beat: peers.Beat  # the last one that was written
+    looked: float  # when the thread last went round
+
+
+@attrs.define(eq=False)
+class _Warnings:
+    """Which warnings were given already. The watching thread writes it."""
+
+    given: set[str] = attrs.field(factory=set)
+
+    def is_first(self, kind: str) -> bool:
+        """Return whether a kind of warning has not been given yet, and record it."""
+        is_first = kind not in self.given
+        self.given.add(kind)
+        return is_first
+
+
+@attrs.frozen(eq=False)
+class _Watch:
+    """The records of one rank."""
+
+    team: _Team
+    options: _Options
+    main: _MainThread
+    clock: PhaseClock
+    saves: SaveClock
+    alarms: _Alarms
+    others: _Others
+    pulse: _Pulse
+    warnings: _Warnings
+
+
+# ------------------------------------------------------------------------------------------- watch
 
 
 @contextlib.contextmanager
@@ -145,45 +195,44 @@ def watch_ranks(
     written: Callable[[], int] | None = None,
     log: Log = say_on_stderr,
 ) -> Iterator[Announce]:
-    """Watch over the ranks of a run: end all when one dies or hangs, and say which and where.
+    """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
 
-    Every rank beats: about once a second it writes what it is at to `run_dir/ranks`. The main
-    thread says by `phase` what comes, and how long that may take. Then
+    About once a second every rank writes a beat, what it is doing, to `run_dir/ranks`. The main
+    thread announces each `phase`, and how long it may take. Then
 
     - a rank whose process is gone, or that has failed, ends all others within some seconds;
     - a phase that takes longer than it may ends its rank if another one is gone, silent or at its
-      end, or if all are late. A rank that waits for one that has time (rank 0 prunes with
-      `allow=3600`) waits on;
-    - an error that only says that a connection broke becomes a `PeerError` with the cause;
-    - a stop that was asked for and is not done within `grace` ends the process (76, not saved),
-      also where the disk does not answer any more;
-    - a rank that others always wait for is named in a warning, and so is a run directory that
-      somebody has removed.
+      end, or if all are late. A rank goes on waiting for one that has time (rank 0 prunes with
+      `allow=3600`);
+    - an error that only reports a broken connection becomes a `PeerError` with the cause;
+    - a requested stop that is not done within `grace` ends the process (76, not saved), also where
+      the disk does not answer any more;
+    - a warning names a rank that others always wait for, and a run directory that was removed.
 
-    A process whose main thread is stuck is ended where it stands, after its last words.
+    A process whose main thread is stuck ends where it stands, after its last words.
 
     Args:
         run_dir: The run directory, which all ranks see.
         axis: All ranks of the run.
-        asked: Tells why the run shall stop, or None, as `trap_signals` yields it.
+        asked: Returns why the run should stop, or None; `trap_signals` yields such a function.
         allow: Seconds for what comes before the first `phase`.
-        grace: Seconds between being asked to stop and the end. None: 25, as torchrun kills after
-            30, or as many as two steps and a save have taken, with 5 to spare; a save that is under
-            way by then has as long again, or what its phase allows if it is the first, unless the
-            disk hangs.
-        hold: Called on rank 0 once a second, in the watching thread: keeps the directory this
-            run's, as `lock_run` yields it. A ConfigError of it ends the process (74).
+        grace: Seconds that a stop may take. None: 25, as torchrun kills after 30, or the time of
+            two steps and a save with 5 seconds to spare, if that is more. A save that is under way
+            by then has as long again, or what its phase allows if it is the first, unless the disk
+            hangs.
+        hold: Called on rank 0 once a second, in the watching thread, to keep the lock on the
+            directory; `lock_run` yields it. A ConfigError of it ends the process (74).
         written: Returns how many parts of checkpoints this rank has written. A save hangs if no
-            rank has written one for 10 s, or twice as long as a pause has been in a save that went
-            on. None: no save is taken to hang.
-        log: Takes warnings, in the watching thread; by default they go to stderr.
+            rank has written one for 10 s, and for twice the longest pause of a save that went on.
+            None: no save is taken to hang.
+        log: Receives warnings, in the watching thread; by default they go to stderr.
 
     Yields:
-        `phase(name, allow=seconds)`: what this rank does from now on, and how long it may take; the
-        last `allow` holds where none is given. It costs a microsecond.
+        `phase(name, allow=seconds)`: announces what this rank does next, and how long it may take,
+        by default as long as the phase before. It costs a microsecond.
 
     Raises:
-        PeerError: Another rank failed, has gone or is stuck: in place of the echo that came here.
+        PeerError: Another rank failed, is gone or is stuck; it replaces the broken connection.
 
     Effects:
         Communicates once on `axis`. Starts a thread; it has ended when the block is left. Writes
@@ -200,26 +249,30 @@ def watch_ranks(
         ...         print(*(path.name for path in Path(folder, "ranks").iterdir()))
         rank_00000.json
     """
-    rank, stop = _join(Path(run_dir), axis, allow), threading.Event()
-    rank.hold, rank.asked, rank.grace, rank.warn = hold, asked, grace, log
-    rank.written = written
-    work = (rank, stop)
-    thread = threading.Thread(target=_keep_watch, args=work, name="trainkit watch", daemon=True)
-    guard = threading.Thread(target=_guard_the_watch, args=work, daemon=True)
+    team = _join(Path(run_dir), axis)
+    stop = threading.Event()
+    with _show_crashes(), _open_directory(team.run_dir) as is_there:
+        options = _Options(
+            asked=asked, grace=grace, hold=hold, written=written, log=log, is_there=is_there
+        )
+        rank = _make_watch(team, options, allow=allow)
+        thread = threading.Thread(
+            target=_keep_watch, args=(rank, stop), name="trainkit watch", daemon=True
+        )
+        guard = threading.Thread(target=_guard_the_watch, args=(rank, stop), daemon=True)
 
-    def phase(name: str, allow: float | None = None) -> None:
-        rank.phase = name, rank.phase[1] if allow is None else allow
+        def phase(name: str, allow: float | None = None) -> None:
+            rank.main.phase = Phase(name, rank.main.phase.allow if allow is None else allow)
 
-    with _crashes_shown(), _held_directory(Path(run_dir)) as rank.is_there:
         thread.start()
         guard.start()
         try:
             yield phase
-            rank.state = "ended"
+            rank.main.state = "ended"
         except BaseException as error:
-            rank.unwinding = True
-            raised = _resolve_echo(rank, error) if is_echo(error) else _own_failure(rank, error)
-            rank.state = "failed"
+            rank.main.is_unwinding = True
+            raised = _find_cause(rank, error) if is_echo(error) else _report_own(rank, error)
+            rank.main.state = "failed"
             if raised is error:
                 raise
             raise raised from error
@@ -227,40 +280,45 @@ def watch_ranks(
             stop.set()
             thread.join(10.0)
             guard.join(1.0)
-            with _going_on(rank):
+            with _warn_of_errors(rank):
                 _beat(rank)
 
 
-def _join(run_dir: Path, axis: Axis, allow: float) -> _Self:
-    """Agree with the others on a name for this session, so that no older file is believed."""
-    folder = run_dir / "ranks"
+def _join(run_dir: Path, axis: Axis) -> _Team:
+    """Agree with the other ranks on a name for this session, so that older files are ignored."""
     if axis.index == 0:
         with contextlib.suppress(OSError):
-            peers.clear_folder(folder)
-    member = peers.this_member(axis.index)
-    told = all_gather_objects([secrets.token_hex(8), attrs.asdict(member)], axis)
-    members = [peers.Member(**fields) for _, fields in told]
-    session, phase = told[0][0], (_START, allow)
-    rank = _Self(
-        member=member,
-        members=members,
-        folder=folder,
-        session=session,
-        thread=threading.get_ident(),
-        phase=phase,
-        beat=peers.Beat(session, 0, *phase[:1], 0.0, allow, ""),
-        busy=deque(maxlen=_SAMPLES),
-        others={x.rank: peers.Sighting() for x in members if x.rank != axis.index},
-    )
+            peers.clear_folder(run_dir / "ranks")
+    own = peers.this_member(axis.index)
+    received = all_gather_objects([secrets.token_hex(8), attrs.asdict(own)], axis)
+    members = [peers.Member(**fields) for _, fields in received]
+    team = _Team(own, members, run_dir, session=received[0][0])
     with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-    peers.write_beat(folder, member, rank.beat)
-    return rank
+        team.folder.mkdir(exist_ok=True)
+    return team
+
+
+def _make_watch(team: _Team, options: _Options, *, allow: float) -> _Watch:
+    """Return the records of a rank whose main thread is this one, and write its first beat."""
+    first = peers.Beat(team.session, 0, START, elapsed=0.0, allow=allow, doing="")
+    peers.write_beat(team.folder, team.own, first)
+    others = {x.rank: peers.Sighting() for x in team.members if x.rank != team.own.rank}
+    return _Watch(
+        team=team,
+        options=options,
+        main=_MainThread(threading.get_ident(), Phase(START, allow)),
+        clock=PhaseClock(),
+        saves=SaveClock(),
+        alarms=_Alarms(),
+        others=_Others(others),
+        pulse=_Pulse(first, looked=time.monotonic()),
+        warnings=_Warnings(),
+    )
 
 
 @contextlib.contextmanager
-def _crashes_shown() -> Iterator[None]:
-    """Let a crash (a bus error: a mapped file was cut off) show where it was."""
+def _show_crashes() -> Iterator[None]:
+    """Let Python print its stack if the process crashes (a bus error: a mapped file was cut)."""
     if faulthandler.is_enabled():
         yield
         return
@@ -272,337 +330,344 @@ def _crashes_shown() -> Iterator[None]:
         faulthandler.disable()
 
 
-# ------------------------------------------------------------------------------------ the thread
-
-
-def _keep_watch(rank: _Self, stop: threading.Event) -> None:
-    before, ticks, on_one_host = time.monotonic(), 0, all(rank.near.values())
-    while not stop.wait(_TICK):
-        # Of a pause in which this process itself was stopped, nobody is at fault.
-        now = time.monotonic()
-        passed, before, ticks = min(now - before, 5 * _TICK), now, ticks + 1
-        rank.looked = now
-        is_turn = ticks % _PER_BEAT == 0
-        jobs: list[Callable[[_Self], None]] = [partial(_measure, passed=passed)]
-        if is_turn or (on_one_host and rank.phase[0] != rank.beat.phase):
-            jobs.append(_beat)
-        if is_turn:
-            jobs += [_look_around, partial(_act, passed=passed * _PER_BEAT)]
-            jobs += [_warn_of_stragglers, _keep_directory]
-        for job in jobs:
-            with _going_on(rank):
-                job(rank)
-
-
-def _keep_directory(rank: _Self) -> None:
-    """Warn once if the directory is gone; end this process if another run is in its place."""
-    if rank.number != 0:
-        return
-    if "gone" not in rank.told and not rank.is_there():
-        rank.told.add("gone")
-        rank.warn(_GONE.format(rank.folder.parent))
-    try:
-        rank.hold()
-    except ConfigError as error:
-        _end(
-            rank,
-            DiskError(
-                f"watch: the run directory {rank.folder.parent} was moved away, and another run "
-                f"has begun in its place: {error}",
-                where=rank.folder.parent,
-                hint="look for the checkpoints of this run where its directory was moved to, and "
-                "go on with another --out",
-            ),
-        )
-
-
 @contextlib.contextmanager
-def _going_on(rank: _Self) -> Iterator[None]:
-    """Warn of what goes wrong in the watch itself, once of each kind: a run does not end of it."""
+def _open_directory(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a directory is still there: the same one, no other."""
+    # An open directory keeps its inode: a new one could get the number of one that is gone.
     try:
-        yield
-    except Exception as error:  # noqa: BLE001 (a thread that ended would look like a dead rank)
-        if type(error).__name__ not in rank.told:
-            rank.told.add(type(error).__name__)
-            with contextlib.suppress(Exception):
-                rank.warn(f"watch: this went wrong in the watch itself, which goes on: {error!r}")
-
-
-@contextlib.contextmanager
-def _held_directory(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether a directory is still there: the same one, and no other.
-
-    It is held open, for a new directory may get the number of one that is gone.
-    """
-    try:
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         yield lambda: True
         return
 
     def is_there() -> bool:
         try:
-            return os.path.samestat(os.fstat(held), folder.stat())
+            return os.path.samestat(os.fstat(opened), folder.stat())
         except OSError as error:  # a server that does not answer has removed nothing
             return error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
     try:
         yield is_there
     finally:
-        os.close(held)
+        os.close(opened)
 
 
-def _beat(rank: _Self) -> None:
-    """Write what this rank is at, or that it is there at all: who is silent looks like the dead."""
-    rank.beat = attrs.evolve(rank.beat, count=rank.beat.count + 1, state=rank.state)
+# ----------------------------------------------------------------------------- the watching thread
+
+
+def _keep_watch(rank: _Watch, stop: threading.Event) -> None:
+    before = time.monotonic()
+    on_one_host = all(rank.team.near.values())
+    ticks = 0
+    while not stop.wait(_TICK):
+        now = time.monotonic()
+        # A pause in which this whole process was stopped is nobody's fault: it counts as 5 ticks.
+        passed = min(now - before, 5 * _TICK)
+        before = now
+        ticks += 1
+        rank.pulse.looked = now
+        is_turn = ticks % _PER_BEAT == 0
+        jobs: list[Callable[[_Watch], None]] = [partial(_measure, passed=passed)]
+        if is_turn or (on_one_host and rank.main.phase.name != rank.pulse.beat.phase):
+            jobs.append(_beat)
+        if is_turn:
+            jobs += [_look_around, partial(_act, passed=passed * _PER_BEAT)]
+            jobs += [_warn_of_stragglers, _check_directory]
+        for job in jobs:
+            with _warn_of_errors(rank):
+                job(rank)
+
+
+@contextlib.contextmanager
+def _warn_of_errors(rank: _Watch) -> Iterator[None]:
+    """Warn of an error of the watch itself, once of each kind: it must not end the run."""
     try:
-        rank.beat = _fresh_beat(rank)
+        yield
+    except Exception as error:  # noqa: BLE001 (a thread that ended would look like a dead rank)
+        if rank.warnings.is_first(type(error).__name__):
+            with contextlib.suppress(Exception):
+                rank.options.log(
+                    f"watch: this went wrong in the watch itself, which goes on: {error!r}"
+                )
+
+
+def _measure(rank: _Watch, *, passed: float) -> None:
+    """Advance the clocks."""
+    rank.clock.advance(rank.main.phase, passed)
+    rank.others.unseen += passed
+    written = rank.options.written
+    rank.saves.advance(
+        passed,
+        is_saving=bool(list_save_threads()),
+        parts=None if written is None else written(),
+        is_stopping=rank.alarms.stopping > 0,
+    )
+    rank.clock.sample(waits=is_in_collective(rank.main.ident))
+    if rank.alarms.stopping or rank.options.asked() is not None:
+        rank.alarms.stopping += passed
+
+
+def _beat(rank: _Watch) -> None:
+    """Write what this rank is doing."""
+    # If that cannot be found out, the beat goes out all the same: a silent rank looks dead.
+    pulse = rank.pulse
+    pulse.beat = attrs.evolve(pulse.beat, count=pulse.beat.count + 1, state=rank.main.state)
+    try:
+        pulse.beat = _measure_beat(rank)
     finally:
-        peers.write_beat(rank.folder, rank.member, rank.beat)
+        peers.write_beat(rank.team.folder, rank.team.own, pulse.beat)
 
 
-def _fresh_beat(rank: _Self) -> peers.Beat:
-    name, allow = rank.phase
+def _measure_beat(rank: _Watch) -> peers.Beat:
     return peers.Beat(
-        session=rank.session,
-        count=rank.beat.count + 1,
-        phase=name,
-        elapsed=rank.elapsed,
-        allow=allow,
-        doing="" if rank.unwinding else _doing(rank.thread),
-        busy=sum(rank.busy) / len(rank.busy) if len(rank.busy) >= _FEWEST else -1.0,
-        waits=_waits(rank.thread),
-        still=rank.still,
-        state=rank.state,
+        session=rank.team.session,
+        count=rank.pulse.beat.count + 1,
+        phase=rank.main.phase.name,
+        elapsed=rank.clock.elapsed,
+        allow=rank.main.phase.allow,
+        doing="" if rank.main.is_unwinding else describe_stack(rank.main.ident),
+        busy=rank.clock.busy_share,
+        waits=is_in_collective(rank.main.ident),
+        still=rank.saves.still,
+        state=rank.main.state,
     )
 
 
-def _look_around(rank: _Self) -> None:
-    """Look at the others: rank 0 always, as it warns; the rest when there may be reason to act."""
-    near_end = rank.elapsed > rank.beat.allow - _AHEAD or rank.stopping
-    is_turn = rank.number == 0 and rank.beat.count % (1 + len(rank.members) // 64) == 0
+def _look_around(rank: _Watch) -> None:
+    """Read the others' beats: rank 0 always, as it warns; the rest when they may have to act."""
+    beat = rank.pulse.beat
+    near_end = rank.clock.elapsed > beat.allow - _AHEAD or rank.alarms.stopping
+    is_turn = rank.team.own.rank == 0 and beat.count % (1 + len(rank.team.members) // 64) == 0
     if not (near_end or is_turn):
         return
-    passed, rank.unseen = rank.unseen, 0.0
-    for number, before in rank.others.items():
-        beat = peers.read_beat(rank.folder, number, rank.session)
-        rank.others[number] = peers.look(before, beat, passed)
+    passed = rank.others.unseen
+    rank.others.unseen = 0.0
+    for number, before in rank.others.sightings.items():
+        beat = peers.read_beat(rank.team.folder, number, rank.team.session)
+        rank.others.sightings[number] = peers.update_sighting(before, beat, passed)
 
 
-def _warn_of_stragglers(rank: _Self) -> None:
+def _warn_of_stragglers(rank: _Watch) -> None:
     """Warn once of each rank that the others have been waiting for, five looks in a row."""
-    if rank.number != 0 or not rank.others:
+    sightings = rank.others.sightings
+    if rank.team.own.rank != 0 or not sightings:
         return
-    beats = {0: rank.beat} | {number: x.beat for number, x in rank.others.items()}
+    beats = {0: rank.pulse.beat} | {number: x.beat for number, x in sightings.items()}
     busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
-    kinds = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
-    # Who prunes while others step is no laggard.
-    found = peers.stragglers(busy) if len(kinds) == 1 else []
+    phases = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
+    # A rank that prunes checkpoints while the others step is no straggler.
+    found = peers.find_stragglers(busy) if len(phases) == 1 else []
     for number in beats:
-        looks = rank.late.get(number, 0)
-        rank.late[number] = looks + 1 if number in found else min(looks, 0)
-        if rank.late[number] == _LOOKS:
-            rank.late[number] = -sys.maxsize
-            waiting = 1 - min(busy.values())
-            rank.warn(
-                f"watch: {peers.name_of(rank.members[number])} is slower than the others, who "
-                f"spend up to {waiting:.0%} of their time waiting; it is "
-                f"{peers.describe(beats[number])}"
+        looks = rank.others.slow.get(number, 0) + 1 if number in found else 0
+        rank.others.slow[number] = looks
+        if looks == _LOOKS and rank.warnings.is_first(f"rank {number} is slow"):
+            rank.options.log(
+                f"watch: {peers.format_member(rank.team.members[number])} is slower than the "
+                f"others, which spend up to {1 - min(busy.values()):.0%} of their time waiting; "
+                f"it is {peers.describe_beat(beats[number])}"
             )
 
 
-def _measure(rank: _Self, passed: float) -> None:
-    """Count the time of this phase and of a stop, and how long steps and saves have taken."""
-    if rank.timed is not rank.phase:
-        if rank.timed is not None and rank.timed[0].startswith("step "):
-            rank.steps.append(rank.elapsed)
-        rank.timed, rank.elapsed = rank.phase, 0.0
-    rank.elapsed += passed
-    rank.unseen += passed
-    _measure_saves(rank, passed)
-    if rank.phase[0] != _START:
-        rank.busy.append(not _waits(rank.thread))
-    if rank.stopping or rank.asked() is not None:
-        rank.stopping += passed
-
-
-def _measure_saves(rank: _Self, passed: float) -> None:
-    """Note how long a save has taken, and what pauses it has made, once it has gone on."""
-    is_saving, parts = bool(save_threads()), None if rank.written is None else rank.written()
-    if not is_saving and not rank.stopping:
-        rank.save = max(rank.save, rank.saving)
-    if parts != rank.parts and not rank.stopping:
-        rank.pause = max(rank.pause, min(rank.still, rank.saving))
-    rank.saving = rank.saving + passed if is_saving else 0.0
-    rank.still = 0.0 if parts is None or parts != rank.parts else rank.still + passed
-    rank.parts = parts
-
-
-def _time_to_stop(rank: _Self) -> float:
-    """Return how many seconds a stop may take: what is asked for, or what was measured."""
-    measured = 2 * max(rank.steps, default=0.0) + rank.save + 5.0
-    return max(_GRACE, measured) if rank.grace is None else rank.grace
-
-
-def _guard_the_watch(rank: _Self, stop: threading.Event) -> None:
-    """End a process that shall stop when the watch itself hangs, as a disk can make it."""
-    since, seen, stuck = 0.0, rank.looked, 0
-    while not stop.wait(_SECOND):
-        since += 1.0 if since or rank.asked() is not None else 0.0
-        stuck, seen = stuck + 1 if rank.looked == seen else 0, rank.looked
-        if since > _time_to_stop(rank) and stuck > _STUCK:
-            what = f"was asked to stop ({rank.asked()}), but the disk of {rank.folder.parent}"
-            _end_without_disk(PreemptedError.code, f"watch: {what} does not answer")
-
-
-def _act(rank: _Self, *, passed: float) -> None:
-    """End the process if the main thread, which could go on or end by itself, does not."""
-    if rank.unwinding or rank.state != "running":
+def _check_directory(rank: _Watch) -> None:
+    """Warn once if the run directory is gone; end this process if another run is in its place."""
+    run_dir = rank.team.run_dir
+    if rank.team.own.rank != 0:
         return
-    failure = peers.read_failure(rank.folder, rank.session) or _find_gone(rank)
-    rank.doomed = rank.doomed + passed if failure else 0.0
+    if not rank.options.is_there() and rank.warnings.is_first("directory"):
+        rank.options.log(
+            f"warning: watch: the run directory {run_dir} was removed or moved while the run goes "
+            "on: there is no checkpoint there any more to go back to; the next save begins a new "
+            "one in its place"
+        )
+    try:
+        rank.options.hold()
+    except ConfigError as error:
+        _end(
+            rank,
+            DiskError(
+                f"watch: the run directory {run_dir} was moved away, and another run has begun in "
+                f"its place: {error}",
+                where=run_dir,
+                hint="look for the checkpoints of this run where its directory was moved to, and "
+                "go on with another --out",
+            ),
+        )
+
+
+# --------------------------------------------------------------------------------- ending a process
+
+
+def _act(rank: _Watch, *, passed: float) -> None:
+    """End the process if the main thread, which could go on or end by itself, does not."""
+    if rank.main.is_unwinding or rank.main.state != "running":
+        return
+    team = rank.team
+    beat = rank.pulse.beat
+    failure = peers.read_failure(team.folder, team.session) or _find_gone(team)
+    rank.alarms.failing = rank.alarms.failing + passed if failure else 0.0
     if failure is None:
-        culprits = peers.find_culprits(rank.number, rank.beat, rank.others, rank.near)
-        failure = _accused(rank, culprits) if culprits else None
-    # Who is late or accused has nothing to wait for: the main thread has noticed nothing.
-    hopeless = failure is not None and (rank.beat.is_overdue or failure.rank == rank.number)
-    noticed = any(file.endswith(_SAVE_AFTER_ERROR) for file, _, _ in _stack(rank.thread))
-    if failure is not None and (hopeless or (rank.doomed > _CAUSE_GRACE and not noticed)):
-        _end(rank, _error_of(rank, failure))
-    if rank.stopping > (_GRACE if rank.grace is None else rank.grace):
+        culprits = peers.find_culprits(team.own.rank, beat, rank.others.sightings, team.near)
+        failure = _accuse(rank, culprits) if culprits else None
+    if failure is not None:
+        # A main thread that is late or at fault has noticed nothing, and nothing to wait for.
+        hopeless = beat.is_overdue or failure.rank == team.own.rank
+        stack = read_stack(rank.main.ident)
+        has_noticed = any(file.endswith(_SAVE_AFTER_ERROR) for file, _, _ in stack)
+        if hopeless or (rank.alarms.failing > _CAUSE_GRACE and not has_noticed):
+            _end(rank, _make_error(rank, failure))
+    if rank.alarms.stopping > (_GRACE if rank.options.grace is None else rank.options.grace):
         _end_late_stop(rank)
 
 
-def _end_late_stop(rank: _Self) -> None:
-    """End a process that was to stop, or say once that it takes long, if it may go on."""
+def _end_late_stop(rank: _Watch) -> None:
+    """End a process that did not stop in time; or warn once, if it may take longer."""
+    stopping = rank.alarms.stopping
     allowed = _time_to_stop(rank)
-    # The first save of a run may be this one: nothing says yet how long one takes.
-    longest = 2 * allowed if rank.save else max(2 * allowed, rank.phase[1])
-    may_go_on = rank.stopping <= longest and _may_finish_saving(rank)
-    if rank.grace is None and (rank.stopping <= allowed or may_go_on):
-        if "late" not in rank.told:  # a launcher may kill at any time from now on
-            rank.told.add("late")
-            words, _ = _unsaved(rank, _GRACE)
-            rank.warn(f"warning: watch: rank {rank.number} {words}; it goes on for some time")
+    # The first save of a run may be this one: nothing is known yet about how long one takes.
+    longest = 2 * allowed if rank.saves.longest else max(2 * allowed, rank.main.phase.allow)
+    may_go_on = stopping <= longest and _may_finish_saving(rank)
+    if rank.options.grace is None and (stopping <= allowed or may_go_on):
+        if rank.warnings.is_first("late"):  # a launcher may kill at any time from now on
+            text, _ = _describe_unsaved(rank, _GRACE)
+            rank.options.log(
+                f"warning: watch: rank {rank.team.own.rank} {text}; it goes on for some time"
+            )
         return
-    what, code = _unsaved(rank, allowed)
-    failure = peers.Failure(rank.session, rank.number, what, code=code)
-    peers.tell_failure(rank.folder, failure)
-    _end(rank, _error_of(rank, failure))
+    text, code = _describe_unsaved(rank, allowed)
+    failure = peers.Failure(rank.team.session, rank.team.own.rank, text, code=code)
+    peers.write_failure(rank.team.folder, failure)
+    _end(rank, _make_error(rank, failure))
 
 
-def _find_gone(rank: _Self) -> peers.Failure | None:
-    """Find a rank of this host whose process has ended before its work had, and tell all."""
-    for member in rank.members:
-        if peers.is_gone(member, rank.member.place):
-            beat = peers.read_beat(rank.folder, member.rank, rank.session)
+def _time_to_stop(rank: _Watch) -> float:
+    """Return how many seconds a stop may take, by the arguments or by what was measured."""
+    if rank.options.grace is not None:
+        return rank.options.grace
+    return max(_GRACE, 2 * rank.clock.longest_step + rank.saves.longest + 5.0)
+
+
+def _may_finish_saving(rank: _Watch) -> bool:
+    """Return whether a stop takes long because the checkpoint does, and no rank is missing."""
+    # A rank that has written its own part waits for the others: one of them all must go on writing.
+    found = rank.others.sightings.items()
+    stills = [rank.saves.still, *(x.beat.still for _, x in found if x.beat)]
+    near = rank.team.near
+    at_fault = any(peers.is_at_fault(x, near=near[number]) for number, x in found)
+    stack = read_stack(rank.main.ident)
+    is_saving = any("/trainkit/weights/checkpoint/" in file for file, _, _ in stack)
+    hangs = min(stills) > max(_STILL, 2 * rank.saves.pause)
+    return is_saving and not hangs and not at_fault and not rank.pulse.beat.is_overdue
+
+
+def _describe_unsaved(rank: _Watch, grace: float) -> tuple[str, int]:
+    """Return the message and the exit code of a rank that did not stop within `grace` seconds."""
+    run_dir = rank.team.run_dir
+    steps = list[int]()
+    with contextlib.suppress(OSError):
+        steps = [parse_step(path) for path in list_checkpoints(run_dir / "checkpoints")]
+    last = f"the last checkpoint is step {steps[0]}" if steps else "there is no checkpoint"
+    text = (
+        f"was asked to stop ({rank.options.asked() or 'a signal'}), but not saved within "
+        f"{grace:g} s: {last}; it was {peers.describe_beat(rank.pulse.beat)}"
+    )
+    # Nothing may have been trained since the last checkpoint.
+    is_saved = bool(steps) and steps[0] >= (read_last_step(run_dir / "metrics.jsonl") or 0)
+    return text, EXIT_SAVED if is_saved else PreemptedError.code
+
+
+def _end(rank: _Watch, error: TrainkitError) -> NoReturn:
+    """End this process, and kill processes of the run on this host that have stopped."""
+    team = rank.team
+    with contextlib.suppress(Exception):
+        for member in team.members:
+            sighting = rank.others.sightings.get(member.rank, peers.Sighting())
+            is_silent = peers.is_silent(sighting, near=True)
+            if is_silent or peers.has_stopped(member, team.own.place):
+                peers.kill_member(member, team.own.place)
+    end_process(error, run_dir=team.run_dir, rank=team.own.rank)
+
+
+def _guard_the_watch(rank: _Watch, stop: threading.Event) -> None:
+    """End a process that must stop when the watching thread itself hangs, as a disk can make it."""
+    since = 0.0
+    stuck = 0
+    seen = rank.pulse.looked
+    while not stop.wait(_SECOND):
+        since += 1.0 if since or rank.options.asked() is not None else 0.0
+        stuck = stuck + 1 if rank.pulse.looked == seen else 0
+        seen = rank.pulse.looked
+        if since > _time_to_stop(rank) and stuck > _STUCK:
+            end_without_disk(
+                PreemptedError.code,
+                f"watch: was asked to stop ({rank.options.asked()}), but the disk of "
+                f"{rank.team.run_dir} does not answer",
+            )
+
+
+# ---------------------------------------------------------------------------------- finding causes
+
+
+def _find_gone(team: _Team) -> peers.Failure | None:
+    """Find a rank of this host whose process ended before its work, and write that down for all."""
+    for member in team.members:
+        if peers.is_gone(member, team.own.place):
+            beat = peers.read_beat(team.folder, member.rank, team.session)
             if beat is not None and beat.state == "running":
-                what = f"(process {member.pid} on {member.host}) is gone; it was last "
-                failure = peers.Failure(rank.session, member.rank, what + peers.describe(beat))
-                return peers.tell_failure(rank.folder, failure)
+                text = (
+                    f"(process {member.pid} on {member.host}) is gone; it was last "
+                    f"{peers.describe_beat(beat)}"
+                )
+                failure = peers.Failure(team.session, member.rank, text)
+                return peers.write_failure(team.folder, failure)
     return None
 
 
-def _accused(rank: _Self, culprits: Sequence[int]) -> peers.Failure:
-    beats = {x.rank: peers.read_beat(rank.folder, x.rank, rank.session) for x in rank.members}
-    beats[rank.number] = rank.beat
-    why, hint = "is stuck", ""
-    if peers.are_in_units(beats):
-        why, hint = "waits for parameters or gradients of another unit than others", _UNITS
-    elif peers.are_apart(beats):
-        why, hint = "waits at another place than others", _APART
-    elif culprits[0] in rank.others:
-        sighting = rank.others[culprits[0]]
-        if peers.is_silent(sighting, near=rank.near[culprits[0]]):
+def _accuse(rank: _Watch, culprits: Sequence[int]) -> peers.Failure:
+    """Say why some ranks are at fault, and write it down for all."""
+    team = rank.team
+    beats = {x.rank: peers.read_beat(team.folder, x.rank, team.session) for x in team.members}
+    beats[team.own.rank] = rank.pulse.beat
+    why = "is stuck"
+    hint = ""
+    if peers.wait_in_fsdp_units(beats):
+        why = "waits for parameters or gradients of another unit than others"
+        hint = _UNITS
+    elif peers.wait_in_different_places(beats):
+        why = "waits at another place than others"
+        hint = _APART
+    elif culprits[0] in rank.others.sightings:
+        sighting = rank.others.sightings[culprits[0]]
+        if peers.is_silent(sighting, near=team.near[culprits[0]]):
             why = f"has stopped: no sign of life for {sighting.still:.0f} s"
         elif peers.is_at_fault(sighting, near=True):
             why = "has left the others alone"
-    number, what, detail = peers.accuse(culprits, beats, rank.members, why)
-    failure = peers.Failure(rank.session, number, what, detail, hint=hint)
-    return peers.tell_failure(rank.folder, failure)
+    number, text, detail = peers.describe_culprits(culprits, beats, team.members, why)
+    failure = peers.Failure(team.session, number, text, detail, hint=hint)
+    return peers.write_failure(team.folder, failure)
 
 
-def _may_finish_saving(rank: _Self) -> bool:
-    """Return whether a stop takes long because the checkpoint does, and nobody is missing.
-
-    A rank that has written its own part waits for the others: one of all must go on writing.
-    """
-    found = rank.others.items()
-    stills = [rank.still, *(x.beat.still for x in rank.others.values() if x.beat)]
-    at_fault = any(peers.is_at_fault(x, near=rank.near[number]) for number, x in found)
-    saving = any("/trainkit/weights/checkpoint/" in file for file, _, _ in _stack(rank.thread))
-    hangs = min(stills) > max(_STILL, 2 * rank.pause)
-    return saving and not hangs and not at_fault and not rank.beat.is_overdue
-
-
-def _error_of(rank: _Self, failure: peers.Failure) -> TrainkitError:
-    own = failure.rank == rank.number
-    detail = failure.detail or ("" if own else f"this rank was {peers.describe(_fresh_beat(rank))}")
-    words = f"watch: {'' if own else 'peer '}rank {failure.rank} {failure.what}"
+def _make_error(rank: _Watch, failure: peers.Failure) -> TrainkitError:
+    """Return the error of this rank for a failure of itself or another one."""
+    is_own = failure.rank == rank.team.own.rank
+    detail = failure.detail
+    if not detail and not is_own:
+        detail = f"this rank was {peers.describe_beat(_measure_beat(rank))}"
+    text = f"watch: {'' if is_own else 'peer '}rank {failure.rank} {failure.what}"
     kind = PeerError if failure.code == PeerError.code else PreemptedError
-    text, hint = f"{words}; {detail}" if detail else words, failure.hint or None
-    error = kind(text, where=f"rank {failure.rank}", hint=hint)
+    error = kind(
+        f"{text}; {detail}" if detail else text,
+        where=f"rank {failure.rank}",
+        hint=failure.hint or None,
+    )
     error.code = failure.code
     return error
 
 
-def _unsaved(rank: _Self, grace: float) -> tuple[str, int]:
-    """Return what a rank has to say that was asked to stop and is stuck, and its exit code."""
-    run_dir, saved = rank.folder.parent, list[int]()
-    with contextlib.suppress(OSError):
-        saved = [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
-    last = f"the last checkpoint is step {saved[0]}" if saved else "there is no checkpoint"
-    what = (
-        f"was asked to stop ({rank.asked() or 'a signal'}), but not saved within {grace:g} s: "
-        f"{last}; it was {peers.describe(rank.beat)}"
-    )
-    # Nothing may have been trained since.
-    is_saved = bool(saved) and saved[0] >= (last_step(run_dir / "metrics.jsonl") or 0)
-    return what, EXIT_SAVED if is_saved else PreemptedError.code
-
-
-def _end(rank: _Self, error: TrainkitError) -> NoReturn:
-    """End this process where it stands, after its last words (5 s at most)."""
-    with contextlib.suppress(Exception):  # no thread can be started any more, for instance
-        for member in rank.members:
-            sighting = rank.others.get(member.rank, peers.Sighting())
-            if peers.is_silent(sighting, near=True) or peers.has_stopped(member, rank.member.place):
-                peers.put_down(member, rank.member.place)
-        words = threading.Thread(target=_last_words, args=(rank, error), daemon=True)
-        words.start()
-        words.join(_WORDS)
-        if words.is_alive():  # the disk does not take the traceback
-            _end_without_disk(error.code, str(error))
-    os._exit(error.code)
-
-
-def _end_without_disk(code: int, what: str) -> NoReturn:
-    """End this process after last words that touch no file (1 s at most: a pipe may be full)."""
-    words = last_words(code, what)
-    teller = threading.Thread(target=os.write, args=(2, words), daemon=True)
-    teller.start()
-    teller.join(1.0)
-    os._exit(code)
-
-
-def _last_words(rank: _Self, error: TrainkitError) -> None:
-    run_dir = rank.folder.parent
-    with contextlib.suppress(OSError):
-        path = run_dir / "errors" / f"rank_{rank.number:05d}.txt"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a") as told:
-            for thread in threading.enumerate():
-                told.write(f"Thread {thread.name} (most recent call first):\n")
-                told.writelines(f"  {f}:{n} in {g}\n" for f, g, n in _stack(thread.ident or 0))
-    with contextlib.suppress(SystemExit), report_errors(run_dir):
-        raise error
-
-
-# ------------------------------------------------------------------------------------ the main one
+# --------------------------------------------------------------------------------- the main thread
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return whether an error may only say that another rank has ended.
+    """Return whether an error may only mean that another rank has ended.
 
     Examples:
         >>> is_echo(RuntimeError("Connection closed by peer")), is_echo(PeerError("rank 1 is gone"))
@@ -611,121 +676,78 @@ def is_echo(error: BaseException) -> bool:
     return not isinstance(error, TrainkitError) and get_exit_code(error) == PeerError.code
 
 
-def _own_failure(rank: _Self, error: BaseException) -> BaseException:
-    """Tell the others what went wrong here, and return what is to be raised for it."""
+def _report_own(rank: _Watch, error: BaseException) -> BaseException:
+    """Write down for the other ranks what went wrong here, and return the error to raise."""
     if isinstance(error, PeerError):
         return error
-    text = (
-        f"{type(error).__name__}: {' '.join(format_error(error, most=2000).split())}".removesuffix(
-            ": "
-        )
-    )
-    what = f"failed: {text} (in phase {rank.phase[0]!r})"
+    team = rank.team
+    name = rank.main.phase.name
+    message = " ".join(format_error(error, most=2000).split())
+    text = f"{type(error).__name__}: {message}".removesuffix(": ")
+    failed = f"failed: {text} (in phase {name!r})"
     if isinstance(error, SystemExit):
-        if len(rank.members) == 1:
+        if len(team.members) == 1:
             return error
-        what = f"left with exit code {error.code or 0} in phase {rank.phase[0]!r}, before the end"
-    peers.tell_failure(rank.folder, peers.Failure(rank.session, rank.number, what))
+        failed = f"left with exit code {error.code or 0} in phase {name!r}, before the end"
+    peers.write_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
     if isinstance(error, SystemExit) and not error.code:
-        return RuntimeError(f"watch: rank {rank.number} {what}")
-    return _out_of_memory(rank, error, text) if is_out_of_memory(error) else error
+        return RuntimeError(f"watch: rank {team.own.rank} {failed}")
+    return _describe_memory(rank, error, text) if is_out_of_memory(error) else error
 
 
-def _out_of_memory(rank: _Self, error: BaseException, text: str) -> MemoryError:
-    """Return an error that says in which phase memory ran out, and what was asked for and used."""
+def _describe_memory(rank: _Watch, error: BaseException, text: str) -> MemoryError:
+    """Return an error that adds the phase, and the memory that was asked for and used."""
     import resource  # noqa: PLC0415 (Unix has it)
 
-    asked = bytes_asked(error)
-    wanted = "" if asked is None else f" for {asked} more"
+    size = parse_requested_memory(error)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    bound = "" if limit == resource.RLIM_INFINITY else f", and RLIMIT_AS lets it have {limit} bytes"
-    what = (
-        f"rank {rank.number} had no memory left{wanted} in phase {rank.phase[0]!r}: its process "
-        f"has used up to {peak} bytes of the host's{bound}; {text}"
-    )
-    return MemoryError(what).with_traceback(error.__traceback__)
+    return MemoryError(
+        f"rank {rank.team.own.rank} had no memory left"
+        + ("" if size is None else f" for {size} more")
+        + f" in phase {rank.main.phase.name!r}: its process has used up to {peak} bytes of the "
+        "host's"
+        + ("" if limit == resource.RLIM_INFINITY else f", and RLIMIT_AS lets it have {limit} bytes")
+        + f"; {text}"
+    ).with_traceback(error.__traceback__)
 
 
-def _resolve_echo(rank: _Self, error: BaseException) -> BaseException:
-    """Return the cause behind a broken connection, which may be told a little later."""
-    seen, begin = dict.fromkeys(rank.others, peers.Sighting()), time.monotonic()
-    for second in range(round(_ECHO_GRACE) if rank.others else 0):
+def _find_cause(rank: _Watch, error: BaseException) -> BaseException:
+    """Return the cause of a broken connection, waiting some seconds for it to become known."""
+    team = rank.team
+    seen = dict.fromkeys(rank.others.sightings, peers.Sighting())
+    begin = time.monotonic()
+    for second in range(round(_ECHO_GRACE) if seen else 0):
         while time.monotonic() < begin + second:
-            failure = peers.read_failure(rank.folder, rank.session) or _find_gone(rank)
+            failure = peers.read_failure(team.folder, team.session) or _find_gone(team)
             if failure is not None:
-                return _error_of(rank, failure)
+                return _make_error(rank, failure)
             time.sleep(0.05)
         for number, before in seen.items():
-            seen[number] = peers.look(
-                before, peers.read_beat(rank.folder, number, rank.session), 1.0
-            )
+            beat = peers.read_beat(team.folder, number, team.session)
+            seen[number] = peers.update_sighting(before, beat, 1.0)
         ended = [number for number, x in seen.items() if x.beat and x.beat.state != "running"]
         if ended and second > 0:
-            return _error_of(rank, _accused(rank, ended))
-    return _unexplained(rank, error, seen)
+            return _make_error(rank, _accuse(rank, ended))
+    return _describe_loss(rank, error, seen)
 
 
-def _unexplained(
-    rank: _Self, error: BaseException, seen: Mapping[int, peers.Sighting]
+def _describe_loss(
+    rank: _Watch, error: BaseException, seen: Mapping[int, peers.Sighting]
 ) -> BaseException:
-    """Return what can be said when nobody has told a cause: who has not been heard of meanwhile."""
+    """Return an error that says which ranks have been silent, where no cause became known."""
     if not seen or not isinstance(error, RuntimeError):  # a connection of the recipe's own, perhaps
         return error
     silent = [number for number, x in seen.items() if x.still > _ECHO_GRACE / 2]
-    lines = " ".join(format_error(error, most=300).split())
     shown = [*silent, *(number for number in seen if number not in silent)][:16]
     states = "; ".join(
-        f"{peers.name_of(rank.members[number])} was {peers.describe(seen[number].beat)}"
+        f"{peers.format_member(rank.team.members[number])} was "
+        f"{peers.describe_beat(seen[number].beat)}"
         + (", and has not been heard of since" if number in silent else "")
         for number in shown
     )
-    where = f"rank {silent[0]}" if silent else None
+    message = " ".join(format_error(error, most=300).split())
     return PeerError(
-        f"watch: a peer was lost in phase {rank.phase[0]!r}: {states}; {lines}", where=where
+        f"watch: a peer was lost in phase {rank.main.phase.name!r}: {states}; {message}",
+        where=f"rank {silent[0]}" if silent else None,
     )
-
-
-# ------------------------------------------------------------------------------------ the stack
-
-_OF_UNITS = "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
-_OTHERS = (sysconfig.get_path("stdlib"), "<")
-
-
-def _stack(thread: int) -> list[tuple[str, str, int]]:
-    """Return (file, function, line) of a thread's innermost 100 Python frames, innermost first.
-
-    They are reached in one call, in which no other thread runs: to go from frame to frame of a
-    thread that goes on meanwhile has crashed a process (Python 3.11.7). So has `faulthandler` with
-    all threads, beside threads of C++ (autograd's, say) that begin or end: it waits for none.
-    """
-    frames, innermost = list[Any](), sys._current_frames().get(thread)  # noqa: SLF001 (its public name)
-    if innermost is None:  # there is no such thread
-        return []
-    with contextlib.suppress(AttributeError):  # of None: there is nothing before the outermost
-        frames.extend(accumulate(repeat("f_back", 99), getattr, initial=innermost))
-    known = (frame for frame in frames if frame is not None)
-    return [(x.f_code.co_filename, x.f_code.co_name, x.f_lineno or 0) for x in known]
-
-
-def _waits(thread: int) -> bool:
-    """Return whether a thread is inside torch.distributed (not to compute on a DTensor)."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 (its public name)
-    file = "" if frame is None else frame.f_code.co_filename
-    return "/torch/distributed/" in file and "/torch/distributed/tensor/" not in file
-
-
-def _doing(thread: int) -> str:
-    """Return the three innermost functions of the recipe or of trainkit, outermost first.
-
-    Behind them stands what FSDP2 does to a unit, if it is at that.
-    """
-    stack = _stack(thread)
-    own = [
-        f"{function} ({Path(file).name}:{line})"
-        for file, function, line in stack
-        if "/trainkit/" in file or not ("/site-packages/" in file or file.startswith(_OTHERS))
-        if not file.endswith("/trainkit/run/errors.py")
-    ]
-    of_unit = [function for file, function, _ in stack if file.endswith(_OF_UNITS)]
-    return " > ".join([*reversed(own[:3]), *(f"{peers.IN_UNIT} ({x})" for x in of_unit[:1])])

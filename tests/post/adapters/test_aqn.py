@@ -29,7 +29,7 @@ from trainkit.post.adapters import (
 )
 from trainkit.post.adapters.formats import HALF_STEPS
 from trainkit.schedules import piecewise
-from trainkit.step import bind_forward_backward, evaluate
+from trainkit.step import evaluate, make_forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import EXPERTS, SHALLOW, decoder_batch
 from trainkit.types import ConfigError, Layout, TrainState
@@ -108,7 +108,7 @@ def build(ps, config, form="nf4", layout=Layout()):  # noqa: B008 (frozen)
 def train(ps, stages, optimizer, steps, *, ranks=1, noise=NOISE):
     """Take some steps, each rank on the same rows."""
     params = get_parameters(stages)
-    run = bind_forward_backward(stages, next_token_linear, axis=ps.pp, call=call_routed)
+    run = make_forward_backward(stages, next_token_linear, call=call_routed)
     for step in steps:
         scale = piecewise(1.0, [(0, 1.0), (3, 0.5, "exponential")])(step)
         with add_quantization_noise(

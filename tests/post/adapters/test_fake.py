@@ -16,7 +16,7 @@ from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import Decoder, Experts, init_weights
 from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel import fsdp, tensor_parallel
-from trainkit.parallel.linears import told_of
+from trainkit.parallel.linears import describe_linears
 from trainkit.post.adapters import (
     LINEARS,
     fake_quantize,
@@ -94,7 +94,7 @@ def test_experts_round_what_they_multiply():
     fake_quantize("nvfp4", modules="experts")(model, SOLO)
     rows, counts = normal(7, 32), torch.tensor([2, 0, 5])
     assert torch.equal(experts(rows, counts), plain(rows, counts))
-    assert told_of([model]) == "fake nvfp4 in 1 linear layer, not in router"
+    assert describe_linears([model]) == "fake nvfp4 in 1 linear layer, not in router"
     with pytest.raises(ConfigError, match="fake_quantize: 'router' is a router"):
         fake_quantize(modules="router")(model, SOLO)
 

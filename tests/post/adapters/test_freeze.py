@@ -23,7 +23,7 @@ from trainkit.post.adapters import (
     make_freeze_facts,
     select_frozen,
 )
-from trainkit.step import bind_forward_backward
+from trainkit.step import make_forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import CONFIG, decoder_batch
 from trainkit.tools.testing.deal import deal_batch
@@ -88,7 +88,7 @@ def trained_in(layout):
         plan = [tensor_parallel(), fsdp()]
         stages = build_stages(make_model, ps, plan, weights=certificate_weights)
         optimizer = adamw(get_parameters(stages), lr=1e-2, eps=1e-4)
-        run = bind_forward_backward(stages, next_token_linear, axis=ps.pp)
+        run = make_forward_backward(stages, next_token_linear)
         for step in range(4):
             apply_freeze_(stages, select_frozen(NAMES, BASE, SCHEDULE, step))
             run(
@@ -130,7 +130,7 @@ def kinds_of_gradients(layout):
     with parallel_session(layout) as ps:
         kept = mixed_precision(torch.bfloat16, storage=torch.bfloat16)
         stages = build_stages(make_model, ps, [kept, fsdp()], weights=certificate_weights)
-        run = bind_forward_backward(stages, next_token_linear, axis=ps.pp)
+        run = make_forward_backward(stages, next_token_linear)
         for step in range(2):
             if step:
                 apply_freeze_(stages, [])

@@ -108,7 +108,7 @@ def found(made, tmp_path_factory):
         patch.setenv("HF_DATASETS_OFFLINE", "1")
         patch.setenv("HF_HOME", str(home))
         model, folder = made
-        score = evaluation.make_scorer([model])
+        score = evaluation.make_scorer(model)
         how = {"context": CONTEXT, "add_bos": True, "generate": continued(model)}
         ours = evaluation.make_harness_model(score, BYTES, **how)
         theirs = huggingface.HFLM(pretrained=str(folder), device="cpu", batch_size=4)
@@ -130,15 +130,15 @@ def test_the_harness_gives_both_the_same_numbers(task, found):
 
 def test_the_harness_is_not_asked_for_what_it_does_not_do(made):
     model, _ = made
-    score = evaluation.make_scorer([model])
+    score = evaluation.make_scorer(model)
     ask = lambda **wish: [Instance("generate_until", {}, ("one", wish), 0)]  # noqa: E731
     mute = evaluation.make_harness_model(score, BYTES, context=CONTEXT)
     with pytest.raises(ConfigError, match="asks for texts, and nothing here writes them"):
         mute.generate_until(ask(until=["x"]))
     writes = evaluation.make_harness_model(score, BYTES, context=CONTEXT, generate=continued(model))
-    with pytest.raises(ConfigError, match="asks for 48 tokens, and the model sees 48 at once"):
+    with pytest.raises(ConfigError, match="wants 48 tokens, and the model sees 48 at once"):
         writes.generate_until(ask(max_gen_toks=48))
-    with pytest.raises(ConfigError, match="a task asks for num_beams, top_p, which"):
+    with pytest.raises(ConfigError, match="a task wants num_beams, top_p, which"):
         writes.generate_until(ask(top_p=0.9, num_beams=2))
 
 

@@ -10,7 +10,7 @@ import trainkit as tk
 from trainkit.data import PackedCorpus, make_eval_batches
 from trainkit.losses import next_token
 from trainkit.models import build_decoder
-from trainkit.post.evaluation import bind_loss
+from trainkit.post.evaluation import make_evaluator
 from trainkit.tools.testing import run_ranks
 
 LENGTHS = [5, 3, 8, 2, 7]
@@ -22,8 +22,7 @@ def found_by(ranks_share, *, steps=1):
     held = PackedCorpus(corpus, tk.pack_bins(corpus.lengths, 8))
     model, found = build_decoder(CONFIG, seed=0), []
     with tk.parallel_session(tk.Layout(dp_replicate=ranks_share)) as ps:
-        how = {"place": ps.place, "axis": ps.loss}
-        evaluate = bind_loss([model], held, next_token, rows_per_batch=2, **how)
+        evaluate = make_evaluator(model, held, next_token, rows_per_batch=2, axis=ps.loss)
         for _ in range(steps + 1):
             found.append(evaluate())
             with torch.no_grad():

@@ -60,11 +60,6 @@ def stages_in(ps, *, head, config, dtype=torch.float64):
     return tk.build_stages(make, ps, plan, weights=init_weights(config, seed=0))
 
 
-def score_in(ps, stages, **how):
-    axes = {"place": ps.place, "axis": ps.loss, "pp": ps.pp, "tp": ps.tp}
-    return evaluation.make_scorer(stages, **axes, **how)
-
-
 def scored(degrees, path, *, head="hidden", dtype=torch.float64):
     """Write the lines of all items in a layout, in batches of about two rows."""
     config = MIXED if "ep" in degrees else SMALL
@@ -72,7 +67,7 @@ def scored(degrees, path, *, head="hidden", dtype=torch.float64):
     with tk.parallel_session(**degrees) as ps:
         stages = stages_in(ps, head=head, config=config, dtype=dtype)
         call = call_routed if config.experts else call_model
-        score, items = score_in(ps, stages, tokens_per_batch=48, call=call), asked()
+        score, items = evaluation.make_scorer(stages, tokens_per_batch=48, call=call), asked()
 
         def lines_from(start):
             return evaluation.score_in_groups(
@@ -158,7 +153,7 @@ def test_a_model_that_gives_no_numbers_is_told():
     (model,) = stages_in(tk.solo_parallel(), head="hidden", config=SMALL)
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
-    score = score_in(tk.solo_parallel(), [model])
+    score = evaluation.make_scorer(model)
     with pytest.raises(NumericsError, match="a token of example 0 has the log-probability nan"):
         score([Example(np.array([1, 2]), 1)])
 
@@ -168,7 +163,7 @@ def test_a_reference_is_scored_without_dropout():
     model = torch.nn.Sequential(
         torch.nn.Embedding(32, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 32)
     )
-    score = evaluation.make_scorer([model], call=lambda model, batch: model(batch["input_ids"]))
+    score = evaluation.make_scorer(model, call=lambda model, batch: model(batch["input_ids"]))
     ids = np.arange(9)
     (found,) = score([Example(ids, 8)])
     assert model.training
@@ -179,7 +174,7 @@ def test_a_reference_is_scored_without_dropout():
 
 
 def test_an_example_without_a_context_is_refused_and_none_at_all_are_no_call():
-    score = evaluation.make_scorer([torch.nn.Identity()])
+    score = evaluation.make_scorer(torch.nn.Identity())
     assert score([]) == []
     with pytest.raises(ValueError, match="example 1 has 2 tokens of which 2 count"):
         score([Example(np.array([1, 2]), 1), Example(np.array([1, 2]), 2)])

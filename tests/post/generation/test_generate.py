@@ -9,7 +9,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, call_model, call_routed
 from trainkit.models.config import Experts, Latents
 from trainkit.models.sizes import make_decoder_config
-from trainkit.parallel import bind_call, compile_blocks
+from trainkit.parallel import compile_blocks, make_call, make_stages
 from trainkit.post.generation import Sampling, generate
 from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.types import NumericsError
@@ -156,7 +156,9 @@ def test_a_cache_never_grows_and_a_step_runs_over_one_token_a_row():
 def test_a_compiled_decoder_and_a_layout_of_one_rank_write_the_same():
     model, how = double(attrs.evolve(CONFIG, layers=1)), {"max_new_tokens": 2, "context": 16}
     want = ids_of(model, PROMPTS, **how)
-    assert want == ids_of(model, PROMPTS, **how, call=bind_call([model], solo_parallel()))
+    assert want == ids_of(
+        model, PROMPTS, **how, call=make_call(make_stages([model], solo_parallel()))
+    )
     compile_blocks(backend="eager")(model, solo_parallel())
     assert want == ids_of(model, PROMPTS, **how)
 

@@ -137,7 +137,9 @@ def test_a_roll_back_on_a_failing_disk_is_told_and_writes_into_no_other_file(
     with open_run_sinks(tmp_path, Share(0, 1), step=0, last=9) as (log, _):
         for step in (1, 2, 3):
             log(step, {})
-        monkeypatch.setattr(lines_file, "_cut", raising(OSError(errno.EIO, "Input/output error")))
+        monkeypatch.setattr(
+            lines_file, "_truncate", raising(OSError(errno.EIO, "Input/output error"))
+        )
         log(2, {})
         with other.open("wb"):  # takes the number of the file that was closed
             log(3, {})
@@ -291,7 +293,7 @@ def test_a_disk_that_stays_full_leaves_a_torn_line_and_the_next_run_goes_on_from
 
 @pytest.mark.case("W3")
 def test_lines_that_wait_are_bounded(tmp_path, quota, monkeypatch, capfd):
-    monkeypatch.setattr(lines_file, "_ROOM", 1000)
+    monkeypatch.setattr(lines_file, "_MAX_WAITING", 1000)
     with open_run_sinks(tmp_path, Share(0, 1), step=0, last=100) as (log, _):
         quota["room"] = 0
         for step in range(1, 101):

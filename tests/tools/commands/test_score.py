@@ -84,9 +84,9 @@ def test_a_student_learns_the_same_from_stored_words_as_from_the_teacher(home, m
     student = nn.Linear(CONFIG.width, CONFIG.vocab_size, bias=False)
     teacher = Decoder(CONFIG, head="hidden")
     teacher.load_state_dict(model.state_dict())
-    head = make_output_head([teacher], batches[0])
+    head = make_output_head(teacher, batches[0])
     keep = lambda output, _: {"teacher_hidden": output.hidden}  # noqa: E731
-    (batch,) = add_columns([teacher], batches, keep)
+    (batch,) = add_columns(teacher, batches, keep)
     how, found = {"beta": 0.0, "temperature": 1.5}, []
     for loss in (distillation(head, top_k=8, **how), stored_distillation(**how)):
         output = batch["teacher_hidden"], student.weight

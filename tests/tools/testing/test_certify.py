@@ -402,7 +402,7 @@ def test_model_and_batches_are_moved_to_the_device_of_the_rank(monkeypatch):
         return run
 
     monkeypatch.setattr(train, "parallel_session", on_meta)
-    monkeypatch.setattr(train, "bind_forward_backward", bind)
+    monkeypatch.setattr(train, "make_forward_backward", bind)
     training = train.Training(
         title="m",
         tier=TIERS["fp32"],

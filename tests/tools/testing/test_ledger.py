@@ -51,12 +51,8 @@ def ledgers_of(case):
             weights=certificate_weights,
         )
         params, optimizer = tk.get_parameters(stages), certificate_optimizer(stages, ps.pp)
-        run = tk.bind_forward_backward(
-            stages,
-            next_token_linear,
-            axis=ps.pp,
-            reduce=case.layout.reduce,
-            call=tk.call_with_noise,
+        run = tk.make_forward_backward(
+            stages, next_token_linear, reduce=case.layout.reduce, call=tk.call_with_noise
         )
         batches = deal_batch(decoder_batch(0), ps.place, rows_per_microbatch=4 // case.world)
 

@@ -13,7 +13,7 @@ import trainkit as tk
 from trainkit import adapters, hub
 from trainkit.__main__ import main
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.text.tokenizers.hf import byte_of_letter
+from trainkit.text.tokenizers.hf import map_letters_to_bytes
 from trainkit.types import CheckpointError, ConfigError, DataError, TrainState
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -24,7 +24,7 @@ def folder_of(home, *, kind="ForCausalLM", words=60, **how):
     transformers, changes = tiny.load_transformers(), tiny.ROWS["llama"][1]
     config = transformers.LlamaConfig(**tiny.SIZES | changes | {"pad_token_id": 0})
     getattr(transformers, f"Llama{kind}")(config).save_pretrained(home, **how)
-    vocabulary = {letter: i for i, letter in enumerate(sorted(byte_of_letter())[:words])}
+    vocabulary = {letter: i for i, letter in enumerate(sorted(map_letters_to_bytes())[:words])}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def through(home, out):
     params = tk.get_parameters(stages)
     optimizer = tk.optim.adamw(params, lr=1e-2)
     batch = tk.batch.batch_from_rows(torch.arange(32).view(2, 16))
-    run = tk.bind_forward_backward(stages, tk.losses.next_token_linear, axis=ps.pp)
+    run = tk.make_forward_backward(stages, tk.losses.next_token_linear)
     for _ in range(2):
         run([batch], denominator=tk.count_valid_tokens([batch]))
         tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=1.0)

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_max
 from trainkit.models.experts import ExpertWeights, grouped_product
-from trainkit.parallel.linears import change_, choose_layers, plain_problem
+from trainkit.models.mixins import mix_in_, take_out_
+from trainkit.parallel.linears import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.float8 import float8
@@ -128,54 +129,87 @@ def fake_quantize(
     if activations is not None:
         check_choice(get_args(Activation), "fake_quantize", activations=activations)
 
-    def change(name: str, layer: Any) -> None:
-        layer.fake = _Fake(name, weights, activations)
-        layer.__class__ = _fake_class(type(layer))
-
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
         problem = partial(_problem, weights)
         layers, left_out = choose_layers(module, modules, by="fake_quantize", problem=problem)
-        told = f"fake {weights}" + (f" on {activations}" if activations else "")
-        change_(layers, left_out, change, told=told)
+        for name, layer in layers.items():
+            mixin = FakeExperts if isinstance(layer, ExpertWeights) else Fake
+            mix_in_(layer, mixin, fake=_Fake(name, weights, activations))
+        how = f"fake {weights}" + (f" on {activations}" if activations else "")
+        note_computation_(layers.values(), left_out, how)
         return module
 
     return Transform(apply, kind="rounded")
 
 
 def _problem(form: QuantizationFormat, part: nn.Module) -> str | None:
-    is_plain = type(part) is ExpertWeights
-    told = None if is_plain else plain_problem(part)
-    if told:
-        return told
+    problem = None if type(part) is ExpertWeights else plain_problem(part)
+    if problem:
+        return problem
     block = block_of(form) if form in ("int4", "nvfp4") else 1
     uneven = [p.shape[-1] for p in part.parameters() if p.ndim > 1 and p.shape[-1] % block]
     return f"has rows of {uneven[0]}, no whole blocks of {block}" if uneven else None
 
 
-@cache
-def _fake_class(base: type[nn.Module]) -> type:
-    own: dict[str, Any] = {"forward": _forward, "cut_": _cut_}
-    if issubclass(base, ExpertWeights):
-        own = {"product": _product}
-    return type(f"Fake{base.__name__}", (base,), own)
+class Fake(nn.Module):
+    """Mixin: a linear layer whose forward pass sees a rounded weight, and rounded inputs."""
+
+    fake: _Fake
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., I]` to `[..., O]`."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        weight = _straight(self.weight, self.fake.weight).to(x.dtype)
+        if self.fake.activations is not None:
+            x = _straight(x, self.fake.activation)
+        return nn.functional.linear(x, weight, self.bias)
+
+    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+        """Record which side of the weight tensor parallelism shards.
+
+        Effects:
+            From here on scales that span that side are a maximum over `axis`.
+
+        Raises:
+            ConfigError: The ranks' parts of the side are not whole blocks of the format.
+        """
+        dim, form = style.cuts.get("weight"), self.fake.weights
+        if dim is None:
+            return style
+        part = self.weight.shape[dim] // axis.count
+        columns = {"nf4": NF4_BLOCK * NF4_GROUP, "fp8_row": 1}.get(form, block_of(form))
+        block = columns if dim else (FP8_BLOCK if form == "fp8" else 1)
+        if part % block:
+            raise ConfigError(
+                f"fake_quantize: tp = {axis.count} leaves {self.fake.name!r} a side of {part}, "
+                f"and {form} has blocks of {block} there, which it would cut; lower tp, or let the "
+                "pattern of modules leave it out",
+                where="tp",
+                got=axis.count,
+            )
+        if dim == 0:
+            self.fake = attrs.evolve(self.fake, outputs=axis)
+        else:
+            self.fake = attrs.evolve(self.fake, inputs=axis)
+        return style
 
 
-def _forward(self: Any, x: Tensor) -> Tensor:
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
-    weight = _straight(self.weight, self.fake.weight).to(x.dtype)
-    if self.fake.activations is not None:
-        x = _straight(x, self.fake.activation)
-    return nn.functional.linear(x, weight, self.bias)
+class FakeExperts(ExpertWeights):
+    """Mixin: experts whose products see rounded weights, and rounded inputs."""
 
+    fake: _Fake
 
-def _product(self: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    weight = _straight(getattr(self, name), self.fake.weight)
-    if self.fake.activations is not None:
-        rows = _straight(rows, self.fake.activation)
-    return grouped_product(rows, counts, weight)
+    def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows `[N, D]` with the rounded weights of their experts."""
+        weight = _straight(getattr(self, name), self.fake.weight)
+        if self.fake.activations is not None:
+            rows = _straight(rows, self.fake.activation)
+        return grouped_product(rows, counts, weight)
 
 
 def _straight(x: Tensor, rounded: Any) -> Tensor:
@@ -195,26 +229,6 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         return d_y, None
-
-
-def _cut_(self: Any, style: ParallelStyle, axis: Axis) -> ParallelStyle:
-    """Note how tensor parallelism cuts the weight, and refuse that it cuts blocks."""
-    dim, form = style.cuts.get("weight"), self.fake.weights
-    if dim is None:
-        return style
-    part = self.weight.shape[dim] // axis.count
-    columns = {"nf4": NF4_BLOCK * NF4_GROUP, "fp8_row": 1}.get(form, block_of(form))
-    block = columns if dim else (FP8_BLOCK if form == "fp8" else 1)
-    if part % block:
-        raise ConfigError(
-            f"fake_quantize: tp = {axis.count} leaves {self.fake.name!r} a side of {part}, and "
-            f"{form} has blocks of {block} there, which it would cut; lower tp, or let the pattern "
-            "of modules leave it out",
-            where="tp",
-            got=axis.count,
-        )
-    self.fake = attrs.evolve(self.fake, **{("outputs", "inputs")[dim]: axis})
-    return style
 
 
 # ----------------------------------------------------------------------------------------- convert
@@ -270,9 +284,10 @@ def quantize_model_(
             what = f"{name!r} is sharded; build the model in one process, from its checkpoint"
             raise ConfigError(f"quantize_model_: {what}", where=name)
     for part in model.modules():
-        if "fake" in vars(part):
-            part.__class__ = type(part).__bases__[0]
-            del part.fake
+        for mixin in (Fake, FakeExperts):
+            if isinstance(part, mixin):
+                take_out_(part, mixin)
+                del part.fake
     layers, _ = choose_layers(
         model, modules, by="quantize_model_", problem=partial(_problem, weights)
     )

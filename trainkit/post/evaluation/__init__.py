@@ -3,7 +3,7 @@
 `make_scorer` makes a function of a model in any layout: from examples to what each token of them
 scores. `read_texts` and `read_choices` make examples of files, `write_results` results that a
 killed run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what
-a frozen model finds as columns of a token file. `bind_loss` is for a run's own held-out rows.
+a frozen model finds as columns of a token file. `make_evaluator` is for a run's own held-out rows.
 """
 
 from trainkit.post.evaluation.choices import (
@@ -32,7 +32,7 @@ from trainkit.post.evaluation.harness import (
     make_harness_model,
     open_tasks,
 )
-from trainkit.post.evaluation.held_out import bind_loss
+from trainkit.post.evaluation.held_out import make_evaluator
 from trainkit.post.evaluation.lines import read_results, score_in_groups, write_results
 from trainkit.post.evaluation.score import (
     ExampleScores,
@@ -53,12 +53,12 @@ __all__ = [
     "Scorer",
     "TopWords",
     "accuracy",
-    "bind_loss",
     "encode_continuation",
     "evaluate_tasks",
     "get_prefix_id",
     "make_choice_item",
     "make_choice_record",
+    "make_evaluator",
     "make_example",
     "make_harness_model",
     "make_logprob_columns",

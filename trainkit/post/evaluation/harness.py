@@ -74,10 +74,12 @@ def make_harness_model(
     with needs_extra("eval"):
         from lm_eval.api.model import TemplateLM  # noqa: PLC0415 - an extra
 
-    kind = type("TrainkitModel", (_Answers, TemplateLM), {})
+    class TrainkitModel(_Answers, TemplateLM):
+        pass
+
     check_range("make_harness_model", at_least=1, rows=rows)
     write = None if generate is None else partial(_in_batches, generate, rows=rows)
-    return kind(score, tokenizer, context, write, add_bos)
+    return TrainkitModel(score, tokenizer, context, write, add_bos)
 
 
 class _Answers:

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from trainkit.data.steps import make_eval_batches
 from trainkit.metrics import to_host
-from trainkit.models.call import call_model
+from trainkit.parallel.places import as_stages
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.step import evaluate
-from trainkit.types import SOLO, Axis, Call, DataShard, Loss
+from trainkit.types import SOLO, Axis, Call, Loss, Stages
 
 if TYPE_CHECKING:
     from trainkit.data.packed import PackedCorpus
 
 
-def bind_loss(
-    stages: Sequence[nn.Module],
-    held: PackedCorpus,
+def make_evaluator(
+    stages_or_model: Stages | nn.Module,
+    rows: PackedCorpus,
     loss: Loss,
     *,
     rows_per_batch: int,
-    place: DataShard = DataShard(),  # noqa: B008 (frozen)
     axis: Axis = SOLO,
-    pp: Axis = SOLO,
-    tp: Axis = SOLO,
-    call: Call = call_model,
+    call: Call | None = None,
 ) -> Callable[[], dict[str, Any]]:
-    """Return the function that evaluates a model on rows that are held out, as it is by then.
+    """Make a function that evaluates a model on held-out rows, with the weights of the moment.
 
     Args:
-        stages: This rank's stages, from `build_stages`; or one model.
-        held: The rows, from `data.split_held_out`.
+        stages_or_model: This rank's stages, or any module.
+        rows: The rows, from `data.split_held_out`.
         loss: The loss; see `losses.average_terms` for what its terms are divided by.
         rows_per_batch: Rows that go through the model at once, on each rank.
-        place: Which part of a batch this rank holds, `ps.place`.
-        axis: The ranks that hold distinct tokens, `ps.loss`.
-        pp: The pipeline axis, `ps.pp`.
-        tp: The tensor-parallel axis, `ps.tp`.
-        call: How a batch enters the model.
+        axis: For a plain module, the ranks that share the rows. A `Stages` has its own axes.
+        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
 
     Returns:
         `evaluate() -> {name: number}`: the divided terms of the loss and "tokens", equal on all
@@ -58,17 +52,19 @@ def bind_loss(
         >>> from trainkit.losses import next_token
         >>> from trainkit.models import build_decoder, make_decoder_config
         >>> from trainkit.packing import pack_bins
-        >>> held = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
+        >>> rows = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
-        >>> evaluate = bind_loss([model], held, next_token, rows_per_batch=1)
+        >>> evaluate = make_evaluator(model, rows, next_token, rows_per_batch=1)
         >>> evaluate()["tokens"]
         2
     """
+    stages = as_stages(stages_or_model, "make_evaluator", axis=axis, call=call)
     device = compute_device(stages[0])
 
     def evaluate_held_out() -> dict[str, Any]:
-        size = {"rows_per_batch": rows_per_batch, "device": device}
-        batches = make_eval_batches(held, place=place, **size)
-        return to_host(evaluate(stages, batches, loss, axis=axis, pp=pp, tp=tp, call=call))
+        batches = make_eval_batches(
+            rows, rows_per_batch=rows_per_batch, place=stages.place, device=device
+        )
+        return to_host(evaluate(stages, batches, loss))
 
     return evaluate_held_out

@@ -18,10 +18,9 @@ from trainkit.data.corpus import make_corpus
 from trainkit.losses import cross_entropy_per_token
 from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import make_vocabulary_axis, scores_
-from trainkit.models.call import call_model
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
-from trainkit.parallel.places import places_of
+from trainkit.parallel.places import as_stages, places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
 from trainkit.post.evaluation.examples import Example
 from trainkit.post.objectives.teachers import likeliest, log_softmax_
@@ -35,6 +34,7 @@ from trainkit.types import (
     Hidden,
     IntArray,
     NumericsError,
+    Stages,
     VocabularyAxis,
     check_range,
     drop_routing,
@@ -67,15 +67,11 @@ TopWords = Callable[[Sequence[Example]], list[tuple[np.ndarray[Any, Any], ...]]]
 
 
 def make_scorer(
-    stages: Sequence[nn.Module],
+    stages_or_model: Stages | nn.Module,
     *,
-    place: DataShard = DataShard(),  # noqa: B008 (frozen)
     axis: Axis = SOLO,
-    pp: Axis = SOLO,
-    tp: Axis = SOLO,
-    call: Call = call_model,
+    call: Call | None = None,
     tokens_per_batch: int = 8192,
-    pad_id: int = 0,
 ) -> Scorer:
     """Return the function that scores examples with a model in its layout.
 
@@ -85,14 +81,10 @@ def make_scorer(
     at a time, and under tensor parallelism each rank makes those of its own words.
 
     Args:
-        stages: This rank's stages, from `build_stages`; or one model.
-        place: Which part of a batch this rank holds, `ps.place`.
-        axis: The ranks that hold distinct tokens, `ps.loss`.
-        pp: The pipeline axis, `ps.pp`.
-        tp: The tensor-parallel axis, `ps.tp`.
-        call: How a batch enters the model.
+        stages_or_model: This rank's stages, or any module.
+        axis: For a plain module, the ranks that share the rows. A `Stages` has its own axes.
+        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
         tokens_per_batch: How many tokens a rank computes at a time, or one row if that is longer.
-        pad_id: The token id of padding.
 
     Returns:
         `score(examples) -> [ExampleScores]`; equal on all ranks, all of which must call it with the
@@ -106,13 +98,13 @@ def make_scorer(
     Examples:
         >>> from trainkit.models.decoder import build_decoder
         >>> from trainkit.models.sizes import make_decoder_config
-        >>> score = make_scorer([build_decoder(make_decoder_config("tiny"), seed=0)])
+        >>> score = make_scorer(build_decoder(make_decoder_config("tiny"), seed=0))
         >>> one, two = score([Example(np.array([5, 6, 7]), 1), Example(np.array([5, 6, 7]), 2)])
         >>> bool(abs(one.logprob - two.logprobs[1]) < 1e-5), len(two.logprobs)
         (True, 2)
     """
-    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
-    values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch, **how)
+    stages = as_stages(stages_or_model, "make_scorer", axis=axis, call=call)
+    values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch)
 
     def score(examples: Sequence[Example]) -> list[ExampleScores]:
         return [_scored(x, number) for number, x in enumerate(values_of(examples))]
@@ -121,31 +113,23 @@ def make_scorer(
 
 
 def make_top_k_scorer(
-    stages: Sequence[nn.Module],
+    stages_or_model: Stages | nn.Module,
     top_k: int,
     *,
     temperature: float = 1.0,
-    place: DataShard = DataShard(),  # noqa: B008 (frozen)
     axis: Axis = SOLO,
-    pp: Axis = SOLO,
-    tp: Axis = SOLO,
-    call: Call = call_model,
+    call: Call | None = None,
     tokens_per_batch: int = 8192,
-    pad_id: int = 0,
 ) -> TopWords:
     """Return the function that finds a model's likeliest words, as `make_scorer` does a score.
 
     Args:
-        stages: As in `make_scorer`, and so are the names that are not here.
+        stages_or_model: As in `make_scorer`.
         top_k: How many words are kept for each token.
         temperature: What logits are divided by first.
-        place: Which part of a batch this rank holds.
-        axis: The ranks that hold distinct tokens.
-        pp: The pipeline axis.
-        tp: The tensor-parallel axis.
+        axis: As in `make_scorer`.
         call: How a batch enters the model.
         tokens_per_batch: How many tokens a rank computes at a time.
-        pad_id: The token id of padding.
 
     Returns:
         `top_words(examples) -> [(ids, logprobs)]`, of the words that might have stood where each
@@ -162,16 +146,16 @@ def make_top_k_scorer(
         >>> from trainkit.models.decoder import build_decoder
         >>> from trainkit.models.sizes import make_decoder_config
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
-        >>> [(ids, logprobs)] = make_top_k_scorer([model], 3)([Example(np.array([5, 6, 7]), 2)])
+        >>> [(ids, logprobs)] = make_top_k_scorer(model, 3)([Example(np.array([5, 6, 7]), 2)])
         >>> ids.shape, bool((logprobs[:, 0] > logprobs[:, 2]).all())
         ((2, 3), True)
     """
     check_range("make_top_k_scorer", at_least=1, top_k=top_k)
     if temperature <= 0:
         raise ValueError(f"make_top_k_scorer: temperature must be above 0, got {temperature}")
-    how = {"place": place, "axis": axis, "pp": pp, "tp": tp, "call": call, "pad_id": pad_id}
+    stages = as_stages(stages_or_model, "make_top_k_scorer", axis=axis, call=call)
     measure = partial(_top_words, top_k=top_k, temperature=temperature)
-    values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch, **how)
+    values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch)
 
     def top_words(examples: Sequence[Example]) -> list[tuple[np.ndarray[Any, Any], ...]]:
         found = list[tuple[np.ndarray[Any, Any], ...]]()
@@ -185,24 +169,17 @@ def make_top_k_scorer(
 
 
 def _bind(
-    stages: Sequence[nn.Module],
+    stages: Stages,
     measure: Callable[[Any, Tensor], Sequence[Tensor]],
     width: int,
     *,
-    place: DataShard,
-    axis: Axis,
-    pp: Axis,
-    tp: Axis,
-    call: Call,
     tokens_per_batch: int,
-    pad_id: int,
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
     """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
     check_range("make_scorer", at_least=1, tokens_per_batch=tokens_per_batch)
+    place = stages.place
     multiple = 2 * place.ring.count if place.ring.count > 1 else 1
-    length_multiple = multiple * place.ulysses.count * tp.count
-    how: dict[str, Any] = {"pp": pp, "call": call, "place": place, "pad_id": pad_id}
-    run = partial(_run, stages, measure=measure, width=width, **how)
+    length_multiple = multiple * place.ulysses.count * stages.tp.count
 
     def values_of(examples: Sequence[Example]) -> list[np.ndarray[Any, Any]]:
         if not examples:
@@ -218,15 +195,23 @@ def _bind(
         for example, own in zip(examples, counting, strict=True):
             labels[own] = example.ids[-example.scored :]
         rows = _dealt(len(bins), place, rows=max(1, tokens_per_batch // capacity))
-        found = run(examples, bins, torch.from_numpy(labels), rows)
-        table = all_sum(all_sum(found, axis), pp).cpu().numpy()
+        found = _run(
+            stages,
+            examples,
+            bins,
+            torch.from_numpy(labels),
+            rows,
+            measure=measure,
+            width=width,
+        )
+        table = all_sum(all_sum(found, stages.loss), stages.pp).cpu().numpy()
         return [table[:, own] for own in counting]
 
     return values_of
 
 
 def _run(
-    stages: Sequence[nn.Module],
+    stages: Stages,
     examples: Sequence[Example],
     bins: Bins,
     labels: Tensor,
@@ -234,22 +219,18 @@ def _run(
     *,
     measure: Callable[[Any, Tensor], Sequence[Tensor]],
     width: int,
-    pp: Axis,
-    call: Call,
-    place: DataShard,
-    pad_id: int,
 ) -> Tensor:
     """Return what is measured of the tokens of this rank `[width, rows x S]`, else 0."""
-    device, last = compute_device(stages[0]), places_of(stages, pp)[-1].last
+    device, last = compute_device(stages[0]), places_of(stages, stages.pp)[-1].last
     table = torch.zeros(width, len(labels) - 1, dtype=torch.float64, device=device)
     inputs = make_corpus(example.ids[:-1] for example in examples)
     with evaluating(stages):
         for chosen in rows:
-            batch = collate_bins(inputs, bins, chosen, pad_id=pad_id, row_positions=chosen)
+            batch = collate_bins(inputs, bins, chosen, row_positions=chosen)
             batch = attrs.evolve(batch, labels=labels[batch.token_index])
-            part = shard_sequence(batch, ring=place.ring, ulysses=place.ulysses)
+            part = shard_sequence(batch, ring=stages.ring.share, ulysses=stages.ulysses.share)
             part = to_device(part, device)
-            output = forward_stages(stages, part, axis=pp, call=call)
+            output = forward_stages(stages, part)
             if last:
                 kept = part.labels != IGNORED_LABEL
                 found = [x[kept].double() for x in measure(output, part.labels)]

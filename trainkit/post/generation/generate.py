@@ -16,6 +16,7 @@ from trainkit.models.bare import bare
 from trainkit.models.cache import KVCache
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
+from trainkit.parallel.generation import make_call
 from trainkit.parallel.stage_forward import compute_device, evaluating
 from trainkit.post.generation.sampling import Sampling, next_tokens, places_of
 from trainkit.post.generation.text import Reader, reader_of
@@ -26,6 +27,7 @@ from trainkit.types import (
     Hidden,
     NumericsError,
     Spans,
+    Stages,
     Tokenizer,
     check_range,
     drop_routing,
@@ -49,7 +51,7 @@ class Completion:
 
 
 def generate(
-    model: nn.Module,
+    stages_or_model: Stages | nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -74,7 +76,8 @@ def generate(
     that has ended leaves the batch.
 
     Args:
-        model: A `Decoder`; or any module that `call` runs, giving logits `[1, S, V]`.
+        stages_or_model: This rank's stages, in any layout; a `Decoder`; or any module that `call`
+            runs, giving logits `[1, S, V]`.
         prompts: For each row the token ids to continue, at least one.
         max_new_tokens: How many tokens to draw at most; 0 draws none.
         context: The longest text that the model sees.
@@ -90,8 +93,8 @@ def generate(
         row_ids: A number for each row, from which its noise follows; by default 0, 1, and so on.
         stream: Called as `stream(row, piece)` with new text as it comes, in whole characters, where
             `row` counts the prompts. What may begin a stop string waits.
-        call: How a batch enters a module that is no decoder; or what `parallel.bind_call` gives,
-            for a model of any layout.
+        call: How a batch enters a module that is no decoder; or what `parallel.make_call` made of
+            a `Stages`, which is done here if there is none.
 
     Returns:
         For each prompt what follows it.
@@ -104,7 +107,8 @@ def generate(
 
     Effects:
         Runs the model in evaluation mode and sets every module's mode back. With a sharded model
-        every rank must call it with the same arguments. One host sync for each token.
+        every rank must call it with the same arguments; it communicates on the axes of the stages.
+        One host sync for each token.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
@@ -117,6 +121,7 @@ def generate(
         >>> alone == found[1:]
         True
     """
+    model, call = _split_stages(stages_or_model, call)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
     _check(prompts, model, context, vocab_size, new=max_new_tokens, slide=slide)
@@ -135,9 +140,25 @@ def generate(
         with evaluating([model]), torch.inference_mode() if alone else nullcontext():
             model = bare(model) if alone else model
             logits_of = _cached(model, call) if isinstance(call, CachedCall) else _anew(model, call)
-            how = {"sampling": sampling, "context": context, "vocab_size": vocab_size}
-            _draw(rows, prompts, logits_of, places, **how)
+            _draw(
+                rows,
+                prompts,
+                logits_of,
+                places,
+                sampling=sampling,
+                context=context,
+                vocab_size=vocab_size,
+            )
     return [row.completion() for row in rows]
+
+
+def _split_stages(
+    stages_or_model: Stages | nn.Module, call: Call | None, *, sharded: bool = False
+) -> tuple[nn.Module, Call | None]:
+    """Return a module, and the call that runs a batch through it or through all stages."""
+    if isinstance(stages_or_model, Stages):
+        return stages_or_model[0], call or make_call(stages_or_model, sharded=sharded)
+    return stages_or_model, call
 
 
 def _draw(
@@ -172,7 +193,7 @@ def _draw(
 
 
 def generate_dealt(
-    model: nn.Module,
+    stages_or_model: Stages | nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
     call: Call | None = None,
@@ -186,10 +207,11 @@ def generate_dealt(
     over them.
 
     Args:
-        model: As for `generate`.
+        stages_or_model: As for `generate`.
         prompts: All of them, the same on all ranks.
-        call: From `parallel.bind_call`, with `dealt=True`; None for a model that no rank shares.
-        axis: The ranks that read different rows, `ps.dp`.
+        call: As for `generate`; from `parallel.make_call` with `sharded=True`.
+        axis: For a plain module, the ranks that share the prompts. Those of a `Stages` that read
+            different rows do.
         how: What else `generate` takes, but for `stream`.
 
     Returns:
@@ -202,15 +224,14 @@ def generate_dealt(
         Those of `generate`; communicates on `axis`, once for each token.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models import build_decoder, make_decoder_config
-        >>> from trainkit.parallel import bind_call
-        >>> model, ps = build_decoder(make_decoder_config("tiny"), seed=0), solo_parallel()
-        >>> how = {"max_new_tokens": 4, "context": 16, "call": bind_call([model], ps, dealt=True)}
-        >>> found = generate_dealt(model, [[1, 2, 3], [4]], axis=ps.dp, **how)
-        >>> found == generate(model, [[1, 2, 3], [4]], **how)
+        >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
+        >>> found = generate_dealt(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
+        >>> found == generate(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
         True
     """
+    model, call = _split_stages(stages_or_model, call, sharded=True)
+    axis = stages_or_model.dp if isinstance(stages_or_model, Stages) else axis
     if axis.count == 1 or not prompts:
         return generate(model, prompts, call=call, **how)
     sizes = how["context"], how.get("vocab_size")  # looked at here: others wait for who refuses
@@ -218,19 +239,18 @@ def generate_dealt(
     row_ids = how.pop("row_ids", None) or range(len(prompts))
     own = [*range(axis.index, len(prompts), axis.count)] or [0]  # who has none takes part
     newest: list[Mapping[str, Any]] = []
-    if call is None:
-        raise ValueError("generate_dealt: ranks share the prompts; give call=bind_call(dealt=True)")
+    own_call = call or (CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model)
 
     def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         newest[:] = [batch]
         any_rank(True, axis)
-        return call(model, batch)
+        return own_call(model, batch)
 
-    counted = CachedCall(run) if isinstance(call, CachedCall) else run
+    counted = CachedCall(run) if isinstance(own_call, CachedCall) else run
     ids = [row_ids[number] for number in own]
     drawn = generate(model, [prompts[n] for n in own], call=counted, row_ids=ids, **how)
     while any_rank(False, axis):
-        call(model, newest[0])
+        own_call(model, newest[0])
     told = [[n, attrs.asdict(x)] for n, x in zip(own, drawn, strict=True)]
     found = {n: x for part in all_gather_objects(told, axis)[::-1] for n, x in part}
     return [Completion(**found[number]) for number in range(len(prompts))]

@@ -39,6 +39,7 @@ from trainkit.types import (
     Column,
     DataError,
     Sample,
+    Stages,
     check_range,
 )
 
@@ -72,7 +73,7 @@ class Answer:
 
 
 def sample_answers(
-    model: nn.Module,
+    stages_or_model: Stages | nn.Module,
     prompts: Sequence[str],
     *,
     tokenizer: AnyTokenizer,
@@ -89,7 +90,7 @@ def sample_answers(
     A prompt begins with BOS, and an answer ends with EOS, which is trained on as part of it.
 
     Args:
-        model: As for `generate`.
+        stages_or_model: As for `generate`.
         prompts: What is asked.
         tokenizer: One with an EOS.
         max_new_tokens: An answer is truncated after so many tokens, at least 1.
@@ -98,8 +99,8 @@ def sample_answers(
         first: The number of the first answer; its noise, and that of the following ones, is a
             function of the number and of the sampling's seed.
         sampling: How a token is chosen.
-        call: From `parallel.bind_call`, for a model of any layout.
-        axis: The ranks that answers are dealt to, `ps.dp`; see `generate_dealt`.
+        call: As for `generate_dealt`.
+        axis: As for `generate_dealt`.
 
     Raises:
         ValueError: A number is below 1; or as `generate`.
@@ -124,7 +125,7 @@ def sample_answers(
     begins, stop_id = _begins(tokenizer), tokenizer.eos_id
     asked = [[*begins, *tokenizer.encode(prompt)] for prompt in prompts for _ in range(each)]
     drawn = generate_dealt(
-        model,
+        stages_or_model,
         asked,
         max_new_tokens=max_new_tokens,
         context=context,
@@ -493,7 +494,8 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(
-                f"make_answer_corpus: answer {number} has log-probability {largest}; it must be at "
+                f"make_answer_corpus: answer {number} has the log-probability {largest}; it must be "
+                "at "
                 "most 0",
                 where=f"answer {number}",
             )

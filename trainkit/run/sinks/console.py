@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, a line now and then elsewhere (a log, a pipe)."""
+"""The progress of a run: a bar on a terminal, a line every two seconds in a log or a pipe."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def escape_control_characters(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _outliving_reader(stream: TextIO) -> Iterator[None]:
-    """Point a stream whose reader has left at the null device, after it has failed once."""
+def _drop_broken_pipe(stream: TextIO) -> Iterator[None]:
+    """Redirect a stream whose reader has gone to the null device, after one failure."""
     try:
         yield
     except BrokenPipeError:
@@ -43,19 +43,19 @@ def _outliving_reader(stream: TextIO) -> Iterator[None]:
 def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
-    It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; what is missing shows
-    as a dash. Where there are experts, it shows `load_over_mean` as well; in place of the norm of a
-    step that `overflowed`, that it was skipped, and the next `loss_scale`. Of steps that are read
-    at once it shows the last. Most calls cost a look at the clock: a bar is redrawn ten times a
-    second at most, a line is written for the first and the last step and every two seconds between.
+    It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; a missing one shows
+    as a dash. A model with experts also shows `load_over_mean`. A step that `overflowed` shows, in
+    place of its norm, that it was skipped, and the next `loss_scale`. Of steps that are read at
+    once it shows the last. Most calls only read the clock: a bar is redrawn ten times a second at
+    most; a line is written for the first step, the last step and every two seconds between.
 
     Args:
         total: The last step of the run.
-        start: The step that the run goes on from.
-        stream: Where to write; by default stdout as it is when the context is entered.
+        start: The step that the run resumes from.
+        stream: Where to write; by default the stdout of the moment the context is entered.
 
     Effects:
-        Writes to `stream`. On a terminal, what else is printed inside appears above the bar.
+        Writes to `stream`. On a terminal, other output appears above the bar.
 
     Examples:
         >>> with open_console(2) as sink:
@@ -63,8 +63,10 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
         step 1/2  loss 5.5450  41.0k tok/s  lr 3.00e-04  norm 1.25  left ...
     """
     stream = sys.stdout if stream is None else stream
-    show_in, every = (_bar, _BAR_SECONDS) if stream.isatty() else (_lines, _LINE_SECONDS)
-    first = (time.monotonic(), start)  # where the speed is measured from
+    show_in, interval = (
+        (_open_bar, _BAR_SECONDS) if stream.isatty() else (_open_lines, _LINE_SECONDS)
+    )
+    first = (time.monotonic(), start)  # the speed is measured from here
     due = 0.0
     waiting: tuple[float, int, Mapping[str, Any]] | None = None
     with show_in(stream, start, total) as show:
@@ -74,7 +76,7 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
             if waiting is not None:
                 now, step, values = waiting
                 pace = (now - first[0]) / max(1, step - first[1])
-                with _outliving_reader(stream):
+                with _drop_broken_pipe(stream):
                     show(step, progress_text(values, seconds_left=pace * (total - step)))
                 waiting = None
 
@@ -86,13 +88,13 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
             waiting = (now, step, values)
             if now >= due or step >= total:
                 flush()
-                first = first if due else (now, step)  # the first step also warms up
-                due = now + every
+                first = first if due else (now, step)  # without the first step, which also warms up
+                due = now + interval
 
         try:
             yield sink
         finally:
-            flush()  # the last step is shown however the run ends
+            flush()  # shows the last step, however the run ends
 
 
 def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
@@ -103,26 +105,26 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
         'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
         >>> progress_text({"loss": 2.5, "load_over_mean": 1.32}, seconds_left=9)
         'loss 2.5000  - tok/s  lr -  norm -  load 1.32  left 0:00:09'
-        >>> told = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
-        >>> progress_text({"loss": 2.5} | told, seconds_left=9)
+        >>> skipped = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
+        >>> progress_text({"loss": 2.5} | skipped, seconds_left=9)
         'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
     """
-    loss = _number(values.get("loss"), ".4f")
-    lr = _number(values.get("lr"), ".2e")
-    norm = f"norm {_number(values.get('grad_norm'), '.2f')}"
+    loss = _format_number(values.get("loss"), ".4f")
+    lr = _format_number(values.get("lr"), ".2e")
+    norm = f"norm {_format_number(values.get('grad_norm'), '.2f')}"
     if values.get("overflowed"):
         norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
-    speed = _thousands(values.get("tokens_per_second"))
+    speed = _format_thousands(values.get("tokens_per_second"))
     left = timedelta(seconds=round(max(0.0, seconds_left)))
     load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
     return f"loss {loss}  {speed} tok/s  lr {lr}  {norm}{load}  left {left}"
 
 
-def _number(value: Any, form: str) -> str:
+def _format_number(value: Any, form: str) -> str:
     return "-" if value is None else format(float(value), form)
 
 
-def _thousands(value: Any) -> str:
+def _format_thousands(value: Any) -> str:
     if value is None:
         return "-"
     for limit, scale, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
@@ -132,7 +134,7 @@ def _thousands(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+def _open_lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
     del start
 
     def show(step: int, text: str) -> None:
@@ -142,11 +144,11 @@ def _lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
 
 
 @contextlib.contextmanager
-def _bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
     with needs_extra("recipes"):
         from rich.console import Console  # noqa: PLC0415 -- an extra
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415 -- an extra
-    # No refreshing thread: drawing happens inside the sink, at a known cost.
+    # Without a thread that refreshes it, the bar is drawn inside the sink, at a known cost.
     columns = (
         TextColumn("step {task.completed}/{task.total}", style="bold"),
         BarColumn(bar_width=None),

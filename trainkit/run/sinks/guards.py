@@ -1,4 +1,4 @@
-"""Sinks that may fail or hang, each on a thread of its own, so that training never notices."""
+"""Run sinks that may fail or hang on threads of their own, so that training never waits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Make = Callable[[], AbstractContextManager[Sink]]
 
 
 @attrs.frozen
-class _Guarded:
-    """A sink's thread, the lines on their way to it, and what it has to say.
+class _IsolatedSink:
+    """A sink's thread, the lines queued for it, and its problems.
 
-    The last line is whether the block of the run has failed.
+    The last item of `lines` is a boolean: whether the block of the run has failed.
     """
 
     name: str
@@ -33,8 +33,8 @@ class _Guarded:
     problems: SimpleQueue[str]
 
 
-class _RunFailed(Exception):  # noqa: N818 -- raised inside a sink's own block, never seen outside
-    """Tells a sink that the run has failed."""
+class _RunFailed(Exception):  # noqa: N818 -- never leaves the sink's thread
+    """Raised in a sink's own block where the run has failed, so that the sink closes as failed."""
 
 
 @contextlib.contextmanager
@@ -48,16 +48,16 @@ def isolate_sinks(
 ) -> Iterator[Sink]:
     """Yield one sink for several that may fail or hang: it never raises, and never waits.
 
-    Each of `makers` is opened, fed and closed on a daemon thread of its own. One that raises,
-    wherever, is off from then on; one that hangs misses what does not fit into its queue. Each is
-    told about once. At the end all are closed at the same time, and what has not ended within
-    `patience` is left behind.
+    Each sink is opened, called and closed on a daemon thread of its own. One that raises is off
+    from then on; one that hangs misses the lines that do not fit into its queue. The first problem
+    of each is logged. At the end all are closed at the same time; the threads that have not ended
+    within `patience` are abandoned.
 
     Args:
-        makers: A function that returns a context manager of a sink, for each name.
-        log: Gets the problems in words, on the thread that uses the sink.
-        room: Lines that may wait for a sink.
-        lag: Seconds for which lines may wait for a sink before that is told.
+        makers: By name, functions that return a context manager of a sink.
+        log: Called with the problems, on the thread that uses the sink.
+        room: How many lines may wait for a sink.
+        lag: Seconds that lines may wait for a sink before a message says so.
         patience: Seconds that closing may take, for all of them together.
 
     Effects:
@@ -71,7 +71,7 @@ def isolate_sinks(
         the sink 'page' is off: OSError: no network
     """
     sinks = [_start(name, make) for name, make in makers.items()]
-    report = _reporting(log)
+    report = _make_report(log)
     caught_up = {sink.name: time.monotonic() for sink in sinks}
 
     def write(step: int, values: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ def isolate_sinks(
     _close(sinks, report, patience, failed=False)
 
 
-def _start(name: str, make: Make) -> _Guarded:
+def _start(name: str, make: Make) -> _IsolatedSink:
     lines: SimpleQueue[Any] = SimpleQueue()
     problems: SimpleQueue[str] = SimpleQueue()
 
@@ -102,39 +102,35 @@ def _start(name: str, make: Make) -> _Guarded:
             with contextlib.suppress(_RunFailed), make() as sink:
                 while isinstance(line := lines.get(), tuple):
                     sink(*line)
-                _end(failed=line)
+                if line:
+                    raise _RunFailed  # noqa: TRY301 -- the sink's own block has to see it
         except BaseException as error:  # noqa: BLE001 -- a sink may even call sys.exit
             text = " ".join(str(error).split())
             problems.put(f"is off: {redacted(f'{type(error).__name__}: {text}', os.environ)}")
 
     thread = threading.Thread(target=run, name=f"sink {name}", daemon=True)
     thread.start()
-    return _Guarded(name, thread, lines, problems)
+    return _IsolatedSink(name, thread, lines, problems)
 
 
-def _end(*, failed: bool) -> None:
-    if failed:
-        raise _RunFailed
+def _make_report(log: Log) -> Callable[..., None]:
+    """Return a function that logs the first problem of each sink."""
+    reported: set[str] = set()
 
-
-def _reporting(log: Log) -> Callable[..., None]:
-    """Return a function that tells what a sink says first, and no more."""
-    silent: set[str] = set()
-
-    def report(sink: _Guarded, problem: str | None = None) -> None:
+    def report(sink: _IsolatedSink, problem: str | None = None) -> None:
         if problem is None and not sink.problems.empty():
             problem = sink.problems.get()
-        if problem is not None and sink.name not in silent:
-            silent.add(sink.name)
+        if problem is not None and sink.name not in reported:
+            reported.add(sink.name)
             log(f"the sink {sink.name!r} {problem}")
 
     return report
 
 
 def _close(
-    sinks: Iterable[_Guarded], report: Callable[..., None], patience: float, *, failed: bool
+    sinks: Iterable[_IsolatedSink], report: Callable[..., None], patience: float, *, failed: bool
 ) -> None:
-    """End all sinks at the same time, and leave behind those that have not ended in time."""
+    """Close all sinks at the same time, and abandon those that have not ended in time."""
     deadline = time.monotonic() + patience
     for sink in sinks:
         sink.lines.put(failed)

@@ -1,8 +1,8 @@
 """Metrics and events as lines of strict JSON, one object each, that survive kills and full disks.
 
-What strict JSON lacks is written so that every reader takes it and nothing is lost: NaN and
-infinities are null (the `_hex` twins of `metrics.make_step_record` tell which), whole numbers
-beyond 64 bits are strings of hexadecimal digits, and half a surrogate pair is a question mark.
+Values that strict JSON lacks are converted so that every reader accepts them and nothing is lost:
+NaN and infinities are null (the `_hex` fields of `metrics.make_step_record` distinguish them),
+integers beyond 64 bits are strings of hexadecimal digits, and a lone surrogate is a question mark.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import orjson
 from trainkit.files import atomic_write, convert_disk_errors, fsync_folder
 from trainkit.types import DiskError, Log, Sink
 
-_ROOM = 64 << 20  # bytes of lines that wait in memory for a disk that takes them
+_MAX_WAITING = 64 << 20  # bytes of lines that wait in memory for room on the disk
 
-Problem = Callable[[str, Exception], None]
+Report = Callable[[str, Exception], None]
+"""`Report(kind, error)`: raises an error, or logs it if it is the first of its kind."""
 
 
 @attrs.frozen
 class Rewound:
-    """What `rewind_jsonl` found: lines kept, steps whose lines went, steps that have no line."""
+    """How many lines `rewind_jsonl` kept, how many steps it dropped, how many have no line."""
 
     kept: int = 0
     dropped: int = 0
@@ -38,21 +39,22 @@ class Rewound:
 
 @contextlib.contextmanager
 def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> Iterator[Sink]:
-    """Yield a sink that appends one line per step, `{"step": 1, ...}`, and hands it to the system.
+    """Yield a sink that appends one line per step, `{"step": 1, ...}`, to a file.
 
-    A line that the system has is safe from a kill; `fsync_jsonl` makes it safe from a power cut. A
-    disk that is full may take part of a line: the rest, and the lines that follow, wait in memory
-    (64 MiB of them) and are written first as soon as there is room, so that no line is torn inside
-    the file or lost. A file that is removed meanwhile begins anew, and that is told. A step that is
-    not beyond the last one, as after a roll-back, takes the place of all lines from it on; but what
-    is told of the last step under other names, as by an evaluation, joins its line.
+    Each line goes to the operating system at once, which makes it safe from a kill; `fsync_jsonl`
+    makes it safe from a power cut. A full disk may take part of a line: the rest, and the lines
+    that follow, wait in memory (up to 64 MiB) and are written first when there is room, so that no
+    line inside the file is torn or lost. A file that is removed meanwhile is created again, with a
+    message. A step that is not beyond the last one, as after a roll-back, replaces all lines from
+    it on; but further values of the last step under other names, as of an evaluation, join its
+    line.
 
     Args:
-        path: The file, made if need be.
-        step: The step that the run goes on from: lines beyond it, and a torn last line, are
+        path: The file, created if it does not exist.
+        step: The step that the run resumes from: lines beyond it, and a torn last line, are
             dropped (see `rewind_jsonl`), so that after any restart each step has exactly one line.
-        log: Gets the first problem in words, and lets the run go on: a full disk, a value that is
-            not plain (its type's name stands for it). None raises.
+        log: Called with the first problem of each kind, and the run goes on: a full disk, a value
+            that is not plain (its type's name replaces it). None raises.
 
     Raises:
         ValueError: A value is not a plain number, string, bool, None, or list or dict of these.
@@ -64,36 +66,41 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for begin in (0, 1):  # the second run goes on from step 1
-        ...         with open_jsonl(f"{folder}/metrics.jsonl", step=begin) as sink:
-        ...             for step in range(begin, begin + 2):
+        ...     for start in (0, 1):  # the second run resumes from step 1
+        ...         with open_jsonl(f"{folder}/metrics.jsonl", step=start) as sink:
+        ...             for step in range(start, start + 2):
         ...                 sink(step + 1, {"loss": 1.5})
         ...     print(Path(f"{folder}/metrics.jsonl").read_text(), end="")
         {"step":1,"loss":1.5}
         {"step":2,"loss":1.5}
         {"step":3,"loss":1.5}
     """
-    path, last, told = Path(path), step, dict[str, Any]()
+    path = Path(path)
+    last_step = step
+    last_values: dict[str, Any] = {}
     rewind_jsonl(path, step)
     with contextlib.ExitStack() as stack:
-        append = stack.enter_context(_appending(path, log))
+        append = stack.enter_context(_open_appender(path, log))
 
         def go_back(step: int) -> None:
             nonlocal append
             stack.close()
             try:
                 rewind_jsonl(path, step)
-                append = stack.enter_context(_appending(path, log))
+                append = stack.enter_context(_open_appender(path, log))
             except DiskError as error:
-                _reporting(log)("rewind", error)
+                _make_report(log)("rewind", error)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal last, told
-            told = {**told, **values} if step == last and is_more(told, values) else dict(values)
-            if step <= last:
+            nonlocal last_step, last_values
+            if step == last_step and is_more(last_values, values):
+                last_values = {**last_values, **values}
+            else:
+                last_values = dict(values)
+            if step <= last_step:
                 go_back(step - 1)
-            append({"step": step, **told})
-            last = step
+            append({"step": step, **last_values})
+            last_step = step
 
         yield write
 
@@ -102,12 +109,13 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
 def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callable[..., None]]:
     """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}`.
 
-    For what is no step: evaluations, saves, restarts. `time` is in seconds since 1970. Nothing is
-    ever removed but a torn last line: steps that a restart repeats are told twice.
+    For everything that is not a step: evaluations, saves, restarts. `time` is in seconds since
+    1970. Nothing is ever removed except a torn last line: events of steps that a restart repeats
+    appear twice.
 
     Args:
-        path: The file, made if need be.
-        log: What to do with problems, as in `open_jsonl`.
+        path: The file, created if it does not exist.
+        log: For problems, as in `open_jsonl`.
 
     Effects:
         Appends to the file.
@@ -123,7 +131,7 @@ def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callabl
     path = Path(path)
     with convert_disk_errors(path, by="events"):
         _drop_torn_line(path)
-    with _appending(path, log) as append:
+    with _open_appender(path, log) as append:
 
         def event(name: str, **facts: Any) -> None:
             append({"time": time.time(), "event": name, **facts})
@@ -131,45 +139,45 @@ def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callabl
         yield event
 
 
-def is_more(told: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Say whether values are more of a step that was told, as an evaluation's are.
+def is_more(written: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Return whether values add to those written for the same step, as an evaluation's do.
 
-    A name that comes twice is a step that is done again.
+    If a name appears in both, the step was repeated.
 
     Examples:
         >>> is_more({"loss": 2.0}, {"eval/loss": 2.5}), is_more({"loss": 2.0}, {"loss": 2.0})
         (True, False)
     """
-    return bool(told) and told.keys().isdisjoint(values)
+    return bool(written) and written.keys().isdisjoint(values)
 
 
 def repair_jsonl(text: bytes, step: int) -> bytes:
     r"""Return the lines of a metrics file up to `step`, each step once, in rising order.
 
-    Whatever is no whole JSON object with a whole number `step` is dropped: a torn last line, or
-    the zeros that a lost disk cache leaves.
+    Lines that are not complete JSON objects with an integer `step` are dropped: a torn last line,
+    or the zeros that a lost disk cache leaves.
 
     Examples:
         >>> repair_jsonl(b'{"step":1}\n{"step":2}\n{"step":3}\n{"ste', step=2)
         b'{"step":1}\n{"step":2}\n'
     """
-    kept: list[bytes] = []
+    lines: list[bytes] = []
     last = -1
     for line in text.split(b"\n"):
-        number = _step_of(line)
+        number = _read_step(line)
         if number is not None and last < number <= step:
-            kept.append(line + b"\n")
+            lines.append(line + b"\n")
             last = number
-    return b"".join(kept)
+    return b"".join(lines)
 
 
 def rewind_jsonl(path: str | Path, step: int) -> Rewound:
     """Make a metrics file end with `step`, as `repair_jsonl` does.
 
-    A file that is whole up to there is cut, any other replaced.
+    A file that is intact up to there is truncated, any other replaced.
 
     Args:
-        path: The file; a missing one is left missing.
+        path: The file; if it does not exist, nothing happens.
         step: The last step that may have a line.
 
     Returns:
@@ -177,10 +185,10 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
         the first line and `step` have none.
 
     Raises:
-        DiskError: The file cannot be read, cut or replaced.
+        DiskError: The file cannot be read, truncated or replaced.
 
     Effects:
-        Cuts the file, or replaces it by a rename.
+        Truncates the file, or replaces it by a rename.
 
     Examples:
         >>> import tempfile
@@ -193,27 +201,27 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
         Rewound(kept=3, dropped=2, missing=0)
     """
     path = Path(path)
-    if not path.is_file():  # a device has no end
+    if not path.is_file():  # reading a device such as /dev/stdout would never end
         return Rewound()
     with convert_disk_errors(path, by="rewind_jsonl"):
         text = path.read_bytes()
         repaired = repair_jsonl(text, step)
         if text.startswith(repaired):
-            _cut(path, len(repaired))
+            _truncate(path, len(repaired))
         else:
             with atomic_write(path, by="rewind_jsonl") as file:
                 file.write(repaired)
     kept = repaired.count(b"\n")
-    first = _step_of(repaired.partition(b"\n")[0]) or 0
-    newest = max((_step_of(line) or 0 for line in text.split(b"\n")), default=0)
+    first = _read_step(repaired.partition(b"\n")[0]) or 0
+    newest = max((_read_step(line) or 0 for line in text.split(b"\n")), default=0)
     missing = step - first + 1 - kept if kept else 0
     return Rewound(kept=kept, dropped=max(0, newest - step), missing=missing)
 
 
 def fsync_jsonl(run_dir: str | Path) -> None:
-    """Return once the lines of a run that the system has are on the disk; never raises.
+    """Wait until the lines of a run are on the disk; never raises.
 
-    For the moment before a checkpoint is committed: no power cut then loses lines of steps that no
+    Called before a checkpoint is committed: a power cut then loses no lines of steps that no
     restart will repeat. Any thread may call it.
 
     Effects:
@@ -232,14 +240,15 @@ def fsync_jsonl(run_dir: str | Path) -> None:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    r"""Return the steps of a run in their order, with what evaluations found after each of them.
+    r"""Return the steps of a run in order, each with the evaluation that followed it.
 
-    The lines of metrics.jsonl, joined by the evaluations of events.jsonl as `eval/NAME`. What a
-    restart or a roll-back has given up is left out, of both, and so is a torn last line. An
-    evaluation of a step without a line, such as step 0, has a line of its own.
+    These are the lines of metrics.jsonl, joined with the evaluations of events.jsonl as
+    `eval/NAME`. Lines and evaluations that a restart or a roll-back has discarded are left out, and
+    so is a torn last line. An evaluation of a step without a line, such as step 0, has a line of
+    its own.
 
     Args:
-        run_dir: A run directory; a missing one has no steps.
+        run_dir: A run directory; one that does not exist has no steps.
 
     Examples:
         >>> import tempfile
@@ -250,16 +259,18 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         ...     read_metrics(run)
         [{'step': 1, 'loss': 5.5, 'eval/loss': 5.25}]
     """
-    lines, told = (read_jsonl(Path(run_dir) / f"{name}.jsonl") for name in ("metrics", "events"))
-    return joined(lines, told)
+    run_dir = Path(run_dir)
+    return join_evaluations(
+        read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl")
+    )
 
 
 def compare_evaluations(run_dir: str | Path, metric: str) -> dict[str, Any]:
-    """Return what a run has learned, for an event "result": its first and its last evaluation.
+    """Return the first and the last evaluation of a run, as the fields of an event "result".
 
     Args:
         run_dir: A run directory.
-        metric: The name in `read_metrics`, "eval/loss".
+        metric: The name in `read_metrics`, such as "eval/loss".
 
     Returns:
         {"metric": ..., "before": ..., "after": ...}; None where nothing was evaluated.
@@ -268,11 +279,11 @@ def compare_evaluations(run_dir: str | Path, metric: str) -> dict[str, Any]:
         >>> compare_evaluations("no/such/run", "eval/loss")
         {'metric': 'eval/loss', 'before': None, 'after': None}
     """
-    found = [line[metric] for line in read_metrics(run_dir) if metric in line] or [None]
-    return {"metric": metric, "before": found[0], "after": found[-1]}
+    values = [line[metric] for line in read_metrics(run_dir) if metric in line] or [None]
+    return {"metric": metric, "before": values[0], "after": values[-1]}
 
 
-def joined(
+def join_evaluations(
     metrics: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl with the evaluations of events.jsonl: see `read_metrics`.
@@ -282,30 +293,25 @@ def joined(
         ...     {"event": "evaluation", "step": 2, "eval/loss": 9.0},
         ...     {"event": "rewind", "step": 1},
         ... ]
-        >>> joined([{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}], events)
+        >>> join_evaluations([{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}], events)
         [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.25}]
     """
-    steps = {step: line for line in metrics if (step := _whole(line.get("step"))) is not None}
-    for step, found in _evaluations(events).items():
-        steps[step] = steps.get(step, {"step": step}) | found
-    return [steps[step] for step in sorted(steps)]
-
-
-def _evaluations(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return what evaluations found by their steps, but of steps that were done again since."""
-    found: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
     for event in events:
-        if (step := _whole(event.get("step"))) is None:
+        if (step := _get_step(event)) is None:
             continue
-        if event.get("event") in ("start", "rewind"):  # it went on from here
-            found = {done: values for done, values in found.items() if done <= step}
+        if event.get("event") in ("start", "rewind"):  # later steps were repeated from here
+            evaluations = {done: values for done, values in evaluations.items() if done <= step}
         elif event.get("event") == "evaluation":
-            found[step] = {name: x for name, x in event.items() if name.startswith("eval/")}
-    return found
+            evaluations[step] = {name: x for name, x in event.items() if name.startswith("eval/")}
+    lines = {step: line for line in metrics if (step := _get_step(line)) is not None}
+    for step, values in evaluations.items():
+        lines[step] = lines.get(step, {"step": step}) | values
+    return [lines[step] for step in sorted(lines)]
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file of JSON objects; a missing file has none.
+    """Return the complete lines of a file of JSON objects; a file that does not exist has none.
 
     Examples:
         >>> read_jsonl("no/such/file.jsonl")
@@ -313,26 +319,26 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    return [value for line in lines if (value := _parsed(line))]
+    return [value for line in lines if (value := _parse_line(line))]
 
 
 # ------------------------------------------------------------------------------------ writing
 
 
 @contextlib.contextmanager
-def _appending(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that appends a line, or keeps it until the disk has room."""
-    problem = _reporting(log)
+def _open_appender(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yield a function that appends a line, or stores it until the disk has room."""
+    report = _make_report(log)
     with convert_disk_errors(path, by="sinks"):
         is_new = not path.exists()
         file = _open(path)
         if is_new:
             fsync_folder(path.parent)
-    put, finish = _writer(file, path, problem)
+    put, finish = _make_writer(file, path, report)
     try:
-        yield lambda line: put(_json_line(line, path.name, problem))
+        yield lambda line: put(_format_line(line, path.name, report))
     except BaseException:
-        with contextlib.suppress(DiskError):  # what is on its way says more
+        with contextlib.suppress(DiskError):  # the error that is under way matters more
             finish()
         raise
     finish()
@@ -342,83 +348,95 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _reporting(log: Log | None) -> Problem:
-    """Return a function that raises an error, or tells it if it is the first of its kind."""
-    told: set[str] = set()
+def _make_report(log: Log | None) -> Report:
+    """Return a function that raises an error, or logs it if it is the first of its kind."""
+    reported: set[str] = set()
 
-    def problem(kind: str, error: Exception) -> None:
+    def report(kind: str, error: Exception) -> None:
         if log is None:
             raise error
-        if kind not in told:
-            told.add(kind)
+        if kind not in reported:
+            reported.add(kind)
             log(str(error))
 
-    return problem
+    return report
 
 
-def _writer(
-    file: int, path: Path, problem: Problem
+def _make_writer(
+    file: int, path: Path, report: Report
 ) -> tuple[Callable[[bytes], None], Callable[[], None]]:
-    """Return `put(line)` and `finish()`: lines go out in order and whole, now or when they can."""
+    """Return `put(line)` and `finish()`: lines are written complete and in order, now or later."""
     waiting = bytearray()
-    lost = 0
-    is_open = True  # afterwards another file may have this one's number
-    one_at_a_time = threading.Lock()  # events may come from threads
+    num_lost = 0
+    is_open = True  # once closed, another file may have this one's number
+    lock = threading.Lock()  # events may come from threads
 
     def drain() -> None:
         try:
             with convert_disk_errors(path, by="sinks", needed=len(waiting)):
-                _begin_anew_if_removed(file, path, problem)
-                while waiting:  # a disk that fills up takes part of what it is given
+                _recreate_if_removed(file, path, report)
+                while waiting:  # a disk that fills up accepts part of a write
                     del waiting[: os.write(file, waiting)]
         except DiskError as error:
-            what = f"{error.what}; lines wait in memory until there is room"
-            problem("disk", DiskError(what, where=path, got=error.got, want=error.want))
+            report(
+                "disk",
+                DiskError(
+                    f"{error.what}; lines wait in memory until there is room",
+                    where=path,
+                    got=error.got,
+                    want=error.want,
+                ),
+            )
 
     def put(line: bytes) -> None:
-        nonlocal lost
-        with one_at_a_time:
-            if is_open and len(waiting) + len(line) <= _ROOM:
+        nonlocal num_lost
+        with lock:
+            if is_open and len(waiting) + len(line) <= _MAX_WAITING:
                 waiting.extend(line)
             else:
-                lost += 1
+                num_lost += 1
             if is_open:
                 drain()
 
     def finish() -> None:
         nonlocal is_open
-        with one_at_a_time, contextlib.suppress(OSError, DiskError):  # it is told what is lost
+        with lock, contextlib.suppress(OSError, DiskError):  # reported below, as lost lines
             try:
                 drain()
             finally:
                 is_open = False
                 os.close(file)
-        if missing := waiting.count(b"\n") + lost:
-            problem("lost", DiskError(f"sinks: {path} lacks its last {missing} lines", where=path))
+        if missing := waiting.count(b"\n") + num_lost:
+            report("lost", DiskError(f"sinks: {path} lacks its last {missing} lines", where=path))
 
     return put, finish
 
 
-def _begin_anew_if_removed(file: int, path: Path, problem: Problem) -> None:
-    """Let an open file that somebody has removed, or the directory around it, be a new one."""
+def _recreate_if_removed(file: int, path: Path, report: Report) -> None:
+    """Let the descriptor of a file that was removed, or whose folder was, refer to a new file."""
     if os.fstat(file).st_nlink:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    again = _open(path)
-    os.dup2(again, file, inheritable=False)
-    os.close(again)
-    what = f"sinks: {path} was removed while the run goes on: its lines up to now are lost"
-    problem("removed", DiskError(what, where=path))
+    new = _open(path)
+    os.dup2(new, file, inheritable=False)
+    os.close(new)
+    report(
+        "removed",
+        DiskError(
+            f"sinks: {path} was removed while the run goes on: its lines up to now are lost",
+            where=path,
+        ),
+    )
 
 
-def _json_line(line: Mapping[str, Any], name: str, problem: Problem) -> bytes:
-    """Return a line of strict JSON; what is not plain becomes the name of its type, and is told."""
+def _format_line(line: Mapping[str, Any], name: str, report: Report) -> bytes:
+    """Return a line of strict JSON; a value that is not plain becomes its type's name."""
     with contextlib.suppress(TypeError):
         return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
     odd: dict[str, str] = {}
-    plain = {_text(key): _plain(value, key, odd) for key, value in line.items()}
+    plain = {_to_text(key): _to_plain(value, key, odd) for key, value in line.items()}
     if odd:
-        problem(
+        report(
             "value",
             ValueError(
                 f"{name}: a line takes plain numbers and strings (see trainkit.to_host), got {odd}"
@@ -427,35 +445,35 @@ def _json_line(line: Mapping[str, Any], name: str, problem: Problem) -> bytes:
     return orjson.dumps(plain, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _plain(value: Any, name: str, odd: dict[str, str]) -> Any:
-    """Return a value as orjson takes it, and note in `odd` where there was none."""
+def _to_plain(value: Any, name: str, odd: dict[str, str]) -> Any:
+    """Return a value that orjson takes, and add its name to `odd` if there is none."""
     plain: Any
     match value.item() if isinstance(value, np.generic) else value:
         case None | bool() as plain:
             pass
         case str() as text:
-            plain = _text(text)
+            plain = _to_text(text)
         case int() as number if not -(1 << 63) <= number < 1 << 64:
             plain = hex(number)
         case int() | float() as number:
-            plain = number + 0  # where it was of a class of its own
+            plain = number + 0  # turns a subclass into a plain int or float
         case list() | tuple() as parts:
-            plain = [_plain(part, name, odd) for part in parts]
+            plain = [_to_plain(part, name, odd) for part in parts]
         case Mapping() as parts:
-            plain = {_text(key): _plain(part, name, odd) for key, part in parts.items()}
+            plain = {_to_text(key): _to_plain(part, name, odd) for key, part in parts.items()}
         case other:
             plain = odd[name] = f"<{type(other).__name__}>"
     return plain
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
 # ------------------------------------------------------------------------------------ repairing
 
 
-def _cut(path: Path, size: int) -> None:
+def _truncate(path: Path, size: int) -> None:
     if path.stat().st_size > size:
         with path.open("r+b") as file:
             file.truncate(size)
@@ -463,24 +481,25 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut a file after its last line that is whole."""
+    """Truncate a file after its last complete line."""
     if path.is_file():
         lines = path.read_bytes().splitlines(keepends=True)
-        while lines and not (lines[-1].endswith(b"\n") and _parsed(lines[-1])):
+        while lines and not (lines[-1].endswith(b"\n") and _parse_line(lines[-1])):
             lines.pop()
-        _cut(path, sum(map(len, lines)))
+        _truncate(path, sum(map(len, lines)))
 
 
-def _step_of(line: bytes) -> int | None:
-    return _whole(_parsed(line).get("step"))
+def _read_step(line: bytes) -> int | None:
+    return _get_step(_parse_line(line))
 
 
-def _whole(number: Any) -> int | None:
-    return number if type(number) is int else None
+def _get_step(record: Mapping[str, Any]) -> int | None:
+    step = record.get("step")
+    return step if type(step) is int else None  # a bool is no step
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the object of a line, empty if it is none."""
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """Return the object of a line, empty if it is not an object."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:

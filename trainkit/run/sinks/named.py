@@ -1,4 +1,4 @@
-"""The optional sinks of a run by the names that a flag gives them."""
+"""How a run logs, and the optional sinks by the names of --sinks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LoggingOptions:
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
 ) -> dict[str, Callable[..., AbstractContextManager[Sink]]]:
-    """Return the sinks that `open_run_sinks` opens besides its own, and their first arguments.
+    """Return the optional sinks by name, with their arguments bound but for `step`.
 
     Args:
         names: "tensorboard" (into `run_dir`/tensorboard) and "wandb".
         run_dir: The run directory.
-        config: What is shown beside the run: plain values.
+        config: The configuration that a sink shows with the run: plain values.
 
     Raises:
         ConfigError: There is no sink of that name.
@@ -48,8 +48,8 @@ def named_sinks(
         "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
         "wandb": partial(open_wandb, run_dir, config=config),
     }
-    chosen = list(names)
-    for name in chosen:
+    names = list(names)
+    for name in names:
         if name not in makers:
             raise ConfigError(f"named_sinks: no sink is called {name!r}; there are {[*makers]}")
-    return {name: makers[name] for name in chosen}
+    return {name: makers[name] for name in names}

@@ -1,4 +1,4 @@
-"""Several sinks as one."""
+"""One sink for several."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trainkit.types import Sink
 
 
 def tee(*sinks: Sink) -> Sink:
-    """Return a sink that passes everything on to `sinks`, in this order.
+    """Return a sink that calls each of `sinks`, in this order.
 
     Examples:
-        >>> seen = []
-        >>> sink = tee(lambda step, values: seen.append(step), lambda step, values: print(values))
+        >>> steps = []
+        >>> sink = tee(lambda step, values: steps.append(step), lambda step, values: print(values))
         >>> sink(1, {"loss": 2.0})
         {'loss': 2.0}
-        >>> seen
+        >>> steps
         [1]
     """
 

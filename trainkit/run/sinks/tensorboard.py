@@ -15,12 +15,12 @@ from trainkit.types import Sink, needs_extra
 def open_tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
     """Yield a sink that writes the numbers of each step as scalars for TensorBoard.
 
-    After a restart or a roll-back TensorBoard shows one series: what it was told of later steps is
-    hidden.
+    After a restart or a roll-back TensorBoard shows one series: earlier values of the steps that
+    are repeated are hidden.
 
     Args:
-        path: The directory of the event files, which is made.
-        step: The step that the run goes on from.
+        path: The directory of the event files, created if it does not exist.
+        step: The step that the run resumes from.
 
     Raises:
         ConfigError: The library tensorboard is missing.
@@ -34,30 +34,33 @@ def open_tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
     """
     with needs_extra("sinks"):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 -- an extra, and slow
-    path, last, told = str(path), step, dict[str, float]()
+    path = str(path)
+    last_step = step
+    last_values: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
 
-        def opened(step: int) -> Any:
+        def open_writer(step: int) -> Any:
             stack.close()
             return stack.enter_context(contextlib.closing(SummaryWriter(path, purge_step=step)))
 
-        writer = opened(step + 1)
+        writer = open_writer(step + 1)
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal writer, last, told
+            nonlocal writer, last_step, last_values
             numbers = scalars(values)
-            more = step == last and is_more(told, numbers)
-            if step <= last and not more:
-                writer = opened(step)
+            adds = step == last_step and is_more(last_values, numbers)
+            if step <= last_step and not adds:
+                writer = open_writer(step)  # hides what was written from this step on
             for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
-            last, told = step, {**told, **numbers} if more else numbers
+            last_values = {**last_values, **numbers} if adds else numbers
+            last_step = step
 
         yield write
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return what of a step's values is a number that a float holds.
+    """Return the values that are numbers within the range of a float.
 
     Examples:
         >>> scalars({"loss": 2.5, "tokens": 7, "batch_hash": "00ff", "note": None, "n": 10**400})

@@ -1,4 +1,4 @@
-"""How much of a run's time made it further, and how often to save."""
+"""Goodput: the share of a run's time that made progress; and how often to save."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import attrs
 class Goodput:
     """How the time of a run was spent, over all its restarts.
 
-    `productive` is the seconds of the steps that stand in the end, `wall` the seconds in which the
-    run was there at all, `share` their ratio (0 without any). `down` is the seconds between the end
-    of one process and the start of the next, which no part of it counts. `repeated` counts the
-    steps that were done more than once, `starts` how often it was started, `saves` the
-    checkpoints, `blocked` the seconds that training waited for them.
+    `productive` is the seconds of the steps that count in the end, `wall` the seconds in which a
+    process of the run was alive, `share` their ratio (0 without any). `down` is the seconds between
+    the end of one process and the start of the next; no other field contains it. `repeated` counts
+    repeated steps, `starts` the processes, `saves` the checkpoints, `blocked` the seconds that
+    training waited for them.
     """
 
     share: float
@@ -35,10 +35,10 @@ class Goodput:
 def measure_goodput(
     metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
 ) -> Goodput:
-    """Return which part of a run's time went into steps that stand (its effective training time).
+    """Return the share of a run's time that went into steps that count (effective training time).
 
-    What lowers it: starting, loading, saving, evaluating, and steps that were lost and done again.
-    The hours in which nothing ran, because the run was stopped or waited for its turn, do not.
+    Starting, loading, saving, evaluating and repeated steps lower it. Hours in which no process
+    ran, because the run was stopped or waited in a queue, do not.
 
     Args:
         metrics: The lines of metrics.jsonl: `step`, `seconds`.
@@ -61,7 +61,7 @@ def measure_goodput(
     seconds = {line["step"]: line.get("seconds") or 0.0 for line in steps}
     productive = math.fsum(seconds.values())
     lives = [
-        _life(events[begin:end], events[end] if end < len(events) else None, seconds)
+        _find_lifetime(events[begin:end], events[end] if end < len(events) else None, seconds)
         for begin, end in pairwise([*starts, len(events)])
     ]
     wall = math.fsum(end - begin for begin, end in lives)
@@ -78,32 +78,34 @@ def measure_goodput(
     )
 
 
-def _life(
+def _find_lifetime(
     events: Sequence[Mapping[str, Any]],
     following: Mapping[str, Any] | None,
     seconds: Mapping[int, float],
 ) -> tuple[float, float]:
-    """Return from when to when a process lived; one that was killed told no end.
+    """Return the start and the end of a process; one that was killed has written no end.
 
-    Its steps say how long it lived at least: those up to where the next start found the lines.
+    Its steps give a lower bound: those up to the last line that the next start found.
     """
-    first, end = events[0], math.inf
+    first = events[0]
+    end = math.inf
     reached = math.inf
     if following is not None:
-        reached, end = following["step"] + (following.get("repeated") or 0), following["time"]
+        reached = following["step"] + (following.get("repeated") or 0)
+        end = following["time"]
     worked = math.fsum(x for step, x in seconds.items() if first["step"] < step <= reached)
-    last = max(event["time"] for event in events)  # a save's line comes later than the save
+    last = max(event["time"] for event in events)  # the event of a save follows its end
     return first["time"], min(end, max(last, first["time"] + worked))
 
 
 def suggest_save_interval(*, stall: float, between_failures: float) -> float:
-    """Return the seconds between two saves with which the goodput to expect is best.
+    """Return the seconds between two saves that maximize the expected goodput.
 
     Saving costs stall / interval; a failure loses half an interval and a restart (Young, "A first
     order approximation to the optimum checkpoint interval", 1974).
 
     Args:
-        stall: How long a save holds training up, in seconds.
+        stall: How long training waits for a save, in seconds.
         between_failures: The mean time from one failure to the next, in seconds.
 
     Examples:

@@ -25,15 +25,15 @@ def open_wandb(
 ) -> Iterator[Sink]:
     """Yield a sink that logs the numbers of each step to Weights & Biases.
 
-    Its run has the id of `run.json`, so that a run that was requeued goes on as one series. The
-    server cannot take a step back: steps that a restart repeats, which are the same bit for bit,
-    are not sent again, and after a rollback it shows the abandoned steps; metrics.jsonl does not.
+    Its run has the id of `run.json`, so a run that was requeued stays one series. The server
+    cannot take a step back: steps that a restart repeats, which are the same bit for bit, are not
+    sent again, and after a roll-back it shows the discarded steps; metrics.jsonl does not.
 
     Args:
-        run_dir: The run directory: its `run.json` holds the id, its name is shown.
-        step: The step that the run goes on from.
-        project: The project of the page.
-        config: Shown beside the run: plain values. Nothing of the environment is sent.
+        run_dir: The run directory: its `run.json` holds the id, its name is the run's name.
+        step: The step that the run resumes from.
+        project: The project on the server.
+        config: Shown with the run: plain values. Nothing of the environment is sent.
         **options: Further arguments of `wandb.init`.
 
     Raises:
@@ -48,7 +48,7 @@ def open_wandb(
     """
     with needs_extra("sinks"):
         library = importlib.import_module("wandb")
-        if not hasattr(library, "init"):  # a folder of old runs passes for an empty package
+        if not hasattr(library, "init"):  # a folder "wandb" of old runs imports as empty package
             raise ImportError(name="wandb")
     run_dir = Path(run_dir)
     run = library.init(
@@ -58,22 +58,23 @@ def open_wandb(
         dir=str(run_dir),
         resume="allow",
         config=dict(config or {}),
-        # Its hold on stdout could make a print wait for the network.
+        # Capturing stdout could make a print wait for the network.
         **{"settings": {"console": "off"}, **options},
     )
-    # What the server has: up to `step`, or further on if steps beyond it were sent before.
-    sent = max(step, (getattr(run, "step", 0) or 0) - 1)
-    told: dict[str, float] = {}  # of the step that was sent last, by this process
+    # The server has steps up to `step`, or further if an earlier process sent steps beyond it.
+    last_sent = max(step, (getattr(run, "step", 0) or 0) - 1)
+    last_values: dict[str, float] = {}  # of the step that this process sent last
     failed = 1
     try:
 
         def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal sent, told
+            nonlocal last_sent, last_values
             numbers = scalars(values)
-            more = step == sent and is_more(told, numbers)
-            if step > sent or more:
+            adds = step == last_sent and is_more(last_values, numbers)
+            if step > last_sent or adds:
                 run.log(numbers, step=step)
-                sent, told = step, {**told, **numbers} if more else numbers
+                last_values = {**last_values, **numbers} if adds else numbers
+                last_sent = step
 
         yield write
         failed = 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainkit.batch import batch_hash, count_valid_tokens, to_device
 from trainkit.collectives import all_sum
-from trainkit.grads import clip_and_step, get_named_parameters, get_parameters, sync_sp_grads
+from trainkit.grads import clip_and_step, get_named_parameters, sync_sp_grads
 from trainkit.losses import average_terms
 from trainkit.mesh import parallel_session
 from trainkit.metrics import reduce_metrics
@@ -28,9 +28,10 @@ from trainkit.noise.hashing import make_key
 from trainkit.optim import make_optimizer
 from trainkit.parallel.materialize import fills_of, live_buffers
 from trainkit.parallel.names import COPY_SUFFIX, get_local_box, ties_of
+from trainkit.parallel.places import attach_axes
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
-from trainkit.post.adapters.frozen import SCALES, get_quantizations, unpacked
-from trainkit.step import bind_forward_backward
+from trainkit.post.adapters.frozen import SCALES, dequantize_rows, get_quantizations
+from trainkit.step import make_forward_backward
 from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import Tier
 from trainkit.tools.testing.deal import deal_batch
@@ -42,6 +43,7 @@ from trainkit.types import (
     Loss,
     ModelTransform,
     ParallelState,
+    Stages,
     Weights,
 )
 
@@ -51,7 +53,7 @@ MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
 MakeLoss = Callable[[ParallelState], Loss]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
 
-MakeStages = Callable[[ParallelState], Sequence[nn.Module]]
+MakeStages = Callable[[ParallelState], Stages]
 """From a layout to this rank's stages, filled."""
 
 Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
@@ -164,7 +166,11 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     model = plain_model(training)
-    return _train(training, LayoutCase(rows_per_microbatch=None), lambda ps: [model.to(ps.device)])
+    return _train(
+        training,
+        LayoutCase(rows_per_microbatch=None),
+        lambda ps: attach_axes([model.to(ps.device)], ps),
+    )
 
 
 def plain_model(training: Training) -> nn.Module:
@@ -203,14 +209,12 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
     with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
         named, ties = get_named_parameters(stages), [tie for x in stages for tie in ties_of(x)]
-        params, optimizer = get_parameters(stages), training.optimizer(stages, ps.pp)
+        optimizer = training.optimizer(stages, ps.pp)
         loss: Any = training.loss
-        run = bind_forward_backward(
+        run = make_forward_backward(
             stages,
             loss if hasattr(loss, "terms") else loss(ps),
-            axis=ps.pp,
             call=training.call,
-            schedule=case.layout.schedule,
             reduce=case.layout.reduce,
         )
         terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
@@ -221,9 +225,9 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
             batches = [to_device(batch, ps.device) for batch in batches]
             tokens = all_sum(count_valid_tokens(batches), ps.loss)
             sums = run(batches, denominator=tokens)
-            sync_sp_grads(params, ps.sp_unfolded)
-            limit = {"lr": training.lr, "max_norm": training.max_norm}
-            norms.append(clip_and_step(params, optimizer, **limit, axis=ps.pp).norm)
+            sync_sp_grads(stages, ps.sp_unfolded)
+            update = clip_and_step(stages, optimizer, lr=training.lr, max_norm=training.max_norm)
+            norms.append(update.norm)
             for name, value in average_terms(reduce_metrics(sums, ps.loss), tokens).items():
                 terms.setdefault(name, []).extend(value.flatten().tolist())
         return Outcome(
@@ -242,7 +246,7 @@ def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) 
     found = {name: _part(p) for name, p in named.items()}
     for name, packing in (item for stage in stages for item in get_quantizations(stage).items()):
         codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
-        values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
+        values = dequantize_rows(codes.local, scales.local, packing, torch.float64).cpu().numpy()
         found[name] = Held(values, (*codes.offset[:-1], packing.first))
         del found[name + SCALES]
     return found
