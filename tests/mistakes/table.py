@@ -543,8 +543,8 @@ MISTAKES = [
         (
             "policy.py",
             "entropy is punished where it is rewarded",
-            "            value = value - entropy_weight * scores.entropies",
-            "            value = value + entropy_weight * scores.entropies",
+            "            losses = losses - entropy_weight * scores.entropies",
+            "            losses = losses + entropy_weight * scores.entropies",
             "tests/losses tests/families/test_losses.py",
         ),
         (
@@ -557,8 +557,8 @@ MISTAKES = [
         (
             "policy.py",
             "the importance of an answer is a mean where it is a product",
-            '            drift = found.sums["importance"].exp()',
-            '            drift = found.means("importance").exp()',
+            '            importance = answers.sums["importance"].exp()',
+            '            importance = answers.means("importance").exp()',
             "tests/families/test_losses.py",
         ),
         (
@@ -592,8 +592,8 @@ MISTAKES = [
         (
             "preference.py",
             "KTO's reference point may be negative",
-            '        gain = beta * (ratio - found.means("kl").clamp(min=0))',
-            '        gain = beta * (ratio - found.means("kl"))',
+            '        gains = beta * (ratios - documents.means("kl").clamp(min=0))',
+            '        gains = beta * (ratios - documents.means("kl"))',
             "tests/losses tests/families/test_losses.py",
         ),
         (
@@ -620,29 +620,29 @@ MISTAKES = [
         (
             "advantages.py",
             "a value of the next document is taken for the following one",
-            "    goes_on[:, :-1] = steps[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])",
-            "    goes_on[:, :-1] = steps[:, :-1]",
+            "    has_next[:, :-1] = is_step[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])",
+            "    has_next[:, :-1] = is_step[:, :-1]",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "sequences.py",
             "documents of later rows add to those of the first",
-            "    first = most * torch.arange(rows, device=ids.device).unsqueeze(1)",
+            "    first = size * torch.arange(rows, device=ids.device).unsqueeze(1)",
             "    first = 0 * torch.arange(rows, device=ids.device).unsqueeze(1)",
             "tests/losses tests/families/test_losses.py",
         ),
         (
             "advantages.py",
             "of a group the last value stands for the sum",
-            "nothing.scatter_add(0, groups, x)",
-            "nothing.scatter(0, groups, x)",
+            "zeros.scatter_add(0, groups, x)",
+            "zeros.scatter(0, groups, x)",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "teachers.py",
             "the weight of a token in a distillation is 0 or 1",
-            "_divided_(logits.mul_(own.unsqueeze(-1)), temperature)",
-            "_divided_(logits.mul_((own != 0).unsqueeze(-1)), temperature)",
+            "_scale_temperature_(logits.mul_(chunk_weights.unsqueeze(-1)), temperature)",
+            "_scale_temperature_(logits.mul_((chunk_weights != 0).unsqueeze(-1)), temperature)",
             "tests/post/objectives/test_distillation.py",
         ),
     ),
