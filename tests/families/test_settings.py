@@ -210,7 +210,7 @@ CALLS = {
     "optim.Muon": lambda: {"params": [weight()], "lr": 0.1},
     "optim.adamw": lambda: {"params": [weight()], "lr": 0.1},
     "optim.decay_groups": lambda: {"named_parameters": {"weight": weight()}, "weight_decay": 0.1},
-    "optim.make_optimizer": lambda: {"stages": [nn.Linear(2, 2)], "lr": 0.1},
+    "optim.make_optimizer": lambda: {"stages_or_model": [nn.Linear(2, 2)], "lr": 0.1},
     "optim.orthogonalize": lambda: {"matrices": torch.eye(2)},
     "optim.combine_optimizers": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
     "adapters.Lora": lambda: {"modules": ".*"},

@@ -33,7 +33,7 @@ from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.tensors import run_tensors
+from trainkit.weights.checkpoint.tensors import get_run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
@@ -71,7 +71,7 @@ def step_once(named, optimizer, step, *, change=None):
 
 def held(named, optimizer):
     """Return copies of all parameters and all that is remembered of them."""
-    tensors = run_tensors([Named(named)], optimizer)
+    tensors = get_run_tensors([Named(named)], optimizer)
     return {name: x.detach().clone() for name, x in tensors.items()}
 
 

@@ -419,7 +419,7 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     facts = adapters.exclude_frozen_(wrong, ps, source="the/base")
     with pytest.raises(CheckpointError, match=r"its base is [0-9a-f]{16}, the run's is"):
         resume(tmp_path, TrainState(), wrong, optimizer_of(wrong), ps, facts=facts)
-    with pytest.raises(CheckpointError, match="holds adapters alone, of a base at the/base"):
+    with pytest.raises(CheckpointError, match="of a base at the/base"):
         adapters.open_base_weights(path)
 
 

@@ -269,7 +269,7 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
     ):
         began = time.time()
         save(at(1))
-        until(lambda: not flight.save_threads())
+        until(lambda: not flight.list_save_threads())
         ended = time.time()
         time.sleep(0.05)
         saved(wait=True)
@@ -316,7 +316,7 @@ def test_two_hundred_saves_in_a_row_leave_nothing_behind(tmp_path, monkeypatch):
 
 def test_a_snapshot_is_taken_into_the_memory_of_the_one_before():
     stages, optimizer, ps = small_run()
-    take = snapshot.bind_snapshots(stages, optimizer, ps)
+    take = snapshot.make_snapshot_taker(stages, optimizer, ps)
     first, second = (take(at(step), {}) for step in (1, 2))
     assert first.files[0].data.ctypes.data == second.files[0].data.ctypes.data
     stages[0](torch.ones(1, 3)).sum().backward()

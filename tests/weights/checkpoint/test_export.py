@@ -166,7 +166,9 @@ def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_pat
     tensors = {f"x.{kind}": torch.arange(24).reshape(2, 3, 4).to(kind) for kind in kinds}
     tensors |= {"turned": torch.arange(6.0).reshape(2, 3).t(), "number": torch.tensor(3.0)}
     tensors |= {"none": torch.zeros(0, 4), "learns": torch.nn.Parameter(torch.ones(3))}
-    report = save_tensors(tensors, tmp_path / "w", shard_bytes=60, beside={"config.json": b"{}"})
+    report = save_tensors(
+        tensors, tmp_path / "w", shard_bytes=60, extra_files={"config.json": b"{}"}
+    )
     assert report["tensors"] == len(tensors)
     assert verify_weights(tmp_path / "w") == []
     read = open_weights(tmp_path / "w")

@@ -27,7 +27,7 @@ from trainkit.weights.checkpoint import (
 )
 from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
-from trainkit.weights.checkpoint.safe_files import owner_problems
+from trainkit.weights.checkpoint.safe_files import find_owner_problems
 
 
 def save_twice(run_dir):
@@ -315,7 +315,7 @@ def test_moments_never_begin_afresh_unseen(dropped, saved):
 def test_without_the_check_moments_would_begin_afresh(saved, monkeypatch):
     """The negative control: the optimizer would step as if it had never stepped."""
     drop_tensors(saved, *MOMENTS)
-    monkeypatch.setattr(compare, "optimizer_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "find_optimizer_problems", lambda *_, **__: [])
     _, stages, optimizer, _ = small_run(model=Two("a", "b"), steps=0)
     load_checkpoint(saved, stages, optimizer)
     assert not optimizer.state.get(stages[0].a.weight)
@@ -348,7 +348,7 @@ def test_a_tied_head_is_no_untied_one_and_the_other_way_round(tmp_path):
 @pytest.mark.case("M1", "M3", "M5")
 def test_without_comparing_misfits_would_be_loaded_in_silence(saved, monkeypatch):
     """The negative control: numbers are rounded, and layers keep their initial values."""
-    monkeypatch.setattr(compare, "tensor_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "find_tensor_problems", lambda *_, **__: [])
     rounded = Two("a", "b", dtype=torch.bfloat16)
     load_weights(saved, [rounded])
     wanted = Two("a", "b")
@@ -503,12 +503,12 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
     path.chmod(0o755)
     for file in path.iterdir():
         file.chmod(0o644)
-    assert owner_problems(path) == []
+    assert find_owner_problems(path) == []
     (path / "state.json").chmod(0o666)
-    assert "can be written by everybody (mode 666)" in owner_problems(path)[0]
+    assert "can be written by everybody (mode 666)" in find_owner_problems(path)[0]
     if os.geteuid() == 0:
         os.chown(path / "index.json", 12345, -1)
-        assert "belongs to user 12345" in owner_problems(path)[0]
+        assert "belongs to user 12345" in find_owner_problems(path)[0]
     told, rest = [], small_run()[1:]
     assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 1
     assert any("can be written by everybody" in line for line in told)

@@ -30,7 +30,7 @@ def trained(layout, ps, steps):
     bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
     stages, optimizer = build(layout, ps)
     step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
-    look, told = make_replica_check(stages, optimizer, ps, every=1, within=3), []
+    look, told = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
     while state.step < steps:
         state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
         told += look(state.step)
@@ -165,8 +165,8 @@ def test_one_process_has_nothing_to_compare():
 def test_a_period_that_cannot_be_kept_is_refused(every, within):
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="canary: every must be"):
-        make_replica_check([model], sgd, tk.solo_parallel(), every=every, within=within)
+    with pytest.raises(ValueError, match="interval must be"):
+        make_replica_check([model], sgd, tk.solo_parallel(), interval=every, within=within)
 
 
 def damaged_state(degrees):

@@ -327,7 +327,7 @@ def test_ten_thousand_old_checkpoints_are_listed_by_their_names_alone(tmp_path, 
         (home / f"step_{step:08d}").mkdir()
     asked_of_the_disk.clear()
     assert len(list_checkpoints(home)) == 10_001
-    assert manifest.next_name(home, 5) == "step_00000005-1"
+    assert manifest.choose_checkpoint_name(home, 5) == "step_00000005-1"
     listed = asked_of_the_disk.pop("listdir", 0) + asked_of_the_disk.pop("scandir", 0)
     assert (listed, dict(asked_of_the_disk)) == (2, {"stat": 2})  # is it there; what is in it
     find_checkpoint(tmp_path)  # that a file is opened is seen

@@ -23,7 +23,7 @@ from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
 from trainkit.parallel.recompute import unseen
 from trainkit.parallel.styles import SEQUENCE_DIM, ParallelStyle
-from trainkit.post.adapters.frozen import dequantized, packing_of
+from trainkit.post.adapters.frozen import dequantized, get_quantization
 from trainkit.types import SOLO, Axis, ConfigError
 
 CHILD = "lora"
@@ -151,7 +151,7 @@ class Adapter(nn.Module):
         """
         wide = torch.promote_types(dtype, torch.float32)
         a, b = self.a.to(wide), self.b.to(wide)
-        plain = b.ndim == 2 and packing_of(module, key) is None
+        plain = b.ndim == 2 and get_quantization(module, key) is None
         step = b.shape[-2] if plain else max(1, _AT_ONCE // (b[..., 0, 0].numel() * self.inputs))
         parts = []
         with nullcontext() if torch.compiler.is_compiling() else unseen():  # backward needs none

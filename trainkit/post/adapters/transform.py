@@ -19,7 +19,12 @@ from trainkit.noise import make_key, uniform_symmetric
 from trainkit.parallel.materialize import Fill, weights_from_module
 from trainkit.parallel.names import canonical_name, fitting_names
 from trainkit.parallel.transforms import Transform
-from trainkit.post.adapters.frozen import dequantized, held_as, packing_of, round_weights
+from trainkit.post.adapters.frozen import (
+    dequantized,
+    get_quantization,
+    round_weights,
+    weights_of_tensor,
+)
 from trainkit.post.adapters.lowrank import (
     CHILD,
     MERGE,
@@ -225,7 +230,7 @@ def _add_adapter_(place: _Place, name: str, one: Lora, give: Fill, base: Weights
     module: Any = place.module
     tensors = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
     like = next(x for x in tensors if isinstance(x, Tensor))
-    packing = packing_of(module, place.key)
+    packing = get_quantization(module, place.key)
     dtype = like.dtype if packing is None else packing.dtype  # codes are bytes
     is_expert = place.key != "weight"
     path = f"{name.removesuffix(f'.{place.key}')}.{CHILD}"
@@ -249,7 +254,7 @@ def _add_adapter_(place: _Place, name: str, one: Lora, give: Fill, base: Weights
         adapters = adapters[place.key]
     adapters[one.name] = adapter
     if base is not None:
-        base = base if packing is None else held_as(dequantized(module, place.key))
+        base = base if packing is None else weights_of_tensor(dequantized(module, place.key))
         with torch.no_grad():
             for key, p in adapter.named_parameters():
                 p.copy_(give(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
@@ -259,7 +264,7 @@ def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
     """Return the first values of an adapter, with which it adds nothing to its base."""
     own = matrix if place.key != "weight" else f"{matrix}.weight"
     inputs = place.sizes[-1]
-    packing = packing_of(place.module, place.key)
+    packing = get_quantization(place.module, place.key)
     on_meta = all(p.is_meta for p in place.module.parameters())
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:

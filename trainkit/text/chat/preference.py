@@ -107,6 +107,7 @@ def encode_preference_pair(
             raise DataError(
                 f"encode_preference_pair: the {name} half: {error}", where=name
             ) from error
+    # Different messages may render as the same text, or be truncated to it.
     if np.array_equal(samples[0].tokens, samples[1].tokens):
         raise DataError(_SAME, where="chosen")
     return samples[0], samples[1]
@@ -212,6 +213,7 @@ def pack_pairs(
             got=int(pairs[longest]),
             want=capacity,
         )
+    # A pair is packed as one document of the aligned length of both halves.
     bins = pack_bins(
         pairs,
         capacity,
@@ -219,6 +221,7 @@ def pack_pairs(
         overlong="drop",
         multiple_of=multiple_of,
     )
+    # Then each pair becomes its two documents, chosen first.
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
         bins,
@@ -266,6 +269,7 @@ def _split_record(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, A
     if chosen == rejected:
         raise DataError(_SAME, where="chosen")
     if record.get("prompt") is None:
+        # The halves differ somewhere: a shorter one ends where the other goes on.
         prompt_length = next(
             i for i, (one, other) in enumerate(zip_longest(chosen, rejected)) if one != other
         )
@@ -300,6 +304,7 @@ def _add_prompt(
     prompt: list[dict[str, Any]], messages: list[dict[str, Any]], name: str
 ) -> list[dict[str, Any]]:
     """Return the prompt and the answer; the half may begin with the prompt already."""
+    # A half that begins with an answer has no prompt of its own.
     if messages[0]["role"] == "assistant" and messages[: len(prompt)] != prompt:
         return prompt + messages
     for i, message in enumerate(prompt):

@@ -313,7 +313,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 """What makes the models of the built-in certificate, by name; the last is for its own tier."""
 
 
-def decoder_batch(step: int) -> Batch:
+def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     """Return the global batch of a step: packed documents, and labels masked unequally by row.
 
     Documents have 1 to 60 tokens, aligned to 16. Of every 4 rows one has no label, two have few.
@@ -328,9 +328,9 @@ def decoder_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
-    rows_at = shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0)
+    rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(ROWS // 4).unsqueeze(1)
+    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
     labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
     keys = make_token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
@@ -339,7 +339,7 @@ def decoder_batch(step: int) -> Batch:
 _KNOWN, _TEACHER_WIDTH = 3, 8
 
 
-def answers_batch(step: int) -> Batch:
+def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     """Return the global batch of a step: pairs of answers, and a column for every loss of them.
 
     Examples:
@@ -352,7 +352,7 @@ def answers_batch(step: int) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(corpus, bins, shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0)(step))
+    batch = collate_bins(corpus, bins, shuffle_epochs(len(bins), rows_per_step=rows, seed=0)(step))
     at = batch.token_index.double() + 1000 * step
 
     def waves(phase: int, *sizes: int) -> torch.Tensor:

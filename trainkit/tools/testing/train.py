@@ -30,7 +30,7 @@ from trainkit.parallel.materialize import fills_of, live_buffers
 from trainkit.parallel.names import COPY_SUFFIX, get_local_box, ties_of
 from trainkit.parallel.places import attach_axes
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
-from trainkit.post.adapters.frozen import SCALES, get_quantizations, unpacked
+from trainkit.post.adapters.frozen import SCALES, dequantize_rows, get_quantizations
 from trainkit.step import make_forward_backward
 from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import Tier
@@ -246,7 +246,7 @@ def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) 
     found = {name: _part(p) for name, p in named.items()}
     for name, packing in (item for stage in stages for item in get_quantizations(stage).items()):
         codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
-        values = unpacked(codes.local, scales.local, packing, torch.float64).cpu().numpy()
+        values = dequantize_rows(codes.local, scales.local, packing, torch.float64).cpu().numpy()
         found[name] = Held(values, (*codes.offset[:-1], packing.first))
         del found[name + SCALES]
     return found

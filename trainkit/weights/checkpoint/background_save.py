@@ -28,11 +28,11 @@ SAVE_THREAD = "trainkit-save"
 """The name of the thread that writes a save."""
 
 
-def save_threads() -> list[Thread]:
+def list_save_threads() -> list[Thread]:
     """Return the threads of this process that write saves.
 
     Examples:
-        >>> save_threads()
+        >>> list_save_threads()
         []
     """
     return [thread for thread in all_threads() if thread.name == SAVE_THREAD]
@@ -68,7 +68,7 @@ PendingSave = Generator[None, bool, SaveResult]
 def run_now(work: Callable[[], Any]) -> Future[Any]:
     """Run some work, and return its result or its exception as a finished future."""
     future: Future[Any] = Future()
-    try:
+    try:  # not BaseException: Ctrl-C must end the process at once
         future.set_result(work())
     except Exception as error:  # noqa: BLE001 (raised again on all ranks)
         future.set_exception(error)
@@ -143,6 +143,7 @@ def start_save(
             committed = committed or run_now(dict)
             failed = yield from _wait_on_all(committed, axis)
         if failed:
+            # The threads of this rank must have closed their files before these are removed.
             work.stopped.set()
             wait([future for future in (written, committed) if future is not None])
         last = written if written.exception() else committed or written
@@ -208,6 +209,7 @@ def _wait_on_all(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]
         if is_waiting:
             wait([future])
         failed = future.done() and future.exception() is not None
+        # The only communication of a save: two bytes a step, and none when no save is pending.
         flags = torch.tensor([not future.done(), failed], dtype=torch.uint8, device=device)
         running, failed = all_max(flags, axis).tolist()
         if failed or not running:

@@ -73,7 +73,7 @@ def box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
     return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
 
 
-def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
+def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     """Return the problems of a checkpoint's index, at most the first ten.
 
     Args:
@@ -88,7 +88,7 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     Examples:
         >>> box = {"file": "rank_00000.safetensors", "offset": [0], "shape": [2]}
         >>> entry = {"dtype": "float32", "shape": [3], "boxes": [box]}
-        >>> index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
+        >>> find_index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
         ['the boxes of model/a hold 2 of its 3 elements']
     """
     tensors = index.get("tensors") if isinstance(index, dict) else None
@@ -97,8 +97,8 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     problems: list[str] = []
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
-        problem = entry_problem(name, entry, files)
-        if problem is not None:
+        problem = find_entry_problem(name, entry, files)
+        if problem is not None:  # its boxes cannot be trusted, so they do not count below
             problems.append(problem)
             if len(problems) == _MAX_PROBLEMS:
                 return problems
@@ -112,14 +112,14 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     ]
 
 
-def entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None:
+def find_entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None:
     """Return what is wrong with one entry of an index, or None.
 
     Examples:
-        >>> entry_problem("../x", {}, {})
+        >>> find_entry_problem("../x", {}, {})
         "a tensor is named '../x'"
     """
-    problem = description_problem(name, entry)
+    problem = find_description_problem(name, entry)
     if problem is not None:
         return problem
     if not isinstance(entry.get("boxes"), list):
@@ -133,6 +133,7 @@ def _cover_problem(
     """Return why boxes do not cover each element of a tensor exactly once, or None."""
     if not all(_is_box(box, shape, files) for box in boxes):
         return f"a box of {name} is not inside it, or names a file that the manifest does not"
+    # The header of a file has one entry per name, so it cannot describe a second box.
     if len({box["file"] for box in boxes}) < len(boxes):
         return f"two boxes of {name} are in one file"
     if not _are_disjoint([(box["offset"], box["shape"]) for box in boxes]):
@@ -143,11 +144,11 @@ def _cover_problem(
     return None
 
 
-def description_problem(name: Any, entry: Any) -> str | None:
+def find_description_problem(name: Any, entry: Any) -> str | None:
     """Return what is wrong with the name, dtype or shape of a tensor, or None.
 
     Examples:
-        >>> description_problem("model/a", {"dtype": "complex64", "shape": []})
+        >>> find_description_problem("model/a", {"dtype": "complex64", "shape": []})
         "model/a has the dtype 'complex64', which no checkpoint holds"
     """
     if not _is_tensor_name(name):
@@ -184,6 +185,7 @@ def _is_box(box: Any, shape: Sequence[int], files: Mapping[str, int]) -> bool:
     sizes = box.get("shape")
     if not isinstance(offset, list) or not _are_sizes(sizes):
         return False
+    # Ranks do not write empty boxes, and `_are_disjoint` relies on that.
     if not len(offset) == len(sizes) == len(shape) or math.prod(sizes) == 0:
         return False
     return all(
@@ -252,22 +254,22 @@ def split_into_files(
     return files
 
 
-def parameter_of(full: str) -> str:
+def get_parameter_name(full: str) -> str:
     """Return the parameter that an entry of an index belongs to.
 
     Examples:
-        >>> parameter_of("model/a.weight"), parameter_of("optimizer/exp_avg/a.weight")
+        >>> get_parameter_name("model/a.weight"), get_parameter_name("optimizer/exp_avg/a.weight")
         ('a.weight', 'a.weight')
     """
     kind, _, rest = full.partition("/")
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-def shortened(problems: Iterable[str], most: int = _MAX_PROBLEMS) -> str:
+def shorten(problems: Iterable[str], most: int = _MAX_PROBLEMS) -> str:
     """Join the first problems into one line, and count the others.
 
     Examples:
-        >>> shortened(["a", "b", "c"], most=2)
+        >>> shorten(["a", "b", "c"], most=2)
         'a; b; and 1 more'
     """
     problems = list(problems)

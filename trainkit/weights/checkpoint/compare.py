@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.weights.checkpoint.boxes import parameter_of
+from trainkit.weights.checkpoint.boxes import get_parameter_name
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import expected_state, saved_name
-from trainkit.weights.checkpoint.tensors import group_options, optimizer_state
+from trainkit.weights.checkpoint.targets import expected_state, get_saved_name
+from trainkit.weights.checkpoint.tensors import get_group_options, optimizer_state
 
 
 @attrs.frozen
@@ -41,10 +41,10 @@ def matches(full: str, patterns: Iterable[str]) -> bool:
         >>> matches("optimizer/step/layers.0.lora_a", ["*.lora_*"])
         True
     """
-    return any(fnmatchcase(parameter_of(full), pattern) for pattern in patterns)
+    return any(fnmatchcase(get_parameter_name(full), pattern) for pattern in patterns)
 
 
-def tensor_problems(
+def find_tensor_problems(
     index: Mapping[str, Any],
     targets: Mapping[str, Target],
     *,
@@ -58,7 +58,7 @@ def tensor_problems(
         index: The entries of the checkpoint's index that are to be loaded.
         targets: This rank's targets.
         wanted: The names of the targets of all ranks; a pipeline rank has only some.
-        frozen: Parameters whose moments `frozen_problems` reports.
+        frozen: Parameters whose moments `find_frozen_problems` reports.
         tolerance: Which differences are allowed.
     """
     by_name = {target.saved: target for target in targets.values()}
@@ -71,12 +71,13 @@ def tensor_problems(
         f"{name} is left over"
         for name in index
         if name not in wanted and not matches(name, tolerance.extra)
-        if not (name.startswith("optimizer/") and parameter_of(name) in frozen)
+        if not (name.startswith("optimizer/") and get_parameter_name(name) in frozen)
     ]
     for name in sorted(by_name.keys() & index.keys()):
         tensor = by_name[name].tensor
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
+        # An integer is never cast: a token count in another dtype is a bug, not a precision.
         are_floats = all(getattr(torch, dtype).is_floating_point for dtype in (found[0], want[0]))
         may_cast = want[1] == found[1] and are_floats and matches(name, tolerance.cast)
         if want != found and not may_cast:
@@ -84,7 +85,7 @@ def tensor_problems(
     return problems
 
 
-def optimizer_problems(
+def find_optimizer_problems(
     saved: Mapping[str, Any],
     index: Mapping[str, Any],
     stages: Sequence[nn.Module],
@@ -105,10 +106,10 @@ def optimizer_problems(
         step: The step of the checkpoint; at step 0 there are no moments yet.
         tolerance: Which differences are allowed.
     """
-    differences = kind_problems(saved, optimizer, tolerance)
+    differences = find_kind_problems(saved, optimizer, tolerance)
     trained = {
         name
-        for name in trained_names(stages, optimizer)
+        for name in list_trained_names(stages, optimizer)
         if not matches(f"model/{name}", tolerance.missing)
     }
     problems = [
@@ -116,6 +117,7 @@ def optimizer_problems(
         for name in sorted(trained - saved["scalars"].keys())
     ]
     if differences:
+        # The state of another optimizer has other keys: its moments cannot be compared.
         return problems if tolerance.optimizer else problems + differences
     expected = expected_state(stages, optimizer)
     problems += _scalar_problems(saved["scalars"], expected)
@@ -123,16 +125,19 @@ def optimizer_problems(
         return problems
     in_both = trained & saved["scalars"].keys()
     return problems + [
-        f"optimizer/{key}/{saved_name(live)} is missing in the checkpoint"
+        f"optimizer/{key}/{get_saved_name(live)} is missing in the checkpoint"
         for live, state in expected.items()
-        if saved_name(live) in in_both
+        if get_saved_name(live) in in_both
         for key in _missing_keys(
-            saved_name(live), {k for k, v in state.items() if isinstance(v, Tensor)}, saved, index
+            get_saved_name(live),
+            {k for k, v in state.items() if isinstance(v, Tensor)},
+            saved,
+            index,
         )
     ]
 
 
-def kind_problems(
+def find_kind_problems(
     saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, tolerance: Tolerance
 ) -> list[str]:
     """List the differences in the class and the options of the saved and the run's optimizer.
@@ -144,7 +149,7 @@ def kind_problems(
     """
     if saved["class"] != type(optimizer).__name__:
         return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
-    live = group_options(optimizer)
+    live = get_group_options(optimizer)
     if len(live) != len(saved["options"]):
         new_ones = " (parameters that may be missing go into the groups of the others)"
         return [
@@ -154,6 +159,7 @@ def kind_problems(
     return [
         f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
         for group, (old, new) in enumerate(zip(saved["options"], live, strict=True))
+        # An option that one side lacks counts as None: torch adds options in later versions.
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and name not in tolerance.options
     ]
@@ -180,7 +186,7 @@ def _scalar_problems(
     return [
         f"the optimizer's {key} of {name} is {str(value)[:50]!r}, which it never is"
         for live, state in expected.items()
-        for name in [saved_name(live)]
+        for name in [get_saved_name(live)]
         for key, value in saved.get(name, {}).items()
         if not _may_be(value, state.get(key, 0))
         if state or value is not None  # without a probe step there is nothing to compare with
@@ -194,18 +200,18 @@ def _may_be(value: Any, expected: Any) -> bool:
     return type(expected) is float or (type(expected) is not str and value >= 0)
 
 
-def trained_names(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[str]:
+def list_trained_names(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the saved names of the parameters that the optimizer steps.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> trained_names([model], torch.optim.SGD(model.parameters()))
+        >>> list_trained_names([model], torch.optim.SGD(model.parameters()))
         ['weight']
     """
-    return [saved_name(name) for name in optimizer_state(stages, optimizer)]
+    return [get_saved_name(name) for name in optimizer_state(stages, optimizer)]
 
 
-def frozen_problems(frozen: Collection[str], tolerance: Tolerance) -> list[str]:
+def find_frozen_problems(frozen: Collection[str], tolerance: Tolerance) -> list[str]:
     """List the parameters that were trained and now are frozen, unless `extra` allows them."""
     return [
         f"{name} was trained when it was saved and is frozen now"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.weights.checkpoint.export import row_boxes
-from trainkit.weights.checkpoint.manifest import refuse_deleted
+from trainkit.weights.checkpoint.export import split_into_row_boxes
+from trainkit.weights.checkpoint.manifest import check_not_deleted
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.sources import checkpoint_tensors
+from trainkit.weights.checkpoint.sources import read_checkpoint_tensors
 from trainkit.weights.checkpoint.stored import Stored
 
 _MAX_ENTRIES = 200  # of one table of the report
@@ -29,7 +29,7 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         {"same", "tensors", "state", "facts", "config", "optimizer", "layout", "manifest"}.
         "tensors" has "only_a", "only_b" and "dtype_or_shape". The others are {name: [in
         a, in b]} of the values that differ, names joined by dots. "bytes" is whether the tensors of
-        both have the same bytes: True, False, or None when only the values could tell. With
+        both have the same bytes: True, False, or None when only the values could show it. With
         `values`, "values" is {name: {"max_abs", "max_b", "relative", "unequal"}} of the tensors
         that differ. "same" is True when tensors and counters are equal: the same state.
 
@@ -50,18 +50,20 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     """
     a, b = Path(a), Path(b)
     for path in (a, b):
-        refuse_deleted(path)
+        check_not_deleted(path)
     saved = [read_json(path / "state.json") for path in (a, b)]
     manifests = [read_json(path / "manifest.json") for path in (a, b)]
-    indices = [checkpoint_tensors(path) for path in (a, b)]
+    indices = [read_checkpoint_tensors(path) for path in (a, b)]
     report: dict[str, Any] = {"a": str(a), "b": str(b)}
     report["tensors"] = _diff_tensors(*indices)
     for part in ("state", "facts", "optimizer", "layout"):
         report[part] = _diff_tables(saved[0].get(part), saved[1].get(part))
     report["config"] = _diff_tables(manifests[0].get("config"), manifests[1].get("config"))
-    report["manifest"] = _diff_tables(
-        *({name: m.get(name) for name in ("run", "version", "step", "parent")} for m in manifests)
-    )
+    origins = [
+        {name: manifest.get(name) for name in ("run", "version", "step", "parent")}
+        for manifest in manifests
+    ]
+    report["manifest"] = _diff_tables(*origins)
     report["bytes"] = _have_same_bytes(a, b, manifests, indices)
     if values:
         report["values"] = _diff_values(*indices)
@@ -71,11 +73,15 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     return report
 
 
+def _describe(stored: Stored) -> list[Any]:
+    return [stored.dtype, list(stored.shape)]
+
+
 def _diff_tensors(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Any]:
     changed = {
-        name: [[a[name].dtype, list(a[name].shape)], [b[name].dtype, list(b[name].shape)]]
+        name: [_describe(a[name]), _describe(b[name])]
         for name in sorted(a.keys() & b.keys())
-        if (a[name].dtype, a[name].shape) != (b[name].dtype, b[name].shape)
+        if _describe(a[name]) != _describe(b[name])
     }
     return {
         "only_a": sorted(a.keys() - b.keys()),
@@ -118,12 +124,16 @@ def _have_same_bytes(
 ) -> bool | None:
     """Return whether all tensors are equal, or None where no hash decides it."""
     files = [
-        {name: file["sha256"] for name, file in m["files"].items() if name.startswith("rank_")}
-        for m in manifests
+        {
+            name: file["sha256"]
+            for name, file in manifest["files"].items()
+            if name.startswith("rank_")
+        }
+        for manifest in manifests
     ]
     if a.resolve() == b.resolve() or files[0] == files[1]:
         return True
-    hashes = [m.get("state_hash") for m in manifests]
+    hashes = [manifest.get("state_hash") for manifest in manifests]
     if None not in hashes and hashes[0] == hashes[1]:
         return True
     boxes = [
@@ -140,10 +150,11 @@ def _have_same_bytes(
 def _diff_values(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Any]:
     differences = {}
     for name in sorted(a.keys() & b.keys()):
-        if (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape):
-            difference = _compare_values(a[name], b[name])
-            if difference["unequal"]:
-                differences[name] = difference
+        if _describe(a[name]) != _describe(b[name]):  # listed under "dtype_or_shape"
+            continue
+        difference = _compare_values(a[name], b[name])
+        if difference["unequal"]:
+            differences[name] = difference
     return differences
 
 
@@ -155,15 +166,23 @@ def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
 
     max_abs = max_b = 0.0
     unequal = 0
-    for shape, offset in row_boxes(a.shape, _ELEMENTS):
-        x, y = (read_box(stored, shape, offset) for stored in (a, b))
+    for shape, offset in split_into_row_boxes(a.shape, _ELEMENTS):
+        x = read_box(a, shape, offset)
+        y = read_box(b, shape, offset)
         # Bits and not values: NaN is equal to NaN here, and 0.0 differs from -0.0.
-        bits = [v.contiguous().reshape(-1, 1).view(torch.uint8) for v in (x, y)]
-        unequal += int((bits[0] != bits[1]).any(1).sum())
-        x, y = x.double(), y.double()
-        gap = (x - y).abs()
+        x_bits = x.contiguous().reshape(-1, 1).view(torch.uint8)
+        y_bits = y.contiguous().reshape(-1, 1).view(torch.uint8)
+        unequal += int((x_bits != y_bits).any(1).sum())
+        gap = (x.double() - y.double()).abs()
+        size = y.double().abs()
         max_abs = max(max_abs, float(gap.nan_to_num(nan=float("inf")).max()))
-        max_b = max(max_b, float(y.abs().nan_to_num(nan=float("inf")).max()))
-    # JSON has no infinity: orjson writes it as null.
-    relative = max_abs / max_b if max_b else (0.0 if not max_abs else float("inf"))
-    return {"max_abs": max_abs, "max_b": max_b, "relative": relative, "unequal": unequal}
+        max_b = max(max_b, float(size.nan_to_num(nan=float("inf")).max()))
+    relative = 0.0
+    if max_abs:  # infinite if b is all zeros; JSON has no infinity, orjson writes it as null
+        relative = max_abs / max_b if max_b else float("inf")
+    return {
+        "max_abs": max_abs,
+        "max_b": max_b,
+        "relative": relative,
+        "unequal": unequal,
+    }

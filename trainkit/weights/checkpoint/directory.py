@@ -15,7 +15,7 @@ from trainkit.files import atomic_write
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import (
     dump_json,
-    first_verified,
+    find_first_verified,
     is_sealed,
     list_checkpoints,
     read_manifest,
@@ -56,7 +56,7 @@ def get_run_id(run_dir: Path | str) -> dict[str, Any]:
     identity = _read_identity(run_dir / "run.json")
     if identity is not None:
         return {name: identity[name] for name in ("run", "parent")}
-    newest = first_verified(list_checkpoints(run_dir / "checkpoints"), [], lambda _: None)
+    newest = find_first_verified(list_checkpoints(run_dir / "checkpoints"), [], lambda _: None)
     identity = None if newest is None else _parse_identity(read_manifest(newest))
     if identity is None:
         return fork_run(run_dir, None)
@@ -95,7 +95,7 @@ def fork_run(run_dir: Path | str, parent: Mapping[str, Any] | None) -> dict[str,
 
 
 def mark_saved(run_dir: Path | str) -> None:
-    """Record in `run.json` that the run has saved; see `saved_before`.
+    """Record in `run.json` that the run has saved; see `find_saved_mark`.
 
     Raises:
         DiskError: `run.json` cannot be written.
@@ -107,22 +107,22 @@ def mark_saved(run_dir: Path | str) -> None:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     mark_saved(folder)
-        ...     saved_before(folder)
+        ...     find_saved_mark(folder)
         'run.json'
     """
     run_dir = Path(run_dir)
-    if saved_before(run_dir) != "run.json":
+    if find_saved_mark(run_dir) != "run.json":
         _write_identity(run_dir, get_run_id(run_dir) | {"saved": True})
 
 
-def saved_before(run_dir: Path | str) -> str | None:
+def find_saved_mark(run_dir: Path | str) -> str | None:
     """Return the file of a run directory which shows that its run has saved, or None.
 
     Args:
         run_dir: The run directory. In `events.jsonl` only records of the same run count.
 
     Examples:
-        >>> saved_before("/does/not/exist")
+        >>> find_saved_mark("/does/not/exist")
     """
     run_dir = Path(run_dir)
     identity = _read_identity(run_dir / "run.json") or {}
@@ -130,6 +130,7 @@ def saved_before(run_dir: Path | str) -> str | None:
         return "run.json"
     run = identity.get("run")
     for event in _read_events(run_dir / "events.jsonl"):
+        # A directory may have been copied from another run, together with its events.
         if event.get("event") == "start":
             run = event.get("run")
         elif event.get("path") and (run == identity.get("run") or not identity):
@@ -143,6 +144,7 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         while line := file.readline(_MAX_RECORD_BYTES):
+            # Parsing only these keeps a file of gigabytes fast.
             if b'"event":"start"' in line or b'"event":"save"' in line:
                 with contextlib.suppress(orjson.JSONDecodeError):
                     event = orjson.loads(line)
@@ -155,6 +157,7 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
         record = read_json(path, most_bytes=65536)
     except CheckpointError:
         return None
+    # A damaged file counts as a missing one: a wrong id would make this another run.
     identity = _parse_identity(record) if is_sealed(record) else None
     return None if identity is None else {**identity, "saved": record.get("saved")}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.files import atomic_folder, convert_disk_errors, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
-from trainkit.weights.checkpoint.boxes import DTYPES, shortened, split_into_files
+from trainkit.weights.checkpoint.boxes import DTYPES, shorten, split_into_files
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     READABLE,
@@ -28,8 +28,8 @@ from trainkit.weights.checkpoint.manifest import (
     read_manifest,
     sealed,
 )
-from trainkit.weights.checkpoint.safe_files import refusal, refuse_no_room, write_durably
-from trainkit.weights.checkpoint.sources import INDEX, model_of
+from trainkit.weights.checkpoint.safe_files import check_free_space, refusal, write_durably
+from trainkit.weights.checkpoint.sources import INDEX, read_model_tensors
 from trainkit.weights.checkpoint.stored import Stored, safetensors_header
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def export_checkpoint(
     """
     path = find_checkpoint(checkpoint)
     return write_weights(
-        model_of(path),
+        read_model_tensors(path),
         folder,
         dtype=dtype,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
-        origin=origin_of(path),
+        origin=describe_origin(path),
     )
 
 
@@ -103,7 +103,7 @@ def save_tensors(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
     """Write tensors from memory as a folder of safetensors files, completely or not at all.
 
@@ -116,7 +116,7 @@ def save_tensors(
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
         overwrite: See `export_checkpoint`.
-        beside: The contents of other files by name, for instance of `config.json`.
+        extra_files: The contents of other files by name, for instance of `config.json`.
 
     Returns:
         {"folder", "files", "tensors", "bytes", "from"}.
@@ -152,7 +152,7 @@ def save_tensors(
     ]
     if unsupported:
         raise ConfigError(
-            f"save_tensors: {shortened(unsupported)} cannot be written; pass full dense tensors, "
+            f"save_tensors: {shorten(unsupported)} cannot be written; pass full dense tensors, "
             "for a DTensor its full_tensor()",
             where="tensors",
             got=unsupported,
@@ -169,11 +169,11 @@ def save_tensors(
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         read=read,
-        beside=beside,
+        extra_files=extra_files,
     )
 
 
-def origin_of(checkpoint: Path) -> dict[str, Any]:
+def describe_origin(checkpoint: Path) -> dict[str, Any]:
     """Return the name, step, run and hash of a checkpoint, for the manifest of its export."""
     manifest = read_manifest(checkpoint)
     origin = {name: manifest[name] for name in ("step", "run", "state_hash") if name in manifest}
@@ -235,21 +235,21 @@ def write_weights(
     overwrite: bool = False,
     origin: Mapping[str, Any] | None = None,
     read: Weights | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     stem: str = "model",
     axis: Axis = SOLO,
 ) -> dict[str, Any]:
     """Write tensors from files as a folder of safetensors files, completely or not at all.
 
     Args:
-        tensors: The tensors by name, from `checkpoint_tensors` or `read_foreign_tensors`.
+        tensors: The tensors by name, from `read_checkpoint_tensors` or `read_foreign_tensors`.
         folder: The new folder.
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
         overwrite: See `export_checkpoint`.
         origin: Where the weights come from, for the manifest.
         read: Reads a box of a tensor by its name; by default from the tensors' own extents.
-        beside: The contents of other files by name.
+        extra_files: The contents of other files by name.
         stem: The start of the names of the safetensors files.
         axis: The ranks that write together to one disk, each its part of the files.
 
@@ -270,13 +270,14 @@ def write_weights(
             f"export: dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}", where="dtype"
         )
     if not tensors:
-        raise refusal(target, "would hold no tensor: the source has none of those asked for")
+        raise refusal(target, "would hold no tensor: the source has none of the requested ones")
+    # Sorted, so that every export of the same weights has the same files.
     written = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
     sizes = {name: stored.nbytes for name, stored in written.items()}
     plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
     total = sum(sizes.values())
     local_files = list(plan)[axis.index :: axis.count]
-    extra_files = {**(beside or {})}
+    extra_files = dict(extra_files or {})
     if len(plan) > 1:
         weight_map = {name: file for file, names in plan.items() for name in names}
         extra_files[INDEX] = dump_json(
@@ -284,7 +285,7 @@ def write_weights(
         )
     needed = total + sum(map(len, extra_files.values()))
     with _open_shared_folder(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
-
+        # An error on one rank is raised on all, and then none of them renames the folder.
         def write() -> dict[str, Any]:
             from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
 
@@ -316,12 +317,13 @@ def _open_shared_folder(
         def open_folder() -> str | None:
             if axis.index:
                 return None
+            # All checks come before the first byte is written.
             with convert_disk_errors(target, by="export"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 recover_folder(target)
                 _check_target(target, overwrite=overwrite)
                 free = shutil.disk_usage(target.parent).free
-                refuse_no_room(f"export: {target}", target, free=free, needed=needed)
+                check_free_space(f"export: {target}", target, free=free, needed=needed)
             return str(stack.enter_context(atomic_folder(target, by="export", replace=overwrite)))
 
         yield Path(_run_on_all(open_folder, axis)[0])
@@ -377,12 +379,12 @@ def _chunks(name: str, stored: Stored, read: Weights) -> Iterator[memoryview]:
     import torch  # noqa: PLC0415 - the command line plans, checks and verifies without torch
 
     max_elements = max(1, _CHUNK // DTYPES[stored.dtype][1])
-    for shape, offset in row_boxes(stored.shape, max_elements):
+    for shape, offset in split_into_row_boxes(stored.shape, max_elements):
         part = read(name, shape, offset).to(getattr(torch, stored.dtype)).contiguous()
         yield part.reshape(-1).view(torch.uint8).numpy().data
 
 
-def row_boxes(
+def split_into_row_boxes(
     shape: Sizes, most: int, offset: Sizes | None = None
 ) -> Iterator[tuple[Sizes, Sizes]]:
     """Split a box into consecutive boxes in row-major order, and yield (shape, offset) of each.
@@ -393,7 +395,7 @@ def row_boxes(
         offset: The offset of the box, by default all zeros.
 
     Examples:
-        >>> list(row_boxes((2, 3), 3))
+        >>> list(split_into_row_boxes((2, 3), 3))
         [((1, 3), (0, 0)), ((1, 3), (1, 0))]
     """
     offset = offset or (0,) * len(shape)
@@ -406,7 +408,7 @@ def row_boxes(
     for first in range(0, shape[cut], rows):
         count = min(rows, shape[cut] - first)
         start = (*offset[:cut], offset[cut] + first, *offset[cut + 1 :])
-        yield from row_boxes((*shape[:cut], count, *shape[cut + 1 :]), most, start)
+        yield from split_into_row_boxes((*shape[:cut], count, *shape[cut + 1 :]), most, start)
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -421,6 +423,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
             where=str(target),
             hint="name another folder, or give --overwrite to replace what an export wrote",
         )
+    # Never delete what an export did not write, not even a file that was added to its folder.
     problem = "is not a folder that an export wrote"
     with suppress(CheckpointError):
         manifest = read_manifest(target, form=WEIGHTS)

@@ -26,7 +26,7 @@ def facts_at(facts: Facts | None, batches: int) -> Mapping[str, Any]:
     return facts(batches) if callable(facts) else facts or {}
 
 
-def agree_on_facts(facts: Mapping[str, Any], axis: Axis) -> None:
+def check_facts_agree(facts: Mapping[str, Any], axis: Axis) -> None:
     """Raise ConfigError on all ranks unless their facts are equal.
 
     Raises:
@@ -103,11 +103,11 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
-def allowed_names(changes: ResumeRules) -> set[str]:
+def list_allowed_names(changes: ResumeRules) -> set[str]:
     """Return the facts that the user allows to change, spelled as Python attributes.
 
     Examples:
-        >>> allowed_names(ResumeRules(flagged=["max_norm"], allow=["max-norm"]))
+        >>> list_allowed_names(ResumeRules(flagged=["max_norm"], allow=["max-norm"]))
         {'max_norm'}
     """
     return {_plain_name(name) for name in changes.allow}
@@ -122,7 +122,7 @@ def may_change_optimizer(changes: ResumeRules) -> bool:
         >>> may_change_optimizer(ResumeRules(flagged=["optimizer"], allow=["optimizer"]))
         True
     """
-    names = {*map(_plain_name, changes.free), *allowed_names(changes)}
+    names = {*map(_plain_name, changes.free), *list_allowed_names(changes)}
     return any(
         name in ("optimizer", "moments", "mean") or name.startswith("optimizer_") for name in names
     )
@@ -162,6 +162,7 @@ def compare_facts(
     errors: list[str] = []
     messages: list[str] = []
     tables: list[str] = []
+    # Through JSON, as the saved facts went: tuples become lists, and integer keys strings.
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
         if plain in free | flagged and name not in saved:  # older checkpoints lack newer facts

@@ -13,7 +13,7 @@ from torch import nn
 from trainkit.types import CheckpointError, ConfigError, ParallelState
 from trainkit.weights.checkpoint.manifest import MANIFEST, list_checkpoints, outline
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.tensors import weights_hash
+from trainkit.weights.checkpoint.tensors import hash_weights
 
 _FACT = "first weights"
 
@@ -24,23 +24,27 @@ class InitialWeights:
 
     Attributes:
         source: A run, a checkpoint or a Hugging Face folder; None for random initial weights.
-        own: The run or checkpoint to resume from, where `source` need not be read again: its
-            weights replace whatever the stages are filled with.
+        resume_from: The run or checkpoint to resume from, where `source` need not be read again:
+            its weights replace whatever the stages are filled with.
         facts: What the run has saved about its initial weights, for when `source` is not read.
     """
 
     source: Path | None
-    own: Path | None = None
+    resume_from: Path | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def path(self) -> Path | None:
         """The weights to fill the stages with."""
-        return self.own or self.source
+        return self.resume_from or self.source
 
     def resolved(self, path: Path) -> InitialWeights:
         """Return a copy with the checkpoint that `open_model` found at `path`."""
-        return attrs.evolve(self, own=path) if self.own else attrs.evolve(self, source=path)
+        return (
+            attrs.evolve(self, resume_from=path)
+            if self.resume_from
+            else attrs.evolve(self, source=path)
+        )
 
 
 def find_initial_weights(
@@ -72,12 +76,14 @@ def find_initial_weights(
     saved_hash = {name: value for name, value in facts.items() if name == _FACT}
     # Checkpoints of adapters do not contain their base, so it must be read again.
     is_full_model = "base" not in facts
-    own = (Path(run_dir) if request == "auto" else checkpoint) if is_full_model else None
+    resume_from = (Path(run_dir) if request == "auto" else checkpoint) if is_full_model else None
     if init is None:
-        return InitialWeights(recorded, own, saved_hash)
+        return InitialWeights(recorded, resume_from, saved_hash)
     # A run survives the deletion of its initial weights: its checkpoints replace them.
-    if recorded is not None and not _has_weights(recorded) and _is_recorded(Path(init), recorded):
-        return InitialWeights(recorded, own, saved_hash)
+    # `init` may also name the run of the recorded checkpoint.
+    same = (recorded.resolve(), recorded.resolve().parent.parent) if recorded else ()
+    if recorded is not None and not _has_weights(recorded) and Path(init).resolve() in same:
+        return InitialWeights(recorded, resume_from, saved_hash)
     if not Path(init).exists():
         raise ConfigError(
             f"--init: there is no {init}, and the run in {run_dir} began with {recorded}",
@@ -88,7 +94,7 @@ def find_initial_weights(
             "own; to train other weights, start another run: --out",
         )
     if is_full_model and _FACT not in facts:  # an older checkpoint, without that fact
-        return InitialWeights(Path(init), own)
+        return InitialWeights(Path(init), resume_from)
     source = Path(init)
     if recorded is not None and (source / "checkpoints" / recorded.name / MANIFEST).exists():
         # `init` is a run that may have trained on since: take the checkpoint of that time.
@@ -116,9 +122,9 @@ def hash_initial_weights(
         >>> hash_initial_weights(InitialWeights(None), [nn.Linear(1, 1)], solo_parallel())
         {'first weights': None}
     """
-    if first.own is not None:
+    if first.resume_from is not None:  # the stages were not filled with the initial weights
         return dict(first.facts)
-    return {_FACT: None if first.source is None else weights_hash(stages, ps)}
+    return {_FACT: None if first.source is None else hash_weights(stages, ps)}
 
 
 def read_resume_facts(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
@@ -144,6 +150,7 @@ def _find_checkpoint_to_resume(
     """Return the first checkpoint with a valid manifest, and its facts; None and {} if none has."""
     if request == "never":
         return None, {}
+    # Only manifests are checked here. Hashing tensors takes minutes, and `resume` does it anyway.
     for path in list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]:
         problems, manifest = outline(path)
         if problems:
@@ -157,8 +164,3 @@ def _find_checkpoint_to_resume(
 def _has_weights(path: Path) -> bool:
     has_safetensors = next(path.glob("*.safetensors"), None) is not None
     return has_safetensors or bool(list_checkpoints(path / "checkpoints"))
-
-
-def _is_recorded(init: Path, recorded: Path) -> bool:
-    """Return whether `init` is the recorded path, or the run that the checkpoint there is of."""
-    return init.resolve() in (recorded.resolve(), recorded.resolve().parent.parent)

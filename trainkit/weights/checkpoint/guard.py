@@ -76,7 +76,7 @@ def open_guarded_saver(
     background: bool = True,
     grace: float = 25.0,
     before_commit: Callable[[], None] | None = None,
-    unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
+    get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
     progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Guard]]:
     """Yield `(save, guard)`: `saves` and `make_guard` of one run.
@@ -96,7 +96,7 @@ def open_guarded_saver(
         background: As for `saves`.
         grace: As for `saves`.
         before_commit: As for `saves`.
-        unsaved: As for `saves`.
+        get_unsaved: As for `saves`.
         progress: As for `saves`.
 
     Raises:
@@ -119,7 +119,7 @@ def open_guarded_saver(
         log=log,
         before_commit=before_commit,
         event=event,
-        unsaved=unsaved,
+        get_unsaved=get_unsaved,
         progress=progress,
     ) as (save, collect_saves):
         guard = make_guard(
@@ -128,7 +128,7 @@ def open_guarded_saver(
             optimizer,
             ps,
             policy=policy,
-            saved=collect_saves,
+            collect_saves=collect_saves,
             replay=replay,
             event=event,
             log=log,
@@ -136,7 +136,7 @@ def open_guarded_saver(
             config=config,
         )
         yield _skip_duplicate_saves(save, guard)
-        collect_saves(wait=True)
+        collect_saves(wait=True)  # writes the event of the last save
 
 
 def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
@@ -150,6 +150,7 @@ def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
+        # A roll-back has saved the state that it returns: a save that is due now is a duplicate.
         after = guard(state, record, batch, seen=seen)
         rolled_back[:] = [after] if after.step < state.step else []
         return after
@@ -168,7 +169,7 @@ def make_guard(
     ps: ParallelState,
     *,
     policy: Policy,
-    saved: Collect,
+    collect_saves: Collect,
     replay: ForwardBackward,
     event: Callable[..., None],
     log: Log = log_warning,
@@ -190,7 +191,7 @@ def make_guard(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         policy: See `health.Policy`.
-        saved: Returns the saves that have finished, from `saves`.
+        collect_saves: Returns the saves that have finished, from `saves`.
         replay: Computes the gradients of a step, from `make_forward_backward`. It runs again after
             a bad step; the optimizer does not.
         event: Where a record of each bad step goes, from `open_run_sinks`.
@@ -213,6 +214,7 @@ def make_guard(
     """
     stages = modules_of(stages)
     damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
+    # In a list, because a roll-back replaces it: it refers to the moments from before.
     replica_checks = [make_replica_check(stages, optimizer, ps)]
 
     def guard(
@@ -233,11 +235,13 @@ def make_guard(
             event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
             if ps.world.index == 0:
                 log(_describe_bad_step(state.step, action, culprits))
-        action = _check_saves(saved(), action)
+        action = _check_saves(collect_saves(), action)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
         if action.kind == "rollback":
-            saved(wait=True)  # a save of the abandoned branch must not commit after the roll-back
+            collect_saves(
+                wait=True
+            )  # a save of the abandoned branch must not commit after the roll-back
             try:
                 state = roll_back(
                     run_dir,
@@ -253,9 +257,9 @@ def make_guard(
                 )
             except CheckpointError as error:
                 # The numbers ended the run, not the checkpoints: the exit code is theirs.
-                reason = f"{action.reason}; {error.what}"
-                raise make_stop_error(attrs.evolve(action, reason=reason), state.health) from error
-            saved(forgive=True)  # the roll-back's checkpoint replaces any failed save
+                action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
+                raise make_stop_error(action, state.health) from error
+            collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)
             replica_checks[0] = make_replica_check(stages, optimizer, ps)
         else:

@@ -19,7 +19,7 @@ from trainkit.types import (
     Log,
     TrainState,
 )
-from trainkit.weights.checkpoint.background_save import save_threads
+from trainkit.weights.checkpoint.background_save import list_save_threads
 from trainkit.weights.checkpoint.directory import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, point_to, write_rank
@@ -29,19 +29,19 @@ from trainkit.weights.checkpoint.write import Destination, commit, point_to, wri
 class UnsavedState:
     """A complete state that is not saved yet when an error ends the run.
 
-    `follows` means that the error was caused by the exit of another rank. This rank then writes its
-    files only if another one has: a rank that was killed leaves nothing to complete. `log` takes a
-    message on any rank.
+    With `after_peer_error` the error was caused by the exit of another rank. This rank then writes
+    its files only if another one has: a rank that was killed leaves nothing to complete. `log`
+    takes a message on any rank.
     """
 
     state: TrainState
     log: Log
     score: float | None = None
-    follows: bool = False
+    after_peer_error: bool = False
 
 
 def write_and_commit(
-    take: Callable[[], Snapshot], target: Destination, axis: Axis, *, follows: bool
+    take: Callable[[], Snapshot], target: Destination, axis: Axis, *, after_peer_error: bool
 ) -> Path | None:
     """Write this rank's files of a checkpoint, and commit it if this rank is the last to do so.
 
@@ -49,7 +49,7 @@ def write_and_commit(
         take: Takes the snapshot, without communicating, with the facts on every rank.
         target: Where it goes, the same on all ranks that hold the same state.
         axis: The ranks. Nothing is sent on it.
-        follows: Write only if another rank has written its files.
+        after_peer_error: Write only if another rank has written its files.
 
     Returns:
         The checkpoint, on the rank that has committed it.
@@ -62,10 +62,12 @@ def write_and_commit(
     Effects:
         Writes to disk, and waits until it is durable.
     """
-    if save_threads():
+    # A snapshot reuses the memory that such a thread is still writing.
+    if list_save_threads():
         raise CheckpointError("the save before it has not ended, and holds the memory of the copy")
+    # Each rank leaves a mark here, outside of the directory that the commit renames.
     written = target.staging.with_name(f"{target.staging.name}-written")
-    if follows and not written.exists():
+    if after_peer_error and not written.exists():
         return None
     snapshot = take()
     write_rank(snapshot, target, axis.index, Event())
@@ -73,6 +75,7 @@ def write_and_commit(
     (written / f"{axis.index}").touch()
     if not all((written / f"{rank}").exists() for rank in range(axis.count)):
         return None
+    # Two ranks may both see all marks. Creating a file exclusively chooses one of them.
     try:
         (written / "commit").touch(exist_ok=False)
     except OSError:  # another rank is committing, or has committed

@@ -23,27 +23,27 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.compare import Tolerance
-from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
+from trainkit.weights.checkpoint.directory import find_saved_mark, fork_run, get_run_id
 from trainkit.weights.checkpoint.facts import (
     Facts,
     ResumeRules,
-    agree_on_facts,
-    allowed_names,
     check_allowed,
+    check_facts_agree,
     compare_facts,
     facts_at,
+    list_allowed_names,
     may_change_optimizer,
 )
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
     damaged,
     list_checkpoints,
-    none_verifies,
+    no_checkpoint_error,
     outline,
-    step_of,
+    parse_step,
 )
-from trainkit.weights.checkpoint.safe_files import owner_problems, read_json
-from trainkit.weights.checkpoint.snapshot import machine_of
+from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_json
+from trainkit.weights.checkpoint.snapshot import describe_machine
 from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint
 
 _NO_CHANGES = ResumeRules()
@@ -103,14 +103,18 @@ def resume(
     """
     stages = modules_of(stages)
     check_allowed(changes)
-    tolerance = Tolerance(optimizer=may_change_optimizer(changes), options=allowed_names(changes))
+    tolerance = Tolerance(
+        optimizer=may_change_optimizer(changes), options=list_allowed_names(changes)
+    )
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
     directory = run_dir / "checkpoints"
-    log = log if is_first else _ignore
-    agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
+    log = log if is_first else (lambda _: None)
+    # The facts after all batches: the ranks must also agree on phases that have not started.
+    check_facts_agree(facts_at(facts, sys.maxsize), ps.world)
     request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
     skipped: list[str] = []
+    # Only the first rank lists the directory: on a network disk others may see another state.
     candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
     while True:
         chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
@@ -139,7 +143,7 @@ def resume(
         messages.extend(count_messages(staged.changes))
         messages.extend(_compare_machine(staged.saved["machine"], ps))
         newest = list_checkpoints(directory)[0] if skipped else path
-        lost = step_of(newest) - manifest["step"] if skipped else 0
+        lost = parse_step(newest) - manifest["step"] if skipped else 0
         log(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
         for message in messages:
             log(message)
@@ -148,6 +152,7 @@ def resume(
             log(_make_fork(run_dir, path, manifest))
 
     run_on_all_ranks(accept, ps.world)
+    # From here on nothing can fail on one rank alone.
     return install_(staged, stages, optimizer)
 
 
@@ -210,7 +215,7 @@ def load_checkpoint(
             extra=allow_extra,
             cast=cast,
             optimizer=may_change_optimizer(changes),
-            options=allowed_names(changes),
+            options=list_allowed_names(changes),
         ),
     )
     if staged.problems:
@@ -285,10 +290,6 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
     return facts
 
 
-def _ignore(_: str) -> None:
-    """Drop a message: on ranks other than the first."""
-
-
 def _read_outline(path: Path) -> dict[str, Any]:
     """Return the manifest of a requested checkpoint whose files have the right sizes."""
     problems, manifest = outline(path)
@@ -301,6 +302,7 @@ def _make_fact_check(facts: Facts | None, changes: ResumeRules, messages: list[s
     """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
+        # Facts of later phases may have changed: those at the saved batch are compared.
         live = facts_at(facts, saved["state"]["cursor"]["batch"])
         errors, allowed = compare_facts(saved["facts"], live, changes)
         messages[:] = allowed
@@ -352,7 +354,7 @@ def _find_candidates(
             )
         yield str(path.absolute()), manifest
     if skipped:
-        raise none_verifies(directory, skipped)
+        raise no_checkpoint_error(directory, skipped)
 
 
 def _skip(
@@ -401,10 +403,10 @@ def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
 
 def _check_never_saved(run_dir: Path) -> None:
     """Raise if the run has saved checkpoints that no longer exist."""
-    file = saved_before(run_dir)
+    file = find_saved_mark(run_dir)
     if file is not None:
         raise CheckpointError(
-            f"resume: {run_dir / file} tells that this run has saved, but there is no checkpoint "
+            f"resume: {run_dir / file} shows that this run has saved, but there is no checkpoint "
             f"in {run_dir / 'checkpoints'}",
             where=run_dir / "checkpoints",
             want="the checkpoints of this run",
@@ -432,14 +434,14 @@ def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: st
     if request == "auto":
         return False
     own, _ = _read_run_id(run_dir)
-    if own is None or manifest.get("run") is None:
+    if own is None or manifest.get("run") is None:  # the first format has no ids: go by the path
         return path.resolve().parent != (run_dir / "checkpoints").resolve()
     return own != manifest["run"]
 
 
 def _check_owner(path: Path, *, strict: bool) -> list[str]:
     """Return messages about other users who can write a checkpoint; raise if `strict`."""
-    problems = owner_problems(path)
+    problems = find_owner_problems(path)
     if problems and strict:
         raise CheckpointError(
             f"resume: {problems[0]}",
@@ -456,7 +458,7 @@ def _compare_machine(saved: Mapping[str, Any] | None, ps: ParallelState) -> list
     then = saved or {}
     changed = [
         f"{name} {then[name]}, now {value}"
-        for name, value in machine_of(ps.device).items()
+        for name, value in describe_machine(ps.device).items()
         if name in then and then[name] != value
     ]
     if not changed:

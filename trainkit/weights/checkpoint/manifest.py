@@ -18,8 +18,13 @@ from trainkit.types import (
     Log,
     log_warning,
 )
-from trainkit.weights.checkpoint.boxes import shortened
-from trainkit.weights.checkpoint.safe_files import file_problem, parse_json, read_bounded, read_json
+from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.safe_files import (
+    find_file_problem,
+    parse_json,
+    read_bounded,
+    read_json,
+)
 
 FORMAT = "trainkit-checkpoint"
 VERSION = 2
@@ -29,7 +34,7 @@ READABLE = {FORMAT: (1, 2), WEIGHTS: (1,)}
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_([0-9]{8,18})(?:-([0-9]{1,9}))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_MANIFEST_BYTES = 8 * 1024 * 1024
+_MANIFEST_BYTES = 8 * 1024 * 1024  # of some 50,000 files
 _MANIFEST_VALUES = 500_000
 _READERS = 8  # files that are hashed at once; each SHA-256 is bound by one core
 
@@ -102,11 +107,11 @@ def read_manifest(path: Path | str, *, form: str = FORMAT) -> dict[str, Any]:
     return manifest
 
 
-def format_of(path: Path | str) -> str | None:
+def read_format(path: Path | str) -> str | None:
     """Return the format that a directory's manifest claims, even if damaged; None without one.
 
     Examples:
-        >>> format_of("/does/not/exist")
+        >>> read_format("/does/not/exist")
     """
     file = Path(path) / MANIFEST
     try:
@@ -138,7 +143,7 @@ def _find_manifest_problems(manifest: Any, data: bytes | bytearray, form: str) -
     problems = [
         f"{MANIFEST} names {name!r}, which is no plain file name"
         for name in files
-        if not plain_file_name(name)
+        if not is_plain_file_name(name)
     ]
     # On a disk that ignores case both would be the same file.
     if len({name.casefold() for name in files}) < len(files):
@@ -161,11 +166,11 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def plain_file_name(name: str) -> bool:
+def is_plain_file_name(name: str) -> bool:
     """Return whether a name from a file names another file of the same directory.
 
     Examples:
-        >>> plain_file_name("rank_00000.safetensors"), plain_file_name("../x")
+        >>> is_plain_file_name("rank_00000.safetensors"), is_plain_file_name("../x")
         (True, False)
     """
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
@@ -192,10 +197,10 @@ def verify_checkpoint(path: Path | str) -> list[str]:
     problems, manifest = outline(path)
     if problems:
         return problems
-    return file_problems(path, manifest["files"])
+    return find_file_problems(path, manifest["files"])
 
 
-def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def find_file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Verify every byte of some files of a folder against its manifest; return the problems.
 
     Effects:
@@ -205,7 +210,7 @@ def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[st
     largest = sorted(files.items(), key=lambda item: -item[1]["size"])
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         problems = pool.map(
-            file_problem, (path / name for name, _ in largest), (entry for _, entry in largest)
+            find_file_problem, (path / name for name, _ in largest), (entry for _, entry in largest)
         )
         return [problem for problem in problems if problem is not None]
 
@@ -229,6 +234,7 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
     path = Path(path)
     if not path.exists():
         return [f"{path} is not there"], {}
+    # A link could be changed to another directory between the check and the load.
     if not path.is_dir() or path.is_symlink():
         return [f"{path} is not a directory"], {}
     if (path / "checkpoints").is_dir():
@@ -242,7 +248,7 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
         return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
     has_step = form == FORMAT and _NAME.fullmatch(path.name)
-    if has_step and step_of(path) != manifest["step"]:
+    if has_step and parse_step(path) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
     problems += [
         f"{name} is not in the manifest"
@@ -250,7 +256,7 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
         if form == FORMAT or name.endswith(".safetensors")
     ]
     for name, entry in manifest["files"].items():
-        problem = file_problem(path / name, entry, whole=False)
+        problem = find_file_problem(path / name, entry, whole=False)
         problems += [problem] if problem else []
     return problems, manifest
 
@@ -282,7 +288,7 @@ def _parse_name(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def first_verified(paths: Iterable[Path], skipped: list[str], log: Log) -> Path | None:
+def find_first_verified(paths: Iterable[Path], skipped: list[str], log: Log) -> Path | None:
     """Return the first checkpoint that verifies; log those before it, and add them to `skipped`."""
     for path in paths:
         problems = verify_checkpoint(path)
@@ -293,14 +299,14 @@ def first_verified(paths: Iterable[Path], skipped: list[str], log: Log) -> Path 
     return None
 
 
-def none_verifies(directory: Path, skipped: Sequence[str]) -> CheckpointError:
+def no_checkpoint_error(directory: Path, skipped: Sequence[str]) -> CheckpointError:
     """Return the error for a run whose checkpoints are all damaged.
 
     It is never a reason to start from scratch: somebody wants to continue this run.
     """
     return CheckpointError(
         f"resume: none of the {len(skipped)} checkpoints in {directory} verifies "
-        f"({shortened(skipped)})",
+        f"({shorten(skipped)})",
         where=directory,
         got=list(skipped),
         hint="to start from scratch use --resume never, or choose another --out",
@@ -310,7 +316,7 @@ def none_verifies(directory: Path, skipped: Sequence[str]) -> CheckpointError:
 def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
     """Return the error for a requested checkpoint that does not verify."""
     return CheckpointError(
-        f"resume: {path} was asked for, but {shortened(problems, most=3)}",
+        f"resume: {path} was requested, but {shorten(problems, most=3)}",
         where=path,
         got=list(problems),
         want="a checkpoint directory that verifies",
@@ -338,7 +344,7 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
     """
     path = Path(path)
     _check_not_weights(path)
-    refuse_deleted(path)
+    check_not_deleted(path)
     if (path / MANIFEST).exists():
         problems = verify_checkpoint(path)
         if problems:
@@ -352,12 +358,21 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
             where=path,
             hint="name a run that has saved, or one of its checkpoints",
         )
+    if best:
+        scores = {path: get_score(outline(path)[1]) for path in paths}
+        # sorted() is stable, and the paths come newest first.
+        candidates = sorted(
+            (path for path in paths if scores[path] is not None),
+            key=lambda path: scores[path] or 0.0,
+        )
+    else:
+        candidates = paths
     skipped: list[str] = []
-    checkpoint = first_verified(_sort_by_score(paths) if best else paths, skipped, log)
+    checkpoint = find_first_verified(candidates, skipped, log)
     if checkpoint is not None:
         return checkpoint
     if not best:
-        raise none_verifies(directory, skipped)
+        raise no_checkpoint_error(directory, skipped)
     raise CheckpointError(
         f"find_checkpoint: of the {len(paths)} checkpoints in {directory} none has a score and "
         "verifies",
@@ -366,20 +381,20 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
     )
 
 
-def refuse_deleted(path: Path) -> None:
+def check_not_deleted(path: Path) -> None:
     """Raise CheckpointError for a path that is missing from a directory of checkpoints.
 
     Raises:
         CheckpointError: It is missing; lists the checkpoints that exist, and how to retain one.
 
     Examples:
-        >>> refuse_deleted(Path("/does/not/exist"))
+        >>> check_not_deleted(Path("/does/not/exist"))
     """
     others = [other.name for other in list_checkpoints(path.parent)]
     if others and not path.exists():
         raise CheckpointError(
             f"checkpoint: there is no {path.name} in {path.parent} (any more); there are "
-            f"{shortened(others)}",
+            f"{shorten(others)}",
             where=path,
             got=others,
             hint="a run retains its newest (--keep), every Nth step (--keep-every N) and each "
@@ -387,18 +402,12 @@ def refuse_deleted(path: Path) -> None:
         )
 
 
-def _sort_by_score(paths: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints that have a score, the lowest first, and of equal ones the newest."""
-    scores = {path: score_of(outline(path)[1]) for path in paths}
-    return sorted((p for p in paths if scores[p] is not None), key=lambda p: scores[p] or 0.0)
-
-
 def _check_not_weights(path: Path) -> None:
     """Raise if the path is a folder of weights alone, from Hugging Face, `export` or `convert`."""
     patterns = ("*.safetensors", "pytorch_model*.bin", ".metadata")
     if (
         not path.is_dir()
-        or format_of(path) == FORMAT
+        or read_format(path) == FORMAT
         or not any(any(path.glob(pattern)) for pattern in patterns)
     ):
         return
@@ -413,11 +422,11 @@ def _check_not_weights(path: Path) -> None:
     )
 
 
-def score_of(manifest: Mapping[str, Any]) -> float | None:
+def get_score(manifest: Mapping[str, Any]) -> float | None:
     """Return the score that a checkpoint was saved with, or None; a lower score is better.
 
     Examples:
-        >>> score_of({"score": 2}), score_of({})
+        >>> get_score({"score": 2}), get_score({})
         (2.0, None)
     """
     score = manifest.get("score")
@@ -441,10 +450,11 @@ def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *
     directory.mkdir(parents=True, exist_ok=True)
     for incomplete in (*directory.glob(".staging-*"), *directory.glob(".deleting-*")):
         shutil.rmtree(incomplete, ignore_errors=True)
+    # After "never", or a checkpoint of another run, none of these is on the branch.
     last = -1
     if chosen is not None and chosen.resolve().parent == directory.resolve():
-        last = step_of(chosen)
-    off_branch = [path for path in list_checkpoints(directory) if step_of(path) > last]
+        last = parse_step(chosen)
+    off_branch = [path for path in list_checkpoints(directory) if parse_step(path) > last]
     if request == "auto" or not off_branch:
         return
     index = 1
@@ -457,23 +467,23 @@ def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *
     log(f"set {len(off_branch)} checkpoints of another branch aside in {abandoned}")
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step in a checkpoint's name.
 
     Examples:
-        >>> step_of(Path("step_00000012-1"))
+        >>> parse_step(Path("step_00000012-1"))
         12
     """
     return _parse_name(path)[0]
 
 
-def next_name(directory: Path, step: int) -> str:
+def choose_checkpoint_name(directory: Path, step: int) -> str:
     """Return a free directory name for a step: a second save appends -1, a third -2.
 
     The number is above all existing ones, so the newest checkpoint of a step sorts last.
 
     Examples:
-        >>> next_name(Path("/does/not/exist"), 12)
+        >>> choose_checkpoint_name(Path("/does/not/exist"), 12)
         'step_00000012'
     """
     parsed = map(_parse_name, list_checkpoints(directory))

@@ -12,7 +12,7 @@ _SEQUENCES = (list, tuple, set, frozenset)
 _OWN_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
-def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
     """List the state of an optimizer that its own `state` does not contain.
 
     That is the state of optimizers inside it, and tensors in its attributes that have the size of a
@@ -27,17 +27,19 @@ def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
     Examples:
         >>> model = nn.Linear(1, 1)
-        >>> hidden_state(torch.optim.AdamW(model.parameters()), {})
+        >>> find_hidden_state(torch.optim.AdamW(model.parameters()), {})
         []
     """
-    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    states = {p: optimizer.state.get(p, {}) for p in stepped.values()}
+    states = {
+        p: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
+    }
     known = {id(x) for values in states.values() for x in values.values() if isinstance(x, Tensor)}
-    sizes = {p.numel() for p in states} | {sum(p.numel() for p in states)}
+    total = sum(p.numel() for p in states)
+    sizes = {p.numel() for p in states} | {total}
     problems: list[str] = []
     for path, value in _find_in_attributes(optimizer):
         if isinstance(value, Tensor):
-            # Only by its size can state be told from a buffer: a table of constants is no state.
+            # Only the size distinguishes state from other tensors, such as a table of constants.
             if value.numel() > 1 and value.numel() in sizes and id(value) not in known:
                 problems.append(f"{path} is a tensor of shape {tuple(value.shape)}")
             continue
@@ -45,18 +47,17 @@ def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
             outer = states.get(p, {}) if isinstance(p, Tensor) else {}
             missing = [str(key) for key, x in state.items() if outer.get(key) is not x]
             if missing:
+                kind = type(value).__name__
                 name = names.get(id(p), "a parameter that is in no stage")
-                problems.append(
-                    f"{path} ({type(value).__name__}) remembers {', '.join(missing)} of {name}"
-                )
+                problems.append(f"{path} ({kind}) remembers {', '.join(missing)} of {name}")
     return problems
 
 
-def optimizers_in(optimizer: torch.optim.Optimizer) -> list[Any]:
+def find_inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the optimizers inside an optimizer, at any depth.
 
     Examples:
-        >>> optimizers_in(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        >>> find_inner_optimizers(torch.optim.SGD(nn.Linear(1, 1).parameters()))
         []
     """
     return [x for _, x in _find_in_attributes(optimizer) if not isinstance(x, Tensor)]

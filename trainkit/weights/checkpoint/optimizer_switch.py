@@ -18,13 +18,13 @@ from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
 from trainkit.parallel.names import empty_rows_like, get_named_parameters
 from trainkit.parallel.reduction import local_of
-from trainkit.weights.checkpoint.boxes import parameter_of
+from trainkit.weights.checkpoint.boxes import get_parameter_name
 from trainkit.weights.checkpoint.reading import Target
 from trainkit.weights.checkpoint.targets import (
-    part_of,
-    refuse_copies,
-    saved_name,
-    state_after_a_step,
+    check_shared_state,
+    find_part,
+    get_saved_name,
+    probe_state,
 )
 from trainkit.weights.checkpoint.tensors import optimizer_state
 
@@ -52,16 +52,16 @@ def select_carried_over(
             _, key, name = full.split("/", 2)
             saved.setdefault(name, {})[key] = entry
     named = get_named_parameters(stages)
-    after_step = state_after_a_step(optimizer)
+    after_step = probe_state(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     entries: dict[str, Any] = {}
     messages: list[str] = []
     for live in optimizer_state(stages, optimizer):
         p = named[live]
-        name = saved_name(live)
+        name = get_saved_name(live)
         saved_state = saved.get(name, {})
         expected = _drop_scales(after_step[p])
-        keys = _find_matching_keys(p, saved_state, expected, part_of(optimizer, groups[id(p)]))
+        keys = _find_matching_keys(p, saved_state, expected, find_part(optimizer, groups[id(p)]))
         entries |= {f"optimizer/{key}/{name}": saved_state[key] for key in keys}
         messages.append(f"{name}\n{_describe(keys, saved_state, expected)}")
     return entries, messages
@@ -78,18 +78,21 @@ def install_carried_over_(
     Effects:
         Replaces the optimizer's state.
     """
+    # A probe or an earlier load may have left state that the checkpoint does not have.
     optimizer.state.clear()
     named = get_named_parameters(stages)
-    after_step = state_after_a_step(optimizer)
+    after_step = probe_state(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name: dict[str, dict[str, Tensor]] = {}
     for full, target in targets.items():
         if full.startswith("optimizer/"):
-            by_name.setdefault(parameter_of(full), {})[full.split("/", 2)[1]] = target.tensor
+            by_name.setdefault(get_parameter_name(full), {})[full.split("/", 2)[1]] = target.tensor
     for live, loaded in by_name.items():
         p = named[live]
-        part = part_of(optimizer, groups[id(p)])
+        part = find_part(optimizer, groups[id(p)])
         state: dict[str, Tensor] = {}
+        # An elementwise optimizer initializes a parameter only while its state is empty, so what is
+        # not loaded gets its initial values here.
         if isinstance(part, ElementwiseOptimizer) and loaded.keys() != {_MEAN}:
             state = part.begun(p, groups[id(p)])
         for key, like in _drop_scales(after_step[p]).items():
@@ -97,7 +100,7 @@ def install_carried_over_(
                 is_scaled = scale_name(key) in after_step[p]
                 state |= _convert_state(p, key, loaded, like.dtype, is_scaled=is_scaled)
         optimizer.state[p].update(state)
-    refuse_copies(optimizer)
+    check_shared_state(optimizer)
 
 
 def _drop_scales(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -118,6 +121,7 @@ def _find_matching_keys(
         shape = tuple(p.shape) if expected[key].dim() else ()
         return key in saved_state and tuple(saved_state[key]["shape"]) == shape
 
+    # Of an unknown optimizer any moment may have a bias correction: all are taken, or none.
     corrected: Collection[str] = [key for key, x in expected.items() if x.dim() and key != _MEAN]
     if isinstance(part, ElementwiseOptimizer):
         corrected = [key for key in part.moments if key not in part.copies]
@@ -155,6 +159,7 @@ def _convert_state(
         return {key: loaded[key].to(dtype)}
     length = p.shape[-1]
     parts = {x: local_of(loaded[x]).reshape(-1) for x in (key, scale_name(key)) if x in loaded}
+    # Through full-precision values: block scales of another format cannot be copied.
     values = read_moment(key, parts, wide(p.dtype))
     state = {key: empty_rows_like(p.data, length, dtype)}
     if is_scaled:

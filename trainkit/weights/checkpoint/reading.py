@@ -26,7 +26,7 @@ from trainkit.weights.checkpoint.stored import (
     Extent,
     Stored,
     contiguous_stride,
-    extent_of,
+    find_extent,
     read_header,
 )
 
@@ -90,7 +90,7 @@ def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Seque
         ):
             raise CheckpointError(
                 f"weights: {name} has the shape {list(stored.shape)}; a box of {list(shape)} at "
-                f"{list(offset)} was asked for",
+                f"{list(offset)} was requested",
                 where=name,
             )
         return read_box(stored, shape, offset)
@@ -146,6 +146,7 @@ def read_tensors(
             return [error.what]
         return []
 
+    # All ranks together verify every file; of another rank's files only the boxes are read.
     names = [name for name in sorted(files) if name in to_verify or targets[name]]
     if not names:
         return []
@@ -173,7 +174,7 @@ def _read_file(
         feed(memoryview(header))
         # The file may have other boxes too: a rank outside a tensor's mesh writes a duplicate.
         extents = {
-            name: extent_of(path, name, entry, box, stored)
+            name: find_extent(path, name, entry, box, stored)
             for name, (entry, box) in entries.items()
         }
         fetches = [
@@ -182,6 +183,7 @@ def _read_file(
             for fetch in _plan_fetches(extents[target.saved], target.box.offset, target.out)
         ]
         position = len(header)
+        # In the order of the file, so that one pass both hashes and copies.
         for fetch in sorted(fetches, key=lambda fetch: fetch.start):
             if is_hashed:
                 skim(file, position, fetch.start, path, feed)

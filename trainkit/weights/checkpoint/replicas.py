@@ -20,7 +20,7 @@ from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, make_key
 from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
-from trainkit.weights.checkpoint.tensors import INTEGERS, run_tensors
+from trainkit.weights.checkpoint.tensors import INTEGERS, get_run_tensors
 
 _CHUNK = 1 << 20  # elements hashed at once, in 8 MiB of working memory
 
@@ -32,7 +32,7 @@ def _get_tensors(
 
     A copy has its owner's name, unless this rank has both.
     """
-    tensors = run_tensors(stages, optimizer, copies=True)
+    tensors = get_run_tensors(stages, optimizer, copies=True)
     copies = {name: x for name, x in tensors.items() if name.endswith(COPY_SUFFIX)}
     owners = {name: x for name, x in tensors.items() if name not in copies}
     return {name.removesuffix(COPY_SUFFIX): x for name, x in copies.items()} | owners
@@ -108,23 +108,24 @@ def make_replica_check(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
-    every: int = 10,
+    interval: int = 10,
     within: int = 100,
 ) -> Callable[[int], list[str]]:
     """Return `check(step)`, which finds replicas that differ.
 
     Replicas are found by name and offset, in any layout: copies over dp_replicate, norms over tp,
-    everything over the part of sp that FSDP does not shard. Every `every` steps a part of them is
-    hashed, and the ranks exchange one number for each set of ranks that share replicas, and names
-    only if those differ. The hash is a sum of the elements' bits times odd numbers modulo 2^64, so
-    one changed element always changes it. Tensors that only one rank has cannot be compared. Make a
-    new check after a load or a roll-back: this one refers to the moments from before.
+    everything over the part of sp that FSDP does not shard. Every `interval` steps a part of them
+    is hashed, and the ranks exchange one number for each set of ranks that share replicas, and
+    names only if those differ. The hash is a sum of the elements' bits times odd numbers modulo
+    2^64, so one changed element always changes it. Tensors that only one rank has cannot be
+    compared. Make a new check after a load or a roll-back: this one refers to the moments from
+    before.
 
     Args:
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        every: Steps between two checks; 0 never checks.
+        interval: Steps between two checks; 0 never checks.
         within: Steps after which all of the state has been checked.
 
     Returns:
@@ -133,10 +134,10 @@ def make_replica_check(
         majority, or all of them if there is none.
 
     Raises:
-        ValueError: `every` is negative, or `within` is below it.
+        ValueError: `interval` is negative, or `within` is below it.
 
     Effects:
-        The returned function communicates on `ps.world` every `every` steps and waits for the
+        The returned function communicates on `ps.world` every `interval` steps and waits for the
         device. It writes nothing.
 
     Examples:
@@ -148,17 +149,18 @@ def make_replica_check(
         >>> check(10)
         []
     """
-    if every < 0 or within < max(every, 1):
+    if interval < 0 or within < max(interval, 1):
         raise ValueError(
-            f"canary: every must be at least 0 and within at least that, got {every} and {within}"
+            f"make_replica_check: interval must be at least 0 and within at least that, "
+            f"got {interval} and {within}"
         )
-    num_parts = within // every if every else 0
+    num_parts = within // interval if interval else 0
     replicas: list[_Replica] = []
 
     def check(step: int) -> list[str]:
-        if ps.world.count == 1 or not every or step % every:
+        if ps.world.count == 1 or not interval or step % interval:
             return []
-        part = step // every % num_parts
+        part = step // interval % num_parts
         if part == 0 or not replicas:  # once a round: an optimizer's first step adds its moments
             replicas[:] = _find_replicas(_get_tensors(stages, optimizer), ps.world)
         due = [replica for replica in replicas if replica.key % num_parts == part]
@@ -195,6 +197,7 @@ def refuse_drift(problems: Sequence[str]) -> None:
 
 def _find_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     """Return the boxes of this rank that other ranks have too."""
+    # Equal keys on two ranks mean the same part of the same tensor, in any layout.
     boxes = {
         make_key(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
         for name, box in ((name, get_local_box(tensor)) for name, tensor in tensors.items())
@@ -237,6 +240,7 @@ def _hash_bits(bits: Tensor, weights: Tensor) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.reshape(-1).split(_CHUNK):
+        # Times 3 from chunk to chunk, or exchanged chunks would have the same sum.
         total = total * 3 + (part * weights[: part.numel()]).sum()
     return total
 
@@ -246,6 +250,7 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     hashes = _hash_replicas(replicas)
     by_holders: dict[str, int] = {}
     for replica, value in zip(replicas, hashes, strict=True):
+        # Times an odd number of the box: two boxes with exchanged contents must not cancel out.
         total = by_holders.get(replica.holders, 0) + value * (replica.key | 1)
         by_holders[replica.holders] = total & MASK64
     by_rank = all_gather_objects(by_holders, axis)

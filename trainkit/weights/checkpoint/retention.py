@@ -21,11 +21,11 @@ from trainkit.types import (
 from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    format_of,
+    get_score,
     list_checkpoints,
     outline,
-    score_of,
-    step_of,
+    parse_step,
+    read_format,
     verify_checkpoint,
 )
 
@@ -177,9 +177,12 @@ def apply_retention(
     while True:
         doomed = plan_retention(listing, policy, pinned=pinned)
         unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]
-        damaged = _find_damaged(directory, unread, log)
+        problems = {name: verify_checkpoint(directory / name) for name in unread}
+        damaged = {name: found[0] for name, found in problems.items() if found}
+        for name, problem in damaged.items():
+            log(f"{directory / name} is damaged and counts for nothing: {problem}")
         good.update(unread)
-        if not damaged:
+        if not damaged:  # else older ones move up, and they have not been verified yet
             break
         listing = [attrs.evolve(e, verified=False) if e.name in damaged else e for e in listing]
     if not dry_run:
@@ -207,29 +210,20 @@ def remove_checkpoint(path: Path) -> None:
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)  # of an interrupted deletion
     path.rename(doomed)
-    fsync_folder(path.parent)
+    fsync_folder(path.parent)  # or after a crash the name is back, with half of the files
     (doomed / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 
 
 def _read_listed(path: Path) -> Listed:
     if path.is_symlink() or not path.is_dir():  # its target may be the only copy of something
-        return Listed(path.name, step_of(path), verified=None)
+        return Listed(path.name, parse_step(path), verified=None)
     problems, manifest = outline(path)
     if not problems:
-        return Listed(path.name, step_of(path), score=score_of(manifest))
+        return Listed(path.name, parse_step(path), score=get_score(manifest))
     is_later = len(problems) == 1 and "upgrade trainkit" in problems[0]
-    is_foreign = is_later or format_of(path) != FORMAT
-    return Listed(path.name, step_of(path), verified=None if is_foreign else False)
-
-
-def _find_damaged(directory: Path, names: Sequence[str], log: Log) -> set[str]:
-    problems = {name: verify_checkpoint(directory / name) for name in names}
-    damaged = {name for name in names if problems[name]}
-    for name in names:
-        if name in damaged:
-            log(f"{directory / name} is damaged and counts for nothing: {problems[name][0]}")
-    return damaged
+    is_foreign = is_later or read_format(path) != FORMAT
+    return Listed(path.name, parse_step(path), verified=None if is_foreign else False)
 
 
 def _try_to_remove(path: Path, log: Log) -> bool:

@@ -28,9 +28,9 @@ from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
-    first_verified,
+    find_first_verified,
     list_checkpoints,
-    step_of,
+    parse_step,
 )
 from trainkit.weights.checkpoint.save import save_checkpoint
 
@@ -118,14 +118,17 @@ def roll_back(
             clear_directory(run_dir / "checkpoints", Path(chosen), chosen, log=log)
 
     run_on_all_ranks(move_branch, ps.world)
+    # At once: a run that is killed now must not resume before the bad batches again.
     save_checkpoint(run_dir, rolled_back, stages, optimizer, ps, facts=facts, config=config)
     return rolled_back
 
 
 def _find_newest(run_dir: Path, before: int) -> str:
     skipped: list[str] = []
-    paths = [path for path in list_checkpoints(run_dir / "checkpoints") if step_of(path) <= before]
-    newest = first_verified(paths, skipped, lambda _: None)
+    paths = [
+        path for path in list_checkpoints(run_dir / "checkpoints") if parse_step(path) <= before
+    ]
+    newest = find_first_verified(paths, skipped, lambda _: None)
     if newest is not None:
         return str(newest.absolute())
     raise CheckpointError(

@@ -68,7 +68,7 @@ def open_plain(path: Path, *, shared: bool = False) -> Iterator[int]:
         os.close(handle)
 
 
-def size_of(path: Path) -> int:
+def get_file_size(path: Path) -> int:
     """Return the bytes of a regular file; raise CheckpointError for anything else, even a link."""
     with open_plain(path, shared=True) as file:
         return os.fstat(file).st_size
@@ -132,7 +132,7 @@ def hash_file(path: Path) -> dict[str, Any]:
         return {"size": size, "sha256": digest.hexdigest()}
 
 
-def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> str | None:
+def find_file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> str | None:
     """Compare a file with its entry in a manifest; return the problem, or None.
 
     Args:
@@ -141,7 +141,7 @@ def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> 
         whole: Hash every byte; otherwise only the size is compared.
     """
     try:
-        size = size_of(path)
+        size = get_file_size(path)
         if size != want["size"]:
             return f"{path.name} has {size} bytes, the manifest says {want['size']}"
         if whole and hash_file(path)["sha256"] != want["sha256"]:
@@ -152,7 +152,7 @@ def file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> 
     return None
 
 
-def refuse_no_room(what: str, path: Path | str, *, free: int, needed: int) -> None:
+def check_free_space(what: str, path: Path | str, *, free: int, needed: int) -> None:
     """Raise DiskError, before anything is written, if the disk does not have enough free space."""
     if free < needed:
         raise DiskError(
@@ -168,6 +168,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str,
     """Write a new file, wait until it is on the disk, and return its {"size", "sha256"}."""
     digest = hashlib.sha256()
     size = 0
+    # O_EXCL: a file or a link that somebody else has put there is an error.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for chunk in chunks:
@@ -250,7 +251,7 @@ def parse_json(path: Path, data: bytes | bytearray, most_values: int = JSON_VALU
         raise refusal(path, f"is no good JSON: {error}") from error
 
 
-def owner_problems(path: Path | str) -> list[str]:
+def find_owner_problems(path: Path | str) -> list[str]:
     """List how other users could have written a directory or its files.
 
     A hash shows that bytes are intact, not who wrote them.
@@ -264,7 +265,7 @@ def owner_problems(path: Path | str) -> list[str]:
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     owner_problems(folder)
+        ...     find_owner_problems(folder)
         []
     """
     path = Path(path)

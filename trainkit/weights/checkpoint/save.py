@@ -45,9 +45,9 @@ from trainkit.weights.checkpoint.facts import Facts, facts_at
 from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
-from trainkit.weights.checkpoint.safe_files import refuse_no_room
-from trainkit.weights.checkpoint.snapshot import Snapshot, TakeSnapshot, bind_snapshots
-from trainkit.weights.checkpoint.tensors import counters_of, model_tensors, state_hash
+from trainkit.weights.checkpoint.safe_files import check_free_space
+from trainkit.weights.checkpoint.snapshot import Snapshot, TakeSnapshot, make_snapshot_taker
+from trainkit.weights.checkpoint.tensors import list_counters, model_tensors, state_hash
 from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
 _LONG_WAIT = 0.1  # seconds of waiting for the previous save that are worth a message
@@ -84,7 +84,7 @@ def open_saver(
     log: Log = log_warning,
     before_commit: Callable[[], None] | None = None,
     event: Callable[..., None] | None = None,
-    unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
+    get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
     progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
     """Save a run repeatedly, for a `with` block, while training continues.
@@ -98,7 +98,7 @@ def open_saver(
 
     Leaving the block waits, and raises if the last save failed. An exception that leaves it does
     not wait for other ranks: a commit in progress may finish, and any other save is abandoned. Then
-    the state that `unsaved` returns is saved, if it returns one, and the exception continues,
+    the state that `get_unsaved` returns is saved, if it returns one, and the exception continues,
     whether that save succeeds or not. The ranks do not communicate for it, as another one may be
     inside a collective of the step: each writes its files, and the last one commits the checkpoint.
     Ranks whose counters differ write into different folders, none of which is ever complete.
@@ -120,8 +120,8 @@ def open_saver(
             manifest, for files that must not be older than it, for instance to `sync` a metrics
             file. If it raises, the save fails.
         event: Called with "save" and the fields of each save that `saved` returns.
-        unsaved: Called with an exception that leaves the block. Returns the state of the stages and
-            the optimizer, or None if they are in the middle of a step or it is saved already.
+        get_unsaved: Called with an exception that leaves the block. Returns the state of the stages
+            and the optimizer, or None if they are in the middle of a step or it is saved already.
         progress: Counts what this rank writes, so that a watchdog can see whether the disk hangs.
 
     Yields:
@@ -142,7 +142,8 @@ def open_saver(
         raise ConfigError(
             f"saves: config holds what JSON does not ({error}); give plain values", where="config"
         ) from error
-    take = bind_snapshots(stages, optimizer, ps)
+    take = make_snapshot_taker(stages, optimizer, ps)
+    # A process group of its own: the order of its collectives must not depend on the step's.
     separate_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with separate_group as axis:
         saver = _Saver(
@@ -158,7 +159,7 @@ def open_saver(
             progress=progress or SaveProgress(),
             # Equal on all ranks, and a name that no earlier process has used on the shared disk.
             token=all_gather_objects(secrets.token_hex(8), axis)[0],
-            log=_ignore if axis.index else log,
+            log=(lambda _: None) if axis.index else log,
             grace=grace,
             event=event,
         )
@@ -166,16 +167,12 @@ def open_saver(
             yield saver.save, saver.collect
         except BaseException as error:
             saver.abandon()
-            last = None if unsaved is None else unsaved(error)
+            last = None if get_unsaved is None else get_unsaved(error)
             if last is not None:
                 saver.save_last(last)
             raise
         saver.advance()
         saver.raise_last()
-
-
-def _ignore(_: str) -> None:
-    """Drop a message: on ranks other than the first."""
 
 
 @attrs.define(eq=False)
@@ -209,7 +206,7 @@ class _Saver:
         waited = time.perf_counter() - began
         if waited > _LONG_WAIT:
             self.log(f"step {state.step} waited {waited:.1f} s for the save before to be written")
-        facts = None if self.axis.index else self.facts  # the first rank's are saved
+        facts = None if self.axis.index else self.facts  # only the first rank's are written
         pending = start_save(
             lambda: self.take(state, facts_at(facts, state.cursor.batch)),
             self._make_target(str(self.num_saves), score),
@@ -220,7 +217,7 @@ class _Saver:
         )
         self.num_saves += 1
         self.pending.append(pending)
-        next(pending)
+        next(pending)  # takes the snapshot, and starts to write
         if not self.background:
             self.advance()
 
@@ -287,7 +284,7 @@ class _Saver:
         began = time.perf_counter()
         state = last.state
         # Named by a hash of the counters: ranks in different steps must not mix files.
-        name = f"{hash_counters(counters_of(state)):016x}"
+        name = f"{hash_counters(list_counters(state)):016x}"
 
         def take() -> Snapshot:
             check_awake(self.stages, by="save")
@@ -295,7 +292,10 @@ class _Saver:
 
         try:
             path = write_and_commit(
-                take, self._make_target(name, last.score), self.axis, follows=last.follows
+                take,
+                self._make_target(name, last.score),
+                self.axis,
+                after_peer_error=last.after_peer_error,
             )
         except Exception as error:  # noqa: BLE001 (the error that ended the run is raised instead)
             last.log(
@@ -430,7 +430,7 @@ def check_disk_space(
     )
     needed = int(1.1 * sum(all_gather_objects(local_bytes, axis)))  # a tenth for all else
     free = min(all_gather_objects(shutil.disk_usage(run_dir).free, axis))
-    refuse_no_room(
+    check_free_space(
         f"check_disk_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed
     )
     if free < 2 * needed and axis.index == 0:

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from trainkit.parallel.names import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
-from trainkit.weights.checkpoint.boxes import description_problem, split_into_files
+from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
 from trainkit.weights.checkpoint.stored import Stored, safetensors_header
 from trainkit.weights.checkpoint.tensors import (
     INTEGERS,
     MAX_BATCHES,
     MAX_STREAM,
-    boxes_to_write,
     check_modules,
     check_optimizer,
-    group_options,
+    find_tied_copies,
+    get_boxes_to_write,
+    get_group_options,
     optimizer_state,
-    tied_copies_of,
 )
 
 _FILE_BYTES = 128 * 1024 * 1024  # the files of a rank are written and hashed in parallel
@@ -82,7 +82,7 @@ class Snapshot:
 TakeSnapshot = Callable[[TrainState, Mapping[str, Any]], Snapshot]
 
 
-def bind_snapshots(
+def make_snapshot_taker(
     stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
 ) -> TakeSnapshot:
     """Return `take(state, facts)`, which copies what this rank writes of a state to host memory.
@@ -105,7 +105,7 @@ def bind_snapshots(
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
         >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> take = bind_snapshots([model], optimizer, solo_parallel())
+        >>> take = make_snapshot_taker([model], optimizer, solo_parallel())
         >>> [box.name for box in take(TrainState(), {}).files[0].boxes]
         ['model/bias', 'model/weight']
     """
@@ -115,8 +115,9 @@ def bind_snapshots(
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
         health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
-        boxes = boxes_to_write(stages, optimizer, ps)
+        boxes = get_boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
+        # Before the copy: a state that cannot be saved raises while the old snapshot is intact.
         described = _describe_state(state, optimizer, ps, facts)
         layout = [
             (name, x.dtype, box.shape, box.offset, box.local.shape)
@@ -131,7 +132,7 @@ def bind_snapshots(
         saved = [box for file in files for box in file.boxes]
         _copy([boxes[box.name][1].local for box in saved], [box.values for box in saved])
         states = optimizer_state(stages, optimizer)
-        copies = tied_copies_of(stages)
+        copies = find_tied_copies(stages)
         return Snapshot(
             state=state,
             files=files,
@@ -179,7 +180,7 @@ def check_savable(
         >>> check_savable(TrainState(step=1), [model], optimizer, solo_parallel())
     """
     check_modules(stages)
-    _make_entries(boxes_to_write(stages, optimizer, ps))
+    _make_entries(get_boxes_to_write(stages, optimizer, ps))
     check_optimizer(stages, optimizer)
     zeros = dict.fromkeys(state.health, 0.0)  # reading the real values would wait for the device
     _describe_state(attrs.evolve(state, tokens=0, health=zeros), optimizer, ps, {})
@@ -189,8 +190,9 @@ def _copy(values: list[Tensor], into: list[Tensor]) -> None:
     """Copy tensors to host memory in one call, and wait once per device."""
     devices = {value.device for value in values if value.is_cuda}
     with torch.no_grad():
-        if values:
+        if values:  # one call for all: thousands of small copies would each cost a launch
             torch._foreach_copy_(into, values, non_blocking=bool(devices))
+    # Training may overwrite the parameters as soon as this returns.
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
@@ -219,21 +221,21 @@ def _describe_state(
                 "state": attrs.asdict(state),
                 "optimizer": {
                     "class": type(optimizer).__name__,
-                    "options": group_options(optimizer),
+                    "options": get_group_options(optimizer),
                 },
                 "layout": ps.degrees,
                 "facts": dict(facts),
-                "machine": machine_of(ps.device),
+                "machine": describe_machine(ps.device),
             }
         )
     )
 
 
-def machine_of(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the properties of a machine that determine the order in which sums are taken.
 
     Examples:
-        >>> machine_of(torch.device("cpu"))["device"]
+        >>> describe_machine(torch.device("cpu"))["device"]
         'cpu'
     """
     return {
@@ -277,7 +279,7 @@ def _make_entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str
         for name, (tensor, _) in boxes.items()
     }
     for name, entry in entries.items():
-        problem = description_problem(name, entry)
+        problem = find_description_problem(name, entry)
         if problem is not None:
             raise ValueError(f"save_checkpoint: {problem}")
     return entries

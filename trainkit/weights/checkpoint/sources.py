@@ -10,22 +10,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trainkit.types import SOLO, Axis, CheckpointError, Share, Weights
-from trainkit.weights.checkpoint.boxes import index_problems, parameter_of
+from trainkit.weights.checkpoint.boxes import find_index_problems, get_parameter_name
 from trainkit.weights.checkpoint.manifest import (
     WEIGHTS,
-    file_problems,
-    format_of,
+    find_file_problems,
     outline,
+    read_format,
     read_manifest,
     verify_checkpoint,
 )
 from trainkit.weights.checkpoint.safe_files import read_json, refusal
-from trainkit.weights.checkpoint.stored import Stored, extent_of, safetensors_file, without_twins
+from trainkit.weights.checkpoint.stored import Stored, find_extent, merge_tensors, safetensors_file
 
 INDEX = "model.safetensors.index.json"
 
 
-def checkpoint_tensors(path: Path) -> dict[str, Stored]:
+def read_checkpoint_tensors(path: Path) -> dict[str, Stored]:
     """Describe the tensors of a checkpoint of trainkit, which has been verified.
 
     Raises:
@@ -34,7 +34,7 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
     """
     sizes = {name: want["size"] for name, want in read_manifest(path)["files"].items()}
     index = read_json(path / "index.json")
-    problems = index_problems(index, sizes)
+    problems = find_index_problems(index, sizes)
     if problems:
         raise refusal(path / "index.json", f"is not a good index: {problems[0]}")
     entries = index["tensors"]
@@ -43,24 +43,24 @@ def checkpoint_tensors(path: Path) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for name, entry in entries.items():
         extents = tuple(
-            extent_of(path / box["file"], name, entry, box, headers[box["file"]])
+            find_extent(path / box["file"], name, entry, box, headers[box["file"]])
             for box in entry["boxes"]
         )
         tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), extents)
     return tensors
 
 
-def model_of(path: Path) -> dict[str, Stored]:
+def read_model_tensors(path: Path) -> dict[str, Stored]:
     """Describe the tensors of the model in a checkpoint of trainkit, by their names in the model.
 
     They are the ones to evaluate: if the optimizer maintains the mean of a parameter, the mean.
 
     Raises:
-        CheckpointError: As `checkpoint_tensors`.
+        CheckpointError: As `read_checkpoint_tensors`.
     """
-    tensors = checkpoint_tensors(path)
+    tensors = read_checkpoint_tensors(path)
     return {
-        parameter_of(name): tensors.get(f"optimizer/mean/{parameter_of(name)}", x)
+        get_parameter_name(name): tensors.get(f"optimizer/mean/{get_parameter_name(name)}", x)
         for name, x in tensors.items()
         if name.startswith("model/")
     }
@@ -85,7 +85,7 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
     if problems:
         return problems
     local_files = dict(list(manifest["files"].items())[share.index :: share.count])
-    return file_problems(folder, local_files)
+    return find_file_problems(folder, local_files)
 
 
 def open_weights(
@@ -134,7 +134,7 @@ def open_weights(
         )
     files = read_manifest(folder, form=WEIGHTS)["files"]
     parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]
-    tensors = without_twins(parts, folder)
+    tensors = merge_tensors(parts, folder)
     index = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).exists() else tensors
     if index.keys() != tensors.keys():
         raise refusal(folder / INDEX, "does not list the tensors that are there")
@@ -153,4 +153,4 @@ def verify_any(path: Path) -> list[str]:
         >>> verify_any(Path("/does/not/exist"))
         ['/does/not/exist is not there']
     """
-    return verify_weights(path) if format_of(path) == WEIGHTS else verify_checkpoint(path)
+    return verify_weights(path) if read_format(path) == WEIGHTS else verify_checkpoint(path)

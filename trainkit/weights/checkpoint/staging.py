@@ -19,15 +19,15 @@ from trainkit.collectives import run_on_all_ranks
 from trainkit.parallel.names import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
-from trainkit.weights.checkpoint.boxes import index_problems, shortened
+from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
 from trainkit.weights.checkpoint.reading import Target, read_tensors
 from trainkit.weights.checkpoint.safe_files import read_json
 from trainkit.weights.checkpoint.targets import (
     allocate_buffers,
+    get_saved_name,
     install_moments_,
-    moment_targets,
-    saved_name,
-    weight_targets,
+    make_moment_targets,
+    make_weight_targets,
     write_targets_,
 )
 from trainkit.weights.checkpoint.tensors import MAX_BATCHES, MAX_STREAM, check_optimizer
@@ -93,6 +93,7 @@ def stage_checkpoint(
         local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
         return _list_names(local[0], stages, optimizer)
 
+    # A rank that raised here alone would leave the others waiting in a collective.
     by_rank = run_on_all_ranks(read_headers, axis)
     names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
     if names["problems"]:
@@ -110,11 +111,12 @@ def stage_checkpoint(
     problems = facts + tensors
     if problems:
         raise CheckpointError(
-            f"load_checkpoint: {path} does not fit the run: {shortened(problems)}",
+            f"load_checkpoint: {path} does not fit the run: {shorten(problems)}",
             where=path,
             got=problems,
             hint="choose another --out, or start from scratch here with --resume never",
         )
+    # The others may be missing, as the tolerance allows, and keep their values.
     targets = {name: t for name, t in staged.targets.items() if t.saved in staged.index}
     buffered: dict[str, Target] = {}
 
@@ -151,7 +153,7 @@ def install_(
     elif optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)
-    return state_from(staged.saved["state"])
+    return parse_counters(staged.saved["state"])
 
 
 def count_messages(messages: Iterable[str]) -> list[str]:
@@ -171,12 +173,12 @@ def count_messages(messages: Iterable[str]) -> list[str]:
     ]
 
 
-def state_from(saved: Mapping[str, Any]) -> TrainState:
+def parse_counters(saved: Mapping[str, Any]) -> TrainState:
     """Return the counters of a checkpoint.
 
     Examples:
         >>> saved = {"step": 1, "tokens": 2, "cursor": {"batch": 3, "stream": []}, "health": {}}
-        >>> state_from(saved).cursor
+        >>> parse_counters(saved).cursor
         Cursor(batch=3, stream=())
     """
     cursor = Cursor(saved["cursor"]["batch"], tuple(saved["cursor"]["stream"]))
@@ -200,8 +202,8 @@ def _list_names(
         "problems": staged.problems,
         "changes": staged.changes,
         "wanted": [target.saved for target in staged.targets.values()],
-        "parameters": [saved_name(name) for name in get_named_parameters(stages)],
-        "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
+        "parameters": [get_saved_name(name) for name in get_named_parameters(stages)],
+        "trained": [] if optimizer is None else compare.list_trained_names(stages, optimizer),
     }
 
 
@@ -224,7 +226,7 @@ def _compare_tensors(
         }
     if optimizer is not None:
         saved = staged.saved["optimizer"]
-        problems += compare.optimizer_problems(
+        problems += compare.find_optimizer_problems(
             saved,
             index,
             stages,
@@ -233,8 +235,8 @@ def _compare_tensors(
             tolerance=tolerance,
         )
         frozen = saved["scalars"].keys() & (names["parameters"] - names["trained"])
-        problems += compare.frozen_problems(frozen, tolerance)
-    return problems + compare.tensor_problems(
+        problems += compare.find_frozen_problems(frozen, tolerance)
+    return problems + compare.find_tensor_problems(
         index, staged.targets, wanted=names["wanted"], frozen=frozen, tolerance=tolerance
     )
 
@@ -247,7 +249,7 @@ def _read_headers(
     tolerance: compare.Tolerance,
 ) -> Staged:
     """Read and check the two JSON files of a checkpoint, and find out where its tensors go."""
-    weights = weight_targets(stages)
+    weights = make_weight_targets(stages)
     if optimizer is not None:
         check_optimizer(stages, optimizer)
     max_values = _MIN_VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
@@ -265,7 +267,7 @@ def _read_headers(
         return Staged([error.what if isinstance(error, CheckpointError) else f"it has no {error}"])
     problems = _find_state_problems(read["state.json"], manifest)
     sizes = {name: entry["size"] for name, entry in _tensor_files(manifest).items()}
-    problems += index_problems(read["index.json"], sizes)
+    problems += find_index_problems(read["index.json"], sizes)
     if problems:
         return Staged(problems)
     index = read["index.json"]["tensors"]
@@ -274,14 +276,14 @@ def _read_headers(
         return Staged((), index, saved, weights)
     entries = index
     changes: list[str] = []
-    if tolerance.optimizer and compare.kind_problems(saved["optimizer"], optimizer, tolerance):
+    if tolerance.optimizer and compare.find_kind_problems(saved["optimizer"], optimizer, tolerance):
         from trainkit.weights.checkpoint.optimizer_switch import (  # noqa: PLC0415 - see `install_`
             select_carried_over,
         )
 
         entries, changes = select_carried_over(index, stages, optimizer)
     is_cast = partial(compare.matches, patterns=tolerance.cast)
-    moments = moment_targets(entries, stages, optimizer, is_cast)
+    moments = make_moment_targets(entries, stages, optimizer, is_cast)
     return Staged((), index, saved, weights | moments, changes)
 
 
@@ -315,6 +317,7 @@ def _find_state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
             for number in (value if isinstance(value, list) else [value])
         ]
         is_valid = (
+            # type() and not isinstance(): True is an int in Python, but not a count.
             all(type(n) is int and 0 <= n < 2**63 for n in counts)
             and counts[2] <= MAX_BATCHES
             and isinstance(stream, list)

@@ -19,13 +19,13 @@ from typing import Any
 import attrs
 import orjson
 
-from trainkit.weights.checkpoint.boxes import DTYPES, entry_problem
+from trainkit.weights.checkpoint.boxes import DTYPES, find_entry_problem
 from trainkit.weights.checkpoint.safe_files import (
+    get_file_size,
     open_plain,
     parse_json,
     read_exactly,
     refusal,
-    size_of,
     skim,
 )
 
@@ -67,17 +67,18 @@ class Stored:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-def plain_tensor_name(name: Any) -> bool:
+def is_plain_tensor_name(name: Any) -> bool:
     """Return whether a tensor's name from a file could be a name in a model.
 
     Examples:
-        >>> plain_tensor_name("model/layers.0.weight"), plain_tensor_name("../../etc/x")
+        >>> is_plain_tensor_name("model/layers.0.weight"), is_plain_tensor_name("../../etc/x")
         (True, False)
     """
+    # Names become keys and messages only, but others may use them as paths.
     return isinstance(name, str) and _NAME.fullmatch(name) is not None and ".." not in name
 
 
-def sizes_of(values: Any, path: Path | str) -> tuple[int, ...]:
+def parse_sizes(values: Any, path: Path | str) -> tuple[int, ...]:
     """Return a shape or offset from a file as a tuple; raise CheckpointError if it is not one."""
     if (
         type(values) not in (list, tuple)
@@ -88,7 +89,7 @@ def sizes_of(values: Any, path: Path | str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def sane_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
+def parse_untrusted_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
     """Parse an untrusted JSON object whose memory stays in proportion to its bytes.
 
     Duplicate keys are an error, because readers do not agree on which value counts.
@@ -169,12 +170,12 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
     with open_plain(path, shared=True) as file:
         _, tensors = read_header(file, path, os.fstat(file).st_size)
     for name in tensors:
-        if not plain_tensor_name(name):
+        if not is_plain_tensor_name(name):
             raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
     return tensors
 
 
-def without_twins(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[str, Stored]:
+def merge_tensors(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[str, Stored]:
     """Merge the tensors of a folder's files; raise CheckpointError if one is in two files."""
     tensors: dict[str, Stored] = {}
     for part in parts:
@@ -205,10 +206,11 @@ def read_header(
     if total < 8:
         raise refusal(path, f"has {total} bytes, which is no safetensors file")
     length = int.from_bytes(read_exactly(file, 0, 8, path), "little")
+    # Checked before it is read: the 8 bytes of the length may claim any size.
     if length > min(total - 8, most):
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
     data = read_exactly(file, 0, 8 + length, path)
-    header = sane_table(data[8:], path)
+    header = parse_untrusted_table(data[8:], path)
     header.pop("__metadata__", None)
     tensors = {name: _parse_entry(path, name, entry, len(data)) for name, entry in header.items()}
     end = len(data)
@@ -229,8 +231,8 @@ def _parse_entry(path: Path, name: str, entry: Any, base: int) -> Stored:
     dtype = _FROM_SAFETENSORS.get(str(entry["dtype"]))
     if dtype is None:
         raise refusal(path, f"holds {name} of the unknown dtype {str(entry['dtype'])[:20]!r}")
-    shape = sizes_of(entry["shape"], path)
-    offsets = sizes_of(entry["data_offsets"], path)
+    shape = parse_sizes(entry["shape"], path)
+    offsets = parse_sizes(entry["data_offsets"], path)
     size = math.prod(shape) * DTYPES[dtype][1]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise refusal(path, f"gives {name} {list(offsets)}, its shape needs {size} bytes")
@@ -245,7 +247,7 @@ def _parse_entry(path: Path, name: str, entry: Any, base: int) -> Stored:
     return Stored(dtype, shape, (extent,))
 
 
-def extent_of(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
+def find_extent(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
     """Return the extent of an index's box in its file, after comparing both.
 
     Args:
@@ -287,7 +289,7 @@ def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
             for i, extent in enumerate(boxes)
         ],
     }
-    problem = entry_problem(
+    problem = find_entry_problem(
         "model/it", entry, {str(i): extent.size for i, extent in enumerate(boxes)}
     )
     if problem is not None:
@@ -302,7 +304,7 @@ def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
         needed = max(last + 1, math.prod(extent.shape)) * DTYPES[stored.dtype][1]
         if needed > extent.size:
             raise refusal(path, f"has {extent.size} bytes of {name}, its box needs {needed}")
-        if extent.start + extent.size > size_of(extent.path):
+        if extent.start + extent.size > get_file_size(extent.path):
             raise refusal(extent.path, f"is too short for {name}")
 
 

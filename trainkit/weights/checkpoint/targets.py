@@ -18,36 +18,36 @@ from trainkit.parallel.names import (
     get_local_box,
     get_named_parameters,
 )
-from trainkit.weights.checkpoint.boxes import parameter_of
-from trainkit.weights.checkpoint.optimizer_internals import optimizers_in
+from trainkit.weights.checkpoint.boxes import get_parameter_name
+from trainkit.weights.checkpoint.optimizer_internals import find_inner_optimizers
 from trainkit.weights.checkpoint.reading import Target
 from trainkit.weights.checkpoint.tensors import model_tensors, optimizer_state
 
 
-def saved_name(name: str) -> str:
+def get_saved_name(name: str) -> str:
     """Return the name that a tensor is saved under: of a tied copy its owner's.
 
     Examples:
-        >>> saved_name("model/embedding.weight (copy)")
+        >>> get_saved_name("model/embedding.weight (copy)")
         'model/embedding.weight'
     """
     return name.removesuffix(COPY_SUFFIX)
 
 
-def weight_targets(stages: Sequence[nn.Module]) -> dict[str, Target]:
+def make_weight_targets(stages: Sequence[nn.Module]) -> dict[str, Target]:
     """Return the parameters and persistent buffers of this rank's stages as load targets.
 
     Examples:
-        >>> list(weight_targets([nn.Linear(1, 1, bias=False)]))
+        >>> list(make_weight_targets([nn.Linear(1, 1, bias=False)]))
         ['model/weight']
     """
     return {
-        name: Target(saved_name(name), x, get_local_box(x))
+        name: Target(get_saved_name(name), x, get_local_box(x))
         for name, x in model_tensors(stages).items()
     }
 
 
-def moment_targets(
+def make_moment_targets(
     index: Mapping[str, Any],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -77,7 +77,7 @@ def moment_targets(
     for full, entry in index.items():
         if not full.startswith("optimizer/"):
             continue
-        name = parameter_of(full)
+        name = get_parameter_name(full)
         shape = tuple(entry["shape"])
         dtype = getattr(torch, entry["dtype"])
         weight = index.get(f"model/{name}", {})
@@ -149,6 +149,7 @@ def install_moments_(
     Effects:
         Replaces the optimizer's state.
     """
+    # State of parameters that the checkpoint does not have must not survive the load.
     optimizer.state.clear()
     named = get_named_parameters(stages)
     for full, target in targets.items():
@@ -156,23 +157,24 @@ def install_moments_(
         if kind == "optimizer":
             optimizer.state[named[rest[1]]][rest[0]] = target.tensor
     for name, values in scalars.items():
+        # A tied embedding is saved once, and both stages step their copy of it.
         for parameter in (named.get(name), named.get(name + COPY_SUFFIX)):
             if parameter is not None:
                 optimizer.state[parameter].update(values)
-    refuse_copies(optimizer)
+    check_shared_state(optimizer)
 
 
-def refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+def check_shared_state(optimizer: torch.optim.Optimizer) -> None:
     """Check that the parts of an optimizer share its state.
 
     Raises:
         ValueError: A part has a state of its own, into which nothing was loaded.
 
     Examples:
-        >>> refuse_copies(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        >>> check_shared_state(torch.optim.SGD(nn.Linear(1, 1).parameters()))
     """
-    for part in optimizers_in(optimizer):
-        for p, keys in state_after_a_step(part).items():
+    for part in find_inner_optimizers(optimizer):
+        for p, keys in probe_state(part).items():
             inner = part.state.get(p, {})
             outer = optimizer.state.get(p, {})
             missing = [key for key in keys if inner.get(key) is not outer.get(key)]
@@ -197,7 +199,7 @@ def expected_state(
         >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
         tensor(1.)
     """
-    by_parameter = state_after_a_step(optimizer)
+    by_parameter = probe_state(optimizer)
     named = get_named_parameters(stages)
     return {
         name: by_parameter[named[name]]
@@ -206,12 +208,12 @@ def expected_state(
     }
 
 
-def state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+def probe_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the state of an optimizer's parameters after a step, for small probe parameters.
 
     Examples:
         >>> weight = nn.Parameter(torch.ones(7, 3))
-        >>> state_after_a_step(torch.optim.SGD([weight], momentum=0.5))[weight]
+        >>> probe_state(torch.optim.SGD([weight], momentum=0.5))[weight]
         {'momentum_buffer': tensor([[0., 0.],
                 [0., 0.]])}
     """
@@ -219,19 +221,14 @@ def state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, d
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            shape = _choose_probe_shape(p)
+            shape = tuple(min(size, 2) for size in p.shape) or (1,)
+            if p.dim() and p.shape[-1] % BLOCK == 0:  # 8-bit moments need rows of full blocks
+                shape = (*shape[:-1], BLOCK)
             key = index, p.dtype, *shape
             if key not in probed:
                 probed[key] = _step_probe(optimizer, group, p.dtype, shape)
             states[p] = probed[key]
     return states
-
-
-def _choose_probe_shape(p: nn.Parameter) -> tuple[int, ...]:
-    """Return a small shape for which an optimizer creates the same state as for the parameter."""
-    small = [min(size, 2) for size in p.shape] or [1]
-    # Blockwise quantized moments need rows of full blocks.
-    return (*small[:-1], BLOCK) if p.dim() and p.shape[-1] % BLOCK == 0 else tuple(small)
 
 
 def _step_probe(
@@ -249,8 +246,9 @@ def _step_probe(
     if "parts" in group:
         options["parts"] = None
     with suppress(Exception):  # a foreign optimizer may need other arguments, or a closure
-        make: Any = type(part_of(optimizer, group))
+        make: Any = type(find_part(optimizer, group))
         twin = make([options], lr=group["lr"])
+        # `combine_optimizers` adds state of its own, the mean, around the parts.
         again: Any = getattr(optimizer, "again", None)
         twin = twin if again is None else again([twin])
         twin.step()
@@ -258,15 +256,15 @@ def _step_probe(
     return {}
 
 
-def part_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+def find_part(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return the optimizer inside another one that steps a group, or the optimizer itself.
 
     Examples:
         >>> from trainkit.optim import combine_optimizers
         >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         >>> outer = combine_optimizers([inner])
-        >>> part_of(outer, outer.param_groups[0]) is inner
+        >>> find_part(outer, outer.param_groups[0]) is inner
         True
     """
-    parts = [x for x in optimizers_in(optimizer) if any(g is group for g in x.param_groups)]
+    parts = [x for x in find_inner_optimizers(optimizer) if any(g is group for g in x.param_groups)]
     return parts[0] if parts else optimizer

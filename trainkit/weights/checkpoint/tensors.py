@@ -22,8 +22,8 @@ from trainkit.parallel.names import (
 )
 from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
-from trainkit.weights.checkpoint.boxes import shortened
-from trainkit.weights.checkpoint.optimizer_internals import hidden_state
+from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.optimizer_internals import find_hidden_state
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype with which the bits of an element are viewed, by its bytes."""
@@ -66,12 +66,12 @@ _NOT_OPTIONS = {
 }
 
 
-def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def get_group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group, except for the learning rate.
 
     Examples:
         >>> model = nn.Linear(1, 1)
-        >>> group_options(torch.optim.SGD(model.parameters(), momentum=0.9))[0]["momentum"]
+        >>> get_group_options(torch.optim.SGD(model.parameters(), momentum=0.9))[0]["momentum"]
         0.9
     """
     return [
@@ -90,7 +90,7 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
     Raises:
         ValueError: It steps a parameter that is in no stage; has local tensors for a sharded
             parameter, so that it is unknown which part they are; has state that is neither tensors
-            nor numbers; or has state outside of its `state`, see `hidden_state`.
+            nor numbers; or has state outside of its `state`, see `find_hidden_state`.
 
     Examples:
         >>> model = nn.Linear(1, 1)
@@ -118,11 +118,12 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
                     f"`{type(value).__name__}`; a checkpoint holds tensors and plain numbers "
                     "alone; keep a tensor there"
                 )
-    hidden = hidden_state(optimizer, names)
+    # A wrapper that forwards `step` but not `state` would silently save nothing.
+    hidden = find_hidden_state(optimizer, names)
     if hidden:
         raise ValueError(
             f"save_checkpoint: {type(optimizer).__name__} holds what its own state does not show, "
-            f"and no checkpoint would hold: {shortened(hidden)}; give it a `state` and "
+            f"and no checkpoint would hold: {shorten(hidden)}; give it a `state` and "
             "`param_groups` that are those of all its parts"
         )
 
@@ -169,12 +170,13 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def _reshard_parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    # FSDP may still have full parameters gathered: only the shards are boxes of this rank.
     for stage in stages:
         reshard_(reducers_of(stage))
     return get_named_parameters(stages)
 
 
-def run_tensors(
+def get_run_tensors(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, copies: bool = False
 ) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint: "model/NAME" and "optimizer/KEY/NAME".
@@ -183,11 +185,11 @@ def run_tensors(
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> list(run_tensors([model], torch.optim.SGD(model.parameters())))
+        >>> list(get_run_tensors([model], torch.optim.SGD(model.parameters())))
         ['model/weight']
     """
     stages = list(stages)
-    excluded = set[str]() if copies else tied_copies_of(stages)
+    excluded = set[str]() if copies else find_tied_copies(stages)
     tensors = model_tensors(stages)
     for name in excluded:
         tensors.pop(f"model/{name}", None)
@@ -198,21 +200,21 @@ def run_tensors(
     return tensors
 
 
-def tied_copies_of(stages: Iterable[nn.Module]) -> set[str]:
+def find_tied_copies(stages: Iterable[nn.Module]) -> set[str]:
     """Return the names of the parameters that are tied copies of another stage's.
 
     Examples:
-        >>> tied_copies_of([nn.Linear(1, 1)])
+        >>> find_tied_copies([nn.Linear(1, 1)])
         set()
     """
     return {name for name, p in get_named_parameters(stages).items() if is_tied_copy(p)}
 
 
-def boxes_to_write(
+def get_boxes_to_write(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
 ) -> dict[str, tuple[Tensor, Box]]:
     """Return the tensors of which this rank writes a box to a checkpoint, and the boxes."""
-    return _select_boxes(run_tensors(stages, optimizer), ps)
+    return _select_boxes(get_run_tensors(stages, optimizer), ps)
 
 
 def _select_boxes(
@@ -224,16 +226,16 @@ def _select_boxes(
     return {name: (tensor, box) for name, (tensor, box) in boxes.items() if box.writes}
 
 
-def counters_of(state: TrainState) -> dict[str, int]:
+def list_counters(state: TrainState) -> dict[str, int]:
     """Return the counters of a run as integers by name; of floats in its health the bits.
 
     Evaluations are left out of the health: a run that is evaluated more often, or was stopped and
     evaluated there, is the same run.
 
     Examples:
-        >>> counters_of(TrainState(step=2, tokens=10))
+        >>> list_counters(TrainState(step=2, tokens=10))
         {'step': 2, 'tokens': 10, 'cursor/batch': 0}
-        >>> counters_of(TrainState(health={"losses": [0.0]}))["health/losses/length"]
+        >>> list_counters(TrainState(health={"losses": [0.0]}))["health/losses/length"]
         1
     """
     stream = {f"cursor/stream/{i}": value for i, value in enumerate(state.cursor.stream)}
@@ -259,12 +261,16 @@ def _get_bits(value: float) -> int:
     return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
-def box_hash(name: str, local: Tensor, *, shape: Sequence[int], offset: Sequence[int]) -> int:
+def hash_tensor_box(
+    name: str, local: Tensor, *, shape: Sequence[int], offset: Sequence[int]
+) -> int:
     """Return the hash of one box of a tensor; the hashes of all boxes add up to the state's.
 
     Examples:
-        >>> halves = [box_hash("a", torch.ones(2), shape=(4,), offset=(at,)) for at in (0, 2)]
-        >>> sum(halves) & MASK64 == box_hash("a", torch.ones(4), shape=(4,), offset=(0,))
+        >>> halves = [
+        ...     hash_tensor_box("a", torch.ones(2), shape=(4,), offset=(at,)) for at in (0, 2)
+        ... ]
+        >>> sum(halves) & MASK64 == hash_tensor_box("a", torch.ones(4), shape=(4,), offset=(0,))
         True
     """
     if local.is_complex():
@@ -292,10 +298,10 @@ def state_hash(
         False
     """
     stages = modules_of(stages)
-    return hash_of_boxes(_hash_boxes(boxes_to_write(stages, optimizer, ps), ps), state)
+    return combine_hashes(_hash_boxes(get_boxes_to_write(stages, optimizer, ps), ps), state)
 
 
-def base_hash(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:
+def hash_base(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:
     """Hash the parameters that `mark_base_` has marked: 16 hex digits, equal in every layout.
 
     Effects:
@@ -303,13 +309,13 @@ def base_hash(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> base_hash([nn.Linear(1, 1)], solo_parallel())
+        >>> hash_base([nn.Linear(1, 1)], solo_parallel())
         '0000000000000000'
     """
     return _hash_parameters(stages, ps, is_base)
 
 
-def weights_hash(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:
+def hash_weights(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:
     """Hash all parameters: 16 hex digits, equal in every layout.
 
     Effects:
@@ -319,7 +325,7 @@ def weights_hash(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> 
         >>> from trainkit.mesh import solo_parallel
         >>> zeros, ones = (nn.Linear(1, 1, bias=False) for _ in range(2))
         >>> _ = nn.init.zeros_(zeros.weight), nn.init.ones_(ones.weight)
-        >>> weights_hash([zeros], solo_parallel()) == weights_hash([ones], solo_parallel())
+        >>> hash_weights([zeros], solo_parallel()) == hash_weights([ones], solo_parallel())
         False
     """
     return _hash_parameters(stages, ps, lambda _: True)
@@ -341,7 +347,9 @@ def _hash_parameters(
 def _hash_boxes(boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState) -> dict[str, int]:
     """Return the hash of every box of all ranks, by its name and offset."""
     hashes = {
-        f"{name} {box.offset}": box_hash(name, box.local, shape=tensor.shape, offset=box.offset)
+        f"{name} {box.offset}": hash_tensor_box(
+            name, box.local, shape=tensor.shape, offset=box.offset
+        )
         for name, (tensor, box) in boxes.items()
         if box.local.numel()
     }
@@ -349,11 +357,11 @@ def _hash_boxes(boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState) -> d
     return {key: x for part in all_gather_objects(hashes, ps.world) for key, x in part.items()}
 
 
-def hash_of_boxes(boxes: Mapping[str, int], state: TrainState) -> str:
+def combine_hashes(boxes: Mapping[str, int], state: TrainState) -> str:
     """Return the hash of a state from the hashes of its boxes and its counters.
 
     Examples:
-        >>> hash_of_boxes({}, TrainState()) == hash_of_boxes({"a": 1}, TrainState())
+        >>> combine_hashes({}, TrainState()) == combine_hashes({"a": 1}, TrainState())
         False
     """
-    return f"{(sum(boxes.values()) + hash_counters(counters_of(state))) & MASK64:016x}"
+    return f"{(sum(boxes.values()) + hash_counters(list_counters(state))) & MASK64:016x}"

@@ -25,19 +25,19 @@ import torch
 
 from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
-from trainkit.weights.checkpoint.boxes import index_problems, shortened
+from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
 from trainkit.weights.checkpoint.directory import get_run_id
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
+    choose_checkpoint_name,
     dump_json,
     is_sealed,
     make_manifest,
-    next_name,
     sealed,
 )
 from trainkit.weights.checkpoint.safe_files import parse_json, read_json, write_all, write_durably
 from trainkit.weights.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
-from trainkit.weights.checkpoint.tensors import INTEGERS, box_hash, hash_of_boxes
+from trainkit.weights.checkpoint.tensors import INTEGERS, combine_hashes, hash_tensor_box
 
 _CHUNK = 4 * 1024 * 1024  # bytes hashed and written at once, while they are in the cache
 _FLUSH_BYTES = 32 * 1024 * 1024  # of a file, after which the disk starts while the rest is hashed
@@ -159,7 +159,7 @@ def _write_file(
         finally:
             os.close(handle)
     except BaseException:
-        stopped.set()
+        stopped.set()  # the other files of this rank would be written in vain
         raise
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
@@ -196,7 +196,7 @@ def _hash_boxes(file: TensorFile, stopped: Event) -> dict[str, int]:
         if stopped.is_set():
             break
         _check_finite(box)
-        hashes[f"{box.name} {box.offset}"] = box_hash(
+        hashes[f"{box.name} {box.offset}"] = hash_tensor_box(
             box.name, box.values, shape=box.shape, offset=box.offset
         )
     return hashes
@@ -253,11 +253,11 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
             path.unlink()
         files = _merge(report["files"] for report in reports)
         index = {"tensors": _merge_boxes(report["tensors"] for report in reports)}
-        problems = index_problems(index, {name: file["size"] for name, file in files.items()})
+        problems = find_index_problems(index, {name: file["size"] for name, file in files.items()})
         if problems:  # a checkpoint that no load would accept must not be committed
             raise CheckpointError(
                 "save_checkpoint: what the ranks wrote could not be read back: "
-                f"{shortened(problems)}",
+                f"{shorten(problems)}",
                 got=problems,
                 hint="every earlier checkpoint is intact; this is a bug of trainkit or of a layout",
             )
@@ -279,14 +279,14 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
             files,
             run=identity["run"],
             parent=identity["parent"],
-            state_hash=hash_of_boxes(hashes, snapshot.state),
+            state_hash=combine_hashes(hashes, snapshot.state),
             score=target.score,
             config=target.config,
             trainkit=_trainkit_version(),
             torch=torch.__version__,
         )
         write_durably(target.staging / MANIFEST, [manifest])
-        path = directory / next_name(directory, snapshot.state.step)
+        path = directory / choose_checkpoint_name(directory, snapshot.state.step)
         commit_folder(target.staging, path)
     return path
 

@@ -18,14 +18,14 @@ import attrs
 import orjson
 
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.manifest import plain_file_name
+from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.stored import (
     Extent,
     Stored,
+    merge_tensors,
+    parse_untrusted_table,
     safetensors_file,
-    sane_table,
-    without_twins,
 )
 
 _MAX_INDEX = 64 * 1024 * 1024  # bytes
@@ -77,6 +77,7 @@ def read_foreign_tensors(source: Path) -> Found:
 def _read_pickles(source: Path) -> Found:
     """Read the pickles of a source in another process, and parse its report."""
     process = subprocess.run(  # noqa: S603 - our own module
+        # -P: a torch.py in the working directory must not be imported.
         [sys.executable, "-P", "-m", "trainkit.weights.convert.pickled", os.fspath(source)],
         # It must find the same trainkit and torch as this process.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -119,7 +120,7 @@ def _parse_stored(values: Mapping[str, Any]) -> Stored:
 
 def merge_found(parts: list[Found], source: Path) -> Found:
     """Merge the tensors of a folder's files; raise CheckpointError if one is in two files."""
-    tensors = without_twins((part.tensors for part in parts), source)
+    tensors = merge_tensors((part.tensors for part in parts), source)
     return Found(parts[0].kind, tensors, tuple(name for part in parts for name in part.skipped))
 
 
@@ -134,13 +135,15 @@ def safetensors_folder(folder: Path) -> dict[str, Stored]:
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return without_twins(map(safetensors_file, sorted(folder.glob("*.safetensors"))), folder)
-    file_of = sane_table(read_bounded(index, _MAX_INDEX, shared=True), index).get("weight_map")
+        return merge_tensors(map(safetensors_file, sorted(folder.glob("*.safetensors"))), folder)
+    file_of = parse_untrusted_table(read_bounded(index, _MAX_INDEX, shared=True), index).get(
+        "weight_map"
+    )
     if not isinstance(file_of, dict) or not all(isinstance(x, str) for x in file_of.values()):
         raise refusal(index, "holds no weight_map")
     files = sorted(set(file_of.values()))
     for file in files:
-        if not plain_file_name(file):
+        if not is_plain_file_name(file):
             raise refusal(index, f"names {file[:100]!r}, which is no plain file name")
     tensors = {file: safetensors_file(folder / file) for file in files}
     for name, file in file_of.items():

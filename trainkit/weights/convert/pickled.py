@@ -33,9 +33,9 @@ from torch import Tensor
 
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import DTYPES
-from trainkit.weights.checkpoint.manifest import plain_file_name
-from trainkit.weights.checkpoint.safe_files import open_plain, read_bounded, refusal, size_of
-from trainkit.weights.checkpoint.stored import Extent, Stored, plain_tensor_name, sizes_of
+from trainkit.weights.checkpoint.manifest import is_plain_file_name
+from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
+from trainkit.weights.checkpoint.stored import Extent, Stored, is_plain_tensor_name, parse_sizes
 from trainkit.weights.convert.foreign import Found, merge_found
 
 _MEMORY = 256 * 1024 * 1024  # bytes for the description; 100,000 tensors take about 130 MB
@@ -224,7 +224,7 @@ def torch_file(path: Path) -> Found:
     Raises:
         CheckpointError: It is not such a file, or refers to names that tensors do not need.
     """
-    archive = _load_archive(path, 0, size_of(path))
+    archive = _load_archive(path, 0, get_file_size(path))
     tensors: dict[str, Stored] = {}
     skipped: list[str] = []
     for name, leaf in _flatten(archive.value, path):
@@ -312,7 +312,7 @@ def distributed_directory(directory: Path) -> Found:
             if isinstance(entry, dcp.BytesStorageMetadata):
                 skipped.append(shown(name))
                 continue
-            if not plain_tensor_name(name):
+            if not is_plain_tensor_name(name):
                 raise refusal(path, f"holds a tensor of the odd name {shown(name)!r}")
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             extents = [
@@ -320,7 +320,7 @@ def distributed_directory(directory: Path) -> Found:
                 for chunk in entry.chunks
                 for extent in _locate_chunk(name, dtype, chunk, metadata.storage_data, path)
             ]
-            tensors[name] = Stored(dtype, sizes_of([*entry.size], path), tuple(extents))
+            tensors[name] = Stored(dtype, parse_sizes([*entry.size], path), tuple(extents))
     return Found("torch.distributed.checkpoint", tensors, tuple(skipped))
 
 
@@ -383,20 +383,20 @@ def _locate_chunk(
     """Yield the extent of one box, which is in torch.save's format inside a `.distcp` file."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 - as above
 
-    offset = sizes_of([*chunk.offsets], path)
-    shape = sizes_of([*chunk.sizes], path)
+    offset = parse_sizes([*chunk.offsets], path)
+    shape = parse_sizes([*chunk.sizes], path)
     if not math.prod(shape):
         return
     info = storage.get(MetadataIndex(name, offset))
     if info is None:
         raise refusal(path, f"says not where {name} from {list(offset)} on is")
-    if not plain_file_name(info.relative_path):
+    if not is_plain_file_name(info.relative_path):
         raise refusal(path, f"names {shown(info.relative_path)!r}, which is no plain file name")
     if getattr(info, "transform_descriptors", None):
         raise refusal(path, f"says that {name} is compressed, which is not read")
-    start, length = sizes_of([info.offset, info.length], path)
+    start, length = parse_sizes([info.offset, info.length], path)
     file = path.with_name(info.relative_path)
-    if start + length > size_of(file):
+    if start + length > get_file_size(file):
         raise refusal(file, f"ends before {name}, which should be at {start}")
     archive = _load_archive(file, start, length)
     if not isinstance(archive.value, Tensor):

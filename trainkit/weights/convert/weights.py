@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.weights.checkpoint.export import SHARD_BYTES, write_weights
 from trainkit.weights.checkpoint.safe_files import refusal
-from trainkit.weights.checkpoint.stored import check_boxes, check_crc, plain_tensor_name
+from trainkit.weights.checkpoint.stored import check_boxes, check_crc, is_plain_tensor_name
 from trainkit.weights.convert.foreign import read_foreign_tensors
 
 
@@ -66,8 +66,9 @@ def convert_weights(
         some = ", ".join(sorted(found.tensors)[:5])
         raise refusal(source, f"holds no tensor whose name begins with {prefix!r}; some are {some}")
     for name, stored in chosen.items():
-        if not plain_tensor_name(name):
+        if not is_plain_tensor_name(name):
             raise refusal(source, f"holds a tensor of the odd name {name[:100]!r}")
+        # Here and not in the process that read the pickles: what that reports is not trusted.
         check_boxes(name, stored, source)
         for extent in stored.extents:
             check_crc(extent)
