@@ -22,13 +22,17 @@ from torch import Tensor
 
 from trainkit import health
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.data import fingerprint
+from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, say_on_stderr
 from trainkit.mesh import describe_launch, parallel_session
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.names import modules_of
+from trainkit.parallel.start import describe_run
+from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.directory import make_run_dir
-from trainkit.run.errors import report_errors
+from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.garbage import Collect, collect_manually
 from trainkit.run.limits import Timeouts
 from trainkit.run.lock import lock_run
@@ -36,21 +40,26 @@ from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import Asked, open_stop_vote, trap_signals
-from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
+from trainkit.run.sinks.jsonl import compare_evaluations, fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, printer, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.watchdog import Announce, is_echo, watch_ranks
 from trainkit.schedules import is_due
+from trainkit.text.chat import template_hash
+from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
     Axis,
+    Bins,
     ForwardBackward,
     Layout,
     Numerics,
     NumericsError,
     ParallelState,
     PeerError,
+    Precision,
     Sink,
+    Stages,
     StepBatch,
     TrainState,
 )
@@ -58,12 +67,16 @@ from trainkit.weights import checkpoint
 from trainkit.weights.checkpoint.guard import Guard
 from trainkit.weights.checkpoint.manifest import step_of
 from trainkit.weights.checkpoint.save import Save
+from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainkit.data.packed import PackedCorpus
+
 _SOFTWARE = "software"  # a fact that may change, as people mend their recipes: it is told
+_MOVABLE = ("files", "context", "base_from")  # facts that only name what hashes stand for
 _STEPS_AT_ONCE = 10  # that are looked at together, where the host would wait for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
@@ -98,8 +111,16 @@ class Loop:
     save is due, the run stops, or the step's evaluation is among the `Keeping.keep_best` best
     (`saves`), collects garbage (`collect_manually`), and returns why it stops, or None."""
 
+    is_due: Callable[..., bool]
+    """`is_due(state, every, since=0)`: whether to do now what is done every so many steps, counted
+    from step `since` on (never, if `every` is 0), and after the last one."""
+
     event: Callable[..., None]
-    """`event(name, **facts)` adds a line to events.jsonl."""
+    """`event(name, step=..., facts={...})` adds a line with these facts to events.jsonl."""
+
+    result: Callable[[str], None]
+    """`result("eval/loss")` adds a line with the first and the last value of an evaluation
+    (`sinks.compare_evaluations`)."""
 
 
 @attrs.frozen(eq=False)
@@ -115,6 +136,10 @@ class Run:
     say: Callable[[str], None]
     """Prints a text on the first rank (`sinks.make_printer`)."""
 
+    describe: Callable[..., None]
+    """`describe(stages, rows.bins, rows_per_step=..., precision=...)` logs what is trained, where,
+    and on how much (`parallel.describe_run`)."""
+
     phase: Announce
     """`phase(name, allow=seconds)`: what comes, and how long it may take (`runtime.watch`)."""
 
@@ -122,10 +147,12 @@ class Run:
     """Why the run shall stop, or None; all ranks are told after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
-    """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: asks whether two
-    checkpoints have room (`checkpoint.check_disk_space`), goes on from the last one or begins
-    (`checkpoint.resume`), says which, and writes config.toml. Beside `facts` checkpoints hold what
-    they were written by (`make_code_facts`): other code goes on, and is told."""
+    """`state = resume(stages, optimizer, request="auto", config=..., model=..., tokenizer=...,
+    rows=..., corpora=..., first=..., context=..., template=..., facts={...})`: checks that there is
+    room for two checkpoints (`checkpoint.check_disk_space`), continues from the last one or starts
+    at step 0 (`checkpoint.resume`), logs which, and writes config.toml. A run can only be continued
+    with the facts that it began with: all that is given here, see `gather_facts`. Checkpoints also
+    hold the versions of the code (`make_code_facts`); a change of these is logged, and allowed."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, keeping=..., policy=
@@ -133,9 +160,11 @@ class Run:
     numbers (`open_guarded_saver`), and keeps Python from collecting garbage inside of steps
     (`collect_manually`). Leaving it waits for the last save."""
 
-    finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
-    """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), draws the
-    loss, and the load of experts if there are any, and says how the time was spent."""
+    finish: Callable[..., int]
+    """`return finish(state, stages, optimizer, stop=stop)`: writes final.json
+    (`checkpoint.write_final`), draws the loss, and the load of experts if there are any, logs how
+    the time was spent, and returns the exit code 0; or does none of it and returns `EXIT_SAVED`, if
+    there was a reason to stop: then the same command continues the run."""
 
 
 @contextlib.contextmanager
@@ -145,7 +174,7 @@ def open_run(
     layout: Layout | None = None,
     limits: Timeouts | None = None,
     numerics: Numerics | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Any = None,
 ) -> Iterator[Run]:
     """Open the process groups, with signals trapped, the directory locked and a watch over all.
 
@@ -166,8 +195,9 @@ def open_run(
             step in time, and knows who is stuck.
         numerics: How exact its arithmetic is, which is set (`set_numerics`) and said; by default
             torch is left as it is.
-        config: The resolved configuration, plain values by name. All ranks must have the same, but
-            for `out`; `resume` writes it, checkpoints hold it, and sinks show it.
+        config: The resolved configuration: a record of flags, or plain values by name. All ranks
+            must have the same, but for `out`; `resume` writes it, checkpoints hold it, and sinks
+            show it.
 
     Yields:
         A `Run`.
@@ -186,6 +216,7 @@ def open_run(
         (1, None)
     """
     layout, limits = layout or Layout(), limits or Timeouts()
+    config = config_to_dict(config) if attrs.has(type(config)) else config
     start = timedelta(seconds=limits.start_timeout)
     progress = checkpoint.SaveProgress()
     longest = max(start, timedelta(seconds=10 * limits.step_timeout))
@@ -218,13 +249,91 @@ def open_run(
         if numerics is not None:
             say(str(numerics))
         frame = _Frame(folder, ps, say, phase, stopping, limits, software, config, progress)
-        yield Run(folder, ps, say, phase, stopping, frame.resume, frame.loop, frame.finish)
+        yield Run(
+            folder,
+            ps,
+            say,
+            frame.describe,
+            phase,
+            stopping,
+            frame.resume,
+            frame.loop,
+            frame.finish,
+        )
 
 
 @contextlib.contextmanager
 def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
     run_on_all_ranks(lambda: str(make_run_dir(run_dir)), axis)
     yield Path(run_dir)
+
+
+def gather_facts(
+    stages: Sequence[nn.Module] | nn.Module,
+    ps: ParallelState,
+    *,
+    config: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    rows: PackedCorpus | None = None,
+    corpora: Mapping[str, Any] | None = None,
+    first: checkpoint.InitialWeights | None = None,
+    context: int | None = None,
+    template: str | None = None,
+    facts: checkpoint.Facts | None = None,
+) -> checkpoint.Facts:
+    """Return what a run must be continued with, as facts for its checkpoints.
+
+    Args:
+        stages: The stages, filled with the weights that the run begins with.
+        ps: The layout.
+        config: The record of the run's flags; which of them count, see `config.option`.
+        model: The configuration of the model, an attrs record.
+        tokenizer: The tokenizer, of which a hash is kept.
+        rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
+        corpora: The corpora by name, if each is a part of a mixture under its name.
+        first: Where the first weights are from; see `checkpoint.hash_initial_weights`.
+        context: The longest text that the model is trained on; where a folder that the run begins
+            with says that its model is for longer ones, that counts.
+        template: The name of the chat template, of which a hash is kept.
+        facts: Others by name, or a function that returns them from the number of global batches.
+
+    Returns:
+        {name: value}; a function, as `facts` is, if that is one.
+
+    Effects:
+        Hashes the parameters if `first` is given, and then communicates on `ps.world`.
+
+    Examples:
+        >>> from torch import nn
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import make_decoder_config
+        >>> model = make_decoder_config("tiny")
+        >>> facts = gather_facts(nn.Linear(1, 1), solo_parallel(), model=model, facts={"seed": 0})
+        >>> facts["model"]["width"], facts["seed"]
+        (128, 0)
+    """
+    known: dict[str, Any] = {}
+    if config is not None:
+        known |= make_config_facts(config)
+    if model is not None:
+        known["model"] = attrs.asdict(model)
+    if tokenizer is not None:
+        known["tokenizer"] = tokenizer_hash(tokenizer)
+    if rows is not None:
+        known |= make_data_facts(rows)
+    known |= {f"fingerprint of {name}": fingerprint(x) for name, x in (corpora or {}).items()}
+    if context is not None:
+        source = None if first is None else first.source
+        is_known = source is not None and is_hf_folder(source)
+        known["context"] = max(context, open_folder(source).full_context if is_known else 0)
+    if template is not None:
+        known["template"] = template_hash(template)
+    if first is not None:
+        known |= checkpoint.hash_initial_weights(first, stages, ps)
+    if callable(facts):
+        return lambda batches: {**known, **facts(batches)}
+    return {**known, **(facts or {})}
 
 
 def _with_software(facts: checkpoint.Facts | None, software: Mapping[str, str]) -> checkpoint.Facts:
@@ -253,17 +362,54 @@ class _Frame:
     facts: checkpoint.Facts | None = None
     told: list[str] = attrs.field(factory=list)  # how the run began
 
+    def describe(
+        self,
+        stages: Stages | nn.Module,
+        rows: Bins,
+        *,
+        rows_per_step: int,
+        precision: Precision,
+    ) -> None:
+        self.say(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
+
     def resume(
         self,
         stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        request: str | Path = "auto",
+        config: Any = None,
+        model: Any = None,
+        tokenizer: Any = None,
+        rows: PackedCorpus | None = None,
+        corpora: Mapping[str, Any] | None = None,
+        first: checkpoint.InitialWeights | None = None,
+        context: int | None = None,
+        template: str | None = None,
         facts: checkpoint.Facts | None = None,
         changes: checkpoint.ResumeRules | None = None,
-        request: str | Path = "auto",
     ) -> TrainState:
-        stages, self.facts = modules_of(stages), _with_software(facts, self.software)
-        changes = changes or checkpoint.ResumeRules()
+        stages = modules_of(stages)
+        gathered = gather_facts(
+            stages,
+            self.ps,
+            config=config,
+            model=model,
+            tokenizer=tokenizer,
+            rows=rows,
+            corpora=corpora,
+            first=first,
+            context=context,
+            template=template,
+            facts=facts,
+        )
+        self.facts = _with_software(gathered, self.software)
+        if changes is None:
+            changes = (
+                checkpoint.ResumeRules()
+                if config is None
+                else make_resume_rules(config, free=_MOVABLE)
+            )
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, tell=self.say)
         state = checkpoint.resume(
             self.dir,
@@ -340,7 +486,14 @@ class _Frame:
             around.first = around.hold(state).step
             opened.append(around)
             with around.optimizer_steps_counted():
-                yield Loop(around.after, around.evaluated, around.keep, event)
+                yield Loop(
+                    around.after,
+                    around.evaluated,
+                    around.keep,
+                    around.is_due,
+                    around.write_event,
+                    around.write_result,
+                )
                 around.end()
         if around.stop:
             why, again = f"({around.stop})", "the same command goes on from there"
@@ -352,7 +505,11 @@ class _Frame:
         state: TrainState,
         stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
-    ) -> None:
+        *,
+        stop: str | None = None,
+    ) -> int:
+        if stop:
+            return EXIT_SAVED
         self.phase("the end", allow=self.limits.start_timeout)
         checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
@@ -362,6 +519,7 @@ class _Frame:
                 plot_expert_load(metrics, self.dir / "load.png")
             self.say(f"the run is in {self.dir}; its loss is drawn in {self.dir / 'loss.png'}")
             self.say(summarize_run(self.dir))
+        return 0
 
 
 @attrs.define(eq=False)
@@ -525,6 +683,17 @@ class _Around:
         if device.type == "cpu":  # whose peak is that of the whole process
             found["memory_peak"] = max(before, found["memory_peak"])
         return found
+
+    def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
+        return is_due(state.step - since, every, last=self.steps - since)
+
+    def write_result(self, metric: str) -> None:
+        self.event("result", **compare_evaluations(self.frame.dir, metric))
+
+    def write_event(
+        self, name: str, *, facts: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
+        self.event(name, **more, **(facts or {}))
 
     def end(self) -> None:
         if self.pending:

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainkit.noise.jit import jit
 from trainkit.sampling.permutation import check_batch, draws
-from trainkit.types import check_range
+from trainkit.types import ConfigError, check_range
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -77,6 +77,53 @@ def make_mixture_phases(*phases: MixturePhase) -> tuple[MixturePhase, ...]:
         _check_weights(where, whole.weights)
         merged.append(whole)
     return tuple(merged)
+
+
+def anneal_phases(
+    num_rows: Mapping[str, int],
+    *,
+    weights: Sequence[float] = (),
+    anneal_step: int = 0,
+    anneal_weights: Sequence[float] = (),
+    anneal_lr: float = 1.0,
+) -> tuple[MixturePhase, ...]:
+    """Return the phases of a mixture: from the start, and from the step on that it is annealed.
+
+    Args:
+        num_rows: Rows of each corpus; what it is drawn by where there are no weights.
+        weights: Of each corpus, in their order.
+        anneal_step: The global batch with which the last phase begins; 0 for no such phase.
+        anneal_weights: Those of the last phase; by default as before.
+        anneal_lr: What the learning rate is multiplied by in the last phase.
+
+    Raises:
+        ConfigError: There are not as many weights as corpora, or annealing without a step.
+        ValueError: As `make_mixture_phases`.
+
+    Examples:
+        >>> phases = anneal_phases({"web": 6, "code": 2}, anneal_step=90, anneal_weights=(1, 1))
+        >>> [(phase.start, phase.weights) for phase in phases]
+        [(0, {'web': 6, 'code': 2}), (90, {'web': 1, 'code': 1})]
+    """
+    for name, given in (("weights", weights), ("anneal_weights", anneal_weights)):
+        if len(given) not in (0, len(num_rows)):
+            raise ConfigError(
+                f"anneal_phases: {name} has {len(given)} numbers for {len(num_rows)} corpora; give "
+                "each corpus one",
+                where=name,
+                got=len(given),
+                want=len(num_rows),
+            )
+    if not anneal_step and (anneal_weights or anneal_lr != 1):
+        raise ConfigError(
+            "anneal_phases: anneal_weights and anneal_lr do nothing without anneal_step",
+            where="anneal_step",
+        )
+    first = MixturePhase(0, dict(zip(num_rows, weights, strict=False)) or num_rows)
+    if not anneal_step:
+        return make_mixture_phases(first)
+    last = dict(zip(num_rows, anneal_weights, strict=False))
+    return make_mixture_phases(first, MixturePhase(anneal_step, last, anneal_lr))
 
 
 def find_mixture_phase(batch: int, phases: Sequence[MixturePhase]) -> MixturePhase:
@@ -154,7 +201,7 @@ def add_phase_facts(
 
 def sample_mixture(
     num_rows: Mapping[str, int],
-    phases: Sequence[MixturePhase],
+    phases: Sequence[MixturePhase] | None = None,
     *,
     rows_per_step: int,
     seed: int,
@@ -174,7 +221,8 @@ def sample_mixture(
 
     Args:
         num_rows: Rows of each corpus, in the order in which `concat_packed` joins them.
-        phases: As for `make_mixture_phases`. A phase to come changes nothing before it.
+        phases: As for `make_mixture_phases`; by default one, in which each corpus is drawn as often
+            as it has rows. A phase to come changes nothing before it.
         rows_per_step: Rows in the global batch, over all ranks and microbatches.
         seed: The run's seed; an epoch's order is made from it, the corpus' name and the epoch's
             number.
@@ -201,7 +249,7 @@ def sample_mixture(
     The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
     """
     check_range("sample_mixture", at_least=1, rows_per_step=rows_per_step)
-    phases = make_mixture_phases(*phases)
+    phases = make_mixture_phases(*(phases or [MixturePhase(0, num_rows)]))
     _check_sources(num_rows, phases)
     quotas = [_quotas(phase.weights, tuple(num_rows), temperature) for phase in phases]
     spans = _spans([phase.start for phase in phases], quotas, rows_per_step)

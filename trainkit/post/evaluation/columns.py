@@ -21,13 +21,26 @@ import orjson
 
 from trainkit.collectives import run_on_all_ranks
 from trainkit.data.corpus import iterate_documents
-from trainkit.data.joined import concat_corpora
+from trainkit.data.joined import concat_corpora, fingerprint
+from trainkit.data.packed import PackedCorpus
 from trainkit.files import atomic_write, convert_disk_errors, say_on_stderr
 from trainkit.post.evaluation.examples import Example, make_rolling_windows
-from trainkit.post.evaluation.score import Scorer, TopWords
+from trainkit.post.evaluation.score import ExampleScores, Scorer, TopWords, make_scorer
 from trainkit.text.corpora.tokens import SUFFIX, open_tokens, write_corpus
 from trainkit.text.prepare.prepare import alone, check_out
-from trainkit.types import SOLO, Axis, Column, ConfigError, DataError, IntArray, Sample, check_range
+from trainkit.types import (
+    SOLO,
+    Axis,
+    Column,
+    ConfigError,
+    DataError,
+    IntArray,
+    ParallelState,
+    Sample,
+    Stages,
+    check_range,
+)
+from trainkit.weights.checkpoint.tensors import weights_hash
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -144,6 +157,60 @@ def score_corpus(
             first_rank(lambda: tell(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
         first_rank(lambda: _join(paths, out, corpus, how))
     return sum(had)
+
+
+def score_reference(
+    stages: Stages,
+    rows: PackedCorpus,
+    path: Path,
+    *,
+    ps: ParallelState,
+    is_new: bool,
+    facts: Mapping[str, Any],
+    announce: Callable[[], object] = lambda: None,
+    tell: Callable[[str], object] = say_on_stderr,
+) -> PackedCorpus:
+    """Return rows with the column "reference_logprobs": what a model says of each token.
+
+    The reference of DPO and its kin is the model as it is before the first step. A run that is
+    continued reads the file that it made then, since the weights have moved.
+
+    Args:
+        stages: This rank's stages.
+        rows: The rows; all documents of their corpus are scored.
+        path: The token file.
+        ps: The layout.
+        is_new: Whether to score, or to read the file.
+        facts: What the log-probabilities follow from beside the weights and the corpus.
+        announce: Called before examples are scored, which may take some time.
+        tell: Called with sentences about the work.
+
+    Returns:
+        The same rows of the corpus in the file.
+
+    Effects:
+        Those of `score_corpus`, if it is new.
+    """
+    corpus: Any = rows.corpus
+    if is_new:
+        score = make_scorer(stages)
+
+        def score_aloud(examples: Sequence[Example]) -> list[ExampleScores]:
+            announce()
+            return score(examples)
+
+        tell(f"scoring {len(corpus.lengths)} answers with the first weights, into {path}")
+        known = {"weights": weights_hash(stages, ps), "corpus": fingerprint(corpus)}
+        score_corpus(
+            make_logprob_columns(score_aloud),
+            corpus,
+            path,
+            facts={**known, **facts},
+            context=rows.bins.capacity,
+            axis=ps.world,
+            tell=tell,
+        )
+    return PackedCorpus(open_tokens(path), rows.bins)
 
 
 def _on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:

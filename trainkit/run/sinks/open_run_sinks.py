@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.files import say_on_stderr
-from trainkit.run.sinks.console import open_console, printed
+from trainkit.run.sinks.console import escape_control_characters, open_console, printed
 from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
@@ -144,6 +144,8 @@ def summarize_run(run_dir: str | Path) -> str:
 def printer(share: Share) -> Callable[[str], None]:
     """Return a `print` for one text that prints on the first rank alone, and never fails.
 
+    Control characters are replaced, as `escape_control_characters` does: a text may be what a model
+        wrote.
     A run outlives whoever reads its output: what nobody reads any more goes nowhere.
 
     Args:
@@ -154,7 +156,11 @@ def printer(share: Share) -> Callable[[str], None]:
         >>> say("reading the corpus")
         reading the corpus
     """
-    return printed if share.index == 0 else _ignore
+    return _print_safely if share.index == 0 else _ignore
+
+
+def _print_safely(text: str) -> None:
+    printed(escape_control_characters(text))
 
 
 def _identity(run_dir: Path) -> str | None:
