@@ -1213,8 +1213,8 @@ MISTAKES = [
         (
             "rollback.py",
             "a roll-back takes a checkpoint of after the bad step",
-            "if parse_step(path) <= before]",
-            "if parse_step(path) <= before + 1]",
+            "if parse_step(path) <= before",
+            "if parse_step(path) <= before + 1",
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
