@@ -244,8 +244,9 @@ def test_when_none_fits_each_reason_is_told():
 
 def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypatch):
     module = sys.modules["trainkit.attention.choose"]
-    unknown = {("flash", True): "it takes no mask"}
-    monkeypatch.setattr(module, "_refusal", lambda name, *_, masked: unknown.get((name, masked)))
+    reject = lambda inputs: "it takes no mask" if inputs.window else ""  # noqa: E731
+    row = attrs.evolve(module.KERNELS["flash"], reject=reject)
+    monkeypatch.setitem(module.KERNELS, "flash", row)
     sliding = models.Sliding(window=8, full_every=2)
     config = models.make_decoder_config("tiny", vocab_size=256, layers=4, width=32, sliding=sliding)
     plan = parallel.set_attention(["flash", "math"], dtype=torch.float32)

@@ -242,21 +242,14 @@ MISTAKES = [
     *_in(
         "trainkit/batch",
         (
-            "buffers.py",
-            "all buffers have one order",
-            'make_key(int(seed), "buffer", number, name)',
-            'make_key(int(seed), "buffer", name)',
-            "tests/test_sampling.py",
-        ),
-        (
-            "samples.py",
+            "padded.py",
             "with padding on the left the last token is the first place",
-            "    return tokens * (following == 1)",
-            "    return (following == 1).long()",
+            "    return tokens * (num_left == 1)",
+            "    return (num_left == 1).long()",
             "tests/test_batch.py",
         ),
         (
-            "samples.py",
+            "padded.py",
             "rows are padded on the other side",
             'pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]',
             'pads = [(0, gap) if side == "left" else (gap, 0) for gap in gaps]',
@@ -272,22 +265,22 @@ MISTAKES = [
         (
             "loops.py",
             "positions go on from one document to the next",
-            "            part[i] = i\n",
-            "            part[i] = begins[span] + i\n",
+            "            positions[i] = i\n",
+            "            positions[i] = starts[span] + i\n",
             "tests/test_batch.py",
         ),
         (
             "loops.py",
             "the last token of a document predicts the padding",
-            "        labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL",
-            "        labels[begins[span] + size : ends[span]] = IGNORED_LABEL",
+            "        labels[starts[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL",
+            "        labels[starts[span] + size : ends[span]] = IGNORED_LABEL",
             "tests/test_batch.py",
         ),
         (
             "loops.py",
             "a mask of trained tokens is read one token early",
-            "        asked_for = trained[first + 1 : first + size]",
-            "        asked_for = trained[first : first + size - 1]",
+            "        mask = trained[first + 1 : first + size]",
+            "        mask = trained[first : first + size - 1]",
             "tests/test_batch.py",
         ),
         (
@@ -307,15 +300,15 @@ MISTAKES = [
         (
             "shards.py",
             "both of a rank's zigzag chunks come back from the front",
-            "        places = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]",
-            "        places = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]",
+            "        chunks = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]",
+            "        chunks = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]",
             "tests/test_shards.py",
         ),
         (
             "shards.py",
             "Ulysses takes its slice before the ring",
-            "    ring_part = shard_batch(batch, ring)\n",
-            "    ring_part = shard_batch(batch, ring, split=contiguous_shard)\n",
+            "    ring_shard = shard_batch(batch, ring)\n",
+            "    ring_shard = shard_batch(batch, ring, split=contiguous_shard)\n",
             "tests/test_shards.py",
         ),
         (
@@ -328,14 +321,14 @@ MISTAKES = [
         (
             "shards.py",
             "a document that goes on in the next row is one span",
-            "    begins = np.flatnonzero(begins)",
-            "    begins[1:, 0] = False\n    begins = np.flatnonzero(begins)",
+            "    starts = np.flatnonzero(is_start)",
+            "    is_start[1:, 0] = False\n    starts = np.flatnonzero(is_start)",
             "tests/test_batch.py tests/test_shards.py",
         ),
         (
             "batches.py",
             "microbatches all begin at the first row",
-            "        bounds = batch.spans.cu_seqlens[first : end + 1] - part * rows * length",
+            "        bounds = batch.spans.cu_seqlens[first : end + 1] - i * rows * length",
             "        bounds = batch.spans.cu_seqlens[first : end + 1]",
             "tests/test_batch.py",
         ),
@@ -402,6 +395,13 @@ MISTAKES = [
     *_in(
         "trainkit/sampling",
         (
+            "buffers.py",
+            "all buffers have one order",
+            'make_key(int(seed), "buffer", buffer, name)',
+            'make_key(int(seed), "buffer", name)',
+            "tests/test_sampling.py",
+        ),
+        (
             "permutation.py",
             "every epoch has the same order",
             "make_key(*key, epoch)) for epoch",
@@ -418,8 +418,8 @@ MISTAKES = [
         (
             "epochs.py",
             "a batch begins one row late",
-            "        return draws(batch * rows_per_step,",
-            "        return draws(batch * rows_per_step + 1,",
+            "        return draw_rows(batch * rows_per_step,",
+            "        return draw_rows(batch * rows_per_step + 1,",
             "tests/test_sampling.py",
         ),
         (
@@ -543,8 +543,8 @@ MISTAKES = [
         (
             "policy.py",
             "entropy is punished where it is rewarded",
-            "            value = value - entropy_weight * scores.entropies",
-            "            value = value + entropy_weight * scores.entropies",
+            "            losses = losses - entropy_weight * scores.entropies",
+            "            losses = losses + entropy_weight * scores.entropies",
             "tests/losses tests/families/test_losses.py",
         ),
         (
@@ -557,8 +557,8 @@ MISTAKES = [
         (
             "policy.py",
             "the importance of an answer is a mean where it is a product",
-            '            drift = found.sums["importance"].exp()',
-            '            drift = found.means("importance").exp()',
+            '            importance = answers.sums["importance"].exp()',
+            '            importance = answers.means("importance").exp()',
             "tests/families/test_losses.py",
         ),
         (
@@ -592,8 +592,8 @@ MISTAKES = [
         (
             "preference.py",
             "KTO's reference point may be negative",
-            '        gain = beta * (ratio - found.means("kl").clamp(min=0))',
-            '        gain = beta * (ratio - found.means("kl"))',
+            '        gains = beta * (ratios - documents.means("kl").clamp(min=0))',
+            '        gains = beta * (ratios - documents.means("kl"))',
             "tests/losses tests/families/test_losses.py",
         ),
         (
@@ -620,29 +620,29 @@ MISTAKES = [
         (
             "advantages.py",
             "a value of the next document is taken for the following one",
-            "    goes_on[:, :-1] = steps[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])",
-            "    goes_on[:, :-1] = steps[:, :-1]",
+            "    has_next[:, :-1] = is_step[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])",
+            "    has_next[:, :-1] = is_step[:, :-1]",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "sequences.py",
             "documents of later rows add to those of the first",
-            "    first = most * torch.arange(rows, device=ids.device).unsqueeze(1)",
+            "    first = size * torch.arange(rows, device=ids.device).unsqueeze(1)",
             "    first = 0 * torch.arange(rows, device=ids.device).unsqueeze(1)",
             "tests/losses tests/families/test_losses.py",
         ),
         (
             "advantages.py",
             "of a group the last value stands for the sum",
-            "nothing.scatter_add(0, groups, x)",
-            "nothing.scatter(0, groups, x)",
+            "zeros.scatter_add(0, groups, x)",
+            "zeros.scatter(0, groups, x)",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "teachers.py",
             "the weight of a token in a distillation is 0 or 1",
-            "_divided_(logits.mul_(own.unsqueeze(-1)), temperature)",
-            "_divided_(logits.mul_((own != 0).unsqueeze(-1)), temperature)",
+            "_scale_temperature_(logits.mul_(chunk_weights.unsqueeze(-1)), temperature)",
+            "_scale_temperature_(logits.mul_((chunk_weights != 0).unsqueeze(-1)), temperature)",
             "tests/post/objectives/test_distillation.py",
         ),
     ),
@@ -790,8 +790,8 @@ MISTAKES = [
         (
             "hashing.py",
             "a hash does not see where an element is",
-            "            place = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
-            "            place = mix_bits(key)",
+            "            element_key = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
+            "            element_key = mix_bits(key)",
             "tests/test_noise.py",
         ),
         (
@@ -804,15 +804,15 @@ MISTAKES = [
         (
             "counters.py",
             "a box does not know in which column it begins",
-            "            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
-            "            place = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
+            "            step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
+            "            step = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
             "tests/test_noise.py",
         ),
         (
             "rounding.py",
             "bf16 is rounded the same way in every step",
-            "_mixed_32(keys.to(torch.int64) + counted * GOLDEN_32)",
-            "_mixed_32(keys.to(torch.int64))",
+            "_mix_32(keys.to(torch.int64) + counted * GOLDEN_32)",
+            "_mix_32(keys.to(torch.int64))",
             "tests/optim/test_storage.py",
         ),
         (
@@ -1031,11 +1031,11 @@ MISTAKES = [
             "tests/data tests/post/evaluation/test_held_out.py",
         ),
         (
-            "joined.py",
+            "concat.py",
             "documents of the second corpus are read from the first place",
             "        return self.parts[part].read(document - first, start, length)",
             "        return self.parts[part].read(document - first, 0, length)",
-            "tests/text/corpora/test_joined.py",
+            "tests/text/corpora/test_concat.py",
         ),
         (
             "cache.py",
@@ -1073,11 +1073,11 @@ MISTAKES = [
             "tests/data/test_dispatch.py",
         ),
         (
-            "joined.py",
+            "concat.py",
             "the hash of joined corpora does not see their order",
-            "return joint_digest(digests) if",
-            "return joint_digest(sorted(digests)) if",
-            "tests/text/corpora/test_joined.py tests/text/corpora/test_corpus.py",
+            "return combine_digests(digests) if",
+            "return combine_digests(sorted(digests)) if",
+            "tests/text/corpora/test_concat.py tests/text/corpora/test_corpus.py",
         ),
     ),
     *_in(
@@ -1213,12 +1213,12 @@ MISTAKES = [
         (
             "rollback.py",
             "a roll-back takes a checkpoint of after the bad step",
-            "if parse_step(path) <= before",
-            "if parse_step(path) <= before + 1",
+            "if parse_step(path) <= before\n",
+            "if parse_step(path) <= before + 1\n",
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
-            "replicas.py",
+            "replica_check.py",
             "the order of parts does not matter to a digest",
             "        total = total * 3 + (part * weights[: part.numel()]).sum()",
             "        total = total + part.sum()",
@@ -1600,6 +1600,13 @@ MISTAKES = [
     ),
     *_in(
         "trainkit/tools/pictures",
+        (
+            "zigzag.py",
+            "a block on the diagonal counts pairs above it",
+            "pairs = size * (size + 1) // 2 if key is query else size * size",
+            "pairs = size * size",
+            "tests/tools/pictures/test_layouts.py",
+        ),
         (
             "pipeline.py",
             "each rank of 1F1B runs one forward ahead too many",

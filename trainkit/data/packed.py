@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from trainkit.data.cache import load_or_pack_bins
-from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint
+from trainkit.data.concat import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.packing import bins_hash
 from trainkit.types import SOLO, Bins, Log, log_info
 

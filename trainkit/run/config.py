@@ -255,8 +255,8 @@ class RunConfig:
     """Compile the blocks with torch.compile."""
 
     attention: tuple[Kernel, ...] = option((), on_resume="allow")
-    """The kernel of attention, the first of these that fits: varlen, flash, efficient, cudnn, flex,
-    sdpa, math; by default varlen where it fits, and else sdpa."""
+    """Attention kernels in order of preference, of which the first that fits is used; by default
+    varlen where it fits, otherwise sdpa. See docs/howto/choose-an-attention-kernel.md."""
 
     offload_activations: int | None = option(None, _not_negative, on_resume="allow")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""

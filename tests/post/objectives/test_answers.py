@@ -392,7 +392,7 @@ def test_gspo_weighs_an_answer_by_the_product_of_its_tokens_importance():
 
 @pytest.mark.parametrize(
     ("bad", "what"),
-    [({"kl_weight": 0.1}, "no kl says what"), ({"most_importance": 0.0}, "must be above 0")],
+    [({"kl_weight": 0.1}, "without a kl"), ({"most_importance": 0.0}, "must be above 0")],
 )
 def test_what_would_be_added_to_no_effect_is_refused(bad, what):
     with pytest.raises(ConfigError, match=what):
