@@ -1218,7 +1218,7 @@ MISTAKES = [
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
-            "replicas.py",
+            "replica_check.py",
             "the order of parts does not matter to a digest",
             "        total = total * 3 + (part * weights[: part.numel()]).sum()",
             "        total = total + part.sum()",

@@ -33,7 +33,7 @@ from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.tensors import get_run_tensors
+from trainkit.weights.checkpoint.run_state import get_run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
