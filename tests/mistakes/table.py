@@ -206,15 +206,15 @@ MISTAKES = [
         (
             "health.py",
             "a bad step is among those that spikes are held against",
-            '    elif found.kind not in ("empty", "overflow"):',
-            '    if found.kind not in ("empty", "overflow"):',
+            '    elif status.kind not in ("empty", "overflow"):',
+            '    if status.kind not in ("empty", "overflow"):',
             "tests/test_health.py",
         ),
         (
             "health.py",
             "a loss scale grows when it overflows",
-            "    held = (before + 1.0) * good\n",
-            "    held = before + 1.0\n",
+            "    num_steps = (num_before + 1.0) * is_good\n",
+            "    num_steps = num_before + 1.0\n",
             "tests/test_loss_scale.py tests/test_health.py",
         ),
         (
@@ -242,21 +242,14 @@ MISTAKES = [
     *_in(
         "trainkit/batch",
         (
-            "buffers.py",
-            "all buffers have one order",
-            'make_key(int(seed), "buffer", number, name)',
-            'make_key(int(seed), "buffer", name)',
-            "tests/test_sampling.py",
-        ),
-        (
-            "samples.py",
+            "padded.py",
             "with padding on the left the last token is the first place",
-            "    return tokens * (following == 1)",
-            "    return (following == 1).long()",
+            "    return tokens * (num_left == 1)",
+            "    return (num_left == 1).long()",
             "tests/test_batch.py",
         ),
         (
-            "samples.py",
+            "padded.py",
             "rows are padded on the other side",
             'pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]',
             'pads = [(0, gap) if side == "left" else (gap, 0) for gap in gaps]',
@@ -272,22 +265,22 @@ MISTAKES = [
         (
             "loops.py",
             "positions go on from one document to the next",
-            "            part[i] = i\n",
-            "            part[i] = begins[span] + i\n",
+            "            positions[i] = i\n",
+            "            positions[i] = starts[span] + i\n",
             "tests/test_batch.py",
         ),
         (
             "loops.py",
             "the last token of a document predicts the padding",
-            "        labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL",
-            "        labels[begins[span] + size : ends[span]] = IGNORED_LABEL",
+            "        labels[starts[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL",
+            "        labels[starts[span] + size : ends[span]] = IGNORED_LABEL",
             "tests/test_batch.py",
         ),
         (
             "loops.py",
             "a mask of trained tokens is read one token early",
-            "        asked_for = trained[first + 1 : first + size]",
-            "        asked_for = trained[first : first + size - 1]",
+            "        mask = trained[first + 1 : first + size]",
+            "        mask = trained[first : first + size - 1]",
             "tests/test_batch.py",
         ),
         (
@@ -307,15 +300,15 @@ MISTAKES = [
         (
             "shards.py",
             "both of a rank's zigzag chunks come back from the front",
-            "        places = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]",
-            "        places = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]",
+            "        chunks = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]",
+            "        chunks = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]",
             "tests/test_shards.py",
         ),
         (
             "shards.py",
             "Ulysses takes its slice before the ring",
-            "    ring_part = shard_batch(batch, ring)\n",
-            "    ring_part = shard_batch(batch, ring, split=contiguous_shard)\n",
+            "    ring_shard = shard_batch(batch, ring)\n",
+            "    ring_shard = shard_batch(batch, ring, split=contiguous_shard)\n",
             "tests/test_shards.py",
         ),
         (
@@ -328,14 +321,14 @@ MISTAKES = [
         (
             "shards.py",
             "a document that goes on in the next row is one span",
-            "    begins = np.flatnonzero(begins)",
-            "    begins[1:, 0] = False\n    begins = np.flatnonzero(begins)",
+            "    starts = np.flatnonzero(is_start)",
+            "    is_start[1:, 0] = False\n    starts = np.flatnonzero(is_start)",
             "tests/test_batch.py tests/test_shards.py",
         ),
         (
             "batches.py",
             "microbatches all begin at the first row",
-            "        bounds = batch.spans.cu_seqlens[first : end + 1] - part * rows * length",
+            "        bounds = batch.spans.cu_seqlens[first : end + 1] - i * rows * length",
             "        bounds = batch.spans.cu_seqlens[first : end + 1]",
             "tests/test_batch.py",
         ),
@@ -402,6 +395,13 @@ MISTAKES = [
     *_in(
         "trainkit/sampling",
         (
+            "buffers.py",
+            "all buffers have one order",
+            'make_key(int(seed), "buffer", buffer, name)',
+            'make_key(int(seed), "buffer", name)',
+            "tests/test_sampling.py",
+        ),
+        (
             "permutation.py",
             "every epoch has the same order",
             "make_key(*key, epoch)) for epoch",
@@ -418,8 +418,8 @@ MISTAKES = [
         (
             "epochs.py",
             "a batch begins one row late",
-            "        return draws(batch * rows_per_step,",
-            "        return draws(batch * rows_per_step + 1,",
+            "        return draw_rows(batch * rows_per_step,",
+            "        return draw_rows(batch * rows_per_step + 1,",
             "tests/test_sampling.py",
         ),
         (
@@ -790,8 +790,8 @@ MISTAKES = [
         (
             "hashing.py",
             "a hash does not see where an element is",
-            "            place = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
-            "            place = mix_bits(key)",
+            "            element_key = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))",
+            "            element_key = mix_bits(key)",
             "tests/test_noise.py",
         ),
         (
@@ -804,15 +804,15 @@ MISTAKES = [
         (
             "counters.py",
             "a box does not know in which column it begins",
-            "            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
-            "            place = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + place)\n            more",
+            "            step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
+            "            step = np.uint64(column) * np.uint64(0x9E3779B97F4A7C15)\n            bits = mix_bits(row_keys[row] + step)\n            more",
             "tests/test_noise.py",
         ),
         (
             "rounding.py",
             "bf16 is rounded the same way in every step",
-            "_mixed_32(keys.to(torch.int64) + counted * GOLDEN_32)",
-            "_mixed_32(keys.to(torch.int64))",
+            "_mix_32(keys.to(torch.int64) + counted * GOLDEN_32)",
+            "_mix_32(keys.to(torch.int64))",
             "tests/optim/test_storage.py",
         ),
         (
