@@ -440,8 +440,9 @@ def check_divergence(
     """
     if not (rise > 0 and factor > 1 and 0 < smoothing <= 1 and patience >= 1 and warmup >= 0):
         raise ValueError(
-            "check_divergence: rise must be positive, factor above 1, smoothing in (0, 1], patience "
-            f"at least 1, warmup at least 0, got {rise}, {factor}, {smoothing}, {patience}, {warmup}"
+            "check_divergence: rise must be positive, factor above 1, smoothing in (0, 1], "
+            f"patience at least 1, warmup at least 0, got {rise}, {factor}, {smoothing}, "
+            f"{patience}, {warmup}"
         )
     if not math.isfinite(loss):
         return f"the {name} loss is {loss}", dict(memory)
