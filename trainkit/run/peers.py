@@ -1,8 +1,8 @@
-"""What ranks know of each other beside the collectives: who they are, what they do, who failed.
+"""Heartbeats: what ranks know of each other without collectives, through files.
 
-Each rank writes a small file about itself, its beat, and reads those of others when it has reason
-to. Nothing here communicates, so it works when a collective does not. Clocks are never compared
-between ranks: a beat carries a count, and whether that moves is seen by looking twice.
+Each rank writes a small file, its beat, and reads those of other ranks when there is reason to. No
+collective is needed, so this works where one hangs. Clocks of ranks are never compared: a beat has
+a count, and two reads show whether it grows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import orjson
 from trainkit.types import PeerError
 
 IN_UNIT = "a unit of fsdp"
-"""What stands in a beat's `doing` where a unit of FSDP2 is gathered or its gradients reduced."""
+"""In a beat's `doing`: a unit of FSDP2 is gathered, or its gradients are reduced."""
 SILENT = 4.0
 """Seconds without a new beat after which a rank on this host is silent."""
 SILENT_AFAR = 65.0
@@ -31,7 +31,7 @@ SILENT_AFAR = 65.0
 
 @attrs.frozen
 class Member:
-    """One rank's process: `place` tells hosts (and containers) apart, `started` pids used twice."""
+    """One rank's process. `place` identifies its host and container; `started` its use of a pid."""
 
     rank: int
     host: str
@@ -42,12 +42,19 @@ class Member:
 
 @attrs.frozen
 class Beat:
-    """What a rank says of itself about once a second.
+    """What a rank writes about itself, about once a second.
 
-    `elapsed` is how long its phase has lasted and `allow` how long it may, in seconds. `doing` is
-    what its main thread was at, `waits` if that was a collective, `busy` the share of time in which
-    it was none (-1: not known yet), `still` the seconds since it has last written a part of a save.
-    `state` is "running", "ended" or "failed".
+    Attributes:
+        session: The name of this start of the run.
+        count: The number of beats before.
+        phase: The name of the phase.
+        elapsed: For how many seconds the phase has lasted.
+        allow: How many it may last.
+        doing: What the main thread was doing.
+        busy: The share of time outside of collectives; -1 while it is not known.
+        waits: Whether the main thread was in a collective.
+        still: Seconds since the rank last wrote a part of a save.
+        state: "running", "ended" or "failed".
     """
 
     session: str
@@ -69,10 +76,7 @@ class Beat:
 
 @attrs.frozen
 class Sighting:
-    """What another rank knows of one: its last beat, and for how long that stood.
-
-    `beat` is None as long as none has been read.
-    """
+    """A rank as another one sees it: its last beat, None before the first, and the beat's age."""
 
     beat: Beat | None = None
     still: float = 0.0
@@ -80,9 +84,15 @@ class Sighting:
 
 @attrs.frozen
 class Failure:
-    """Why the run ends: `what` continues "rank 3 ..."; `detail` says what the others were at.
+    """Why the run ends.
 
-    `code` is what the other ranks end with, `hint` what to do where the usual is wrong.
+    Attributes:
+        session: The name of this start of the run.
+        rank: The rank at fault.
+        what: The end of a sentence that begins with "rank 3".
+        detail: What the other ranks were doing.
+        code: The exit code of the other ranks.
+        hint: What to do, if it is not what the exit code implies.
     """
 
     session: str
@@ -97,7 +107,7 @@ class Failure:
 
 
 def this_member(rank: int) -> Member:
-    """Return who this process is.
+    """Return the record of this process.
 
     Examples:
         >>> this_member(3).pid == os.getpid()
@@ -157,7 +167,7 @@ def has_stopped(member: Member, here: str) -> bool:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; "ended" if it has; None: who knows."""
+    """Return when a process started, in the kernel's ticks, or "ended"; None: it is not known."""
     status = status_of(pid)
     if status is None:
         return None
@@ -165,9 +175,9 @@ def _start_of(pid: int) -> str | None:
 
 
 def status_of(pid: int) -> list[bytes] | None:
-    """Return what Linux says of a process, from its state on; nothing if there is none.
+    """Return the fields of `/proc/PID/stat`, from the state on; an empty list for no process.
 
-    None is returned where nobody can tell: without `/proc`, or with no file left to open.
+    None without `/proc`, or if this process cannot open more files.
 
     Examples:
         >>> status_of(2**22 + 1)  # no process has this number
@@ -185,7 +195,7 @@ def status_of(pid: int) -> list[bytes] | None:
 
 
 def beat_file(folder: Path, rank: int) -> Path:
-    """Return where a rank's beats stand.
+    """Return the path of a rank's beats.
 
     Examples:
         >>> beat_file(Path("run/ranks"), 3).name
@@ -216,8 +226,8 @@ def write_beat(folder: Path, member: Member, beat: Beat) -> None:
         rank has ended, as a rank that has ended must not look as if it were gone.
     """
     path = beat_file(folder, member.rank)
-    told = attrs.asdict(beat) | {"host": member.host, "pid": member.pid, "rank": member.rank}
-    text = orjson.dumps(told)
+    fields = attrs.asdict(beat) | {"host": member.host, "pid": member.pid, "rank": member.rank}
+    text = orjson.dumps(fields)
     try:
         path.with_suffix(".new").write_bytes(text)
         path.with_suffix(".new").replace(path)
@@ -248,7 +258,7 @@ def read_beat(folder: Path, rank: int, session: str) -> Beat | None:
 
 
 def read_failure(folder: Path, session: str) -> Failure | None:
-    """Return why the run ends, if somebody has said so.
+    """Return why the run ends, if a rank wrote it down.
 
     Examples:
         >>> read_failure(Path("no_such_folder"), "a")
@@ -280,8 +290,8 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 def _read(path: Path, kind: type[Any], session: str) -> Any:
     try:
-        told = orjson.loads(path.read_bytes())
-        found = kind(**{field.name: told[field.name] for field in attrs.fields(kind)})
+        stored = orjson.loads(path.read_bytes())
+        found = kind(**{field.name: stored[field.name] for field in attrs.fields(kind)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.session == session else None
@@ -291,7 +301,7 @@ def _read(path: Path, kind: type[Any], session: str) -> Any:
 
 
 def look(before: Sighting, beat: Beat | None, seconds: float) -> Sighting:
-    """Return what is known of a rank after looking again, `seconds` after the last look.
+    """Return the sighting of a rank after another read, `seconds` after the last one.
 
     Examples:
         >>> beat = Beat("a", 7, "step 3", 1.0, 60.0, "")
@@ -323,14 +333,14 @@ def find_culprits(
 ) -> list[int]:
     """Return the ranks at fault for a phase of this rank that is overdue; none if it may wait on.
 
-    At fault is who is silent, has failed, or has left. If there is nobody like that, all have
-    to be overdue, this rank with them: then those are at fault who are not waiting in a collective.
-    As long as one rank is at something that it has time for, all wait for it.
+    Ranks that are silent, failed or left are at fault. Without such a rank, all must be overdue,
+    this one included: then the ranks that are not in a collective are at fault. While one rank is
+    in a phase that has time left, all wait for it.
 
     Args:
         own: This rank.
-        beat: What it would say of itself now.
-        others: What it knows of the others.
+        beat: Its own last beat.
+        others: The other ranks.
         near: Which of them are at the same place.
 
     Examples:
@@ -367,7 +377,7 @@ def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
 
 
 def stragglers(busy: Mapping[int, float]) -> list[int]:
-    """Return the ranks that the others wait for: those busy three times as much as the middle.
+    """Return the ranks that the others wait for: those three times as busy as the median.
 
     Args:
         busy: By rank, the share of time in which it did not wait for a collective.
@@ -414,7 +424,7 @@ def are_in_units(beats: Mapping[int, Beat | None]) -> bool:
 
 
 def name_of(member: Member) -> str:
-    """Return how a rank is called in a message.
+    """Return the name of a rank for a message.
 
     Examples:
         >>> name_of(Member(3, "gpu07", "gpu07", 412, ""))
@@ -424,14 +434,14 @@ def name_of(member: Member) -> str:
 
 
 def describe(beat: Beat | None) -> str:
-    """Return what a rank was at.
+    """Return what a rank was doing, for a message.
 
     Examples:
         >>> describe(Beat("a", 1, "step 3", 61.2, 60.0, "train_step (pretrain.py:9)"))
         "in phase 'step 3' for 61 s, at train_step (pretrain.py:9)"
     """
     if beat is None:
-        return "not heard of yet"
+        return "silent so far"
     if beat.state != "running":
         return f"{beat.state} after phase {beat.phase!r}"
     at = f", at {beat.doing}" if beat.doing else ""
@@ -441,7 +451,7 @@ def describe(beat: Beat | None) -> str:
 def accuse(
     culprits: Sequence[int], beats: Mapping[int, Beat | None], members: Sequence[Member], why: str
 ) -> tuple[int, str, str]:
-    """Return who is named first, what is said of it, and what of the others (16 at most).
+    """Return the first rank at fault, the message about it, and one about up to 16 others.
 
     Examples:
         >>> members = [Member(rank, "a", "a", 40 + rank, "") for rank in range(2)]
