@@ -104,7 +104,7 @@ def flags_of(script):
     spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    return {"--help", *map(config._flag, config._fields(recipe.Config))}
+    return {"--help", *map(config._format_flag, config._list_fields(recipe.Config))}
 
 
 def problems_of_command(line):

@@ -902,8 +902,8 @@ def _with_ranks(told: Sequence[Sequence[str]], words: str = "{} on {}") -> list[
     return [words.format(text, format_ranks(which)) for text, which in ranks.items()]
 
 
-def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
-    """Return ranks as a message names them.
+def format_ranks(which: Sequence[int]) -> str:
+    """Return ranks as a message names them: up to eight one by one.
 
     Examples:
         >>> format_ranks([1]), format_ranks([0, 2, 3]), format_ranks(range(64))
@@ -911,7 +911,7 @@ def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
     """
     if len(which) == 1:
         return f"rank {which[0]}"
-    if len(which) > most:
+    if len(which) > 8:
         return f"{len(which)} ranks from {which[0]} to {which[-1]}"
     return f"ranks {', '.join(map(str, which[:-1]))} and {which[-1]}"
 

@@ -28,34 +28,29 @@ from trainkit.noise.hashing import MASK64, make_key
 from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
 
 
-def reduce_metrics(
-    sums: Mapping[str, Tensor], axis: Axis, *, names: Sequence[str] | None = None
-) -> dict[str, Tensor]:
+def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     """Return the sums of all ranks of an axis, with one collective for all names.
 
     The values travel as one fp64 tensor, in the order of their sorted names, and come back in the
     dtype they had. So integers are exact up to 2^53. Nothing is divided, and no host sync is made.
 
-    Ranks must agree on the names. With `names`, equal on all ranks, a rank that lacks a value adds
-    0, and all come back as fp64, since it does not know what they were. Without, every rank must
-    pass the same ones: ranks of up to 255 names that do not are told so (on a CPU; elsewhere all
-    values come back as NaN, since asking would wait for the device), and none waits for another.
+    Every rank must pass the same names; one that has no value for a name passes a 0. Ranks of up to
+    255 names that differ are refused on a CPU, and none waits for another; elsewhere all values
+    come back as NaN, since a check would wait for the device.
 
     Args:
         sums: a tensor per name.
         axis: the ranks to sum over.
-        names: what to return, such as `loss.terms`.
 
     Returns:
-        A new dict, in the order of `names` if given, on the device that the ranks of the axis
-        compute on. On an axis of size 1 its values are the detached inputs.
+        A new dict, on the device that the ranks of the axis compute on. On an axis of size 1 its
+        values are the detached inputs.
 
     Raises:
-        ValueError: if a value is not among `names`, or with `names` no scalar; on all ranks, if
-            ranks passed different names, or values of different shapes.
+        ValueError: on all ranks, if ranks passed different names, or values of different shapes.
 
     Effects:
-        Communicates: one all-reduce on `axis`; none if its size is 1 or `names` is empty.
+        Communicates: one all-reduce on `axis`; none if its size is 1.
 
     Examples:
         >>> import torch
@@ -64,30 +59,12 @@ def reduce_metrics(
         {'loss': tensor(6.)}
     """
     given = {name: value.detach() if value.requires_grad else value for name, value in sums.items()}
-    if axis.count == 1 and names is None:
+    if axis.count == 1:
         return given
-    _check_sums(sums, names)
-    if axis.count > 1:  # a rank without a value must send from the same device as the others
-        given = {name: value.to(get_compute_device(axis)) for name, value in given.items()}
-    if names is not None:
-        device = next((value.device for value in given.values()), get_compute_device(axis))
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
-        given = {name: given.get(name, nothing).double() for name in names}
-    if axis.count == 1 or not (given or names is None):
-        return given
+    # A rank whose values lie elsewhere must send them from the same device as the others.
+    given = {name: value.to(get_compute_device(axis)) for name, value in given.items()}
     totals = _totals(given, axis)
     return {name: totals[name].to(value.dtype) for name, value in given.items()}
-
-
-def _check_sums(sums: Mapping[str, Tensor], names: Sequence[str] | None) -> None:
-    for name, value in sums.items():
-        if value.ndim and names is not None:  # a rank that lacks it could not tell how many it adds
-            raise ValueError(
-                f"reduce_metrics: with names= {name!r} must be a scalar, got shape "
-                f"{tuple(value.shape)}"
-            )
-    if names is not None and (strange := sorted(set(sums) - set(names))):
-        raise ValueError(f"reduce_metrics: {strange} are not among the names {list(names)}")
 
 
 def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
@@ -108,7 +85,7 @@ def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     if device.type == "cpu" and not agreed:
         raise ValueError(
             f"reduce_metrics: the ranks of {axis.name!r} passed different names, here {names}; "
-            "pass names=, the same on all of them, and what a rank lacks counts as 0"
+            "pass the same names on all of them, with a 0 where a rank has no value"
         )
     values = torch.where(agreed, total, torch.nan)[1 : 1 + sum(sizes)].split(sizes)
     return {name: x.view(sums[name].shape) for name, x in zip(names, values, strict=True)}

@@ -197,38 +197,6 @@ def make_forward_backward(
     return run
 
 
-def forward_only(
-    model: nn.Module,
-    microbatches: Iterable[Mapping[str, Any]],
-    loss: Loss,
-    *,
-    call: Call = call_model,
-) -> dict[str, Tensor]:
-    """Return the sums of the loss's terms over some microbatches, without gradients.
-
-    Returns:
-        The terms summed over the microbatches of this rank in fp64 (integers stay integers), not
-        divided; empty without a microbatch.
-
-    Effects:
-        Puts `model` into evaluation mode and every module back into the mode it had; no gradient,
-        no generator and no parameter changes. Sharded models communicate, so their ranks must pass
-        the same number of microbatches.
-
-    Examples:
-        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
-        >>> call = lambda model, batch: model(batch["x"])
-        >>> sums = forward_only(nn.Identity(), [{"x": torch.ones(2)}] * 3, loss, call=call)
-        >>> sums["loss"]
-        tensor(6., dtype=torch.float64)
-    """
-    sums: dict[str, Tensor] = {}
-    with evaluating([model]):
-        for batch in microbatches:
-            _add_long(sums, check_terms(loss(call(model, batch), batch), by="forward_only")[1])
-    return sums
-
-
 def evaluate(
     stages_or_model: Stages | nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -262,8 +230,9 @@ def evaluate(
         ValueError: There is no batch on any rank.
 
     Effects:
-        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. The
-        training state is untouched: see `forward_only`.
+        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. Puts
+        the modules into evaluation mode, and each back into the mode it had; no gradient, no
+        generator and no parameter changes.
 
     Examples:
         >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})

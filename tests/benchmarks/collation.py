@@ -97,11 +97,8 @@ def speeds(corpus, bins, rows):
         name: rows * CAPACITY / seconds / 1e6
         for name, seconds in seconds_in_turns(
             {
-                "out=": lambda turn: collate_bins(
-                    corpus, bins, groups[turn % len(groups)], out=out
-                ),
+                "collate": lambda turn: collate_bins(corpus, bins, groups[turn % len(groups)]),
                 "fill 5": out.fill,
-                "new memory": lambda turn: collate_bins(corpus, bins, groups[turn % len(groups)]),
                 "fill 5 new": lambda turn: np.empty_like(out).fill(turn),
                 "four fields": four_fields,
                 "fill 4": four.fill,

@@ -605,7 +605,7 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
         return run
 
     if moment == "before it is locked":
-        monkeypatch.setattr(files, "_locked", removing(files._locked))
+        monkeypatch.setattr(files, "_lock", removing(files._lock))
     for name in ("replace", "rename") if moment == "before it has its name" else ():
         monkeypatch.setattr(Path, name, removing(getattr(Path, name)))
     with make(tmp_path / "made", by="test") as made:

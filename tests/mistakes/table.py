@@ -73,8 +73,8 @@ MISTAKES = [
         (
             "files.py",
             "a file that everybody may write is one's own",
-            "bool(found.st_mode & stat.S_IWOTH)",
-            "bool(found.st_mode & stat.S_IROTH and found.st_size < 0)",
+            "    if found.st_mode & stat.S_IWOTH:",
+            "    if found.st_mode & stat.S_IROTH and found.st_size < 0:",
             "tests/weights/checkpoint/test_hostile.py tests/tools/commands/test_checkpoint.py",
         ),
         (
@@ -1213,8 +1213,8 @@ MISTAKES = [
         (
             "rollback.py",
             "a roll-back takes a checkpoint of after the bad step",
-            "if step_of(path) <= before]",
-            "if step_of(path) <= before + 1]",
+            "if parse_step(path) <= before]",
+            "if parse_step(path) <= before + 1]",
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
@@ -1227,27 +1227,27 @@ MISTAKES = [
         (
             "boxes.py",
             "boxes that leave a gap are the whole of a tensor",
-            "    if held != math.prod(shape):",
-            "    if held > math.prod(shape):",
+            "    if covered != math.prod(shape):",
+            "    if covered > math.prod(shape):",
             "tests/weights/checkpoint/test_hostile.py tests/weights/checkpoint/test_load.py",
         ),
         (
             "retention.py",
             "a checkpoint that is pinned goes",
-            "    kept = set(_kept(listing, policy)) | {*pinned}",
-            "    kept = set(_kept(listing, policy))",
+            "    retained = {entry.name for entry in selected} | {*pinned}",
+            "    retained = {entry.name for entry in selected}",
             "tests/weights/checkpoint/test_retention.py",
         ),
         (
             "facts.py",
             "ranks with other data train together",
-            "    if len(set(run_on_all_ranks(lambda: _hash_of(facts), axis))) == 1:",
-            "    if run_on_all_ranks(lambda: _hash_of(facts), axis):",
+            "    if len(set(run_on_all_ranks(hash_facts, axis))) == 1:",
+            "    if run_on_all_ranks(hash_facts, axis):",
             "tests/weights/checkpoint/test_resume.py",
         ),
         (
             "load.py",
-            "a checkpoint that was copied from another run is gone on from",
+            "a run resumes from a checkpoint that was copied from another run",
             "    if own is not None and other is not None and own != other:",
             "    if own is not None and other is not None and own == '':",
             "tests/weights/checkpoint/test_load.py",

@@ -191,7 +191,7 @@ def test_descends_and_torchs_own_goes_the_same_way():
 
 
 def test_a_step_that_is_refused_on_the_device_changes_no_bit(monkeypatch):
-    monkeypatch.setattr("trainkit.grads.on_host", lambda _: False)
+    monkeypatch.setattr("trainkit.grads.can_read_values", lambda _: False)
     p = nn.Parameter(drawn(4, 3))
     optimizer = Muon([p], lr=0.1)
     for step in range(3):

@@ -25,7 +25,7 @@ from trainkit.types import Layout, TrainState
 from trainkit.weights.checkpoint import diff_checkpoints
 from trainkit.weights.checkpoint.facts import ResumeRules
 from trainkit.weights.checkpoint.replicas import find_nonfinite_state
-from trainkit.weights.checkpoint.tensors import run_tensors
+from trainkit.weights.checkpoint.tensors import get_run_tensors
 
 
 class Block(nn.Module):
@@ -144,13 +144,13 @@ def whole(row, steps):
     ps = tk.solo_parallel()
     stages, optimizer = build(row, PLAIN, ps)
     train(stages, optimizer, ps, begin=0, end=steps)
-    return run_tensors(stages, optimizer)
+    return get_run_tensors(stages, optimizer)
 
 
 def farthest(stages, optimizer, row, steps):
     """Return how far the farthest tensor is from one process, its unequal bits, and its name."""
     found = []
-    for name, x in run_tensors(stages, optimizer).items():
+    for name, x in get_run_tensors(stages, optimizer).items():
         box, alone = get_local_box(x), whole(row, steps)[name]
         cut = tuple(slice(a, a + n) for a, n in zip(box.offset, box.local.shape, strict=True))
         assert (box.local.dtype, box.shape) == (alone.dtype, tuple(alone.shape)), name

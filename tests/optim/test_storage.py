@@ -103,10 +103,11 @@ def test_any_cut_gives_the_same_bits(monkeypatch, dtype, options):
         part = nn.Parameter(whole[lines, columns].clone())
         optimizer = make(LowPrecisionAdamW, [part], **options)
         offset = (lines.start, columns.start)
-        box_of = naming.box_of
+        box_of = naming.get_local_box
         with monkeypatch.context() as patch:
             patch.setattr(
-                "trainkit.optim.rows.box_of", lambda p: attrs.evolve(box_of(p), offset=offset)
+                "trainkit.optim.rows.get_local_box",
+                lambda p: attrs.evolve(box_of(p), offset=offset),
             )
             for g in gradients:
                 part.grad = g[lines, columns]

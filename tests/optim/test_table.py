@@ -33,7 +33,7 @@ from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.tensors import run_tensors
+from trainkit.weights.checkpoint.tensors import get_run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
@@ -71,7 +71,7 @@ def step_once(named, optimizer, step, *, change=None):
 
 def held(named, optimizer):
     """Return copies of all parameters and all that is remembered of them."""
-    tensors = run_tensors([Named(named)], optimizer)
+    tensors = get_run_tensors([Named(named)], optimizer)
     return {name: x.detach().clone() for name, x in tensors.items()}
 
 
@@ -322,7 +322,7 @@ def changed(before, after, tmp_path, steps=3, changes=None):
 
 def test_lion_takes_over_the_moment_of_adamw(tmp_path):
     old, new, told = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
-    assert "the optimizer takes over exp_avg, drops step and exp_avg_sq (4 parameters)" in told
+    assert "the optimizer carries over exp_avg, drops step and exp_avg_sq (4 parameters)" in told
     for name, p in new[0].items():
         q = old[0][name]
         assert torch.equal(p, q)
@@ -333,7 +333,7 @@ def test_lion_takes_over_the_moment_of_adamw(tmp_path):
 
 def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(tmp_path):
     _, new, told = changed(ROWS["adamw"], ROWS["lion, bf16 moments"], tmp_path)
-    assert "the optimizer takes over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
+    assert "the optimizer carries over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
     assert all(float(state["step"]) == 3 for state in new[1].state.values())
     step_once(*new, 3)
     assert all(float(state["step"]) == 4 for state in new[1].state.values())
@@ -343,11 +343,11 @@ def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(t
 def test_a_count_begins_where_moments_that_needed_none_go_on_in_few_bits(kind, tmp_path):
     after = Row("lion", (f"moments={kind}",))
     _, new, told = changed(ROWS["lion"], after, tmp_path)
-    assert "the optimizer takes over exp_avg, begins afresh with step (4 parameters)" in told
+    assert "the optimizer carries over exp_avg, initializes step (4 parameters)" in told
     step_once(*new, 3)
     assert all(float(state["step"]) == 1 for state in new[1].state.values())
     _, back, told = changed(after, ROWS["lion"], tmp_path / "back")
-    assert "the optimizer takes over exp_avg, drops step (4 parameters)" in told
+    assert "the optimizer carries over exp_avg, drops step (4 parameters)" in told
     assert all(state.keys() == {"exp_avg"} for state in back[1].state.values())
 
 
@@ -381,7 +381,7 @@ def test_moments_go_from_any_number_of_bits_to_any_other(kind, tmp_path):
     for start in ("adamw", "adamw, bf16 moments", "adamw, 8-bit moments"):
         after = Row(options=(f"moments={kind}", "cautious=True"))
         old, new, told = changed(ROWS[start], after, tmp_path / start)
-        assert "the optimizer takes over step and exp_avg and exp_avg_sq (4 parameters)" in told
+        assert "the optimizer carries over step and exp_avg and exp_avg_sq (4 parameters)" in told
         as_new, as_old = fp64_moments(*new), fp64_moments(*old)
         fresh = fp64_moments(*started(after, 1))
         assert as_new.keys() == as_old.keys() == fresh.keys()
@@ -413,7 +413,7 @@ def state_kinds(optimizer):
 def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_path):
     before = attrs.evolve(ROWS["lion"], mean=0.9)
     old, new, told = changed(before, attrs.evolve(ROWS["adamw"], mean=0.9), tmp_path)
-    assert any("takes over mean, begins afresh with step and exp_avg" in line for line in told)
+    assert any("carries over mean, initializes step and exp_avg" in line for line in told)
     for name, p in new[0].items():
         assert new[1].state[p].keys() == {"mean"}
         assert torch.equal(new[1].state[p]["mean"], old[1].state[old[0][name]]["mean"])
@@ -432,7 +432,7 @@ def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
     rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
     asked = ResumeRules(flagged=["mean"], allow=["mean"])
     _, new, told = changed(*rows, tmp_path, changes=asked)
-    assert any("takes over step and exp_avg and exp_avg_sq" in line for line in told)
+    assert any("carries over step and exp_avg and exp_avg_sq" in line for line in told)
     step_once(*new, 3)
     assert all(("mean" in x) == bool(after) for x in new[1].state.values())
 

@@ -138,7 +138,7 @@ def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tm
     before = (out / "metrics.jsonl").read_text()
     assert "complete at step 5" in here(flags_of(out, text, 5))[1]
     assert (out / "metrics.jsonl").read_text() == before
-    assert "going on from" in here(flags_of(out, text, 8))[1]
+    assert "resuming from" in here(flags_of(out, text, 8))[1]
     assert column(out, "loss_hex") == column(whole[0], "loss_hex")
     assert column(out, "batch_hash") == column(whole[0], "batch_hash")
     assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()

@@ -295,7 +295,7 @@ def main():
     child.start()
     print(child.pid)
     {end}
-leave(main)
+run_main(main)
 """
 
 
@@ -350,7 +350,7 @@ def main():
     with report_errors():
         for _ in range(9999):
             print("--a-flag")
-leave(main)
+run_main(main)
 """
 
 
@@ -370,7 +370,7 @@ def main():
         with open(sys.argv[1], "w") as file:
             assert file.fileno() > 2, file.fileno()
         raise ConfigError("lr must be above 0")
-leave(main)
+run_main(main)
 """
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -223,12 +224,14 @@ def test_every_kind_of_difference_is_found():
 
 
 @pytest.mark.case("L7")
-def test_another_copy_of_the_recipe_is_another_code(tmp_path):
-    one, two = tmp_path / "one.py", tmp_path / "two.py"
-    one.write_text("lr = 1")
-    two.write_text("lr = 2")
-    assert make_code_facts(one)["recipe source"] != make_code_facts(two)["recipe source"]
-    assert make_code_facts(one) == make_code_facts(one)
+def test_another_copy_of_the_recipe_is_another_code(tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.py"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe))
+    recipe.write_text("lr = 1")
+    one = make_code_facts()
+    assert make_code_facts() == one
+    recipe.write_text("lr = 2")
+    assert make_code_facts()["recipe source"] != one["recipe source"]
 
 
 # ------------------------------------------------------------------------------ twins, first words

@@ -37,6 +37,7 @@ class ConcatCorpus:
     @property
     def tokens(self) -> NoReturn:
         """Not available: tokens stay in the parts, and `hasattr` is False."""
+        # An AttributeError, as collation asks `hasattr` whether a corpus is flat.
         raise AttributeError("a ConcatCorpus has no flat `tokens`: read its `parts`")
 
     @property
@@ -80,6 +81,7 @@ class ConcatCorpus:
         """Return a view of `length` tokens of a document, from token `start` on."""
         if not 0 <= document < len(self.offsets) - 1:
             raise ValueError(f"read: there is no document {document} of {len(self.offsets) - 1}")
+        # From the right: empty parts have the same first document as the part after them.
         part = int(np.searchsorted(self.first_documents, document, side="right")) - 1
         first = int(self.first_documents[part])
         return self.parts[part].read(document - first, start, length)
@@ -151,6 +153,7 @@ def fingerprint(corpus: Corpus) -> str:
         ... )
         False
     """
+    # Of the hashes of the parts, so that token files need not be read.
     if hasattr(corpus, "parts"):
         return joint_digest(map(fingerprint, corpus.parts))[:16]
     if isinstance(corpus, TokenCorpus) and corpus.digest is not None:
@@ -162,6 +165,7 @@ def fingerprint(corpus: Corpus) -> str:
     values: Mapping[str, Any] = getattr(corpus, "values", {})
     for name, column in getattr(corpus, "columns", {}).items():
         arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(values[name])
+    # Hashes of elements add up modulo 2^64, so the order of the arrays does not matter.
     total = sum(
         hash_box(name, array, shape=array.shape, offset=[0] * array.ndim)
         for name, array in arrays.items()

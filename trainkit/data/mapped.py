@@ -70,6 +70,7 @@ def map_file(file: BinaryIO, path: Path) -> tuple[np.ndarray[Any, Any], MappedFi
             if code == errno.ENOMEM
             else None,
         )
+    # Unmapped when the last array that views this object is gone.
     memory = (ctypes.c_uint8 * stat.st_size).from_address(address)
     unmap: Any = weakref.finalize(memory, system.munmap, address, stat.st_size)
     unmap.atexit = False  # other exit handlers may still read the array

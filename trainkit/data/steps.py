@@ -286,7 +286,7 @@ def make_microbatches(
     positions = assign_rows(
         len(bins), place.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
     )
-    batch = _collate(packed.corpus, bins, positions.reshape(-1), sources, pad_id)
+    batch = _collate(packed.corpus, bins, positions.reshape(-1), sources, pad_id=pad_id)
     return [_placed(part, place, device) for part in split_batch(batch, positions.shape[1])]
 
 
@@ -317,7 +317,6 @@ def make_eval_batches(
     *,
     place: DataShard = WHOLE,
     rows_per_batch: int,
-    pad_id: int = 0,
     device: torch.device | str | None = None,
 ) -> Iterator[Batch]:
     """Return one rank's batches of an evaluation: over all ranks every row comes exactly once.
@@ -330,7 +329,6 @@ def make_eval_batches(
         packed: What there is to read.
         place: As in `make_microbatches`.
         rows_per_batch: Rows in each batch, and no more than `packed` has.
-        pad_id: The token id of padding.
         device: Where the batches shall be; the host by default.
 
     Returns:
@@ -367,7 +365,7 @@ def make_eval_batches(
     rows_per_batch = min(rows_per_batch, max(1, len(bins)))
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
     return (
-        _placed(_collate(packed.corpus, bins, chosen, sources, pad_id), place, device)
+        _placed(_collate(packed.corpus, bins, chosen, sources, pad_id=0), place, device)
         for chosen in rows.reshape(-1, rows_per_batch)
     )
 
@@ -399,7 +397,7 @@ def _checked_rows(rows: ArrayLike, bins: Bins) -> IntArray:
 
 
 def _collate(
-    corpus: Corpus, bins: Bins, rows: IntArray, sources: IntArray | None, pad_id: int
+    corpus: Corpus, bins: Bins, rows: IntArray, sources: IntArray | None, *, pad_id: int
 ) -> Batch:
     """Return rows as a batch; their numbers are their positions in the step, -1 is a blank one."""
     for part in _parts_of(corpus, select_rows(bins, rows[rows >= 0])):

@@ -50,16 +50,6 @@ def mix_bits_tensor(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(*parts: int | str) -> float:
-    """Return the uniform number in [0, 1) that belongs to a seed, names and indices.
-
-    Examples:
-        >>> uniform(0, "sample", 17) == uniform(0, "sample", 17)
-        True
-    """
-    return (int(mix_bits(np.uint64(make_key(*parts)))) >> 11) * 2.0**-53
-
-
 @jit
 def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
     """Fill out[row, column] from row_keys[row] and the column's index (Box and Muller, 1958).

@@ -164,7 +164,7 @@ def make_optimizer(
         if not isinstance(given, Mapping):
             raise ConfigError(
                 f"make_optimizer: {which} must be a mapping of names to values, got {given!r}; "
-                f"optim.read_{which} makes one of a command line's texts",
+                f"optim.parse_{which} makes one of a command line's texts",
                 where=which,
                 got=given,
             )

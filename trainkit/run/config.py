@@ -368,9 +368,7 @@ def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
 # ------------------------------------------------------------------------------------ reading
 
 
-def load_config(
-    config_type: type[T], argv: Sequence[str] | None = None, *, description: str | None = None
-) -> T:
+def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
     """Return the configuration of the defaults, a TOML file and the command line, in this order.
 
     Flags have dashes (`--save-every 10`), keys of a file underscores; both forms work in both
@@ -381,7 +379,6 @@ def load_config(
         config_type: An `attrs.frozen` class of plain values: str, int, float, bool, Path, None,
             Literal, and tuples of these.
         argv: The command line without the program; by default the process's own.
-        description: The text above the flags in the help; by default the class's docstring.
 
     Raises:
         ConfigError: A key or flag is unknown (the message has the nearest), a value has the wrong
@@ -411,7 +408,6 @@ def load_config(
                 config_type,
                 args=argv,
                 default=default,
-                description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
         except SystemExit as end:

@@ -58,7 +58,7 @@ from trainkit.types import (
 )
 from trainkit.weights import checkpoint
 from trainkit.weights.checkpoint.guard import Guard
-from trainkit.weights.checkpoint.manifest import step_of
+from trainkit.weights.checkpoint.manifest import parse_step
 from trainkit.weights.checkpoint.save import Save
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ class _RunFunctions:
                 grace=self.limits.grace or 25.0,
                 before_commit=partial(fsync_jsonl, self.dir),
                 log=self.log,
-                unsaved=find_unsaved,
+                get_unsaved=find_unsaved,
                 progress=self.progress,
             ) as (save, guard),
             collect_manually() as collect,
@@ -479,7 +479,7 @@ class _LoopFunctions:
 
     def _is_saved(self, step: int) -> bool:
         newest = checkpoint.list_checkpoints(self.run.dir / "checkpoints")[:1]
-        was_started = step == self.last_saved and [step_of(path) for path in newest] == [step]
+        was_started = step == self.last_saved and [parse_step(path) for path in newest] == [step]
         return step == self.first_step or was_started
 
     def _check_alone(

@@ -136,9 +136,9 @@ def test_the_harness_is_not_asked_for_what_it_does_not_do(made):
     with pytest.raises(ConfigError, match="asks for texts, and nothing here writes them"):
         mute.generate_until(ask(until=["x"]))
     writes = evaluation.make_harness_model(score, BYTES, context=CONTEXT, generate=continued(model))
-    with pytest.raises(ConfigError, match="asks for 48 tokens, and the model sees 48 at once"):
+    with pytest.raises(ConfigError, match="wants 48 tokens, and the model sees 48 at once"):
         writes.generate_until(ask(max_gen_toks=48))
-    with pytest.raises(ConfigError, match="a task asks for num_beams, top_p, which"):
+    with pytest.raises(ConfigError, match="a task wants num_beams, top_p, which"):
         writes.generate_until(ask(top_p=0.9, num_beams=2))
 
 

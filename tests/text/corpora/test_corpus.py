@@ -133,7 +133,7 @@ def test_directories_without_documents_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no documents: of its files ending in .md.* none was"):
         open_corpus(tmp_path)
     write_tree(tmp_path, {"a.txt": "a"})
-    with pytest.raises(DataError, match="none was kept"):
+    with pytest.raises(DataError, match="none is selected"):
         open_corpus(tmp_path, keep=lambda _: False)
     write_tree(tmp_path, {"a.txt": ""})
     with pytest.raises(DataError, match="none has a token"):
@@ -264,7 +264,7 @@ def test_paths_that_are_no_corpus_are_refused(tmp_path):
             open_corpus(tmp_path / name)
     write_tree(tmp_path, {"a.jsonl": ""})
     with pytest.raises(
-        DataError, match=r"a.jsonl: no documents: of its lines or rows, none was kept"
+        DataError, match=r"a.jsonl: no documents: of its lines or rows, none is selected"
     ):
         open_corpus(tmp_path / "a.jsonl")
     write_tree(tmp_path, {"a.tokens": ""})

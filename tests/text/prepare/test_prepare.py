@@ -192,7 +192,7 @@ def test_a_cut_that_falls_on_the_end_of_a_line_stays_there(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two", "six"])
     line = path.stat().st_size // 3
     cuts = chunks.split_source(path, suffixes=[], chunk_bytes=line)
-    assert [(cut.begin, cut.end) for cut in cuts] == [(i * line, (i + 1) * line) for i in range(3)]
+    assert [(cut.start, cut.end) for cut in cuts] == [(i * line, (i + 1) * line) for i in range(3)]
 
 
 def test_sources_follow_one_another_and_files_are_left_out_by_name(source, out):

@@ -275,7 +275,7 @@ def test_prune_says_and_does_the_same(run_dir, said):
 
 def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, said, monkeypatch):
     # Pickles are read in this process: to start one takes seconds, and test_convert.py does it.
-    monkeypatch.setattr(foreign, "_told_by_torch", pickled.describe)
+    monkeypatch.setattr(foreign, "_read_pickles", pickled.describe)
     code, report = said("export", run_dir, tmp_path / "w", "--dtype", "bfloat16")
     assert code == 0
     assert report["from"]["checkpoint"] == "step_00000005"

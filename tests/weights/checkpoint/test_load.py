@@ -27,7 +27,7 @@ from trainkit.weights.checkpoint import (
 )
 from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
-from trainkit.weights.checkpoint.safe_files import owner_problems
+from trainkit.weights.checkpoint.safe_files import find_owner_problems
 
 
 def save_twice(run_dir):
@@ -84,7 +84,7 @@ def test_without_hashes_damage_would_be_loaded(two_ranks, tmp_path, monkeypatch)
     copies = [
         shutil.copytree(p, tmp_path / p.name) for p in list_checkpoints(two_ranks / "checkpoints")
     ]
-    monkeypatch.setattr(reading, "_must_match", lambda *_: None)
+    monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
     counts = {"flips": 20, "truncations": 0, "pages": 10, "mixes": 0}
     assert damage(*copies, loads_not, **counts, seed=0).undetected
 
@@ -121,7 +121,7 @@ def test_without_verifying_the_newest_would_be_taken_damaged(tmp_path, monkeypat
     for steps in (1, 2):
         path = tk.save_checkpoint(tmp_path, *small_run(steps=steps))
     flip_last_byte(path / "rank_00000.safetensors")
-    monkeypatch.setattr(reading, "_must_match", lambda *_: None)
+    monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
     _, stages, optimizer, ps = small_run(steps=0)
     assert tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=quiet).step == 2
     assert not same(live(*small_run(steps=2)[1:3]), live(stages, optimizer))
@@ -153,7 +153,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 @pytest.mark.case("G6")
 def test_without_the_check_a_run_would_begin_afresh(tmp_path, monkeypatch):
     """The negative control: a path that is not there read as "nothing to go on from"."""
-    monkeypatch.setattr(load, "_candidates", lambda *_: iter(()))
+    monkeypatch.setattr(load, "_find_candidates", lambda *_: iter(()))
     options = {"request": tmp_path / "nowhere", "log": quiet}
     assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], **options).step == 0
 
@@ -315,7 +315,7 @@ def test_moments_never_begin_afresh_unseen(dropped, saved):
 def test_without_the_check_moments_would_begin_afresh(saved, monkeypatch):
     """The negative control: the optimizer would step as if it had never stepped."""
     drop_tensors(saved, *MOMENTS)
-    monkeypatch.setattr(compare, "optimizer_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "find_optimizer_problems", lambda *_, **__: [])
     _, stages, optimizer, _ = small_run(model=Two("a", "b"), steps=0)
     load_checkpoint(saved, stages, optimizer)
     assert not optimizer.state.get(stages[0].a.weight)
@@ -348,7 +348,7 @@ def test_a_tied_head_is_no_untied_one_and_the_other_way_round(tmp_path):
 @pytest.mark.case("M1", "M3", "M5")
 def test_without_comparing_misfits_would_be_loaded_in_silence(saved, monkeypatch):
     """The negative control: numbers are rounded, and layers keep their initial values."""
-    monkeypatch.setattr(compare, "tensor_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "find_tensor_problems", lambda *_, **__: [])
     rounded = Two("a", "b", dtype=torch.bfloat16)
     load_weights(saved, [rounded])
     wanted = Two("a", "b")
@@ -387,7 +387,7 @@ def test_without_staging_a_load_that_fails_would_leave_half_of_it(tmp_path, monk
     before = live(stages, optimizer)
     refused(path, stages, optimizer)
 
-    monkeypatch.setattr(staging, "beside", lambda targets, _: targets)
+    monkeypatch.setattr(staging, "allocate_buffers", lambda targets, _: targets)
     with pytest.raises(CheckpointError):
         load_checkpoint(path, stages, optimizer)
     assert not same(before, live(stages, optimizer))
@@ -446,7 +446,7 @@ def test_without_the_check_another_run_would_be_taken(tmp_path, monkeypatch):
     tk.save_checkpoint(tmp_path / "one", *small_run())
     foreign = tk.save_checkpoint(tmp_path / "two", *small_run(steps=3))
     shutil.copytree(foreign, tmp_path / "one/checkpoints" / foreign.name)
-    monkeypatch.setattr(load, "_refuse_another_run", lambda *_: None)
+    monkeypatch.setattr(load, "_read_run_id", lambda _: (None, None))
     state = tk.resume(tmp_path / "one", tk.TrainState(), *small_run()[1:], log=quiet)
     assert state.step == 3
 
@@ -503,12 +503,12 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
     path.chmod(0o755)
     for file in path.iterdir():
         file.chmod(0o644)
-    assert owner_problems(path) == []
+    assert find_owner_problems(path) == []
     (path / "state.json").chmod(0o666)
-    assert "can be written by everybody (mode 666)" in owner_problems(path)[0]
+    assert "can be written by everybody (mode 666)" in find_owner_problems(path)[0]
     if os.geteuid() == 0:
         os.chown(path / "index.json", 12345, -1)
-        assert "belongs to user 12345" in owner_problems(path)[0]
+        assert "belongs to user 12345" in find_owner_problems(path)[0]
     told, rest = [], small_run()[1:]
     assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 1
     assert any("can be written by everybody" in line for line in told)

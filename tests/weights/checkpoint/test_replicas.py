@@ -30,7 +30,7 @@ def trained(layout, ps, steps):
     bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
     stages, optimizer = build(layout, ps)
     step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
-    look, told = make_replica_check(stages, optimizer, ps, every=1, within=3), []
+    look, told = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
     while state.step < steps:
         state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
         told += look(state.step)
@@ -43,7 +43,7 @@ def drifts(layout, degrees, names, guilty):
         stages, optimizer, told = trained(layout, ps, 3)
         look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
         found["before"] = [text for step in range(1, 111) for text in look(step)]
-        tensors = replicas._tensors_of(stages, optimizer)
+        tensors = replicas._get_tensors(stages, optimizer)
         for name in names:
             if ps.world.index == guilty:
                 flip(tensors[name], 20)
@@ -84,7 +84,7 @@ def and_blind(cases, guilty):
     """Return what is found in every case, and in the first one with hashes that tell nothing."""
     found = all_drifts(cases, guilty)
     degrees, _, names = next(iter(cases.values()))
-    replicas._digest = lambda *_: torch.zeros((), dtype=torch.int64)
+    replicas._hash_bits = lambda *_: torch.zeros((), dtype=torch.int64)
     return found | {"blind": drifts(Layout(), degrees, names, guilty)}
 
 
@@ -138,21 +138,21 @@ def test_a_drift_ends_the_run_with_all_that_was_found():
 def test_every_bit_moves_the_hash_and_so_does_the_order(dtype):
     bits = torch.arange(5).to(dtype)
     weights = torch.arange(1, 10, 2)
-    before = replicas._digest(bits, weights)
+    before = replicas._hash_bits(bits, weights)
     for bit in range(8 * bits.element_size()):
         other = bits.clone()
         other.view(torch.uint8)[-bits.element_size() + bit // 8] ^= 1 << bit % 8
-        assert replicas._digest(other, weights) != before
-    assert replicas._digest(bits.flip(0), weights) != before
+        assert replicas._hash_bits(other, weights) != before
+    assert replicas._hash_bits(bits.flip(0), weights) != before
 
 
 def test_a_long_box_is_hashed_in_parts(monkeypatch):
-    monkeypatch.setattr(replicas, "_AT_ONCE", 3)
+    monkeypatch.setattr(replicas, "_CHUNK", 3)
     bits = torch.tensor([5, 6, 7, 5, 6, 7])
     weights = torch.arange(1, 6, 2)
-    assert replicas._digest(bits, weights) != replicas._digest(bits.roll(3) + 1, weights)
+    assert replicas._hash_bits(bits, weights) != replicas._hash_bits(bits.roll(3) + 1, weights)
     swapped = torch.tensor([5, 6, 8, 5, 6, 7]), torch.tensor([5, 6, 7, 5, 6, 8])
-    assert replicas._digest(swapped[0], weights) != replicas._digest(swapped[1], weights)
+    assert replicas._hash_bits(swapped[0], weights) != replicas._hash_bits(swapped[1], weights)
 
 
 def test_one_process_has_nothing_to_compare():
@@ -165,8 +165,8 @@ def test_one_process_has_nothing_to_compare():
 def test_a_period_that_cannot_be_kept_is_refused(every, within):
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="canary: every must be"):
-        make_replica_check([model], sgd, tk.solo_parallel(), every=every, within=within)
+    with pytest.raises(ValueError, match="interval must be"):
+        make_replica_check([model], sgd, tk.solo_parallel(), interval=every, within=within)
 
 
 def damaged_state(degrees):
@@ -175,7 +175,7 @@ def damaged_state(degrees):
         stages, optimizer, _ = trained(Layout(), ps, 1)
         before = find_nonfinite_state(stages, optimizer, ps.world)
         if ps.world.index == 1:
-            get_local_box(replicas._tensors_of(stages, optimizer)[MOMENT]).local.fill_(torch.nan)
+            get_local_box(replicas._get_tensors(stages, optimizer)[MOMENT]).local.fill_(torch.nan)
         return before, find_nonfinite_state(stages, optimizer, ps.world)
 
 

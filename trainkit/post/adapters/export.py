@@ -25,13 +25,13 @@ from trainkit.post.adapters.lowrank import CHILD, Lora, split_name
 from trainkit.post.adapters.peft import CONFIG, LowRankFactors, to_peft
 from trainkit.post.adapters.trained import build_trained_stages
 from trainkit.types import CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.export import origin_of, row_boxes, write_weights
+from trainkit.weights.checkpoint.export import describe_origin, split_into_row_boxes, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of
+from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.checkpoint.tensors import box_hash
+from trainkit.weights.checkpoint.tensors import hash_tensor_box
 from trainkit.weights.hub.configs import family_named, match_family
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
@@ -75,7 +75,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])
     loras = tuple(Lora(**one) for one in facts["adapters"])
-    stored = model_of(path)
+    stored = read_model_tensors(path)
     read = reader(stored)
     tensors = {own: read(own, x.shape, (0,) * len(x.shape)) for own, x in stored.items()}
     known = sorted({split_name(own)[1] for own in tensors if f".{CHILD}." in own})
@@ -168,8 +168,8 @@ def export_peft(
     stored = {own: Stored(kinds[own], tuple(x.shape), ()) for own, x in tensors.items()}
     beside = {CONFIG: orjson.dumps(settings, option=orjson.OPT_INDENT_2)}
     how: dict[str, Any] = {"shard_bytes": 1 << 62, "overwrite": overwrite, "stem": "adapter_model"}
-    origin = origin_of(path)
-    return write_weights(stored, folder, read=read, beside=beside, origin=origin, **how)
+    origin = describe_origin(path)
+    return write_weights(stored, folder, read=read, extra_files=beside, origin=origin, **how)
 
 
 def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
@@ -232,10 +232,10 @@ def _hash_of(
     """Return the hash of weights as `exclude_frozen_` knows a base, some rows at a time."""
     total = 0
     for own, whole in shapes.items():
-        for shape, offset in row_boxes(tuple(whole), _AT_ONCE):
+        for shape, offset in split_into_row_boxes(tuple(whole), _AT_ONCE):
             values = weights(own, shape, offset)
             values = values if dtype is None else values.to(dtype)
-            total += box_hash(f"model/{own}", values, shape=whole, offset=offset)
+            total += hash_tensor_box(f"model/{own}", values, shape=whole, offset=offset)
     return f"{total & MASK64:016x}"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from trainkit.parallel.names import COPY_SUFFIX, fitting_names, get_named_parameters, is_base
 from trainkit.parallel.reduction import fsdp_groups, reducers_of, reshard_
 from trainkit.types import ConfigError
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 
 
 @attrs.frozen
@@ -122,7 +122,7 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
     lost = [name for name, ps in named.items() if name not in frozen and any(map(is_base, ps))]
     if lost:
         raise ConfigError(
-            f"apply_freeze_: {shortened(lost)} would be trained, and is of a base that no "
+            f"apply_freeze_: {shorten(lost)} would be trained, and is of a base that no "
             "checkpoint holds; leave exclude_frozen_ out, or keep it frozen",
             where=lost[0],
         )

@@ -20,7 +20,7 @@ from trainkit.post.adapters.transform import lora
 from trainkit.types import CheckpointError, ModelTransform, ParallelState, Stages
 from trainkit.weights.checkpoint.load import load_weights, read_facts
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of
+from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.hub.folder import is_hf_folder
 
 
@@ -84,7 +84,7 @@ def build_trained_stages(
 @torch.no_grad()
 def _take_means_(path: Path, stages: Sequence[nn.Module]) -> None:
     """Put what was evaluated in the place of what was trained, where a checkpoint has a mean."""
-    stored = model_of(path)
+    stored = read_model_tensors(path)
     read = reader(stored)
     for name, p in get_named_parameters(stages).items():
         if p.requires_grad and name in stored:
@@ -98,7 +98,7 @@ def _facts(path: Path | str) -> Mapping[str, Any]:
 
 def _own_plan(path: Path | str, facts: Mapping[str, Any], known: Container[str]) -> list[Transform]:
     """Return what puts a run's adapters in a model, and what it has trained whole of `known`."""
-    names = (name for name in model_of(Path(path)) if name in known)
+    names = (name for name in read_model_tensors(Path(path)) if name in known)
     trained = "|".join(map(re.escape, names)) or None
     by_name: dict[str, list[Lora]] = {}
     for one in facts["adapters"]:

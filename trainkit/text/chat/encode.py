@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainkit.text.chat.templates import Segment, Template
     from trainkit.types import Tokenizer
 
+# A character that templates do not write, in place of a content.
 _PROBE = "\u00a4"
 _SHAREGPT = {
     "system": "system",
@@ -106,6 +107,7 @@ def encode_chat(
     normalized = normalize_messages(messages)
     chosen = select_messages(normalized, train)
     segments = template(normalized, tools=tools)
+    # A template is somebody else's program, and what it makes is bounded before it is tokenized.
     _check_scaffold(segments, normalized, tools)
     turns = find_turns(segments, chosen, normalized)
     tokens, starts, ends = tokenize(tokenizer, segments)
@@ -113,6 +115,7 @@ def encode_chat(
     length = len(tokens)
     num_lost = 0
     if max_length is not None and len(tokens) > max_length:
+        # How many tokens the conversation has up to the end of each chosen turn.
         turn_lengths = np.searchsorted(ends, [turn[-1][1] for turn in turns], side="right")
         fitting = turn_lengths[turn_lengths <= max_length]
         length = int(fitting.max(initial=0))
@@ -143,7 +146,6 @@ def make_chat_encoder(
     train: Train = "assistant",
     max_length: int | None = None,
     overlong: Literal["error", "drop"] = "error",
-    check: bool = True,
     counts: Counter[str] | None = None,
 ) -> Callable[[Mapping[str, Any]], Sample]:
     """Make a function from a record to its sample, for `open_corpus(encode=)` and the like.
@@ -157,12 +159,12 @@ def make_chat_encoder(
         train: As in `encode_chat`.
         max_length: As in `encode_chat`.
         overlong: As in `encode_chat`.
-        check: Whether each sample must pass `check_mask`.
         counts: As in `encode_chat`; a new counter by default.
 
     Returns:
         `encode(record) -> Sample`, with the tokenizer's `vocab_size` and the `counts` as its
-        attributes. It raises `DataError` for a wrong record.
+        attributes. It raises `DataError` for a wrong record, or a sample that `check_mask`
+        rejects.
 
     Raises:
         ValueError: An argument is out of range, or the tokenizer has no token for the template's
@@ -184,13 +186,14 @@ def make_chat_encoder(
         _encode_record,
         tokenizer=tokenizer,
         field=field,
-        stop_ids=find_stop_ids(tokenizer, template) if check else None,
+        stop_ids=find_stop_ids(tokenizer, template),
         template=template,
         train=train,
         max_length=max_length,
         overlong=overlong,
         counts=counts,
     )
+    # `open_corpus` and `prepare_corpus` read these attributes.
     vars(encode).update(vocab_size=getattr(tokenizer, "vocab_size", None), counts=counts)
     return encode
 
@@ -251,6 +254,7 @@ def messages_from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{', '.join(record)}"
         )
     messages = []
+    # Some data sets have the system message in a field of its own.
     if record.get("system"):
         messages.append({"role": "system", "content": record["system"]})
     for i, turn in enumerate(turns):
@@ -318,6 +322,7 @@ def find_stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[in
     """
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     body = [segment.text for segment in template(probe) if segment.body and segment.message == 1]
+    # The stop token is the rest of the body after the content.
     stop = "".join(body).rpartition(_PROBE)[2].strip()
     if not stop:
         raise ValueError(
@@ -407,6 +412,7 @@ def _decode_visibly(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Decode ids; those that decode to nothing, such as special tokens, appear by name."""
     get_names: Callable[[list[int]], list[str]] | None = getattr(tokenizer, "pieces", None)
     texts: list[str] = []
+    # In runs, since a character may consist of several tokens.
     for is_special, run in itertools.groupby(ids, key=lambda i: not tokenizer.decode([i])):
         run_ids = list(run)
         if not is_special:
@@ -465,6 +471,7 @@ def _count_hidden(
         message = messages[i]
         words = (message.get("content") or "").split()
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        # As a whole word: a name may be a part of another word.
         if names and not any(re.search(rf"\b{re.escape(x)}\b", bodies[i]) for x in names):
             without_calls = {key: value for key, value in message.items() if key != "tool_calls"}
             changed[i] = {**without_calls, "content": message.get("content", "")}
@@ -478,5 +485,6 @@ def _count_hidden(
         rendered = template(changed, tools=tools)
     except DataError:  # the template needs what was removed, so it does not ignore it
         return 0
+    # Only if nothing else changed either: a template may show a call in other words.
     is_same = "".join(x.text for x in rendered) == "".join(x.text for x in segments)
     return hidden if is_same else 0

@@ -122,6 +122,7 @@ def template_hash(name: str | os.PathLike[str]) -> str:
         load_template(name)  # raises if there is none
         sources = read_template_sources(Path(name))
         tokens = _read_special_texts(Path(name))
+    # Special tokens that no source reads do not change what is rendered.
     all_sources = "".join(map(str, sources.values()))
     read_tokens = {key: text for key, text in sorted(tokens.items()) if key in all_sources}
     text = json.dumps([sorted(sources.items()), read_tokens])
@@ -288,6 +289,7 @@ def _make_template(
         after = "".join(segment.text for segment in render(probe)).rpartition(MARKER)[2].lstrip()
     except DataError:  # the template rejects the conversation of the test
         after = ""
+    # The longest of them: a token may begin with another one.
     following = {token for token in known_tokens if after.startswith(token)}
     stops = ends | {max(following, key=len)} if following else ends
     if not stops:

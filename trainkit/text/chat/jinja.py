@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -70,6 +71,7 @@ def make_jinja_template(
         ['user: ', 'hi</s>']
     """
     text = source if isinstance(source, str) else getattr(source, "chat_template", None)
+    # Some tokenizers have several templates by name.
     text = text.get("default") if isinstance(text, Mapping) else text
     if text is None:
         raise ValueError(
@@ -81,10 +83,12 @@ def make_jinja_template(
     stops = stop or eos_token
     if not stops:
         raise ValueError("make_jinja_template: give what ends a turn, by eos_token= or stop=")
+    # Errors in the source are raised now, not at the first conversation.
     compile_template(text)
     return partial(
         _render_segments,
         source=text,
+        # The longest first: a stop token may begin with another one.
         stops=(stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True)),
         variables={"bos_token": bos_token, "eos_token": eos_token, **(variables or {})},
     )
@@ -104,6 +108,7 @@ def _render_segments(
     render = partial(_render, source, tools=tools, variables=variables)
     text = render(normalized)
     prompted = render(normalized, add_generation_prompt=True)
+    # A template may ignore the flag, or change the text before the prompt.
     prompt = prompted[len(text) :] if prompted.startswith(text) else ""
     if add_generation_prompt and prompted != text + prompt:
         raise DataError("make_jinja_template: the generation prompt changes what comes before it")
@@ -256,6 +261,7 @@ def _label_words(i: int, message: dict[str, Any]) -> dict[str, Any]:
         return message
     label = f"{MARKER}{i};"
     texts = {
+        # At the beginning of each word, and at both ends of the text.
         name: re.sub(r"(?<=\s)(?=\S)", label, label + text + label)
         for name, text in message.items()
         if name in ("content", *REASONING) and text.strip()
@@ -287,6 +293,7 @@ class _SpanFinder:
                 span = self.find_answer(i, end, self.prompt if is_end_known else None)
             else:
                 span = self.find_other(i)
+            # After a message that is not located, a prompt that is found may be an earlier one's.
             is_end_known = span is not None
             if span is None:
                 continue
@@ -310,6 +317,7 @@ class _SpanFinder:
         last = len(self.text) - len(after)
         if not (self.text.startswith(before) and self.text.endswith(after) and first <= last):
             return None
+        # A user's turn may end with the same token as an answer; it belongs to the turn.
         rest = _strip_stop(after, self.stops)
         return first, last if rest is None else len(self.text) - len(rest)
 
@@ -367,7 +375,8 @@ def _find_answer_start(text: str, header: str, prompt: str | None, start: int) -
     In a template without a generation prompt the model goes on right after the question: then a
     blank before the content is the model's.
     """
-    common = _count_common(text, header)
+    # Of characters, not of path components.
+    common = len(os.path.commonprefix([text, header]))  # noqa: RUF071
     after_prompt = None
     if prompt:
         position = text.rfind(prompt, start, common)
@@ -413,9 +422,3 @@ def _strip_stop(text: str, stops: Sequence[str]) -> str | None:
     """Return the text after the stop token that it begins with; None if it begins with none."""
     text = text.lstrip()
     return next((text[len(stop) :] for stop in stops if text.startswith(stop)), None)
-
-
-def _count_common(a: str, b: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    differ = (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))

@@ -107,6 +107,7 @@ def encode_preference_pair(
             raise DataError(
                 f"encode_preference_pair: the {name} half: {error}", where=name
             ) from error
+    # Different messages may render as the same text, or be truncated to it.
     if np.array_equal(samples[0].tokens, samples[1].tokens):
         raise DataError(_SAME, where="chosen")
     return samples[0], samples[1]
@@ -168,7 +169,6 @@ def pack_pairs(
     capacity: int,
     *,
     fit: Fit = best_fit,
-    group_size: int = 100_000,
     overlong: Literal["error", "drop"] = "error",
     multiple_of: int = 1,
 ) -> Bins:
@@ -182,7 +182,6 @@ def pack_pairs(
             are 0.
         capacity: Tokens per row, for both halves together.
         fit: As in `pack_bins`; it sees the two halves as one piece.
-        group_size: As in `pack_bins`, in pairs.
         overlong: For a pair longer than the capacity: "error" or "drop"; a pair is never split or
             truncated. The number of dropped pairs is N minus half the pieces of the result, minus
             the skipped pairs.
@@ -214,14 +213,15 @@ def pack_pairs(
             got=int(pairs[longest]),
             want=capacity,
         )
+    # A pair is packed as one document of the aligned length of both halves.
     bins = pack_bins(
         pairs,
         capacity,
         fit=fit,
-        group_size=group_size,
         overlong="drop",
         multiple_of=multiple_of,
     )
+    # Then each pair becomes its two documents, chosen first.
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
         bins,
@@ -269,6 +269,7 @@ def _split_record(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, A
     if chosen == rejected:
         raise DataError(_SAME, where="chosen")
     if record.get("prompt") is None:
+        # The halves differ somewhere: a shorter one ends where the other goes on.
         prompt_length = next(
             i for i, (one, other) in enumerate(zip_longest(chosen, rejected)) if one != other
         )
@@ -303,6 +304,7 @@ def _add_prompt(
     prompt: list[dict[str, Any]], messages: list[dict[str, Any]], name: str
 ) -> list[dict[str, Any]]:
     """Return the prompt and the answer; the half may begin with the prompt already."""
+    # A half that begins with an answer has no prompt of its own.
     if messages[0]["role"] == "assistant" and messages[: len(prompt)] != prompt:
         return prompt + messages
     for i, message in enumerate(prompt):

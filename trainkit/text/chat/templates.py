@@ -152,6 +152,7 @@ def qwen3(
                 Segment(message["content"], i, body=True),
                 Segment(footer, i),
             ]
+        # A system message at the beginning is rendered already.
         elif role == "user" or i > 0:
             segments += _render_im_turn(i, role, message["content"])
     if add_generation_prompt:
@@ -209,12 +210,14 @@ def _render_qwen3_answer(
     content = message.get("content") or ""
     reasoning = message.get("reasoning_content")
     if reasoning is None and "</think>" in content:
+        # As the official template does: before the first tag, and after the last.
         parts = content.split("</think>")
         reasoning = parts[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
         content = parts[-1].lstrip("\n")
     header = ""
     body = content
     if may_think and (is_last or reasoning):
+        # The last answer has a block even without reasoning; then the model did not write it.
         thoughts = (reasoning or "").strip("\n")
         block = f"<think>\n{thoughts}\n</think>\n\n"
         body = content.lstrip("\n")
@@ -226,6 +229,7 @@ def _render_qwen3_answer(
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         if not isinstance(arguments, str):
+            # A string is JSON already.
             arguments = _to_json(arguments)
         body += "\n" * bool(n or content)
         body += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -270,6 +274,7 @@ def llama3(
     """
     normalized = normalize_messages(messages)
     has_system = normalized[0]["role"] == "system"
+    # No tools and an empty list are different: the latter has a prompt without schemas.
     schemas = "" if tools is None else "".join(_to_json(tool, 4) + "\n\n" for tool in tools)
     system = _llama3_header("system")
     system += "Environment: ipython\n" * (tools is not None)
@@ -277,12 +282,14 @@ def llama3(
     if tools is not None and not tools_in_user_message:
         system += LLAMA3_TOOLS_IN_SYSTEM + schemas
     owner = 0 if has_system else None
+    # The official template trims contents.
     content = normalized[0]["content"].strip() if has_system else ""
     segments = [
         Segment("<|begin_of_text|>"),
         Segment(system, owner),
         Segment(content + "<|eot_id|>", owner, body=has_system),
     ]
+    # From index 0 or 1: the system turn is rendered already.
     for i, message in enumerate(normalized[has_system:], int(has_system)):
         holds_tools = i == has_system and tools is not None and tools_in_user_message
         if holds_tools and message["role"] != "user":

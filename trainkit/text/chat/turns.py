@@ -91,6 +91,7 @@ def tokenize(
             return np.asarray(ids, np.int64), ends, ends
         starts = np.minimum(positions[:, 0], np.concatenate([[0], ends[:-1]]))
         return np.asarray(ids, np.int64), starts, ends
+    # Segment by segment: without offsets, this is the only way to know the tokens of a turn.
     parts = [np.asarray(tokenizer.encode(segment.text), np.int64) for segment in segments]
     counts = [len(part) for part in parts]
     edges = np.cumsum([0, *(len(segment.text) for segment in segments)], dtype=np.int64)

@@ -91,7 +91,7 @@ def _read_batches(
             _ROWS,
             row_groups=range(file.num_row_groups)[start:end],
             columns=columns if has_all else None,
-            use_threads=False,
+            use_threads=False,  # `prepare` has a process for each core
         )
 
 

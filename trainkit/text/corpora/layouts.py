@@ -119,6 +119,7 @@ def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     try:
         with open_file(path) as file:
             version = np.lib.format.read_magic(file)
+            # Version 3.0 exists for the names of structured dtypes alone, so tokens never have it.
             read_header = {
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
@@ -133,6 +134,7 @@ def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             where=path,
             got=str(dtype),
         )
+    # The mapped file is viewed as numbers, which must be native and aligned.
     if not dtype.isnative or start % dtype.itemsize:
         raise DataError(
             f"{path}: its numbers are big-endian, or not aligned; "
@@ -173,6 +175,7 @@ def read_megatron_layout(path: Path) -> FileLayout:
         file.seek(0)
         data = file.read()
     dtype = np.dtype(MEGATRON_DTYPES[code])
+    # The lengths of the sequences, their positions in bytes, and the documents' sequences.
     lengths = np.frombuffer(data, "<i4", num_sequences, 34)
     pointers = np.frombuffer(data, "<i8", num_sequences, 34 + 4 * num_sequences)
     ends = np.frombuffer(data, "<i8", num_documents, 34 + 12 * num_sequences)
@@ -243,6 +246,7 @@ def read_sidecar(path: Path) -> Sidecar:
             values = orjson.loads(file.read())
     except orjson.JSONDecodeError as error:
         raise DataError(f"{sidecar}: bad JSON: {error}", where=sidecar) from error
+    # `type(x) is int`, as JSON's `true` is an int for `isinstance`.
     rules: dict[str, Callable[[Any], bool]] = {
         "dtype": lambda x: x in DTYPES,
         "offsets": lambda x: (
@@ -283,6 +287,7 @@ def _read_sidecar_offsets(
     sources = {origin.name: _short_hash(origin)}
     if sidecar.offsets is None:
         return None, sources
+    # A list in the sidecar, or the name of a `.npy` file next to it.
     if isinstance(sidecar.offsets, list):
         offsets = np.array(sidecar.offsets, np.int64)
     else:

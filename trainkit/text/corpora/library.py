@@ -41,6 +41,7 @@ def is_library_source(name: str) -> bool:
         >>> [is_library_source(name) for name in ("json/decoder.py", "unittest/test/a.py")]
         [True, False]
     """
+    # The name first: only files with a suitable one are read.
     if not name.endswith(".py") or not NOT_LIBRARY.isdisjoint(name.split("/")):
         return False
     try:

@@ -45,7 +45,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         >>> from trainkit.text.chat import CHATML_SPECIAL, encode_preference_pair
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
-        >>> encode = partial(encode_pair, tokenizer=tokenizer)
+        >>> encode = partial(encode_preference_pair, tokenizer=tokenizer)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "pairs.jsonl"
         ...     _ = file.write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "11"}')
@@ -62,6 +62,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         else:
             records = read_records(path, sources=sources)
         for name, record in records:
+            # One name for both halves: they are held out together.
             names.extend([name, name])
             origin = name if path is None else record_place(path, name)
             yield from encode_record(encode, record, origin)

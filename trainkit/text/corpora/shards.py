@@ -56,6 +56,7 @@ def find_token_files(
     names = list_files(path)
     texts = [name for name in names if name.endswith(tuple(suffixes))]
     texts = texts or [name for name in names if name.endswith(tuple(RECORD_FORMATS))]
+    # Without text all token files count: their documents have no names to select by.
     if texts and keep is not None:
         names = [name for name in names if keep(name)]
     shards = _select_shards(path, names, has_text=bool(texts))
@@ -157,6 +158,7 @@ def open_parts(
             path,
             vocab_size=vocab_size,
             eos_id=eos_id,
+            # Fewer chunks of each of many files, so that opening them takes no longer.
             max_chunks=None if full else max(1, min(SAMPLED, _MAX_CHUNKS // len(names))),
         )
         folder = name[: -len(path.name)]

@@ -37,6 +37,7 @@ def list_files(root: Path) -> list[str]:
     names: list[str] = []
     # Strings instead of `Path.relative_to`, which is slow for directories of a million files.
     start = len(str(root))
+    # Without `onerror`, `os.walk` skips a directory that it cannot read, silently.
     for folder, _, files in os.walk(root, onerror=raise_error):
         prefix = folder[start:].lstrip("/")
         names.extend(f"{prefix}/{name}" if prefix else name for name in files)
@@ -108,6 +109,7 @@ def check_name(path: Path) -> None:
         DataError: The name is not UTF-8.
     """
     name = str(path)
+    # In a `str`, bytes that are not UTF-8 are lone surrogates, which `encode` replaces.
     if not name.isascii() and name.encode(errors="replace").decode() != name:
         escape_control_characters = name.encode(errors="backslashreplace").decode()
         raise DataError(
@@ -142,6 +144,7 @@ def retry_read(read: Callable[[], T], path: Path) -> T:
         try:
             return read()
         except OSError as error:
+            # These two are what a busy disk and a restarted NFS server return for a while.
             if error.errno not in {errno.EIO, errno.ESTALE}:
                 raise DataError(f"{path}: {error.strerror}", where=path) from error
             wait = next(waits, None)

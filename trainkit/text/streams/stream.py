@@ -148,6 +148,7 @@ def pack_stream(
         pack_bins,
         capacity=capacity,
         fit=fit,
+        # A window is one group: it is what shuffles documents, and bounds the memory.
         group_size=0,
         multiple_of=multiple_of,
         max_documents=max_documents,
@@ -240,7 +241,9 @@ def _iterate_steps(
     step_rows: list[tuple[Window, IntArray]] = []
     last: Window | None = None
     num_missing = rows
+    # Rows of the first window that were used before the cursor was saved.
     num_used = position.rows
+    # The window is packed from its beginning, although some of its rows are used.
     start = attrs.evolve(position, rows=0, window_hash=0)
     for window in iterate_windows(open_documents(start.document), start, options):
         if num_used:
@@ -257,13 +260,20 @@ def _iterate_steps(
                 num_missing = rows
         last = window
         num_used = 0
-    if last is None:
-        _check_end(position)
-    elif step_rows:
+    if last is None and (position.rows or position.token):
+        raise DataError(
+            f"pack_stream: the cursor is at token {position.token} of document "
+            f"{position.document}, with {position.rows} rows used of the window that begins "
+            "there, but the source ends before it: give the documents, the arguments and the seed "
+            "of the save, or start from scratch with Cursor()",
+            where=f"document {position.document}",
+        )
+    if last is not None and step_rows:
         yield _make_step(step_rows, rows, _make_cursor(batch + 1, last, len(last.order)))
 
 
 def _make_cursor(batch: int, window: Window, num_used: int) -> Cursor:
+    # A window that is used up need not be packed again: the next one begins at its end.
     if num_used == len(window.order):
         return Cursor(batch, attrs.astuple(window.end))
     position = attrs.evolve(window.start, rows=num_used, window_hash=window.hash)
@@ -286,21 +296,10 @@ def _check_window(window: Window, saved: Position) -> None:
     )
 
 
-def _check_end(position: Position) -> None:
-    """Raise DataError if a source without a window was saved inside of one."""
-    if position.rows or position.token:
-        raise DataError(
-            f"pack_stream: the cursor is at token {position.token} of document "
-            f"{position.document}, with {position.rows} rows used of the window that begins "
-            "there, but the source ends before it: give the documents, the arguments and the seed "
-            "of the save, or start from scratch with Cursor()",
-            where=f"document {position.document}",
-        )
-
-
 def _make_step(step_rows: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> StreamStep:
     """Copy the pieces of a step's rows, so that their windows can be freed."""
     parts: list[Document] = []
+    # The leading 0 of the offsets, then the number of pieces of each row.
     counts = [np.zeros(1, np.int64)]
     for window, chosen in step_rows:
         corpus = window.corpus

@@ -87,9 +87,11 @@ def iterate_windows(
             if skip:
                 pending = _skip_tokens(pending, skip, position.document)
                 skip = 0
+            # The document begins the next window.
             if not room and not _has_no_tokens(pending, options):
                 break
             take, has_rest, end = _choose_part(pending, position, room, options)
+            # A long document begins a window of its own, if this one has no room for a row.
             if has_rest and not take:
                 break
             if take:
@@ -97,6 +99,7 @@ def iterate_windows(
             pending = pending[take:] if has_rest else None
             room = max(room - take, 0)
             position = end
+        # Also without tokens: the documents that were dropped must be counted.
         if position != start:
             yield _pack_window(start, position, parts, options)
 
@@ -188,6 +191,7 @@ def _pack_window(
 ) -> Window:
     corpus = copy_to_corpus(parts, options.vocab_size, options.columns)
     bins = options.pack(corpus.lengths)
+    # The order depends on where the window begins, not on how many came before it.
     key = make_key(options.seed, "window", start.document, start.token)
     order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
     return Window(start, end, corpus, bins, order, _hash_window(end, corpus, bins, order))
@@ -200,6 +204,7 @@ def copy_to_corpus(
     # An empty array first: there may be no document to concatenate.
     tokens = np.concatenate([np.arange(0), *(part.ids for part in parts)])
     masks = [part.trained for part in parts if part.trained is not None]
+    # Copies, so that the documents that the source yielded can be freed.
     values = {
         name: np.concatenate(
             [np.empty((0, *column.inner), column.dtype), *(part.values[name] for part in parts)]

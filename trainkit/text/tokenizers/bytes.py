@@ -126,6 +126,7 @@ def _split_at_special(tokenizer: ByteTokenizer, text: str) -> list[str]:
     if not tokenizer.special:
         return [text]
     longest_first = sorted(tokenizer.special, key=len, reverse=True)
+    # With a group in the pattern, `re.split` returns the separators too.
     return re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
 
 

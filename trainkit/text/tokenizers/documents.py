@@ -127,6 +127,7 @@ class _SampleEncoder:
         for field in filter(None, (self.tokens, self.trained, *self.columns)):
             _check_field(record, field)
         ids = np.asarray(record[self.tokens])
+        # An empty list is an array of float64.
         ids = ids if ids.size else np.arange(0)
         columns = {name: record[name] for name in self.columns}
         if self.trained is None:

@@ -82,10 +82,12 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, without special tokens."""
+        # The library takes Python's integers alone, not those of numpy or torch.
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return a text for each id separately: `<0xC3>` for bytes that are no character."""
+        # Added tokens are not in the alphabet of the vocabulary.
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
         byte_of = map_letters_to_bytes() if _is_byte_level(self.backend) else {}
         return [
@@ -146,6 +148,7 @@ def open_hf_tokenizer(
             'time; set "dropout" to null',
             where=name,
         )
+    # A saved tokenizer may truncate and pad, which would change documents silently.
     backend.no_truncation()
     backend.no_padding()
     _add_from_config(backend, config, name)
@@ -158,6 +161,7 @@ def open_hf_tokenizer(
             where=name,
             got=largest,
         )
+    # Special tokens are known only from the list of added ones.
     added = sorted(backend.get_added_tokens_decoder().items())
     return HFTokenizer(
         backend,
@@ -212,6 +216,7 @@ def train_bpe(
             f"train_bpe: vocab_size must be at least {min_size}, for 256 bytes and {len(special)} "
             f"special tokens; got {vocab_size}"
         )
+    # The library trains on nothing without an error, and then knows only bytes.
     first = next(texts := iter(texts), None)
     if first is None:
         raise ValueError("train_bpe: there is no text to train on")
@@ -256,6 +261,7 @@ def add_tokens(tokenizer: HFTokenizer, special: Sequence[str]) -> HFTokenizer:
             raise DataError(f"add_tokens: {text!r} is empty, or an ordinary token already")
     backend = Tokenizer.from_str(tokenizer.backend.to_str())
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+    # The library decides on the ids, so they are compared with the expected ones.
     ids: dict[str, Any] = {text: backend.token_to_id(text) for text in texts}
     if [*ids.values()] != [*range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))]:
         raise DataError(f"add_tokens: the new tokens would have the ids {list(ids.values())[:9]}")

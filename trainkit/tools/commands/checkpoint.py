@@ -45,7 +45,7 @@ from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.listing import describe_checkpoint
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
-from trainkit.weights.checkpoint.safe_files import owner_problems
+from trainkit.weights.checkpoint.safe_files import find_owner_problems
 
 _DAMAGED = 66
 
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 def _heed_owners(path: Path, *, strict: bool) -> None:
     """Warn of what others own or may write, or refuse it."""
     folder = path if path.is_dir() else path.parent
-    problems = owner_problems(folder) if folder.is_dir() else []
+    problems = find_owner_problems(folder) if folder.is_dir() else []
     if problems and strict:
         raise CheckpointError(
             f"checkpoint: {problems[0]}; --strict-owner refuses that",

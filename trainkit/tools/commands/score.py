@@ -100,7 +100,9 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             "batch": options.batch,
         }
         size = {"context": trained.context, "part_tokens": options.part}
-        kept = evaluation.score_corpus(measured, corpus, options.out, facts=facts, **size)
+        kept = evaluation.score_corpus(
+            measured, corpus, options.out, facts=facts, log=say_on_stderr, **size
+        )
     told = {"path": str(options.out), "columns": [*measured[0]], "parts_kept": kept}
     return {**told, "tokens": int(corpus.offsets[-1]), "context": trained.context}, 0
 

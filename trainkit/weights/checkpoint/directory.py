@@ -1,4 +1,4 @@
-"""Which run a directory belongs to, 128 random bits kept for good, and whether it has saved."""
+"""The id of the run in a directory, 128 random bits, and whether that run has saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.files import atomic_write
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import (
     dump_json,
-    first_verified,
+    find_first_verified,
     is_sealed,
     list_checkpoints,
     read_manifest,
@@ -23,14 +23,15 @@ from trainkit.weights.checkpoint.manifest import (
 )
 from trainkit.weights.checkpoint.safe_files import read_json
 
-_RUN = re.compile(r"[0-9a-f]{32}")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_MAX_RECORD_BYTES = 1 << 20  # of events.jsonl; what follows in a longer record is not read
 
 
 def get_run_id(run_dir: Path | str) -> dict[str, Any]:
-    """Return which run a directory belongs to; a directory that does not say so yet is told.
+    """Return the id of the run in a directory, and write one where there is none.
 
-    It stands in `run.json`, and in every checkpoint. When the file is lost or damaged, the newest
-    checkpoint that verifies says it.
+    It is stored in `run.json` and in every checkpoint. If the file is lost or damaged, the newest
+    checkpoint that verifies restores it.
 
     Args:
         run_dir: The run directory, which exists.
@@ -40,10 +41,10 @@ def get_run_id(run_dir: Path | str) -> dict[str, Any]:
         run was forked from}.
 
     Raises:
-        DiskError: `run.json` is not there and cannot be written.
+        DiskError: `run.json` is missing and cannot be written.
 
     Effects:
-        Writes `run.json` where it was lost or never was. For one rank.
+        Writes `run.json` if it is missing or damaged. For one rank.
 
     Examples:
         >>> import tempfile
@@ -52,22 +53,23 @@ def get_run_id(run_dir: Path | str) -> dict[str, Any]:
         True
     """
     run_dir = Path(run_dir)
-    told = _read_identity(run_dir / "run.json")
-    if told is not None:
-        return {name: told[name] for name in ("run", "parent")}
-    known = _adopted(run_dir / "checkpoints")
-    if known is None:
+    identity = _read_identity(run_dir / "run.json")
+    if identity is not None:
+        return {name: identity[name] for name in ("run", "parent")}
+    newest = find_first_verified(list_checkpoints(run_dir / "checkpoints"), [], lambda _: None)
+    identity = None if newest is None else _parse_identity(read_manifest(newest))
+    if identity is None:
         return fork_run(run_dir, None)
-    _write_identity(run_dir, known | {"saved": True})
-    return known
+    _write_identity(run_dir, identity | {"saved": True})
+    return identity
 
 
 def fork_run(run_dir: Path | str, parent: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Give a directory the identity of a new run.
+    """Give a directory the id of a new run.
 
     Args:
         run_dir: The run directory, which exists.
-        parent: What it goes on from: {"run", "step", "path"} of another run's checkpoint.
+        parent: The checkpoint of another run that it resumes from: {"run", "step", "path"}.
 
     Returns:
         As `get_run_id`.
@@ -93,7 +95,7 @@ def fork_run(run_dir: Path | str, parent: Mapping[str, Any] | None) -> dict[str,
 
 
 def mark_saved(run_dir: Path | str) -> None:
-    """Let `run.json` say that the run has saved; see `saved_before`.
+    """Record in `run.json` that the run has saved; see `find_saved_mark`.
 
     Raises:
         DiskError: `run.json` cannot be written.
@@ -105,45 +107,44 @@ def mark_saved(run_dir: Path | str) -> None:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     mark_saved(folder)
-        ...     saved_before(folder)
+        ...     find_saved_mark(folder)
         'run.json'
     """
     run_dir = Path(run_dir)
-    if saved_before(run_dir) != "run.json":
+    if find_saved_mark(run_dir) != "run.json":
         _write_identity(run_dir, get_run_id(run_dir) | {"saved": True})
 
 
-def saved_before(run_dir: Path | str) -> str | None:
-    """Return which file of a run directory tells that its run has saved, or None.
+def find_saved_mark(run_dir: Path | str) -> str | None:
+    """Return the file of a run directory which shows that its run has saved, or None.
 
     Args:
-        run_dir: The run directory; in `events.jsonl` only what the same run has written counts.
+        run_dir: The run directory. In `events.jsonl` only records of the same run count.
 
     Examples:
-        >>> saved_before("/does/not/exist")
+        >>> find_saved_mark("/does/not/exist")
     """
     run_dir = Path(run_dir)
-    own = _read_identity(run_dir / "run.json") or {}
-    if own.get("saved") is True:
+    identity = _read_identity(run_dir / "run.json") or {}
+    if identity.get("saved") is True:
         return "run.json"
-    run = own.get("run")
-    for event in _events_of(run_dir / "events.jsonl"):
+    run = identity.get("run")
+    for event in _read_events(run_dir / "events.jsonl"):
+        # A directory may have been copied from another run, together with its events.
         if event.get("event") == "start":
             run = event.get("run")
-        elif event.get("path") and (run == own.get("run") or not own):
+        elif event.get("path") and (run == identity.get("run") or not identity):
             return "events.jsonl"
     return None
 
 
-_LINE = 1 << 20  # bytes of a line that is looked at
-
-
-def _events_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of starts and saves."""
+def _read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of starts and saves."""
     if not path.is_file():
         return
     with path.open("rb") as file:
-        while line := file.readline(_LINE):
+        while line := file.readline(_MAX_RECORD_BYTES):
+            # Parsing only these keeps a file of gigabytes fast.
             if b'"event":"start"' in line or b'"event":"save"' in line:
                 with contextlib.suppress(orjson.JSONDecodeError):
                     event = orjson.loads(line)
@@ -156,20 +157,16 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
         record = read_json(path, most_bytes=65536)
     except CheckpointError:
         return None
-    known = _identity_in(record) if is_sealed(record) else None
-    return None if known is None else {**known, "saved": record.get("saved")}
+    # A damaged file counts as a missing one: a wrong id would make this another run.
+    identity = _parse_identity(record) if is_sealed(record) else None
+    return None if identity is None else {**identity, "saved": record.get("saved")}
 
 
-def _identity_in(record: Mapping[str, Any]) -> dict[str, Any] | None:
+def _parse_identity(record: Mapping[str, Any]) -> dict[str, Any] | None:
     run = record.get("run")
-    if not isinstance(run, str) or not _RUN.fullmatch(run):
+    if not isinstance(run, str) or not _RUN_ID.fullmatch(run):
         return None
     return {"run": run, "parent": record.get("parent")}
-
-
-def _adopted(directory: Path) -> dict[str, Any] | None:
-    path = first_verified(list_checkpoints(directory), [], lambda _: None)
-    return None if path is None else _identity_in(read_manifest(path))
 
 
 def _write_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:

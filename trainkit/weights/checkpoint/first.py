@@ -1,4 +1,4 @@
-"""The weights that a run begins with, found again by their hash where the run goes on."""
+"""The initial weights of a run, which a resumed run recognizes by their hash."""
 
 from __future__ import annotations
 
@@ -13,94 +13,106 @@ from torch import nn
 from trainkit.types import CheckpointError, ConfigError, ParallelState
 from trainkit.weights.checkpoint.manifest import MANIFEST, list_checkpoints, outline
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.tensors import weights_hash
+from trainkit.weights.checkpoint.tensors import hash_weights
 
 _FACT = "first weights"
 
 
 @attrs.frozen
 class InitialWeights:
-    """Where the weights are that a run begins with, or began with.
+    """Where the initial weights of a run are.
 
     Attributes:
-        source: A run, a checkpoint or a Hugging Face folder; None for new weights.
-        own: The run or checkpoint that a run goes on from, where `source` is not to be read again:
+        source: A run, a checkpoint or a Hugging Face folder; None for random initial weights.
+        resume_from: The run or checkpoint to resume from, where `source` need not be read again:
             its weights replace whatever the stages are filled with.
-        facts: What the run has saved of its first weights, where `source` is not read.
+        facts: What the run has saved about its initial weights, for when `source` is not read.
     """
 
     source: Path | None
-    own: Path | None = None
+    resume_from: Path | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def path(self) -> Path | None:
-        """What to fill the stages with."""
-        return self.own or self.source
+        """The weights to fill the stages with."""
+        return self.resume_from or self.source
 
     def resolved(self, path: Path) -> InitialWeights:
-        """Return the same, with the checkpoint that `open_model` has found at `path`."""
-        return attrs.evolve(self, own=path) if self.own else attrs.evolve(self, source=path)
+        """Return a copy with the checkpoint that `open_model` found at `path`."""
+        return (
+            attrs.evolve(self, resume_from=path)
+            if self.resume_from
+            else attrs.evolve(self, source=path)
+        )
 
 
 def find_initial_weights(
     init: Path | str | None, *, run_dir: Path | str, request: str | Path = "auto"
 ) -> InitialWeights:
-    """Find the weights that a run begins with, or those that it began with.
+    """Find the initial weights of a run, whether it starts or resumes.
 
-    A run that goes on needs its first weights only to compare them with those that are asked for,
-    and, where it trains adapters, as their base. They may have been moved since: their hash counts,
-    see `hash_initial_weights`. Without `init` they are those that the run has recorded.
+    A resumed run needs its initial weights only to compare them with the requested ones, and, if it
+    trains adapters, as their base. They may have been moved since: only their hash counts, see
+    `hash_initial_weights`. Without `init` they are the ones that the run has recorded.
 
     Args:
-        init: A run, a checkpoint or a Hugging Face folder that was asked for; None for none.
+        init: The requested run, checkpoint or Hugging Face folder, if any.
         run_dir: The run directory.
-        request: What the run goes on from, as for `checkpoint.resume`.
+        request: What the run resumes from, as for `checkpoint.resume`.
 
     Raises:
-        ConfigError: The run goes on, and `init` is not there.
+        ConfigError: The run resumes, and `init` does not exist.
 
     Examples:
         >>> find_initial_weights("runs/pretrain", run_dir="/does/not/exist").source
         PosixPath('runs/pretrain')
     """
-    saved, facts = _checkpoint_to_resume(Path(run_dir), request)
-    if saved is None:
+    checkpoint, facts = _find_checkpoint_to_resume(Path(run_dir), request)
+    if checkpoint is None:
         return InitialWeights(None if init is None else Path(init))
     recorded = facts.get("base_from") or facts.get("config.init")
     recorded = None if recorded is None else Path(recorded)
-    known = {name: value for name, value in facts.items() if name == _FACT}
-    is_whole = "base" not in facts  # adapters need their base, of which no checkpoint holds a copy
-    own = (Path(run_dir) if request == "auto" else saved) if is_whole else None
+    saved_hash = {name: value for name, value in facts.items() if name == _FACT}
+    # Checkpoints of adapters do not contain their base, so it must be read again.
+    is_full_model = "base" not in facts
+    resume_from = (Path(run_dir) if request == "auto" else checkpoint) if is_full_model else None
     if init is None:
-        return InitialWeights(recorded, own, known)
-    if recorded is not None and not _has_weights(recorded) and _names(Path(init), recorded):
-        return InitialWeights(recorded, own, known)  # a base that was deleted leaves its run alone
+        return InitialWeights(recorded, resume_from, saved_hash)
+    # A run survives the deletion of its initial weights: its checkpoints replace them.
+    # `init` may also name the run of the recorded checkpoint.
+    same = (recorded.resolve(), recorded.resolve().parent.parent) if recorded else ()
+    if recorded is not None and not _has_weights(recorded) and Path(init).resolve() in same:
+        return InitialWeights(recorded, resume_from, saved_hash)
     if not Path(init).exists():
         raise ConfigError(
             f"--init: there is no {init}, and the run in {run_dir} began with {recorded}",
             where="init",
             got=str(init),
             want=str(recorded),
-            hint="name where those weights are now, or leave --init out: the run goes on with its "
-            "own; with other weights begin another run: --out",
+            hint="name where those weights are now, or leave --init out: the run resumes with its "
+            "own; to train other weights, start another run: --out",
         )
-    if is_whole and _FACT not in facts:  # saved before there was such a fact
-        return InitialWeights(Path(init), own)
-    return InitialWeights(_same_checkpoint(Path(init), recorded))
+    if is_full_model and _FACT not in facts:  # an older checkpoint, without that fact
+        return InitialWeights(Path(init), resume_from)
+    source = Path(init)
+    if recorded is not None and (source / "checkpoints" / recorded.name / MANIFEST).exists():
+        # `init` is a run that may have trained on since: take the checkpoint of that time.
+        source = source / "checkpoints" / recorded.name
+    return InitialWeights(source)
 
 
 def hash_initial_weights(
     first: InitialWeights, stages: Sequence[nn.Module] | nn.Module, ps: ParallelState
 ) -> dict[str, Any]:
-    """Return the fact by which `resume` refuses other first weights than those of the run.
+    """Return the fact by which `resume` detects other initial weights than those of the run.
 
-    For when the stages are built and filled with `first.source`, or, where that is not read again,
-    with anything.
+    Call it once the stages are built and filled with `first.source`; where that is not read again,
+    they may hold anything.
 
     Returns:
-        {"first weights": their hash, the same in every layout, or None for new weights}; or what
-        the run has saved of it.
+        {"first weights": their hash, equal in every layout, or None for random weights}; or what
+        the run has saved about them.
 
     Effects:
         Hashes the parameters; communicates on `ps.world`, and waits.
@@ -110,16 +122,16 @@ def hash_initial_weights(
         >>> hash_initial_weights(InitialWeights(None), [nn.Linear(1, 1)], solo_parallel())
         {'first weights': None}
     """
-    if first.own is not None:
+    if first.resume_from is not None:  # the stages were not filled with the initial weights
         return dict(first.facts)
-    return {_FACT: None if first.source is None else weights_hash(stages, ps)}
+    return {_FACT: None if first.source is None else hash_weights(stages, ps)}
 
 
 def read_resume_facts(run_dir: Path | str, request: str | Path = "auto") -> Mapping[str, Any]:
-    """Return the facts of the checkpoint that a run will go on from; none where it begins.
+    """Return the facts of the checkpoint that a run will resume from; none if it starts.
 
-    Its tensors are not looked at. Of a checkpoint that turns out to be damaged there, `resume`
-    takes an older one of the run, with the same facts but for what has happened since.
+    Its tensors are not verified. If they turn out to be damaged, `resume` takes an older checkpoint
+    of the run, whose facts differ only by what has happened since.
 
     Args:
         run_dir: The run directory.
@@ -129,15 +141,16 @@ def read_resume_facts(run_dir: Path | str, request: str | Path = "auto") -> Mapp
         >>> read_resume_facts("/does/not/exist")
         {}
     """
-    return _checkpoint_to_resume(Path(run_dir), request)[1]
+    return _find_checkpoint_to_resume(Path(run_dir), request)[1]
 
 
-def _checkpoint_to_resume(
+def _find_checkpoint_to_resume(
     run_dir: Path, request: str | Path
 ) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the checkpoint that will be gone on from and its facts; of a damaged one neither."""
+    """Return the first checkpoint with a valid manifest, and its facts; None and {} if none has."""
     if request == "never":
         return None, {}
+    # Only manifests are checked here. Hashing tensors takes minutes, and `resume` does it anyway.
     for path in list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]:
         problems, manifest = outline(path)
         if problems:
@@ -149,17 +162,5 @@ def _checkpoint_to_resume(
 
 
 def _has_weights(path: Path) -> bool:
-    is_filled = next(path.glob("*.safetensors"), None) is not None
-    return is_filled or bool(list_checkpoints(path / "checkpoints"))
-
-
-def _names(init: Path, recorded: Path) -> bool:
-    """Say whether it is the path that was recorded, or the run whose checkpoint that was."""
-    return init.resolve() in (recorded.resolve(), recorded.resolve().parent.parent)
-
-
-def _same_checkpoint(init: Path, recorded: Path | None) -> Path:
-    """Return of a run, which may have gone on since, the checkpoint of the recorded name."""
-    if recorded is None or not (init / "checkpoints" / recorded.name / MANIFEST).exists():
-        return init
-    return init / "checkpoints" / recorded.name
+    has_safetensors = next(path.glob("*.safetensors"), None) is not None
+    return has_safetensors or bool(list_checkpoints(path / "checkpoints"))

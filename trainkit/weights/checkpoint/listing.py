@@ -1,4 +1,4 @@
-"""What checkpoints are there, quickly: by their manifests and the sizes of their files."""
+"""Describe checkpoints fast: by their manifests and the sizes of their files."""
 
 from __future__ import annotations
 
@@ -12,58 +12,60 @@ import orjson
 from trainkit.weights.checkpoint.manifest import FORMAT, MANIFEST, READABLE, outline
 from trainkit.weights.checkpoint.retention import PIN
 
-_TOLD = ("step", "run", "version", "score")
-_MOST_MANIFEST = 1024 * 1024  # of a thousand ranks; a larger one gets the slower look
+_FROM_MANIFEST = ("step", "run", "version", "score")
+_MAX_MANIFEST = 1024 * 1024  # bytes, of a thousand ranks; a larger one takes the slow path
 
 
 def describe_checkpoint(path: Path | str) -> dict[str, Any]:
-    """Return what a checkpoint is, without hashing its tensors: 10,000 of them in about a second.
+    """Describe a checkpoint without hashing its tensors: 10,000 of them take about a second.
 
-    Every file is there and has its size, or a problem says which does not; `verify_checkpoint`
-    looks at every byte.
+    It checks that every file exists and has its size. `verify_checkpoint` checks every byte.
 
     Args:
         path: A checkpoint directory.
 
     Returns:
         {"name", "step", "run", "version", "score", "bytes", "saved", "pinned", "complete",
-        "problems"}: "saved" is when its manifest was written, in seconds since 1970; "pinned" says
-        that retention never deletes it; "run" is None in the first format.
+        "problems"}. "saved" is when its manifest was written, in seconds since 1970. A "pinned"
+        checkpoint is never deleted by retention. "run" is None in the first format.
 
     Examples:
         >>> describe_checkpoint("/does/not/exist")["complete"]
         False
     """
-    place = os.fspath(path)
-    name = place.rstrip("/").rpartition("/")[2]  # without a Path: ten thousand of them cost 0.1 s
-    row: dict[str, Any] = {"name": name} | dict.fromkeys((*_TOLD, "saved"))
-    row |= {"bytes": 0, "pinned": os.path.lexists(f"{place.rstrip('/')}{PIN}"), "complete": False}
+    directory = os.fspath(path)
+    # Strings and not Path objects: for ten thousand checkpoints those take 0.1 s.
+    name = directory.rstrip("/").rpartition("/")[2]
+    row: dict[str, Any] = {"name": name} | dict.fromkeys((*_FROM_MANIFEST, "saved"))
+    row["bytes"] = 0
+    row["pinned"] = os.path.lexists(f"{directory.rstrip('/')}{PIN}")
+    row["complete"] = False
     try:
-        sizes, manifest, row["saved"] = _glance(place)
-        row |= {key: manifest.get(key) for key in _TOLD}
-        wanted = {file: want["size"] for file, want in manifest["files"].items()}
-        row["bytes"] = sum(wanted.values())
-        if sizes == wanted and manifest.get("version") in READABLE[FORMAT]:
+        sizes, manifest, row["saved"] = _read_sizes(directory)
+        row |= {key: manifest.get(key) for key in _FROM_MANIFEST}
+        expected = {file: entry["size"] for file, entry in manifest["files"].items()}
+        row["bytes"] = sum(expected.values())
+        if sizes == expected and manifest.get("version") in READABLE[FORMAT]:
             return row | {"complete": True, "problems": []}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # the slower look says what is wrong
-    problems, _ = outline(place)
+        pass  # the slow path below finds out what is wrong
+    problems, _ = outline(directory)
     return row | {"complete": not problems, "problems": problems}
 
 
-def _glance(place: str) -> tuple[dict[str, int], dict[str, Any], int]:
-    """Return the sizes of the files beside a manifest, what it says, and when it was written."""
+def _read_sizes(directory: str) -> tuple[dict[str, int], dict[str, Any], int]:
+    """Return the sizes of the other files, the parsed manifest, and when that was written."""
     sizes: dict[str, int] = {}
-    with os.scandir(place) as entries:
+    with os.scandir(directory) as entries:
         for entry in entries:
-            facts = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(facts.st_mode):
-                sizes[entry.name] = facts.st_size
-    if sizes.pop(MANIFEST) > _MOST_MANIFEST:
+            info = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(info.st_mode):
+                sizes[entry.name] = info.st_size
+    if sizes.pop(MANIFEST) > _MAX_MANIFEST:
         raise ValueError("the manifest is too large")
-    handle = os.open(f"{place}/{MANIFEST}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    handle = os.open(f"{directory}/{MANIFEST}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         saved = int(os.fstat(handle).st_mtime)
-        return sizes, orjson.loads(os.read(handle, _MOST_MANIFEST)), saved
+        return sizes, orjson.loads(os.read(handle, _MAX_MANIFEST)), saved
     finally:
         os.close(handle)

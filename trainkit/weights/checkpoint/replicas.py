@@ -1,8 +1,8 @@
-"""A run's state looked at while it runs: are replicas still equal, is every number finite?
+"""Check a running model: whether its replicas are equal, and whether its numbers are finite.
 
-A bit that flips in the memory of one replica makes no NaN and no error; the replicas part, and the
-checkpoint holds the one that writes. The canary compares hashes of them, some at a time: after some
-steps every bit of every parameter and moment has been looked at.
+A bit that flips in the memory of one replica causes no NaN and no error. The replicas diverge, and
+checkpoints store the one that writes. The check compares hashes of a part of the state at a time,
+so that after some steps it has covered every bit of every parameter and moment.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, make_key
 from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
-from trainkit.weights.checkpoint.tensors import INTEGERS, run_tensors
+from trainkit.weights.checkpoint.tensors import INTEGERS, get_run_tensors
 
-_AT_ONCE = 1 << 20  # elements that are hashed at once, in 8 MiB of working memory
+_CHUNK = 1 << 20  # elements hashed at once, in 8 MiB of working memory
 
 
-def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return every tensor of the run by the name a checkpoint has for it, tied copies too.
+def _get_tensors(
+    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Return every tensor of the run by its name in a checkpoint, tied copies included.
 
-    A copy has its owner's name, unless this rank holds both.
+    A copy has its owner's name, unless this rank has both.
     """
-    found = run_tensors(stages, optimizer, copies=True)
-    copies = {name: x for name, x in found.items() if name.endswith(COPY_SUFFIX)}
-    owners = {name: x for name, x in found.items() if name not in copies}
+    tensors = get_run_tensors(stages, optimizer, copies=True)
+    copies = {name: x for name, x in tensors.items() if name.endswith(COPY_SUFFIX)}
+    owners = {name: x for name, x in tensors.items() if name not in copies}
     return {name.removesuffix(COPY_SUFFIX): x for name, x in copies.items()} | owners
 
 
@@ -46,9 +48,9 @@ def find_nonfinite_state(
     *,
     most: int = 3,
 ) -> list[str]:
-    """Return which parameters and moments hold a number that is not finite, and on which ranks.
+    """Find the parameters and moments that contain NaN or infinity, and the ranks they are on.
 
-    It reads all of them: call it after a bad step, to know whether skipping it was enough.
+    It reads all of them: call it after a bad step, to check that skipping the step was enough.
 
     Args:
         stages: This rank's stages.
@@ -57,7 +59,7 @@ def find_nonfinite_state(
         most: How many are named; the others are counted.
 
     Returns:
-        The same on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
+        Equal on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
 
     Effects:
         Communicates on `axis`, and waits for the device once.
@@ -69,34 +71,30 @@ def find_nonfinite_state(
         >>> find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO)
         ['model/bias on rank 0']
     """
-    tensors = _tensors_of(stages, optimizer)
-    checks = {
-        name: torch.isfinite(_widened(get_local_box(x).local)).all()
-        for name, x in tensors.items()
-        if x.is_floating_point() or x.is_complex()
-    }
-    own = [name for name, is_finite in to_host(checks).items() if not is_finite]
+    are_finite: dict[str, Tensor] = {}
+    for name, x in _get_tensors(stages, optimizer).items():
+        if x.is_floating_point() or x.is_complex():
+            local = get_local_box(x).local
+            # torch.isfinite has no float8 kernel; bfloat16 holds every float8 value.
+            local = local.to(torch.bfloat16) if local.dtype.itemsize == 1 else local
+            are_finite[name] = torch.isfinite(local).all()
+    bad_names = [name for name, is_finite in to_host(are_finite).items() if not is_finite]
     ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(all_gather_objects(own, axis)):
+    for rank, names in enumerate(all_gather_objects(bad_names, axis)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
-    told = [f"{name} on {format_ranks(which)}" for name, which in ranks.items()]
-    return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]
+    found = [f"{name} on {format_ranks(on)}" for name, on in ranks.items()]
+    return found if len(found) <= most else [*found[:most], f"and {len(found) - most} more"]
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Return numbers of 8 bits, of which torch does not say whether they are finite, in 16."""
-    return x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x
-
-
-# ------------------------------------------------------------------------------------------- canary
+# ------------------------------------------------------------------------------------ replica check
 
 
 @attrs.frozen(eq=False)
 class _Replica:
-    """A box of a tensor that several ranks hold: the integers of its bits.
+    """A box of a tensor that several ranks have, as the integers of its bits.
 
-    `key` is the same on all ranks that hold it, `holders` is a name for the set of them.
+    `key` is equal on all of these ranks, and `holders` identifies the set of them.
     """
 
     key: int
@@ -110,71 +108,75 @@ def make_replica_check(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     *,
-    every: int = 10,
+    interval: int = 10,
     within: int = 100,
 ) -> Callable[[int], list[str]]:
-    """Return `look(step)`, which says where replicas have come to differ.
+    """Return `check(step)`, which finds replicas that differ.
 
-    What several ranks hold is found by name and place, in any layout: copies over dp_replicate,
-    norms over tp, everything over the part of sp that FSDP does not shard. Every `every` steps some
-    of it is hashed, and a number for each set of equal ranks travels; names only when hashes
-    differ. The hash is a sum over the bits, each element times an odd number of its place,
-    modulo 2^64: one changed element always changes it. What a single rank holds alone cannot be
-    compared. After a load or a roll-back make a new one: this one knows the moments that were.
+    Replicas are found by name and offset, in any layout: copies over dp_replicate, norms over tp,
+    everything over the part of sp that FSDP does not shard. Every `interval` steps a part of them
+    is hashed, and the ranks exchange one number for each set of ranks that share replicas, and
+    names only if those differ. The hash is a sum of the elements' bits times odd numbers modulo
+    2^64, so one changed element always changes it. Tensors that only one rank has cannot be
+    compared. Make a new check after a load or a roll-back: this one refers to the moments from
+    before.
 
     Args:
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        every: How many steps lie between two looks; 0 never looks.
-        within: After so many steps all of the state has been looked at, at least one look.
+        interval: Steps between two checks; 0 never checks.
+        within: Steps after which all of the state has been checked.
 
     Returns:
-        A function of the step, the same on all ranks, for after a step. It gives one sentence for
-        each tensor that differs, the same on all ranks: the ranks that differ from most, or all of
-        them where no majority says who is right.
+        A function of the step, equal on all ranks, to call after a step. It returns one sentence
+        for each tensor that differs, the same on all ranks: it names the ranks that differ from the
+        majority, or all of them if there is none.
 
     Raises:
-        ValueError: `every` is negative, or `within` below it.
+        ValueError: `interval` is negative, or `within` is below it.
 
     Effects:
-        The returned function communicates on `ps.world` in every `every`th step and waits for the
-        device; it changes nothing.
+        The returned function communicates on `ps.world` every `interval` steps and waits for the
+        device. It writes nothing.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
-        >>> look = make_replica_check([model], torch.optim.SGD(model.parameters()), solo_parallel())
-        >>> look(10)
+        >>> check = make_replica_check(
+        ...     [model], torch.optim.SGD(model.parameters()), solo_parallel()
+        ... )
+        >>> check(10)
         []
     """
-    if every < 0 or within < max(every, 1):
+    if interval < 0 or within < max(interval, 1):
         raise ValueError(
-            f"canary: every must be at least 0 and within at least that, got {every} and {within}"
+            f"make_replica_check: interval must be at least 0 and within at least that, "
+            f"got {interval} and {within}"
         )
-    looks = within // every if every else 0  # until all has been looked at
-    known: list[_Replica] = []  # found at the first look, and once a round, as moments appear
+    num_parts = within // interval if interval else 0
+    replicas: list[_Replica] = []
 
-    def look(step: int) -> list[str]:
-        if ps.world.count == 1 or not every or step % every:
+    def check(step: int) -> list[str]:
+        if ps.world.count == 1 or not interval or step % interval:
             return []
-        turn = step // every % looks
-        if turn == 0 or not known:
-            known[:] = _replicas(_tensors_of(stages, optimizer), ps.world)
-        due = [replica for replica in known if replica.key % looks == turn]
-        return _differences(due, ps.world)
+        part = step // interval % num_parts
+        if part == 0 or not replicas:  # once a round: an optimizer's first step adds its moments
+            replicas[:] = _find_replicas(_get_tensors(stages, optimizer), ps.world)
+        due = [replica for replica in replicas if replica.key % num_parts == part]
+        return _compare_replicas(due, ps.world)
 
-    return look
+    return check
 
 
 def refuse_drift(problems: Sequence[str]) -> None:
-    """End a run whose replicas differ.
+    """Raise NumericsError if replicas differ.
 
     Args:
-        problems: What `make_replica_check` found.
+        problems: The differences, from a `make_replica_check` check.
 
     Raises:
-        NumericsError: There is a problem; all of them are in the message.
+        NumericsError: There are differences; the message lists all of them.
 
     Examples:
         >>> refuse_drift([])
@@ -188,13 +190,14 @@ def refuse_drift(problems: Sequence[str]) -> None:
             where=problems[0],
             got="replicas that differ",
             want="the same bits on every rank",
-            hint="the memory or the device of a rank is at fault: take it out, and go on from an "
-            "earlier checkpoint; a checkpoint holds what the lowest of these ranks has",
+            hint="the memory or the device of a rank is faulty: remove it, and resume from an "
+            "earlier checkpoint; a checkpoint contains the values of the lowest of these ranks",
         )
 
 
-def _replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
-    """Return what this rank holds that others hold too."""
+def _find_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
+    """Return the boxes of this rank that other ranks have too."""
+    # Equal keys on two ranks mean the same part of the same tensor, in any layout.
     boxes = {
         make_key(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
         for name, box in ((name, get_local_box(tensor)) for name, tensor in tensors.items())
@@ -216,58 +219,67 @@ def _replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     ]
 
 
-def _digests(replicas: Sequence[_Replica]) -> list[int]:
-    """Return the hash of each replica; the host waits once for each device."""
-    longest = max((min(replica.bits.numel(), _AT_ONCE) for replica in replicas), default=0)
-    golden = GOLDEN - (1 << 64)  # as int64 holds it; products wrap
+def _hash_replicas(replicas: Sequence[_Replica]) -> list[int]:
+    """Return the hash of each replica, with one host sync per device."""
+    longest = max((min(replica.bits.numel(), _CHUNK) for replica in replicas), default=0)
+    golden = GOLDEN - (1 << 64)  # the int64 with the same bits; int64 products wrap in torch
     weights = {
         device: torch.arange(1, 2 * longest, 2, device=device) * golden
         for device in {replica.bits.device for replica in replicas}
     }
-    sums = {
-        replica.name: _digest(replica.bits, weights[replica.bits.device]) for replica in replicas
+    hashes = {
+        replica.name: _hash_bits(replica.bits, weights[replica.bits.device]) for replica in replicas
     }
-    return [int(digest) for digest in to_host(sums).values()]
+    return [int(value) for value in to_host(hashes).values()]
 
 
-def _digest(bits: Tensor, weights: Tensor) -> Tensor:
-    """Return a sum of bits times odd numbers, modulo 2^64: a change of one element changes it."""
+def _hash_bits(bits: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of the elements times odd weights, modulo 2^64.
+
+    Odd numbers are invertible modulo 2^64, so a change of one element always changes the sum.
+    """
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.reshape(-1).split(_AT_ONCE):
+    for part in bits.reshape(-1).split(_CHUNK):
+        # Times 3 from chunk to chunk, or exchanged chunks would have the same sum.
         total = total * 3 + (part * weights[: part.numel()]).sum()
     return total
 
 
-def _differences(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
-    """Compare one hash for each set of ranks, and more only where these differ."""
-    digests = _digests(replicas)
-    own: dict[str, int] = {}
-    for replica, digest in zip(replicas, digests, strict=True):
-        total = own.get(replica.holders, 0) + digest * (replica.key | 1)
-        own[replica.holders] = total & MASK64
-    told = all_gather_objects(own, axis)
-    sets = {holders for each in told for holders in each}
-    parted = {held for held in sets if len({each[held] for each in told if held in each}) > 1}
-    if not parted:
+def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
+    """Compare one hash per set of ranks, and the hash of each box only where that differs."""
+    hashes = _hash_replicas(replicas)
+    by_holders: dict[str, int] = {}
+    for replica, value in zip(replicas, hashes, strict=True):
+        # Times an odd number of the box: two boxes with exchanged contents must not cancel out.
+        total = by_holders.get(replica.holders, 0) + value * (replica.key | 1)
+        by_holders[replica.holders] = total & MASK64
+    by_rank = all_gather_objects(by_holders, axis)
+    differing = {
+        holders
+        for holders in {key for local in by_rank for key in local}
+        if len({local[holders] for local in by_rank if holders in local}) > 1
+    }
+    if not differing:
         return []
-    boxes = {
-        replica.name: digest
-        for replica, digest in zip(replicas, digests, strict=True)
-        if replica.holders in parted
+    by_name = {
+        replica.name: value
+        for replica, value in zip(replicas, hashes, strict=True)
+        if replica.holders in differing
     }
     values: dict[str, dict[int, int]] = {}
-    for rank, each in enumerate(all_gather_objects(boxes, axis)):
-        for name, digest in each.items():
-            values.setdefault(name, {})[rank] = digest
-    return [_sentence(name, by) for name, by in values.items() if len(set(by.values())) > 1]
+    for rank, local in enumerate(all_gather_objects(by_name, axis)):
+        for name, value in local.items():
+            values.setdefault(name, {})[rank] = value
+    return [_describe(name, ranks) for name, ranks in values.items() if len({*ranks.values()}) > 1]
 
 
-def _sentence(name: str, digests: Mapping[int, int]) -> str:
-    usual, count = Counter(digests.values()).most_common(1)[0]
-    if 2 * count <= len(digests):
-        ranks = " and ".join(f"rank {rank}" for rank in digests)
+def _describe(name: str, hashes: Mapping[int, int]) -> str:
+    """Return a sentence that names the ranks whose hash is not the majority's."""
+    majority, count = Counter(hashes.values()).most_common(1)[0]
+    if 2 * count <= len(hashes):
+        ranks = " and ".join(f"rank {rank}" for rank in hashes)
         return f"{ranks} hold different values of {name}"
-    odd = [rank for rank, digest in digests.items() if digest != usual]
-    others = format_ranks([rank for rank, digest in digests.items() if digest == usual])
+    odd = [rank for rank, value in hashes.items() if value != majority]
+    others = format_ranks([rank for rank, value in hashes.items() if value == majority])
     verb = "holds" if len(odd) == 1 else "hold"
     return f"{format_ranks(odd)} {verb} other values of {name} than {others}"

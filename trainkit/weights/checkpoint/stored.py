@@ -1,7 +1,8 @@
-"""Tensors as they lie in files: which bytes of which file hold which box. Reading checks them.
+"""Describe tensors in files: which bytes of which file contain which box.
 
-Checkpoints, exported folders, safetensors files and others' formats are all described by the same
-records, so one function reads them and one writes them. No torch.
+Checkpoints, exported folders, safetensors files and foreign formats share these records, so one
+function reads all of them and one writes them. Headers are checked before they are used. Without
+torch.
 """
 
 from __future__ import annotations
@@ -18,29 +19,28 @@ from typing import Any
 import attrs
 import orjson
 
-from trainkit.weights.checkpoint.boxes import DTYPES, entry_problem
+from trainkit.weights.checkpoint.boxes import DTYPES, find_entry_problem
 from trainkit.weights.checkpoint.safe_files import (
+    get_file_size,
     open_plain,
     parse_json,
     read_exactly,
     refusal,
-    size_of,
     skim,
 )
 
 _FROM_SAFETENSORS = {name: dtype for dtype, (name, _) in DTYPES.items()}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,499}")
-_MOST_HEADER = 40 * 1024 * 1024  # of about 300,000 tensors
-_MOST_NUMBER = 1 << 60
+_MAX_HEADER = 40 * 1024 * 1024  # bytes, of about 300,000 tensors
+_MAX_NUMBER = 1 << 60
 
 
 @attrs.frozen
 class Extent:
     """One box of a tensor in a file.
 
-    `start` and `size` say, in bytes, where the storage lies; the box begins `skip` elements into
-    it and has `stride`. `crc` is what the bytes of the storage must add up to, None when the file
-    does not say.
+    `start` and `size` locate its storage, in bytes. The box begins `skip` elements into the storage
+    and has `stride`. `crc` is the CRC-32 of the storage, or None if the file has none.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Extent:
 
 @attrs.frozen
 class Stored:
-    """A whole tensor: its dtype in torch's name, its shape, and the extents that hold it."""
+    """A full tensor: torch's name of its dtype, its shape, and the extents that contain it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,50 +63,55 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its elements."""
+        """The bytes of all its elements."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-def plain_tensor_name(name: Any) -> bool:
-    """Say whether a tensor's name from a file is one that a model would have.
+def is_plain_tensor_name(name: Any) -> bool:
+    """Return whether a tensor's name from a file could be a name in a model.
 
     Examples:
-        >>> plain_tensor_name("model/layers.0.weight"), plain_tensor_name("../../etc/x")
+        >>> is_plain_tensor_name("model/layers.0.weight"), is_plain_tensor_name("../../etc/x")
         (True, False)
     """
+    # Names become keys and messages only, but others may use them as paths.
     return isinstance(name, str) and _NAME.fullmatch(name) is not None and ".." not in name
 
 
-def sizes_of(values: Any, path: Path | str) -> tuple[int, ...]:
-    """Return a shape or offset from a file as integers, or refuse it."""
-    listed: list[Any] = [*values] if type(values) in (list, tuple) and len(values) <= 16 else [None]
-    if not all(type(value) is int and 0 <= value < _MOST_NUMBER for value in listed):
+def parse_sizes(values: Any, path: Path | str) -> tuple[int, ...]:
+    """Return a shape or offset from a file as a tuple; raise CheckpointError if it is not one."""
+    if (
+        type(values) not in (list, tuple)
+        or len(values) > 16
+        or not all(type(value) is int and 0 <= value < _MAX_NUMBER for value in values)
+    ):
         raise refusal(path, "holds a shape or an offset that no tensor has")
-    return tuple(listed)
+    return tuple(values)
 
 
-def sane_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
-    """Parse a table of JSON from others, but none that would need far more memory than itself.
+def parse_untrusted_table(data: bytes | bytearray, path: Path) -> dict[str, Any]:
+    """Parse an untrusted JSON object whose memory stays in proportion to its bytes.
 
-    A key that stands there twice is refused: readers do not agree on which of the values stands.
+    Duplicate keys are an error, because readers do not agree on which value counts.
     """
-    # A header has 8 bytes and more for each value, and 15 for each key.
-    most = len(data) // 7 if len(data) > 1 << 20 else len(data)
-    crowded = data.count(b":") * 12 > len(data) > 1 << 20
-    if not isinstance(parse_json(path, data, 0 if crowded else most), dict):
+    # A header has at least 8 bytes for each value, and 15 for each key.
+    max_values = len(data) // 7 if len(data) > 1 << 20 else len(data)
+    has_too_many_keys = data.count(b":") * 12 > len(data) > 1 << 20
+    if not isinstance(parse_json(path, data, 0 if has_too_many_keys else max_values), dict):
         raise refusal(path, "holds JSON that is no table")
     try:
-        return json.loads(data, object_pairs_hook=_table)
+        # orjson has no hook for pairs, and would silently take the last value of a key.
+        return json.loads(data, object_pairs_hook=_make_table)
     except (ValueError, RecursionError) as error:
         raise refusal(path, f"is no good JSON: {error}") from error
 
 
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:100]!r} stands there twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {duplicate[:100]!r} stands there twice")
     return table
 
 
@@ -126,11 +131,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def safetensors_header(
     tensors: Mapping[str, Stored], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the beginning of a safetensors file: its length in 8 bytes, and padded JSON.
+    """Return the header of a safetensors file: its length in 8 bytes, and padded JSON.
 
     Args:
-        tensors: What follows, in this order; the wider elements first, so that all are aligned.
-        metadata: What else it says.
+        tensors: The tensors that follow, in this order. With the widest elements first all are
+            aligned.
+        metadata: The "__metadata__" of the header.
 
     Examples:
         >>> len(safetensors_header({"a": Stored("float32", (2,), ())}))
@@ -139,20 +145,21 @@ def safetensors_header(
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, stored in tensors.items():
-        begin, end = end, end + stored.nbytes
+        start = end
+        end = start + stored.nbytes
         dtype = DTYPES[stored.dtype][0]
-        entries[name] = {"dtype": dtype, "shape": stored.shape, "data_offsets": (begin, end)}
+        entries[name] = {"dtype": dtype, "shape": stored.shape, "data_offsets": (start, end)}
     text = orjson.dumps(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def safetensors_file(path: Path) -> dict[str, Stored]:
-    """Describe the tensors of one safetensors file: names, sizes and places checked, no data read.
+    """Describe the tensors of one safetensors file from its checked header, without reading data.
 
     Raises:
-        CheckpointError: It is no regular file, or its header is not a good one: a length or shape
-            that the file cannot hold, bytes that two tensors or none have, an odd name.
+        CheckpointError: It is not a regular file, or its header is wrong: a length or shape that
+            does not fit into the file, bytes of two tensors or of none, an odd name.
 
     Examples:
         >>> safetensors_file(Path("/does/not/exist"))
@@ -161,107 +168,118 @@ def safetensors_file(path: Path) -> dict[str, Stored]:
         trainkit.types.CheckpointError: checkpoint: /does/not/exist cannot be read: [Errno 2] No ...
     """
     with open_plain(path, shared=True) as file:
-        _, found = read_header(file, path, os.fstat(file).st_size)
-    for name in found:
-        if not plain_tensor_name(name):
+        _, tensors = read_header(file, path, os.fstat(file).st_size)
+    for name in tensors:
+        if not is_plain_tensor_name(name):
             raise refusal(path, f"holds a tensor of the odd name {name[:100]!r}")
-    return found
+    return tensors
 
 
-def without_twins(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[str, Stored]:
-    """Join what the files of a folder hold; refuse a tensor that is in two of them."""
-    found: dict[str, Stored] = {}
+def merge_tensors(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[str, Stored]:
+    """Merge the tensors of a folder's files; raise CheckpointError if one is in two files."""
+    tensors: dict[str, Stored] = {}
     for part in parts:
-        for name in found.keys() & part.keys():
+        for name in tensors.keys() & part.keys():
             raise refusal(folder, f"holds {name} in two files")
-        found |= part
-    return found
+        tensors |= part
+    return tensors
 
 
 def read_header(
-    file: int, path: Path, total: int, *, most: int = _MOST_HEADER
+    file: int, path: Path, total: int, *, most: int = _MAX_HEADER
 ) -> tuple[bytearray, dict[str, Stored]]:
-    """Read the header of an open safetensors file, and believe nothing that the file cannot hold.
-
-    Names are not looked at.
+    """Read and check the header of an open safetensors file, except for the names.
 
     Args:
         file: The file, open for reading.
         path: Its path, for errors.
-        total: How many bytes it has.
-        most: How many bytes the header may have.
+        total: Its bytes.
+        most: The maximum bytes of the header.
 
     Returns:
         The bytes before the first tensor, and every tensor by name, in one extent each.
 
     Raises:
-        CheckpointError: The header is longer than it may be, or no JSON of tensors that lie one
-            after another to the file's end.
+        CheckpointError: The header is too long, or is not JSON that describes tensors which fill
+            the rest of the file without gaps.
     """
     if total < 8:
         raise refusal(path, f"has {total} bytes, which is no safetensors file")
     length = int.from_bytes(read_exactly(file, 0, 8, path), "little")
+    # Checked before it is read: the 8 bytes of the length may claim any size.
     if length > min(total - 8, most):
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
     data = read_exactly(file, 0, 8 + length, path)
-    header = sane_table(data[8:], path)
+    header = parse_untrusted_table(data[8:], path)
     header.pop("__metadata__", None)
-    found = {name: _in_safetensors(path, name, entry, len(data)) for name, entry in header.items()}
+    tensors = {name: _parse_entry(path, name, entry, len(data)) for name, entry in header.items()}
     end = len(data)
-    for extent in sorted((s.extents[0] for s in found.values()), key=lambda p: (p.start, p.size)):
+    extents = [stored.extents[0] for stored in tensors.values()]
+    for extent in sorted(extents, key=lambda extent: (extent.start, extent.size)):
         if extent.start != end:
             raise refusal(path, "has bytes that belong to no tensor, or to two")
         end += extent.size
     if end != total:
         raise refusal(path, f"has {total} bytes, its tensors end after {end}")
-    return data, found
+    return data, tensors
 
 
-def _in_safetensors(path: Path, name: str, entry: Any, base: int) -> Stored:
+def _parse_entry(path: Path, name: str, entry: Any, base: int) -> Stored:
+    """Return the tensor of one entry of a header; offsets count from `base`."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise refusal(path, f"says nothing of {name}")
     dtype = _FROM_SAFETENSORS.get(str(entry["dtype"]))
     if dtype is None:
         raise refusal(path, f"holds {name} of the unknown dtype {str(entry['dtype'])[:20]!r}")
-    shape = sizes_of(entry["shape"], path)
-    places = sizes_of(entry["data_offsets"], path)
+    shape = parse_sizes(entry["shape"], path)
+    offsets = parse_sizes(entry["data_offsets"], path)
     size = math.prod(shape) * DTYPES[dtype][1]
-    if len(places) != 2 or places[1] - places[0] != size:
-        raise refusal(path, f"gives {name} {list(places)}, its shape needs {size} bytes")
-    zeros = (0,) * len(shape)
-    extent = Extent(path, base + places[0], size, zeros, shape, contiguous_stride(shape))
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        raise refusal(path, f"gives {name} {list(offsets)}, its shape needs {size} bytes")
+    extent = Extent(
+        path=path,
+        start=base + offsets[0],
+        size=size,
+        offset=(0,) * len(shape),
+        shape=shape,
+        stride=contiguous_stride(shape),
+    )
     return Stored(dtype, shape, (extent,))
 
 
-def extent_of(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
-    """Return where a box of an index lies, if its file says the same of it as the index.
+def find_extent(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
+    """Return the extent of an index's box in its file, after comparing both.
 
     Args:
         path: The file that the index names.
         name: The tensor.
-        entry: What the index says of the tensor.
-        box: What it says of the box.
-        held: What the header of the file says.
+        entry: The tensor's entry in the index.
+        box: The box in that entry.
+        held: The tensors in the header of the file.
 
     Raises:
-        CheckpointError: They do not agree.
+        CheckpointError: The index and the file disagree.
     """
-    found, want = held.get(name), (entry["dtype"], tuple(box["shape"]))
-    if found is None or (found.dtype, found.shape) != want:
-        said = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
-        raise refusal(path, f"has {name[:100]} as {said}, the index as {want[0]}{list(want[1])}")
-    return attrs.evolve(found.extents[0], offset=tuple(box["offset"]))
+    stored = held.get(name)
+    dtype = entry["dtype"]
+    shape = tuple(box["shape"])
+    if stored is None or (stored.dtype, stored.shape) != (dtype, shape):
+        actual = "nothing" if stored is None else f"{stored.dtype}{list(stored.shape)}"
+        raise refusal(path, f"has {name[:100]} as {actual}, the index as {dtype}{list(shape)}")
+    return attrs.evolve(stored.extents[0], offset=tuple(box["offset"]))
 
 
 # ----------------------------------------------------------------------------------------- boxes
 
 
 def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
-    """Refuse extents that do not cover a tensor exactly once, or that their file cannot hold.
+    """Check that extents cover a tensor exactly once, and fit into their files.
 
     Raises:
-        CheckpointError: A box is outside the tensor, two overlap, or elements are missing.
+        CheckpointError: A box is outside the tensor, two overlap, elements are missing, or a file
+            is too short.
     """
+    # The same check as for an index of ours, with the extents in place of files.
     boxes = [extent for extent in stored.extents if math.prod(extent.shape)]
     entry = {
         "dtype": "uint8",
@@ -271,30 +289,30 @@ def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
             for i, extent in enumerate(boxes)
         ],
     }
-    problem = entry_problem(
+    problem = find_entry_problem(
         "model/it", entry, {str(i): extent.size for i, extent in enumerate(boxes)}
     )
     if problem is not None:
         raise refusal(path, f"does not hold {name} once and whole: {problem}")
     for extent in boxes:
-        _check_extent(name, extent, stored, path)
-
-
-def _check_extent(name: str, extent: Extent, stored: Stored, path: Path | str) -> None:
-    if len(extent.stride) != len(extent.shape):
-        raise refusal(path, f"has a box of {name} with other strides than dimensions")
-    steps = zip(extent.shape, extent.stride, strict=True)
-    last = extent.skip + sum((length - 1) * step for length, step in steps)
-    # A stride of 0 claims more elements than there are bytes: so few bytes could fill a memory.
-    needed = max(last + 1, math.prod(extent.shape)) * DTYPES[stored.dtype][1]
-    if needed > extent.size:
-        raise refusal(path, f"has {extent.size} bytes of {name}, its box needs {needed}")
-    if extent.start + extent.size > size_of(extent.path):
-        raise refusal(extent.path, f"is too short for {name}")
+        if len(extent.stride) != len(extent.shape):
+            raise refusal(path, f"has a box of {name} with other strides than dimensions")
+        last = extent.skip + sum(
+            (length - 1) * step for length, step in zip(extent.shape, extent.stride, strict=True)
+        )
+        # With a stride of 0 a few bytes could expand to a tensor that fills the memory.
+        needed = max(last + 1, math.prod(extent.shape)) * DTYPES[stored.dtype][1]
+        if needed > extent.size:
+            raise refusal(path, f"has {extent.size} bytes of {name}, its box needs {needed}")
+        if extent.start + extent.size > get_file_size(extent.path):
+            raise refusal(extent.path, f"is too short for {name}")
 
 
 def check_crc(extent: Extent) -> None:
-    """Refuse a extent whose bytes do not add up to its CRC-32; torch does not look at it."""
+    """Raise CheckpointError if the bytes of an extent do not match its CRC-32.
+
+    torch.load does not check it.
+    """
     if extent.crc is None:
         return
     crc = 0

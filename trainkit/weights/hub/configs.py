@@ -19,7 +19,7 @@ from trainkit.models.config import (
     YarnScaling,
 )
 from trainkit.types import ConfigError
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.hub.families import FAMILIES, Family, Key
 from trainkit.weights.hub.quantized import quantization_problem
 from trainkit.weights.hub.ropes import KINDS, local_rope, read_rope, same, told, write_rope
@@ -153,7 +153,7 @@ def read_decoder_config(
         except ValueError as error:
             problems.append(str(error))
     raise ConfigError(
-        f"{where}: {shortened(problems)}",
+        f"{where}: {shorten(problems)}",
         where=where,
         got=problems,
         hint=f"trainkit's decoder computes {family.model_type} without these; nothing is guessed",
@@ -391,7 +391,7 @@ def match_family(config: DecoderConfig) -> Family:
             return family
         reasons.append(f"{family.model_type}: {reason}")
     raise ConfigError(
-        f"match_family: no known family computes this decoder: {shortened(reasons)}",
+        f"match_family: no known family computes this decoder: {shorten(reasons)}",
         where="model",
         got=reasons,
         hint="`python -m trainkit checkpoint export` writes its weights by trainkit's names",

@@ -16,12 +16,12 @@ from trainkit.models.decoder import Decoder
 from trainkit.models.sizes import config_from_facts
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import parameter_of, shortened
-from trainkit.weights.checkpoint.export import SHARD_BYTES, origin_of, write_weights
+from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
+from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of
+from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.stored import Stored
 from trainkit.weights.checkpoint.tensors import model_tensors
 from trainkit.weights.hub.configs import family_named, match_family, write_decoder_config
@@ -114,9 +114,9 @@ def export_folder(
         folder,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
-        origin=origin_of(path),
+        origin=describe_origin(path),
         read=linked(read or reader(ours), links, shapes),
-        beside=beside,
+        extra_files=beside,
         axis=axis,
     )
 
@@ -173,7 +173,7 @@ def _gathered(
     stages: Sequence[nn.Module], config: DecoderConfig, *, dtype: torch.dtype | None, axis: Axis
 ) -> Weights:
     """Return what reads tensors of ours that the ranks gather; the last one is remembered."""
-    own = {parameter_of(name): x for name, x in model_tensors(stages).items()}
+    own = {get_parameter_name(name): x for name, x in model_tensors(stages).items()}
     cast = dict.fromkeys(parameter_shapes(config), dtype)
     kinds = {name: cast.get(name) or x.dtype for name, x in own.items()}
     held = all_gather_objects(
@@ -182,7 +182,7 @@ def _gathered(
     shapes, device, kept = our_shapes(config), compute_device(stages[0]), dict[str, Tensor]()
     if lost := [name for name in shapes if not any(name in names for names in held)]:
         raise ConfigError(
-            f"stream_weights: the stages do not hold {shortened(lost)}, which the decoder has; "
+            f"stream_weights: the stages do not hold {shorten(lost)}, which the decoder has; "
             "merge adapters into it first",
             where="stages",
             got=lost,
@@ -236,7 +236,7 @@ def family_links(
 
 def _saved(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
     """Describe the tensors of a decoder that a checkpoint holds; refuse what it does not."""
-    held = model_of(path)
+    held = read_model_tensors(path)
     found = {name: held[name] for name in shapes if name in held}
     wrong = [
         f"{name} of shape {tuple(shape)}"
@@ -246,7 +246,7 @@ def _saved(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]
     if wrong:
         raise CheckpointError(
             f"export_folder: {path} is of the decoder that its facts describe, but does not hold "
-            f"{shortened(wrong)}",
+            f"{shorten(wrong)}",
             where=path,
             got=wrong,
         )

@@ -21,12 +21,12 @@ from trainkit.models.sizes import pad_vocab_size
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import parameter_of, shortened
+from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
 from trainkit.weights.checkpoint.manifest import MANIFEST
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
-from trainkit.weights.checkpoint.stored import Stored, safetensors_file, sane_table
+from trainkit.weights.checkpoint.stored import Stored, parse_untrusted_table, safetensors_file
 from trainkit.weights.checkpoint.tensors import model_tensors
 from trainkit.weights.convert.foreign import safetensors_folder
 from trainkit.weights.hub.configs import family_named, read_decoder_config
@@ -148,12 +148,12 @@ def open_folder(
     ]
     if links:
         raise CheckpointError(
-            f"open_folder: {path}: {shortened(sorted(links))} are links, which are not followed",
+            f"open_folder: {path}: {shorten(sorted(links))} are links, which are not followed",
             where=path,
             got=links,
             hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
         )
-    values = sane_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
+    values = parse_untrusted_table(read_bounded(file, _CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
     most = values.get("max_position_embeddings", config.reach or 2048)
     if type(most) is not int:
@@ -237,7 +237,7 @@ def _check_shapes(folder: HFFolder) -> None:
     if problems:
         raise CheckpointError(
             f"read_init_config: {folder.path} has tensors whose sizes differ from config.json: "
-            f"{shortened(problems)}",
+            f"{shorten(problems)}",
             where=folder.path,
             got=problems,
         )
@@ -344,7 +344,7 @@ def open_folder_weights(
     read, lacking = _looked_over(folder, allow_missing, allow_extra, axis)
     if lacking and missing is None:
         raise ConfigError(
-            f"open_folder_weights: {folder.path} lacks tensors for {shortened(sorted(lacking))}; "
+            f"open_folder_weights: {folder.path} lacks tensors for {shorten(sorted(lacking))}; "
             "give missing=, init_weights for instance",
             where="missing",
         )
@@ -402,7 +402,7 @@ def load_folder_weights(
     shapes, found = our_shapes(config), list[tuple[str, Tensor]]()
     problems = []
     for name, tensor in model_tensors(stages).items():
-        own = parameter_of(name).removesuffix(COPY_SUFFIX)
+        own = get_parameter_name(name).removesuffix(COPY_SUFFIX)
         if own.endswith(".router.load"):  # what a step has counted: no folder says it
             continue
         found.append((own, tensor))
@@ -411,7 +411,7 @@ def load_folder_weights(
     if problems:
         raise CheckpointError(
             f"load_weights: {path} is of another decoder than the stages, which have "
-            f"{shortened(problems)}",
+            f"{shorten(problems)}",
             where=path,
             got=problems,
         )
@@ -544,7 +544,7 @@ def _refuse(folder: HFFolder, problems: list[str]) -> None:
     problems = [*([] if said in (None, [folder.family.architecture]) else [kind]), *problems]
     raise CheckpointError(
         f"open_folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
-        f"{shortened(problems)}",
+        f"{shorten(problems)}",
         where=folder.path,
         got=problems,
         hint="allow_missing= and allow_extra= take patterns of names that may be so",

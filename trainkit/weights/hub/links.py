@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.types import ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 
 Shape = tuple[int, ...]
 
@@ -108,12 +108,12 @@ def make_links(
     lost = [name for name in shapes if name not in table]
     if lost:
         raise ConfigError(
-            f"make_links: the family has no name for {shortened(lost)}", where="names", got=lost
+            f"make_links: the family has no name for {shorten(lost)}", where="names", got=lost
         )
     scalars = [name for name, shape in shapes.items() if not len(shape)]
     if scalars:
         raise ConfigError(
-            f"make_links: {shortened(scalars)} must have a dimension, got the shape (); tensors "
+            f"make_links: {shorten(scalars)} must have a dimension, got the shape (); tensors "
             "are linked by their rows: give a number the shape (1,) on both sides",
             where="shapes",
             got=scalars,
@@ -210,7 +210,7 @@ def check_links(links: Sequence[Link], shapes: Mapping[str, Sequence[int]]) -> N
             if count != math.prod(whole[name])
         ]
     if problems:
-        raise ConfigError(f"check_links: {shortened(problems)}", where="names", got=problems)
+        raise ConfigError(f"check_links: {shorten(problems)}", where="names", got=problems)
 
 
 def linked(weights: Weights, links: Iterable[Link], shapes: Mapping[str, Sequence[int]]) -> Weights:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.stored import Stored
 from trainkit.weights.hub.configs import family_named, read_decoder_config
 from trainkit.weights.hub.export import family_links
@@ -75,7 +75,7 @@ def import_tensors(
     if problems:
         raise CheckpointError(
             f"import_tensors: the tensors are not those of the {family.model_type} that values "
-            f"describes: {shortened(problems)}",
+            f"describes: {shorten(problems)}",
             got=problems,
             hint="allow_extra= takes patterns of names that may be left aside"
             if config.experts is None
@@ -134,7 +134,7 @@ def export_tensors(
     ]
     if problems:
         raise CheckpointError(
-            f"export_tensors: the tensors are not those of the decoder: {shortened(problems)}",
+            f"export_tensors: the tensors are not those of the decoder: {shorten(problems)}",
             got=problems,
         )
     return _whole(linked(_boxes_of(tensors), links, shapes), shapes)
