@@ -110,11 +110,11 @@ def soft_labels(cfg, ps, base, batch):
         (tk.objectives.distillation(head, **soft), (1 - cfg.hard) * cfg.temperature**2),
     )
 
-    def columns_of(output, _):
+    def select_columns(output, _):
         return {"teacher_hidden": tk.types.drop_routing(output).hidden}
 
     def teach(microbatches):
-        return tk.parallel.add_columns(teacher, microbatches, columns_of)
+        return tk.parallel.add_columns(teacher, microbatches, select_columns)
 
     known = tk.adapters.exclude_frozen_(teacher, ps, source=base.path)
     return loss, teach, {"weights of the teacher": known["base"]}

@@ -20,8 +20,8 @@ import numpy as np
 import orjson
 
 from trainkit.collectives import run_on_all_ranks
+from trainkit.data.concat import concat_corpora
 from trainkit.data.corpus import iterate_documents
-from trainkit.data.joined import concat_corpora
 from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.post.evaluation.examples import Example, make_rolling_windows
 from trainkit.post.evaluation.score import Scorer, TopWords

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.data.corpus import TokenCorpus, make_corpus
-from trainkit.text.corpora.library import docstring_conversations
 from trainkit.text.corpora.open import encode_record
-from trainkit.text.corpora.records import read_records, record_place
+from trainkit.text.corpora.python_library import docstring_conversations
+from trainkit.text.corpora.records import describe_record, read_records
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         for name, record in records:
             # One name for both halves: they are held out together.
             names.extend([name, name])
-            origin = name if path is None else record_place(path, name)
+            origin = name if path is None else describe_record(path, name)
             yield from encode_record(encode, record, origin)
 
     corpus = make_corpus(encode_pairs(), vocab_size=vocab_size)

@@ -1,6 +1,6 @@
 """`python -m trainkit pack CORPUS --capacity N`: what a packing would come to, without training.
 
-It prints the report of `packing_report`, and draws the rows with `--out`.
+It prints the report of `report_packing`, and draws the rows with `--out`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,10 @@ def _diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
 
 
 def _have_same_bytes(
-    a: Path, b: Path, manifests: list[Any], indices: list[dict[str, Stored]]
+    a: Path,
+    b: Path,
+    manifests: list[Any],
+    indices: list[dict[str, Stored]],
 ) -> bool | None:
     """Return whether all tensors are equal, or None where no hash decides it."""
     files = [

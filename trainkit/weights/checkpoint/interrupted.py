@@ -41,7 +41,11 @@ class UnsavedState:
 
 
 def write_and_commit(
-    take: Callable[[], Snapshot], target: Destination, axis: Axis, *, after_peer_error: bool
+    take: Callable[[], Snapshot],
+    target: Destination,
+    axis: Axis,
+    *,
+    after_peer_error: bool,
 ) -> Path | None:
     """Write this rank's files of a checkpoint, and commit it if this rank is the last to do so.
 

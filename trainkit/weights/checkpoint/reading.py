@@ -224,7 +224,11 @@ class _Fetch:
 
 
 def _read_bytes(
-    file: int, fetch: _Fetch, hashed_to: int, path: Path, feed: Callable[[memoryview], object]
+    file: int,
+    fetch: _Fetch,
+    hashed_to: int,
+    path: Path,
+    feed: Callable[[memoryview], object],
 ) -> int:
     """Read the bytes of a fetch, hash those after `hashed_to`, and return the new `hashed_to`."""
     count = (fetch.end - fetch.start) // fetch.into.element_size()

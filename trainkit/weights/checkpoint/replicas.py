@@ -270,7 +270,11 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     for rank, local in enumerate(all_gather_objects(by_name, axis)):
         for name, value in local.items():
             values.setdefault(name, {})[rank] = value
-    return [_describe(name, ranks) for name, ranks in values.items() if len({*ranks.values()}) > 1]
+    return [
+        _describe(name, hashes_by_rank)
+        for name, hashes_by_rank in values.items()
+        if len(set(hashes_by_rank.values())) > 1
+    ]
 
 
 def _describe(name: str, hashes: Mapping[int, int]) -> str:

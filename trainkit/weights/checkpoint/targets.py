@@ -186,7 +186,7 @@ def check_shared_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def expected_state(
+def predict_state(
     stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Any]]:
     """Return the state that the optimizer will have for each parameter after its first step.
@@ -196,7 +196,7 @@ def expected_state(
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
+        >>> predict_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
         tensor(1.)
     """
     by_parameter = probe_state(optimizer)

@@ -33,7 +33,7 @@ from trainkit.weights.checkpoint.manifest import (
     dump_json,
     is_sealed,
     make_manifest,
-    sealed,
+    seal,
 )
 from trainkit.weights.checkpoint.safe_files import parse_json, read_json, write_all, write_durably
 from trainkit.weights.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
@@ -118,8 +118,10 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
-            write_durably(target.staging / _report_name(rank), [orjson.dumps(sealed(report))])
+            # The report comes last: its existence means that the files are complete.
+            write_durably(target.staging / _report_name(rank), [orjson.dumps(seal(report))])
     except BaseException:
+        # A disk that was full must not stay full because of a save that failed.
         for name in sizes:
             with suppress(OSError):
                 (target.staging / name).unlink()
@@ -249,7 +251,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
     with _disk_errors(directory, needed=_COMMIT_BYTES):
         report_files = [target.staging / _report_name(rank) for rank in range(target.ranks)]
         reports = [_read_report(path) for path in report_files]
-        for path in report_files:
+        for path in report_files:  # a committed directory has no files outside of its manifest
             path.unlink()
         files = _merge(report["files"] for report in reports)
         index = {"tensors": _merge_boxes(report["tensors"] for report in reports)}

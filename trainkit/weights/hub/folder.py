@@ -28,7 +28,7 @@ from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
 from trainkit.weights.checkpoint.stored import Stored, parse_untrusted_table, safetensors_file
 from trainkit.weights.checkpoint.tensors import model_tensors
-from trainkit.weights.convert.foreign import safetensors_folder
+from trainkit.weights.convert.foreign import describe_safetensors_folder
 from trainkit.weights.hub.configs import family_named, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.links import HFTensor, Link, check_links, linked, make_links, their_shapes
@@ -598,7 +598,7 @@ def _described(path: Path) -> dict[str, Stored]:
     if (path / INDEX).exists():
         if whole.exists():
             raise refusal(path, f"holds both {whole.name} and {INDEX}; which is it?")
-        return safetensors_folder(path)
+        return describe_safetensors_folder(path)
     if whole.exists():
         return safetensors_file(whole)
     pickled = sorted(file.name for file in path.glob("pytorch_model*.bin"))

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.text.corpora.text import (
+from trainkit.text.corpora.text_files import (
     check_readable,
     damaged_file,
     hash_file,
