@@ -40,7 +40,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
         >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
         >>> attention_line([made])
-        'attention: 2 layers by flash (varlen: it runs on CUDA alone)'
+        'attention: 2 layers by flash (varlen: it runs only on CUDA)'
     """
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:

@@ -25,7 +25,7 @@ from trainkit.collectives import (
 )
 from trainkit.models.layers import WideNorm
 from trainkit.models.mixins import mix_in_
-from trainkit.parallel.names import unhide_
+from trainkit.parallel.parameters import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]

@@ -16,7 +16,7 @@ from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import Decoder, Experts, init_weights
 from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel import fsdp, tensor_parallel
-from trainkit.parallel.linears import describe_linears
+from trainkit.parallel.linear_layers import describe_linears
 from trainkit.post.adapters import (
     LINEARS,
     fake_quantize,
