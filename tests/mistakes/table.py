@@ -206,15 +206,15 @@ MISTAKES = [
         (
             "health.py",
             "a bad step is among those that spikes are held against",
-            '    elif found.kind not in ("empty", "overflow"):',
-            '    if found.kind not in ("empty", "overflow"):',
+            '    elif status.kind not in ("empty", "overflow"):',
+            '    if status.kind not in ("empty", "overflow"):',
             "tests/test_health.py",
         ),
         (
             "health.py",
             "a loss scale grows when it overflows",
-            "    held = (before + 1.0) * good\n",
-            "    held = before + 1.0\n",
+            "    num_steps = (num_before + 1.0) * is_good\n",
+            "    num_steps = num_before + 1.0\n",
             "tests/test_loss_scale.py tests/test_health.py",
         ),
         (
@@ -1218,7 +1218,7 @@ MISTAKES = [
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
-            "replicas.py",
+            "replica_check.py",
             "the order of parts does not matter to a digest",
             "        total = total * 3 + (part * weights[: part.numel()]).sum()",
             "        total = total + part.sum()",

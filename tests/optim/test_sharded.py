@@ -24,8 +24,8 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, TrainState
 from trainkit.weights.checkpoint import diff_checkpoints
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.replicas import find_nonfinite_state
-from trainkit.weights.checkpoint.tensors import get_run_tensors
+from trainkit.weights.checkpoint.replica_check import find_nonfinite_state
+from trainkit.weights.checkpoint.run_state import get_run_tensors
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.safe_files import read_bounded
-from trainkit.weights.checkpoint.stored import parse_untrusted_table, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import parse_untrusted_table, safetensors_file
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import links_of
 from trainkit.weights.hub.links import Link

@@ -30,7 +30,7 @@ from trainkit.weights.checkpoint.manifest import (
 )
 from trainkit.weights.checkpoint.safe_files import check_free_space, refusal, write_durably
 from trainkit.weights.checkpoint.sources import INDEX, read_model_tensors
-from trainkit.weights.checkpoint.stored import Stored, make_safetensors_header
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,9 +29,9 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.background_save import SaveResult
+from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
-from trainkit.weights.checkpoint.interrupted import UnsavedState
-from trainkit.weights.checkpoint.replicas import (
+from trainkit.weights.checkpoint.replica_check import (
     find_nonfinite_state,
     make_replica_check,
     refuse_drift,

@@ -23,7 +23,6 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.compare import Tolerance
-from trainkit.weights.checkpoint.directory import find_saved_mark, fork_run, get_run_id
 from trainkit.weights.checkpoint.facts import (
     Facts,
     ResumeRules,
@@ -42,6 +41,7 @@ from trainkit.weights.checkpoint.manifest import (
     no_checkpoint_error,
     parse_step,
 )
+from trainkit.weights.checkpoint.run_id import find_saved_mark, fork_run, get_run_id
 from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import describe_machine
 from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint

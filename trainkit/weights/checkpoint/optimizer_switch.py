@@ -18,14 +18,14 @@ from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
 from trainkit.parallel.names import empty_rows_like, get_named_parameters
 from trainkit.parallel.reduction import local_of
-from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import (
+from trainkit.weights.checkpoint.load_targets import (
     check_shared_state,
     find_part,
     get_saved_name,
     probe_state,
 )
-from trainkit.weights.checkpoint.tensors import optimizer_state
+from trainkit.weights.checkpoint.reading import Target
+from trainkit.weights.checkpoint.run_state import optimizer_state
 
 _MEAN = "mean"
 """The mean of the weights that `together` keeps; it does not depend on a step count."""

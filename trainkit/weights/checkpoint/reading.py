@@ -22,7 +22,7 @@ from trainkit.parallel.names import Box
 from trainkit.types import CheckpointError, Share
 from trainkit.weights.checkpoint.boxes import overlap
 from trainkit.weights.checkpoint.safe_files import fill, open_plain, refusal, skim
-from trainkit.weights.checkpoint.stored import (
+from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
     contiguous_stride,

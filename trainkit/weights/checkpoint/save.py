@@ -40,14 +40,14 @@ from trainkit.weights.checkpoint.background_save import (
     run_now,
     start_save,
 )
-from trainkit.weights.checkpoint.directory import mark_saved
+from trainkit.weights.checkpoint.emergency_save import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.facts import Facts, facts_at
-from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
+from trainkit.weights.checkpoint.run_id import mark_saved
+from trainkit.weights.checkpoint.run_state import list_counters, model_tensors, state_hash
 from trainkit.weights.checkpoint.safe_files import check_free_space
 from trainkit.weights.checkpoint.snapshot import Snapshot, TakeSnapshot, make_snapshot_taker
-from trainkit.weights.checkpoint.tensors import list_counters, model_tensors, state_hash
 from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
 _LONG_WAIT = 0.1  # seconds of waiting for the previous save that are worth a message

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from trainkit.parallel.names import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
-from trainkit.weights.checkpoint.stored import Stored, make_safetensors_header
-from trainkit.weights.checkpoint.tensors import (
+from trainkit.weights.checkpoint.run_state import (
     INTEGERS,
     MAX_BATCHES,
     MAX_STREAM,
@@ -31,6 +30,7 @@ from trainkit.weights.checkpoint.tensors import (
     get_group_options,
     optimizer_state,
 )
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
 _FILE_BYTES = 128 * 1024 * 1024  # the files of a rank are written and hashed in parallel
 _FILES = 16  # of a rank, about; a rank with more bytes writes larger files

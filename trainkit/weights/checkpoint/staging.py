@@ -20,9 +20,7 @@ from trainkit.parallel.names import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
-from trainkit.weights.checkpoint.reading import Target, read_tensors
-from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.targets import (
+from trainkit.weights.checkpoint.load_targets import (
     allocate_buffers,
     get_saved_name,
     install_moments_,
@@ -30,7 +28,9 @@ from trainkit.weights.checkpoint.targets import (
     make_weight_targets,
     write_targets_,
 )
-from trainkit.weights.checkpoint.tensors import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.reading import Target, read_tensors
+from trainkit.weights.checkpoint.run_state import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.safe_files import read_json
 
 _JSON_FILES = ("index.json", "state.json")
 _MIN_VALUES = 2_000_000  # allowed in any state or index; a run with many tensors may have more

@@ -35,7 +35,12 @@ from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import DTYPES
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
-from trainkit.weights.checkpoint.stored import Extent, Stored, is_plain_tensor_name, parse_sizes
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    is_plain_tensor_name,
+    parse_sizes,
+)
 from trainkit.weights.convert.foreign import Found, merge_found
 
 _MEMORY = 256 * 1024 * 1024  # bytes for the description; 100,000 tensors take about 130 MB

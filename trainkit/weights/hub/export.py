@@ -21,9 +21,9 @@ from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, wri
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import model_tensors
 from trainkit.weights.checkpoint.sources import read_model_tensors
-from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.checkpoint.tensors import model_tensors
+from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import family_named, match_family, write_decoder_config
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import CONFIG, links_of, our_shapes

@@ -24,10 +24,10 @@ from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
 from trainkit.weights.checkpoint.manifest import MANIFEST
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import model_tensors
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
-from trainkit.weights.checkpoint.stored import Stored, parse_untrusted_table, safetensors_file
-from trainkit.weights.checkpoint.tensors import model_tensors
+from trainkit.weights.checkpoint.tensor_files import Stored, parse_untrusted_table, safetensors_file
 from trainkit.weights.convert.foreign import describe_safetensors_folder
 from trainkit.weights.hub.configs import family_named, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family

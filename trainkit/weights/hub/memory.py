@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import shorten
-from trainkit.weights.checkpoint.stored import Stored
+from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import family_named, read_decoder_config
 from trainkit.weights.hub.export import family_links
 from trainkit.weights.hub.families import FAMILIES, Family

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainkit.types import Weights
-    from trainkit.weights.checkpoint.stored import Stored
+    from trainkit.weights.checkpoint.tensor_files import Stored
 
 SCALES = "_scale_inv"
 """What the name of a matrix is followed by in that of its scales."""
@@ -62,7 +62,7 @@ def scales_of(
         The scales by the names of the matrices; a sentence for each that has none of its shape.
 
     Examples:
-        >>> from trainkit.weights.checkpoint.stored import Stored
+        >>> from trainkit.weights.checkpoint.tensor_files import Stored
         >>> found = {"a": Stored("float8_e4m3fn", (3, 2), ())}
         >>> scales_of(found, ["a"], [2, 2])
         ({}, ['a is in fp8, and there is no a_scale_inv of shape [2, 1] in floating point'])

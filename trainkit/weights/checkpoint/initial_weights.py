@@ -12,8 +12,8 @@ from torch import nn
 
 from trainkit.types import CheckpointError, ConfigError, ParallelState
 from trainkit.weights.checkpoint.manifest import MANIFEST, inspect_files, list_checkpoints
+from trainkit.weights.checkpoint.run_state import hash_weights
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.tensors import hash_weights
 
 _FACT = "first weights"
 

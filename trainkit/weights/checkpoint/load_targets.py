@@ -21,7 +21,7 @@ from trainkit.parallel.names import (
 from trainkit.weights.checkpoint.boxes import get_parameter_name
 from trainkit.weights.checkpoint.optimizer_internals import find_inner_optimizers
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.weights.checkpoint.run_state import model_tensors, optimizer_state
 
 
 def get_saved_name(name: str) -> str:

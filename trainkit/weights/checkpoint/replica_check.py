@@ -20,7 +20,7 @@ from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, make_key
 from trainkit.parallel.names import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
-from trainkit.weights.checkpoint.tensors import INTEGERS, get_run_tensors
+from trainkit.weights.checkpoint.run_state import INTEGERS, get_run_tensors
 
 _CHUNK = 1 << 20  # elements hashed at once, in 8 MiB of working memory
 
