@@ -163,7 +163,7 @@ def make_writer(stages, trained):
 
 def evaluate(cfg, ps, trained, found, manager):
     """Score what was read, and return the results; a line for each item goes to a file."""
-    say = tk.sinks.make_printer(ps.world)
+    log = tk.run.make_logger(ps.world.share).info
     stages = build(cfg, ps, trained)
     add_bos = begins_with_bos(cfg, trained)
     # The log-probability of every token. Examples are packed into rows and spread over ranks.
@@ -188,7 +188,7 @@ def evaluate(cfg, ps, trained, found, manager):
             facts={**facts, "data": sources},
             axis=ps.world,
         )
-        say(
+        log(
             f"{kind}: {len(items)} lines are in {path}" + (f", {known} were there" if known else "")
         )
         if kind != "score":
@@ -205,7 +205,7 @@ def evaluate(cfg, ps, trained, found, manager):
         results["tasks"] = evaluation.evaluate_tasks(
             model, cfg.tasks, manager, shots=cfg.shots, limit=cfg.limit
         )
-        say(f"tasks: {model.cut} contexts were cut on their left to {trained.context} tokens")
+        log(f"tasks: {model.cut} contexts were cut on their left to {trained.context} tokens")
     return results
 
 

@@ -17,7 +17,7 @@ from trainkit import grads, health, losses, schedules
 from trainkit.grads import find_nonfinite
 from trainkit.losses import next_token_linear
 from trainkit.metrics import make_step_record
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Cursor, TrainState
 from trainkit.weights.checkpoint.replica_check import find_nonfinite_state

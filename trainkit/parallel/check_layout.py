@@ -38,7 +38,7 @@ def problems(
         device: The type of what it shall run on; by default a GPU where this machine has one.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> tiny, rows = (
         ...     make_decoder_config("tiny"),
         ...     BatchShape(row_length=256, rows=8, multiple_of=8),

@@ -29,8 +29,8 @@ from trainkit.files import atomic_write, format_toml, say_on_stderr
 from trainkit.mesh import describe_launch, parallel_session
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
-from trainkit.parallel.names import modules_of
-from trainkit.parallel.start import describe_run
+from trainkit.parallel.describe_run import describe_run
+from trainkit.parallel.parameters import modules_of
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors

@@ -42,7 +42,7 @@ from trainkit.types import (
     check_range,
     log_warning,
 )
-from trainkit.weights.checkpoint.tensors import hash_weights
+from trainkit.weights.checkpoint.run_state import hash_weights
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, any_rank
-from trainkit.models.bare import bare
-from trainkit.models.cache import KVCache
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.parallel.generation import make_call
+from trainkit.models.functional import bare
+from trainkit.models.kv_cache import KVCache
+from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.stage_forward import compute_device, evaluating
 from trainkit.post.generation.sampling import Sampling, next_tokens, places_of
 from trainkit.post.generation.text import Reader, reader_of

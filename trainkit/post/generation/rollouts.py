@@ -29,7 +29,7 @@ from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.data.packed import PackedCorpus
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
-from trainkit.parallel.frozen import add_columns
+from trainkit.parallel.frozen_model import add_columns
 from trainkit.post.generation.generate import AnyTokenizer, generate_dealt
 from trainkit.post.generation.sampling import Sampling
 from trainkit.text.corpora.records import read_records
