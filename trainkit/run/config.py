@@ -571,7 +571,7 @@ def _read_tyro_error(message: str) -> str:
 def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     """Return the record of a file, with `absent` for missing fields, or raise all problems."""
     try:
-        table = _parse_toml(read_limited(Path(path), most=_MAX_BYTES).decode())
+        table = _parse_toml(read_limited(Path(path), max_bytes=_MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error

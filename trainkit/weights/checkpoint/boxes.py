@@ -37,8 +37,8 @@ _MAX_PROBLEMS = 10
 def overlap(
     offset: Sequence[int],
     shape: Sequence[int],
-    own_offset: Sequence[int],
-    own_shape: Sequence[int],
+    local_offset: Sequence[int],
+    local_shape: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of a saved box and a local box as slices into each; None if disjoint.
 
@@ -51,15 +51,15 @@ def overlap(
     """
     in_saved: list[slice] = []
     in_local: list[slice] = []
-    for start, length, own_start, own_length in zip(
-        offset, shape, own_offset, own_shape, strict=True
+    for start, length, local_start, local_length in zip(
+        offset, shape, local_offset, local_shape, strict=True
     ):
-        low = max(start, own_start)
-        high = min(start + length, own_start + own_length)
+        low = max(start, local_start)
+        high = min(start + length, local_start + local_length)
         if low >= high:
             return None
         in_saved.append(slice(low - start, high - start))
-        in_local.append(slice(low - own_start, high - own_start))
+        in_local.append(slice(low - local_start, high - local_start))
     return tuple(in_saved), tuple(in_local)
 
 
@@ -271,13 +271,13 @@ def get_parameter_name(full: str) -> str:
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-def shorten(problems: Iterable[str], most: int = _MAX_PROBLEMS) -> str:
+def shorten(problems: Iterable[str], max_problems: int = _MAX_PROBLEMS) -> str:
     """Join the first problems into one line, and count the others.
 
     Examples:
-        >>> shorten(["a", "b", "c"], most=2)
+        >>> shorten(["a", "b", "c"], max_problems=2)
         'a; b; and 1 more'
     """
     problems = list(problems)
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+    more = f"; and {len(problems) - max_problems} more" if len(problems) > max_problems else ""
+    return "; ".join(problems[:max_problems]) + more

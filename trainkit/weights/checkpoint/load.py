@@ -402,7 +402,7 @@ def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
     if not list_checkpoints(directory):
         _check_never_saved(run_dir)
         return str(request)
-    log(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    log(f"this run was forked from {request} earlier, and resumes from its own checkpoints")
     return "auto"
 
 

@@ -170,7 +170,7 @@ def _read_file(
         size = os.fstat(file).st_size
         if size != expected["size"]:
             raise refusal(path, f"has {size} bytes, the manifest says {expected['size']}")
-        header, stored = read_header(file, path, size, most=max_header)
+        header, stored = read_header(file, path, size, max_bytes=max_header)
         feed(memoryview(header))
         # The file may have other boxes too: a rank outside a tensor's mesh writes a duplicate.
         extents = {

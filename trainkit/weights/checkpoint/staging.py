@@ -261,8 +261,8 @@ def _read_headers(
         read = {
             name: read_json(
                 path / name,
-                most_bytes=32 * max_values,
-                most_values=max_values,
+                max_bytes=32 * max_values,
+                max_values=max_values,
                 want=manifest["files"][name],
             )
             for name in _JSON_FILES
