@@ -19,7 +19,7 @@ from trainkit.noise.counters import normal
 from trainkit.noise.hashing import make_key
 from trainkit.optim import OPTIMIZERS
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, TrainState
 from trainkit.weights.checkpoint import diff_checkpoints

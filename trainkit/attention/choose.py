@@ -109,13 +109,13 @@ def choose_kernel(
         ...         ("varlen", "flash", "math"), device="cpu", dtype=torch.float32, head_size=64
         ...     )
         ... )
-        flash (varlen: it runs on CUDA alone)
+        flash (varlen: it runs only on CUDA)
         >>> choose_kernel(
         ...     ("varlen", "flash"), device="cpu", dtype=torch.float32, head_size=64, softcap=50.0
         ... )
         Traceback (most recent call last):
         trainkit.types.ConfigError: attention: none of these kernels takes heads of 64 in fp32 on
-        cpu with a soft cap of 50.0: varlen: it runs on CUDA alone; flash: it knows no soft caps:
+        cpu with a soft cap of 50.0: varlen: it runs only on CUDA; flash: it has no soft caps:
         ...
     """
     refused: dict[str, str] = {}
@@ -125,7 +125,7 @@ def choose_kernel(
         row = KERNELS[name]
         reason = row.reject(inputs)
         if not reason and softcap is not None and not row.softcap:
-            reason = "it knows no soft caps"
+            reason = "it has no soft caps"
         if not reason:
             return Chosen(name, row.make(inputs), refused)
         refused[name] = reason
@@ -176,7 +176,7 @@ def _take_all(_: _Inputs) -> str:
 
 def _reject_varlen(inputs: _Inputs) -> str:
     if inputs.device.type != "cuda":
-        return "it runs on CUDA alone"
+        return "it runs only on CUDA"
     if flash_takes(inputs.make_query()):
         return ""
     return (
@@ -188,7 +188,7 @@ def _reject_flex(inputs: _Inputs) -> str:
     if inputs.device.type == "cpu":
         return "torch has no backward pass of it for a CPU"
     if inputs.device.type != "cuda":
-        return "it runs on CUDA alone"
+        return "it runs only on CUDA"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     if inputs.dtype in dtypes and inputs.head_size >= 16:
         return ""
@@ -206,7 +206,7 @@ def _reject_flash(inputs: _Inputs) -> str:
 def _reject_backend(inputs: _Inputs, name: str, *backends: str) -> str:
     """Return why one kernel of torch's `scaled_dot_product_attention` does not take the inputs."""
     if inputs.device.type != "cuda":
-        return "it runs on CUDA alone"
+        return "it runs only on CUDA"
     query = inputs.make_query()
     mask = None if inputs.window is None else query.new_zeros(16, 16)
     is_taken = getattr(torch.backends.cuda, f"can_use_{name}_attention")

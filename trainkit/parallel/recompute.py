@@ -26,9 +26,9 @@ from torch.utils.checkpoint import (
 
 from trainkit.attention.choose import list_operators
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.cost import Keeps, Priced, choose
-from trainkit.parallel.names import find_blocks
 from trainkit.parallel.notes import Note
+from trainkit.parallel.parameters import find_blocks
+from trainkit.parallel.recompute_budget import Keeps, Priced, choose
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 

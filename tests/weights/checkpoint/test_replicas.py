@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole_step import Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, NumericsError
 from trainkit.weights.checkpoint import replica_check

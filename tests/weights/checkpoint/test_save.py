@@ -18,7 +18,7 @@ from whole_step import Layout, build
 
 import trainkit as tk
 from trainkit import files
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError, Cursor, DiskError, NumericsError
 from trainkit.weights.checkpoint import background_save as flight

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import get_named_parameters, mark_base_, modules_of
+from trainkit.parallel.parameters import get_named_parameters, mark_base_, modules_of
 from trainkit.post.adapters.frozen import get_quantizations
 from trainkit.post.adapters.lowrank import MERGE, adapters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
-from trainkit.models.sizes import config_from_facts
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
 from trainkit.parallel.materialize import box_in, listed, shapes_of
 from trainkit.post.adapters.base import open_base_weights

@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
-from trainkit.parallel.names import modules_of
+from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
     Axis,
     CheckpointError,

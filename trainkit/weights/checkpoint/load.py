@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.parallel.names import modules_of
+from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
     SOLO,
     Axis,

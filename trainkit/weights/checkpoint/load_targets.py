@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.optim.offload import in_host_memory, is_offloaded
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import (
+from trainkit.parallel.parameters import (
     COPY_SUFFIX,
     empty_rows_like,
     get_local_box,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
-from trainkit.parallel.names import empty_rows_like, get_named_parameters
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.parameters import empty_rows_like, get_named_parameters
 from trainkit.weights.checkpoint.load_targets import (
     check_shared_state,
     find_part,

@@ -18,7 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.parallel.names import Box
+from trainkit.parallel.parameters import Box
 from trainkit.types import CheckpointError, Share
 from trainkit.weights.checkpoint.boxes import overlap
 from trainkit.weights.checkpoint.safe_files import fill, open_plain, refusal, skim

@@ -18,7 +18,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.grads import format_ranks
 from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, make_key
-from trainkit.parallel.names import COPY_SUFFIX, get_local_box
+from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
 from trainkit.weights.checkpoint.run_state import INTEGERS, get_run_tensors
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.noise.hashing import MASK64, hash_box, hash_counters
-from trainkit.parallel.names import (
+from trainkit.parallel.grad_reduction import reducers_of, reshard_
+from trainkit.parallel.parameters import (
     Box,
     get_local_box,
     get_named_buffers,
@@ -20,7 +21,6 @@ from trainkit.parallel.names import (
     is_tied_copy,
     modules_of,
 )
-from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.optimizer_internals import find_hidden_state

@@ -16,7 +16,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.names import Box, get_named_buffers
+from trainkit.parallel.parameters import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
 from trainkit.weights.checkpoint.run_state import (

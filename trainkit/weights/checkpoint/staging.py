@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.parallel.names import get_named_parameters
+from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten

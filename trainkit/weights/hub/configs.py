@@ -164,7 +164,7 @@ def in_context(config: DecoderConfig, context: int) -> DecoderConfig:
     """Return a decoder for documents of at most so many tokens: `LongRopeScaling` chooses by it.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> in_context(make_decoder_config("tiny"), 4096) == make_decoder_config("tiny")
         True
     """
@@ -380,7 +380,7 @@ def match_family(config: DecoderConfig) -> Family:
         ConfigError: None does; why not is said of each.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> [match_family(make_decoder_config(name)).model_type for name in ("tiny", "qwen3-8b")]
         ['llama', 'qwen3']
     """
@@ -460,7 +460,7 @@ def write_decoder_config(
         ConfigError: The family does not compute what the decoder does.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> write_decoder_config(make_decoder_config("tiny"), context=512)["architectures"]
         ['LlamaForCausalLM']
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_objects, broadcast, run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
-from trainkit.models.sizes import config_from_facts
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
@@ -226,7 +226,7 @@ def family_links(
         ConfigError: No family computes it, or there is none of that name.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> family_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
         (128,)
     """

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trainkit.collectives import run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
-from trainkit.models.sizes import pad_vocab_size
+from trainkit.models.decoder_sizes import pad_vocab_size
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import COPY_SUFFIX, get_local_box
+from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
 from trainkit.weights.checkpoint.manifest import MANIFEST
@@ -581,7 +581,7 @@ def of_whole_model(found: Mapping[str, T], family: Family, config: DecoderConfig
     """Return tensors by the names of a model with a head: a model without one leaves out a part.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> of_whole_model({"norm.weight": 1}, family_named("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
