@@ -346,7 +346,7 @@ def find_other_writers(path: Path) -> list[str]:
     found = path.stat()
     mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
     problems = []
-    if found.st_uid not in {os.geteuid(), 0}:
+    if found.st_uid not in {os.geteuid(), 0}:  # root can write everywhere anyway
         problems.append(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
     # Systems with a private group per user, of the user's number, usually also have umask 002.
     if found.st_mode & stat.S_IWGRP and found.st_gid != os.geteuid():

@@ -105,6 +105,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
             continue
         for box in entry["boxes"]:
             used[box["file"]] += count_box_bytes(entry, box)
+    # So no load allocates more memory than there are bytes on the disk.
     return problems + [
         f"{name} has {files[name]} bytes, too few for the {num_bytes} of its boxes"
         for name, num_bytes in used.items()
@@ -166,6 +167,7 @@ def find_description_problem(name: Any, entry: Any) -> str | None:
 
 def _is_tensor_name(name: Any) -> bool:
     """Return whether a name has the form that a save writes; it is a key, never used as a path."""
+    # Names appear in messages, so they must not contain control characters.
     if not isinstance(name, str) or len(name) > 1000 or not name.isprintable():
         return False
     kind, _, rest = name.partition("/")

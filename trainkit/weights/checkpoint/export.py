@@ -211,7 +211,7 @@ def plan_shards(
     check_range("plan_shards", at_least=1, shard_bytes=shard_bytes)
     sizes = {name: tensors[name] for name in sorted(tensors)}
     groups = split_into_files(sizes, max_bytes=shard_bytes)
-    if len(groups) == 1:
+    if len(groups) == 1:  # the Hub's convention: a single file has no number and no index
         return {f"{stem}.safetensors": tuple(groups[0])}
     return {
         f"{stem}-{index:05d}-of-{len(groups):05d}.safetensors": tuple(names)
@@ -279,6 +279,7 @@ def write_weights(
     sizes = {name: stored.nbytes for name, stored in written.items()}
     plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
     total = sum(sizes.values())
+    # Complete files per rank, so that no two ranks write to one file.
     local_files = list(plan)[axis.index :: axis.count]
     extra_files = dict(extra_files or {})
     if len(plan) > 1:
@@ -409,6 +410,7 @@ def split_into_row_boxes(
         if math.prod(shape):
             yield shape, offset
         return
+    # Splitting the first dimension longer than 1 keeps every part contiguous.
     cut = next(dim for dim, size in enumerate(shape) if size > 1)
     rows = max(1, max_elements // math.prod(shape[cut + 1 :]))
     for first in range(0, shape[cut], rows):

@@ -225,6 +225,7 @@ def make_guard(
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
+        # `damage` reads all of the state, and is called only if the step was bad.
         action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
             culprits: list[str] = []

@@ -387,6 +387,7 @@ def _read_run_id(run_dir: Path) -> tuple[str | None, str | None]:
 def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
     """Return what to resume from: "auto" if the run was forked from `request` earlier."""
     directory = run_dir / "checkpoints"
+    # A dangling link: its volume is not mounted. A new directory in its place would hide that.
     if os.path.lexists(directory) and not directory.is_dir():
         link = f"a link to {directory.readlink()}, which is" if directory.is_symlink() else ""
         raise CheckpointError(

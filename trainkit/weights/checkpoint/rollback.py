@@ -89,6 +89,7 @@ def roll_back(
         2
     """
     run_dir = Path(run_dir)
+    # The health may know an earlier bad step, which counts.
     live = {"first_bad": float(before + 1), **state.health}
     if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
         raise make_stop_error(

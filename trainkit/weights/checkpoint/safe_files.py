@@ -90,7 +90,7 @@ def fill(
     while position < len(into):
         block = into[position : position + _BLOCK]
         try:
-            count = os.preadv(file, [block], start + position)
+            count = os.preadv(file, [block], start + position)  # may read less than the block
         except OSError as error:
             raise refusal(path, f"cannot be read: {error}") from error
         if count == 0:

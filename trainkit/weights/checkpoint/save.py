@@ -136,6 +136,7 @@ def open_saver(
         deletes under `run_dir/checkpoints`; `save` and `collect` communicate.
     """
     stages = modules_of(stages)
+    # A copy: the recipe may change its dictionary before the next save.
     try:
         config = orjson.loads(orjson.dumps(None if config is None else dict(config)))
     except TypeError as error:
