@@ -1279,8 +1279,8 @@ MISTAKES = [
         (
             "links.py",
             "joined matrices all begin at the first row",
-            "        begin = ends.get(there.name, 0) if there.joined else 0",
-            "        begin = 0",
+            "        start = ends.get(there.name, 0) if there.fused else 0",
+            "        start = 0",
             "tests/weights/hub/test_families.py",
         ),
         (
@@ -1293,8 +1293,8 @@ MISTAKES = [
         (
             "ropes.py",
             "LongRoPE sharpens attention by its factor's square",
-            "given = math.sqrt(1 + math.log(factor) / math.log(length))",
-            "given = 1 + math.log(factor) / math.log(length)",
+            "math.sqrt(1 + math.log(factor) / math.log(length)) if is_longer",
+            "1 + math.log(factor) / math.log(length) if is_longer",
             "tests/weights/hub/test_families.py",
         ),
     ),

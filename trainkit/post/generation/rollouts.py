@@ -523,9 +523,8 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(
-                f"make_answer_corpus: answer {number} has the log-probability {largest}; it must be "
-                "at "
-                "most 0",
+                f"make_answer_corpus: answer {number} has the log-probability {largest}; it must "
+                "be at most 0",
                 where=f"answer {number}",
             )
         before, ids = len(answer.prompt_ids), np.array([*answer.prompt_ids, *answer.ids], np.int64)
