@@ -104,7 +104,7 @@ def roll_back(
         stages,
         optimizer,
         # The checkpoint may be older than a change of the optimizer that the user allowed then.
-        changes=ResumeRules(free=("optimizer",)),
+        rules=ResumeRules(allow=("optimizer",)),
         axis=ps.world,
         log=log,
     )
