@@ -110,7 +110,7 @@ class Loop:
     checkpoint: Callable[[TrainState], str | None]
     """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
     saves when a save is due, the run stops, or the step's evaluation is among the
-    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collect_manually`), and
+    `CheckpointOptions.keep_best` best (`open_saver`), collects garbage (`collect_manually`), and
     returns why the run stops, or None."""
 
     is_due: Callable[..., bool]

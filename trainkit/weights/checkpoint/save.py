@@ -141,7 +141,8 @@ def open_saver(
         config = orjson.loads(orjson.dumps(None if config is None else dict(config)))
     except TypeError as error:
         raise ConfigError(
-            f"saves: config holds what JSON does not ({error}); give plain values", where="config"
+            f"open_saver: config holds what JSON does not ({error}); give plain values",
+            where="config",
         ) from error
     take = make_snapshot_taker(stages, optimizer, ps)
     # A process group of its own: the order of its collectives must not depend on the step's.
