@@ -110,7 +110,7 @@ class Loop:
     checkpoint: Callable[[TrainState], str | None]
     """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
     saves when a save is due, the run stops, or the step's evaluation is among the
-    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collect_manually`), and
+    `CheckpointOptions.keep_best` best (`open_saver`), collects garbage (`collect_manually`), and
     returns why the run stops, or None."""
 
     is_due: Callable[..., bool]
@@ -386,7 +386,7 @@ class _RunFunctions:
         context: int | None = None,
         template: str | None = None,
         facts: checkpoint.Facts | None = None,
-        changes: checkpoint.ResumeRules | None = None,
+        rules: checkpoint.ResumeRules | None = None,
     ) -> TrainState:
         stages = modules_of(stages)
         gathered = gather_facts(
@@ -408,9 +408,9 @@ class _RunFunctions:
             return {**of_run, _SOFTWARE: self.software}
 
         self.facts = facts_with_software
-        if changes is None and config is not None:
-            changes = make_resume_rules(config, free=_NAMES_ONLY)
-        changes = changes or checkpoint.ResumeRules()
+        if rules is None and config is not None:
+            rules = make_resume_rules(config, allow=_NAMES_ONLY)
+        rules = rules or checkpoint.ResumeRules()
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
@@ -420,7 +420,7 @@ class _RunFunctions:
             self.ps,
             request=request,
             facts=self.facts,
-            changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
+            rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
             log=self.resume_messages.append,
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")

@@ -239,7 +239,7 @@ def _step_probe(
 ) -> dict[str, Any]:
     """Step a new optimizer, with the class and options of a group, and return its state."""
     probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    probe.grad = torch.zeros_like(probe)
+    probe.grad = torch.zeros_like(probe)  # only the keys, dtypes and shapes of the state matter
     options = {**group, "params": [probe], "fused": None, "capturable": False}
     if "param_names" in group:
         options["param_names"] = ["probe"]
