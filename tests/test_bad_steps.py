@@ -17,11 +17,11 @@ from trainkit import grads, health, losses, schedules
 from trainkit.grads import find_nonfinite
 from trainkit.losses import next_token_linear
 from trainkit.metrics import make_step_record
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Cursor, TrainState
-from trainkit.weights.checkpoint.replicas import find_nonfinite_state
-from trainkit.weights.checkpoint.tensors import get_run_tensors, list_counters
+from trainkit.weights.checkpoint.replica_check import find_nonfinite_state
+from trainkit.weights.checkpoint.run_state import get_run_tensors, list_counters
 
 NAN, INF = math.nan, math.inf
 NORM, DOWN = "layers.0.attention_norm.weight", "layers.1.mlp.down.weight"

@@ -899,14 +899,14 @@ MISTAKES = [
             "tests/parallel/test_recompute.py",
         ),
         (
-            "cost.py",
+            "recompute_budget.py",
             "of two results as dear as each other the second is kept",
             "-inner[key], key[1]))",
             "-inner[key], -key[1]))",
             "tests/parallel/test_recompute.py",
         ),
         (
-            "reduction.py",
+            "grad_reduction.py",
             "gradients of units are averaged",
             "        module.set_gradient_divide_factor(1.0)\n",
             "        module.set_gradient_divide_factor(2.0)\n",
@@ -927,28 +927,28 @@ MISTAKES = [
             "tests/parallel/test_tensor.py tests/parallel/test_sequence.py",
         ),
         (
-            "leaks.py",
+            "packing_leaks.py",
             "a leak is looked for in the document that was changed",
             "    seen = slice(half, half + quarter)",
             "    seen = slice(half + quarter, None)",
             "tests/tools/testing/test_packing.py",
         ),
         (
-            "leaks.py",
+            "packing_leaks.py",
             "a row of two documents is taken for one",
             'bool((batch["document_ids"] > 0).any())',
             'bool((batch["document_ids"] > 1).any())',
             "tests/tools/testing/test_packing.py",
         ),
         (
-            "tied.py",
+            "tied_embeddings.py",
             "the owner of a tied embedding has the copy's gradient alone",
             "local.copy_(local + twin if own < other else twin + local)",
             "local.copy_(twin)",
             "tests/parallel/test_pipeline.py",
         ),
         (
-            "tied.py",
+            "tied_embeddings.py",
             "gradients of tied embeddings from earlier passes are lost",
             "p.grad = grad if p.grad is None else grad.add_(p.grad)",
             "p.grad = grad if p.grad is None else p.grad",
@@ -962,7 +962,7 @@ MISTAKES = [
             "tests/parallel/test_split.py",
         ),
         (
-            "experts.py",
+            "expert_parallel.py",
             "experts that ep does not divide are dealt",
             "    if count % ps.ep.count:",
             "    if count < ps.ep.count:",
@@ -1031,11 +1031,11 @@ MISTAKES = [
             "tests/data tests/post/evaluation/test_held_out.py",
         ),
         (
-            "joined.py",
+            "concat.py",
             "documents of the second corpus are read from the first place",
             "        return self.parts[part].read(document - first, start, length)",
             "        return self.parts[part].read(document - first, 0, length)",
-            "tests/text/corpora/test_joined.py",
+            "tests/text/corpora/test_concat.py",
         ),
         (
             "cache.py",
@@ -1073,11 +1073,11 @@ MISTAKES = [
             "tests/data/test_dispatch.py",
         ),
         (
-            "joined.py",
+            "concat.py",
             "the hash of joined corpora does not see their order",
-            "return joint_digest(digests) if",
-            "return joint_digest(sorted(digests)) if",
-            "tests/text/corpora/test_joined.py tests/text/corpora/test_corpus.py",
+            "return combine_digests(digests) if",
+            "return combine_digests(sorted(digests)) if",
+            "tests/text/corpora/test_concat.py tests/text/corpora/test_corpus.py",
         ),
     ),
     *_in(
@@ -1192,7 +1192,7 @@ MISTAKES = [
         (
             "manifest.py",
             "a record's own hash is not looked at",
-            'return record == sealed({key: value for key, value in record.items() if key != "sha256"})',
+            'return record == seal({key: value for key, value in record.items() if key != "sha256"})',
             'return "sha256" in record',
             "tests/weights/checkpoint/test_manifest.py",
         ),
@@ -1213,12 +1213,12 @@ MISTAKES = [
         (
             "rollback.py",
             "a roll-back takes a checkpoint of after the bad step",
-            "if parse_step(path) <= before]",
-            "if parse_step(path) <= before + 1]",
+            "if parse_step(path) <= before\n",
+            "if parse_step(path) <= before + 1\n",
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
-            "replicas.py",
+            "replica_check.py",
             "the order of parts does not matter to a digest",
             "        total = total * 3 + (part * weights[: part.numel()]).sum()",
             "        total = total + part.sum()",
@@ -1279,8 +1279,8 @@ MISTAKES = [
         (
             "links.py",
             "joined matrices all begin at the first row",
-            "        begin = ends.get(there.name, 0) if there.joined else 0",
-            "        begin = 0",
+            "        start = ends.get(there.name, 0) if there.fused else 0",
+            "        start = 0",
             "tests/weights/hub/test_families.py",
         ),
         (
@@ -1293,8 +1293,8 @@ MISTAKES = [
         (
             "ropes.py",
             "LongRoPE sharpens attention by its factor's square",
-            "given = math.sqrt(1 + math.log(factor) / math.log(length))",
-            "given = 1 + math.log(factor) / math.log(length)",
+            "math.sqrt(1 + math.log(factor) / math.log(length)) if is_longer",
+            "1 + math.log(factor) / math.log(length) if is_longer",
             "tests/weights/hub/test_families.py",
         ),
     ),
@@ -1600,6 +1600,13 @@ MISTAKES = [
     ),
     *_in(
         "trainkit/tools/pictures",
+        (
+            "zigzag.py",
+            "a block on the diagonal counts pairs above it",
+            "pairs = size * (size + 1) // 2 if key is query else size * size",
+            "pairs = size * size",
+            "tests/tools/pictures/test_layouts.py",
+        ),
         (
             "pipeline.py",
             "each rank of 1F1B runs one forward ahead too many",

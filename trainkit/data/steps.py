@@ -13,7 +13,7 @@ from trainkit.batch import collate_bins, split_batch, to_device
 from trainkit.batch.shards import shard_sequence
 from trainkit.data.corpus import collect_documents
 from trainkit.data.documents import check_columns
-from trainkit.data.mapped import check_unchanged
+from trainkit.data.memory_map import check_unchanged
 from trainkit.noise.counters import make_token_keys
 from trainkit.packing import next_fit, pack_bins, row_costs, select_rows
 from trainkit.sampling import assign_rows

@@ -8,7 +8,7 @@ from torch import nn
 from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, call_model, call_routed
 from trainkit.models.config import Experts, Latents
-from trainkit.models.sizes import make_decoder_config
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.parallel import compile_blocks, make_call, make_stages
 from trainkit.post.generation import Sampling, generate
 from trainkit.text.tokenizers import make_byte_tokenizer

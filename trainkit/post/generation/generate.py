@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, any_rank
-from trainkit.models.bare import bare
-from trainkit.models.cache import KVCache
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.parallel.generation import make_call
+from trainkit.models.functional import bare
+from trainkit.models.kv_cache import KVCache
+from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.stage_forward import compute_device, evaluating
 from trainkit.post.generation.sampling import Sampling, next_tokens, places_of
 from trainkit.post.generation.text import Reader, reader_of
+from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
+from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
 from trainkit.types import (
     SOLO,
     Axis,
@@ -32,6 +34,8 @@ from trainkit.types import (
     check_range,
     drop_routing,
 )
+
+AnyTokenizer = ByteTokenizer | HFTokenizer
 
 
 @attrs.frozen
@@ -190,6 +194,121 @@ def _draw(
         text = text.written(tokens)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
+
+
+def sample_text(
+    stages_or_model: Stages | nn.Module,
+    prompt: str | Sequence[int],
+    *,
+    tokenizer: AnyTokenizer,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+    call: Call | None = None,
+) -> str:
+    """Return a prompt and how a model continues it, for a person to read.
+
+    Args:
+        stages_or_model: As for `generate`.
+        prompt: A text, which BOS is put before if the tokenizer has one; or token ids as they are.
+        tokenizer: What encodes the prompt and decodes the answer; its EOS ends the text.
+        max_new_tokens: How many tokens to draw at most.
+        context: The longest text that the model sees; of a longer one it sees the end.
+        temperature: As for `Sampling`, and so is the seed.
+        seed: The seed of the choices.
+        call: As for `generate`.
+
+    Effects:
+        Those of `generate`.
+
+    Examples:
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> model = build_decoder(make_decoder_config("tiny", vocab_size=272), seed=0)
+        >>> text = sample_text(
+        ...     model, "def ", tokenizer=make_byte_tokenizer(), max_new_tokens=4, context=16
+        ... )
+        >>> text.startswith("def ")
+        True
+    """
+    if isinstance(prompt, str):
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        prompt = [*bos, *tokenizer.encode(prompt)]
+    (drawn,) = generate(
+        stages_or_model,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        context=context,
+        slide=True,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids=[tokenizer.eos_id],
+        vocab_size=tokenizer.vocab_size,
+        call=call,
+    )
+    return tokenizer.decode([*prompt, *drawn.ids])
+
+
+def answer_questions(
+    stages_or_model: Stages | nn.Module,
+    questions: Sequence[str],
+    *,
+    tokenizer: AnyTokenizer,
+    template: str,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    call: Call | None = None,
+) -> list[str]:
+    """Return a model's answers to questions, each asked in a conversation of its own.
+
+    Args:
+        stages_or_model: As for `generate`.
+        questions: What the user says.
+        tokenizer: As for `chat.encode_chat`.
+        template: The name of the chat template, as for `chat.load_template`.
+        max_new_tokens: How many tokens to draw at most, of each.
+        context: The longest text that the model sees; of a longer one it sees the end.
+        temperature: As for `Sampling`, and so is the seed; by default the likeliest tokens.
+        seed: The seed of the choices.
+        call: As for `generate`.
+
+    Effects:
+        Those of `generate`.
+
+    Examples:
+        >>> from trainkit.text.chat import CHATML_SPECIAL
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
+        >>> model = build_decoder(make_decoder_config("tiny", num_ids=tokenizer.vocab_size), seed=0)
+        >>> answers = answer_questions(
+        ...     model,
+        ...     ["1+1?", "2+2?"],
+        ...     tokenizer=tokenizer,
+        ...     template="chatml",
+        ...     max_new_tokens=4,
+        ...     context=64,
+        ... )
+        >>> len(answers)
+        2
+    """
+    written = load_template(template)
+    asked = [[{"role": "user", "content": question}] for question in questions]
+    found = generate(
+        stages_or_model,
+        [encode_prompt(each, tokenizer, template=written) for each in asked],
+        max_new_tokens=max_new_tokens,
+        context=context,
+        slide=True,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids=find_stop_ids(tokenizer, written),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        call=call,
+    )
+    return [completion.text or "" for completion in found]
 
 
 def generate_dealt(

@@ -37,6 +37,24 @@ class Rewards:
     hung: int = 0
     told: str | None = None
 
+    def report(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return what a rollout came to, for an event: the mean reward, counts, the first failure.
+
+        Examples:
+            >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
+            >>> Rewards([1.0, 0.0]).report(answers)
+            {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
+        """
+        return {
+            "answers": len(answers),
+            "reward": math.fsum(self.rewards) / max(1, len(answers)),
+            "empty": sum(not answer.text for answer in answers),
+            "truncated": sum(answer.truncated for answer in answers),
+            "raised": self.raised,
+            "hung": self.hung,
+            "told": self.told,
+        }
+
 
 def compute_rewards(
     checker: RewardFunction, answers: Sequence[Answer], *, seconds: float = 1.0, axis: Axis = SOLO
@@ -99,25 +117,6 @@ def compute_advantages(answers: Sequence[Answer], checked: Rewards) -> Tensor:
     groups = torch.tensor([answer.group for answer in answers])
     rewards = torch.tensor(checked.rewards, dtype=torch.float64)
     return group_advantages(rewards, groups, num_groups=int(groups.max()) + 1)
-
-
-def summarize_rollout(answers: Sequence[Answer], checked: Rewards) -> dict[str, Any]:
-    """Return what a rollout came to, for an event: the mean reward, counts, the first failure.
-
-    Examples:
-        >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
-        >>> summarize_rollout(answers, Rewards([1.0, 0.0]))
-        {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
-    """
-    return {
-        "answers": len(answers),
-        "reward": math.fsum(checked.rewards) / max(1, len(answers)),
-        "empty": sum(not answer.text for answer in answers),
-        "truncated": sum(answer.truncated for answer in answers),
-        "raised": checked.raised,
-        "hung": checked.hung,
-        "told": checked.told,
-    }
 
 
 def _checked(checker: RewardFunction, answers: Sequence[Answer], seconds: float) -> Rewards:

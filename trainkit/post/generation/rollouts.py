@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -28,13 +29,15 @@ from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.data.packed import PackedCorpus
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
-from trainkit.post.generation.generate import generate_dealt
+from trainkit.parallel.frozen_model import add_columns
+from trainkit.post.generation.generate import AnyTokenizer, generate_dealt
 from trainkit.post.generation.sampling import Sampling
-from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
+from trainkit.text.corpora.records import read_records
 from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
     Axis,
+    Batch,
     Call,
     Column,
     DataError,
@@ -42,8 +45,6 @@ from trainkit.types import (
     Stages,
     check_range,
 )
-
-AnyTokenizer = ByteTokenizer | HFTokenizer
 
 
 @attrs.frozen(eq=False)
@@ -81,7 +82,8 @@ def sample_answers(
     context: int,
     each: int = 1,
     first: int = 0,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    temperature: float = 1.0,
+    seed: int = 0,
     call: Call | None = None,
     axis: Axis = SOLO,
 ) -> list[Answer]:
@@ -97,8 +99,10 @@ def sample_answers(
         context: The longest text that the model sees.
         each: How many answers each prompt gets; those of the first come first.
         first: The number of the first answer; its noise, and that of the following ones, is a
-            function of the number and of the sampling's seed.
-        sampling: How a token is chosen.
+            function of the number and of the seed.
+        temperature: What logits are divided by; 0 takes the likeliest token. A policy gradient
+            wants 1: there is no choice among fewer tokens, since the trainer knows none.
+        seed: The seed of the choices.
         call: As for `generate_dealt`.
         axis: As for `generate_dealt`.
 
@@ -129,7 +133,7 @@ def sample_answers(
         asked,
         max_new_tokens=max_new_tokens,
         context=context,
-        sampling=sampling,
+        sampling=Sampling(temperature=temperature, seed=seed),
         stop_ids=[stop_id],
         tokenizer=tokenizer,
         row_ids=range(first, first + len(asked)),
@@ -334,7 +338,7 @@ def _encode(text: str, name: str, tokenizer: AnyTokenizer, number: int) -> list[
 
 
 def make_answer_reader(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]] | Path,
     *,
     tokenizer: AnyTokenizer,
     size: int,
@@ -345,7 +349,7 @@ def make_answer_reader(
 
     Args:
         records: As for `read_answers`, of all rollouts from the first one on: a list, or an
-            iterator that waits for an engine.
+            iterator that waits for an engine; or a file of them, as for `corpora.read_records`.
         tokenizer: As there.
         size: How many answers a rollout has.
         vocab_size: As there.
@@ -371,6 +375,8 @@ def make_answer_reader(
         trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, and there are
         3; ...
     """
+    if isinstance(records, Path):
+        records = [record for _, record in read_records(records)]
     waiting, taken = iter(records), 0
 
     def take(number: int) -> list[dict[str, Any]]:
@@ -402,7 +408,7 @@ def make_answer_reader(
 
 
 def compute_old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a model says of each label, as a column of the batch: for `with_columns`.
+    """Return what a model says of each label, as a column of the batch: for `add_columns`.
 
     Args:
         output: Logits or a `Hidden`.
@@ -417,6 +423,29 @@ def compute_old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Ten
         {'old_logprobs': tensor([[-1.3863, -0.0000]])}
     """
     return {"old_logprobs": output_logprobs("old_logprobs", output, batch)[0]}
+
+
+def add_old_logprobs(
+    stages_or_model: Stages | nn.Module, microbatches: Sequence[Batch], *, call: Call | None = None
+) -> list[Batch]:
+    """Return microbatches with the column "old_logprobs": what the model says of their labels now.
+
+    Args:
+        stages_or_model: As for `parallel.add_columns`, and so are the others.
+        microbatches: Those of this rank.
+        call: How a batch enters the model.
+
+    Effects:
+        Those of `parallel.add_columns`.
+
+    Examples:
+        >>> from trainkit.batch import make_padding_batch
+        >>> call = lambda model, batch: model(torch.zeros(1, 2, 1))
+        >>> [batch] = add_old_logprobs(nn.Linear(1, 4), [make_padding_batch(1, 2)], call=call)
+        >>> batch["old_logprobs"].shape
+        torch.Size([1, 2])
+    """
+    return add_columns(stages_or_model, microbatches, compute_old_logprobs, call=call)
 
 
 def check_logprobs(
@@ -494,9 +523,8 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(
-                f"make_answer_corpus: answer {number} has the log-probability {largest}; it must be "
-                "at "
-                "most 0",
+                f"make_answer_corpus: answer {number} has the log-probability {largest}; it must "
+                "be at most 0",
                 where=f"answer {number}",
             )
         before, ids = len(answer.prompt_ids), np.array([*answer.prompt_ids, *answer.ids], np.int64)
@@ -511,6 +539,28 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
     given = zip(answers, np.asarray(advantages).tolist(), strict=True)
     samples = (sample(number, *each) for number, each in enumerate(given))
     return make_corpus(samples, columns=columns)
+
+
+def split_rollout(
+    answers: Sequence[Answer],
+    advantages: ArrayLike,
+    count: int,
+    *,
+    capacity: int,
+    multiple_of: int = 1,
+) -> list[PackedCorpus]:
+    """Return a rollout as packed rows, in as many parts as it gets updates.
+
+    `make_answer_corpus` and then `split_minibatches`, which see for the arguments.
+
+    Examples:
+        >>> answers = [Answer("1+1=", [256, 49], text, [50, 257], 0) for text in "23"]
+        >>> parts = split_rollout(answers, [1.0, -1.0], 2, capacity=8)
+        >>> [len(part) for part in parts]
+        [1, 1]
+    """
+    corpus = make_answer_corpus(answers, advantages=advantages)
+    return split_minibatches(corpus, count, capacity=capacity, multiple_of=multiple_of)
 
 
 def split_minibatches(

@@ -35,7 +35,7 @@ def add(data: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
     """Return what to print, and the exit code."""
-    from trainkit.text.corpora.inspect import describe_corpus, verify_corpus  # noqa: PLC0415 (loads torch)
+    from trainkit.text.corpora.verify import describe_corpus, verify_corpus  # noqa: PLC0415 (loads torch)
 
     if options.action == "show":
         return describe_corpus(options.path, document=options.document), 0

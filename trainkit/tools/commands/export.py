@@ -119,9 +119,9 @@ def _refuse_of_whole(options: argparse.Namespace) -> None:
 
 def _learned_bos(name: str, facts: dict[str, Any]) -> bool:
     from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
-    from trainkit.weights.hub.trained import learned_bos  # noqa: PLC0415 - torch
+    from trainkit.weights.hub.trained import has_learned_bos  # noqa: PLC0415 - torch
 
-    return learned_bos(open_tokenizer(name), facts)
+    return has_learned_bos(open_tokenizer(name), facts)
 
 
 def _tokenizer(name: str | None, facts: dict[str, Any]) -> str:

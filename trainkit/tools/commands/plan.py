@@ -247,7 +247,7 @@ def _config(options: argparse.Namespace) -> DecoderConfig:
     """Return the model of --size, or that of the folder or run that --init names."""
     import attrs  # noqa: PLC0415 -- see run
 
-    from trainkit.models.sizes import make_decoder_config  # noqa: PLC0415 -- see run
+    from trainkit.models.decoder_sizes import make_decoder_config  # noqa: PLC0415 -- see run
     from trainkit.weights.hub import read_model_info  # noqa: PLC0415 -- see run
 
     if options.init is not None and options.size is not None:

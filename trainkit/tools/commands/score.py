@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         kept = evaluation.score_corpus(
             measured, corpus, options.out, facts=facts, log=say_on_stderr, **size
         )
-    told = {"path": str(options.out), "columns": [*measured[0]], "parts_kept": kept}
+    told = {"path": str(options.out), "columns": [*measured[0]], "parts_reused": kept}
     return {**told, "tokens": int(corpus.offsets[-1]), "context": trained.context}, 0
 
 

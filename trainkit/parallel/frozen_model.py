@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.places import as_stages
 from trainkit.parallel.stage_forward import evaluating, forward_stages
+from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Batch, Call, Hidden, Stages, drop_routing
 
 ColumnsOf = Callable[[Any, Mapping[str, Any]], Mapping[str, Tensor]]
