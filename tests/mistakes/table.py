@@ -38,8 +38,8 @@ MISTAKES = [
         (
             "types.py",
             "infinity is within every range",
-            "    finite = all(map(math.isfinite, values))",
-            "    finite = not any(map(math.isnan, values))",
+            "    is_finite = all(map(math.isfinite, values))",
+            "    is_finite = not any(map(math.isnan, values))",
             "tests/families/test_settings.py",
         ),
         (
@@ -80,8 +80,8 @@ MISTAKES = [
         (
             "collectives.py",
             "a gathered tensor's gradient is not summed over ranks",
-            "        return reduce_scatter(d_whole, ctx.axis, dim=ctx.dim), None, None",
-            "        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n        return part.contiguous(), None, None",
+            "        return reduce_scatter(d_full, ctx.axis, dim=ctx.dim), None, None",
+            "        part = d_full.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n        return part.contiguous(), None, None",
             "tests/test_collectives.py",
         ),
         (
@@ -94,8 +94,8 @@ MISTAKES = [
         (
             "collectives.py",
             "a maximum is a sum",
-            "    return _reduced(x, axis, dist.ReduceOp.MAX)",
-            "    return _reduced(x, axis, dist.ReduceOp.SUM)",
+            "    return _all_reduce(x, axis, dist.ReduceOp.MAX)",
+            "    return _all_reduce(x, axis, dist.ReduceOp.SUM)",
             "tests/test_collectives.py",
         ),
         (
@@ -164,8 +164,8 @@ MISTAKES = [
         (
             "metrics.py",
             "the FLOPs of causal attention are those of the full one",
-            "seen * (2 * tokens - seen + 1) / 2",
-            "seen * (2 * tokens - seen + 1)",
+            "keys * (2 * tokens - keys + 1) / 2",
+            "keys * (2 * tokens - keys + 1)",
             "tests/test_metrics.py",
         ),
         (
