@@ -848,9 +848,9 @@ MISTAKES = [
         ),
         (
             "elementwise.py",
-            "steps that only rounding draws by are not counted for moments in few bits",
-            'draws = group["rounding"] == "stochastic" or (',
-            'draws = group["rounding"] == "stochastic" and (',
+            "steps that only rounding draws by are not counted for low-precision moments",
+            'draws_by_step = group["rounding"] == "stochastic" or (',
+            'draws_by_step = group["rounding"] == "stochastic" and (',
             "tests/optim/test_table.py",
         ),
         (
@@ -863,8 +863,8 @@ MISTAKES = [
         (
             "groups.py",
             "norms and biases decay too",
-            "    parts += [(0.0, [x for x in trained if x[1].ndim < 2])]",
-            "    parts += [(weight_decay, [x for x in trained if x[1].ndim < 2])]",
+            "    groups += [(0.0, [pair for pair in trainable if pair[1].ndim < 2])]",
+            "    groups += [(weight_decay, [pair for pair in trainable if pair[1].ndim < 2])]",
             "tests/optim",
         ),
         (

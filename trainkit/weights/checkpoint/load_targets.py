@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.optim.offload import in_host_memory, is_offloaded
+from trainkit.optim.offload import copy_to_pinned, is_offloaded
 from trainkit.optim.storage import BLOCK
 from trainkit.parallel.parameters import (
     COPY_SUFFIX,
@@ -95,7 +95,7 @@ def make_moment_targets(
                 device = "cpu" if is_host_count else p.device
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             if shape and is_offloaded(optimizer):
-                tensor = in_host_memory(tensor)
+                tensor = copy_to_pinned(tensor)
             targets[full + suffix] = Target(full, tensor, get_local_box(tensor))
     return targets
 
