@@ -35,8 +35,8 @@ from trainkit.batch import (
     unshard_tree,
 )
 from trainkit.batch.shards import shard_sequence
+from trainkit.data.concat import concat_corpora
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.joined import concat_corpora
 from trainkit.packing import pack_bins
 from trainkit.tools.testing.deal import deal_batch
 from trainkit.types import IGNORED_LABEL, Bins, DataError, DataShard, Share, Spans

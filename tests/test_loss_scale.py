@@ -15,7 +15,7 @@ from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import make_decoder_plan
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 
 FP16 = tk.Precision(compute="fp16")

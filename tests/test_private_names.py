@@ -49,7 +49,7 @@ PRIVATE = [
     ),
     Private(
         "torch.ops.aten._flash_attention_forward",
-        "attention/blocks.py",
+        "attention/blocks.py parallel/recompute.py",
         "the kernel for GPUs; the public front takes no log-sum-exp in backward",
     ),
     Private(
@@ -91,7 +91,7 @@ PRIVATE = [
     Private("boxed._type", "tools/testing/ledger.py", "whether an argument is a group in a box"),
     Private(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "parallel/cost.py tools/testing/ledger.py",
+        "parallel/recompute_budget.py tools/testing/ledger.py",
         "sees every operator; documented nowhere else",
     ),
     Private(
@@ -107,53 +107,55 @@ PRIVATE = [
     ),
     Private(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "parallel/names.py",
+        "parallel/parameters.py",
         "which part of a whole tensor a rank holds",
     ),
     Private(
         "torch.distributed.tensor._utils._compute_local_shape_and_global_offset",
-        "parallel/names.py",
+        "parallel/parameters.py",
         "which part each of the others holds",
     ),
     Private(
-        "module._non_persistent_buffers_set", "parallel/names.py", "which buffers are not saved"
+        "module._non_persistent_buffers_set",
+        "parallel/parameters.py",
+        "which buffers are not saved",
     ),
     Private(
         "module._parameters",
-        "parallel/reduction.py parallel/names.py",
+        "parallel/grad_reduction.py parallel/parameters.py",
         "parameters behind what hides them, and every place of a shared one",
     ),
-    Private("module._buffers", "parallel/names.py", "every place of a shared buffer"),
+    Private("module._buffers", "parallel/parameters.py", "every place of a shared buffer"),
     Private(
         "contract._get_registry",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "whether `replicate` has been applied",
     ),
     Private(
         "sharded._get_fsdp_state",
-        "parallel/reduction.py parallel/stage_forward.py",
+        "parallel/grad_reduction.py parallel/stage_forward.py",
         "everything below that begins with `state`",
     ),
     Private(
         "state._fsdp_param_group",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "the divide factor, and what reduces gradients",
     ),
     Private(
         "state._fsdp_param_groups",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "the same, where units may have several",
         since=(2, 13),
     ),
     Private("state._device", "parallel/stage_forward.py", "where an offloaded unit computes"),
-    Private("state._is_root", "parallel/reduction.py", "whose callback ends a backward pass"),
-    Private("state._lazy_init", "parallel/reduction.py", "makes a unit ready that was not entered"),
+    Private("state._is_root", "parallel/grad_reduction.py", "whose callback ends a backward pass"),
+    Private("state._lazy_init", "parallel/grad_reduction.py", "prepares an unused unit"),
     Private(
         "state._root_post_backward_final_callback",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "ends the backward passes of a step",
     ),
-    Private("unit._init_mp_dtypes", "parallel/reduction.py", "what dtype a group gives sums in"),
+    Private("unit._init_mp_dtypes", "parallel/grad_reduction.py", "the dtype that a group sums in"),
     Private(
         "unit._init_mp_dtypes",
         "post/adapters/freeze.py",
@@ -161,11 +163,11 @@ PRIVATE = [
     ),
     Private(
         "fsdp_param._unsharded_param",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "whether a unit was gathered, and what gets zeros where there is no gradient",
     ),
-    Private("unit._all_gather_result", "parallel/reduction.py", "whether a unit was gathered"),
-    Private("replicated._comm_hooks", "parallel/reduction.py", "whether DDP sums or averages"),
+    Private("unit._all_gather_result", "parallel/grad_reduction.py", "whether a unit was gathered"),
+    Private("replicated._comm_hooks", "parallel/grad_reduction.py", "whether DDP sums or averages"),
     Private(
         "stage._post_metadata_inference_cleanup",
         "parallel/torch_pipeline.py",
@@ -203,11 +205,6 @@ PRIVATE = [
         "where a tensor's bytes lie in its file, when none is read",
     ),
     Private(
-        "torch.ops.torch_attn._varlen_attn",
-        "parallel/recompute.py",
-        "the kernel for packed documents, whose result is kept",
-    ),
-    Private(
         "torch.ops._c10d_functional",
         "collectives.py parallel/recompute.py",
         "an exchange whose result selective recomputation can keep",
@@ -220,7 +217,7 @@ PRIVATE = [
     ),
     Private(
         "torch.utils._pytree.tree_iter",
-        "parallel/offload_state.py parallel/cost.py parallel/leaks.py",
+        "parallel/offload_state.py parallel/recompute_budget.py parallel/packing_leaks.py",
         "the tensors in what a block is given, a model or operator gives, an optimizer remembers",
     ),
     Private(
@@ -262,7 +259,7 @@ def things():
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.parallel import DistributedDataParallel
 
-    from trainkit.parallel.reduction import fsdp_groups
+    from trainkit.parallel.grad_reduction import fsdp_groups
 
     module, group = nn.Linear(1, 1), dist.group.WORLD
     file = io.BytesIO()
@@ -351,7 +348,7 @@ def test_every_private_name_that_trainkit_uses_is_listed_and_none_besides():
         found |= {(file, name) for name in private_names(path.read_text()) - OTHERS}
     overridden = {
         ("optim/adamw.py", "_init_group"),
-        ("parallel/reduction.py", "_init_mp_dtypes"),
+        ("parallel/grad_reduction.py", "_init_mp_dtypes"),
         ("parallel/torch_pipeline.py", "_post_metadata_inference_cleanup"),
     }
     assert sorted(found ^ (LISTED - overridden)) == []

@@ -14,7 +14,7 @@ import trainkit as tk
 from trainkit import step
 from trainkit.batch import make_padding_batch
 from trainkit.losses import next_token, weighted_next_token
-from trainkit.parallel.places import attach_axes
+from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError
 
@@ -446,7 +446,7 @@ def own_backward_after_a_step():
 def _param_groups(module):
     from torch.distributed.fsdp import FSDPModule
 
-    from trainkit.parallel.reduction import fsdp_groups
+    from trainkit.parallel.grad_reduction import fsdp_groups
 
     return fsdp_groups(module) if isinstance(module, FSDPModule) else []
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100  # from fcntl.h
+_RENAME_EXCHANGE = 2  # from linux/fs.h; Python has no binding of renameat2
 
 
 @contextmanager
@@ -222,6 +222,7 @@ def remove_stale_files(paths: Iterable[Path]) -> None:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                # Its maker holds the lock, which ends with the process however that dies.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             finally:
@@ -248,7 +249,11 @@ def _lock(handle: int, path: Path) -> bool:
 
 @contextmanager
 def convert_disk_errors(
-    path: Path, *, by: str, needed: int | None = None, hint: str | None = None
+    path: Path,
+    *,
+    by: str,
+    needed: int | None = None,
+    hint: str | None = None,
 ) -> Iterator[None]:
     """Convert an `OSError` of the block to a `DiskError` with the file and the free space."""
     try:
@@ -385,10 +390,10 @@ def format_toml(values: Mapping[str, Any]) -> str:
         out = "runs/a"
         data = ["a", "b"]
     """
-    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {_format_value(value)}\n" for name, value in values.items())
 
 
-def _toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return '"None"'
     if isinstance(value, bool):
@@ -399,7 +404,7 @@ def _toml(value: Any) -> str:
         # A JSON string is a TOML string, except that TOML forbids a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Sequence):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     raise TypeError(f"format_toml: {value!r} is no str, number, bool, None or list")
 
 

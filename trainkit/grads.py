@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
-from trainkit.parallel.names import canonical_name, get_named_parameters, is_tied_copy, modules_of
-from trainkit.parallel.reduction import (
+from trainkit.parallel.grad_reduction import (
     Reduce,
     check_dense,
     check_not_averaging,
@@ -29,6 +28,12 @@ from trainkit.parallel.reduction import (
     sum_gradients_,
     sum_grads_,
     summed_at_the_end,
+)
+from trainkit.parallel.parameters import (
+    canonical_name,
+    get_named_parameters,
+    is_tied_copy,
+    modules_of,
 )
 from trainkit.types import SOLO, Axis, ConfigError, Log, Stages, Update
 

@@ -25,15 +25,14 @@ from trainkit.batch import (
 from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_device
 from trainkit.losses import average_terms
 from trainkit.models.call import call_model
-from trainkit.parallel.leaks import refuse_leaks
-from trainkit.parallel.pipeline import make_pipeline
-from trainkit.parallel.places import as_stages, places_of
-from trainkit.parallel.reduction import (
+from trainkit.parallel.grad_reduction import (
     Reduce,
     check_sums,
     reducers_of,
     reducing,
 )
+from trainkit.parallel.packing_leaks import refuse_leaks
+from trainkit.parallel.pipeline import make_pipeline
 from trainkit.parallel.split import schedule_kind
 from trainkit.parallel.stage_forward import (
     agree_on_kinds,
@@ -43,6 +42,7 @@ from trainkit.parallel.stage_forward import (
     share_terms,
     terms_of,
 )
+from trainkit.parallel.stage_ranks import as_stages, places_of
 from trainkit.types import (
     BATCH_TENSORS,
     SOLO,

@@ -286,12 +286,10 @@ fraction = satisfies(lambda value: 0 <= value <= 1, "between 0 and 1")
 # ------------------------------------------------------------------------------------- parallelism
 
 Kernel = Literal["varlen", "flash", "efficient", "cudnn", "flex", "sdpa", "math"]
-"""Attention kernels by name, for `attention.choose_kernel`. `varlen`: all documents in one call of
-torch's
-flash kernel. `flash`, `efficient`, `cudnn`: that kernel of torch's `scaled_dot_product_attention`,
-a call for each document, or three in a window (there `flash` is `varlen` on CUDA). `flex`:
-FlexAttention. `sdpa`: whatever kernel torch takes, and `math` for soft caps. `math`: products and a
-softmax, some queries at a time, anywhere."""
+"""Attention kernels by name, for `attention.choose_kernel`: `varlen`, torch's flash kernel with all
+documents in one call; `flash`, `efficient` and `cudnn`, that kernel of torch's
+`scaled_dot_product_attention`, with a call for each document; `flex`, FlexAttention; `sdpa`, any
+kernel of torch's; `math`, products and a softmax, on any device."""
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
 """Which of ring and ulysses also split parameters."""

@@ -21,7 +21,7 @@ from trainkit.optim import (
     parse_options,
 )
 from trainkit.optim.storage import read_moment, written_moment
-from trainkit.parallel.names import empty_rows_like, get_local_box
+from trainkit.parallel.parameters import empty_rows_like, get_local_box
 from trainkit.types import SOLO
 
 SHAPES = {"up.weight": (3, 512), "head.weight": (4, 6), "norm.weight": (5,), "scale": ()}

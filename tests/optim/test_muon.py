@@ -38,7 +38,7 @@ from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.certify import certify
 from trainkit.types import Layout, TrainState
-from trainkit.weights.checkpoint.targets import expected_state
+from trainkit.weights.checkpoint.load_targets import predict_state
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):
@@ -299,7 +299,7 @@ def test_resumes_bit_for_bit_through_a_checkpoint(tmp_path):
         pairs = (model, optimizer), (other, resumed)
         hashes = [tk.state_hash(TrainState(), [m], o, ps) for m, o in pairs]
         assert hashes[0] == hashes[1]
-        expected = expected_state([model], optimizer)
+        expected = predict_state([model], optimizer)
         assert [{*x} for x in expected.values()] == [{"momentum_buffer"}] * 2
 
 

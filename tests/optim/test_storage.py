@@ -21,7 +21,7 @@ from trainkit.optim import (
     elementwise,
 )
 from trainkit.optim.storage import read_moment, written_moment
-from trainkit.parallel import names as naming
+from trainkit.parallel import parameters as naming
 
 SHAPES = ((5, 768), (3, 3001), (7,), (), (0, 4), (300, 1))
 
@@ -106,7 +106,7 @@ def test_any_cut_gives_the_same_bits(monkeypatch, dtype, options):
         box_of = naming.get_local_box
         with monkeypatch.context() as patch:
             patch.setattr(
-                "trainkit.optim.rows.get_local_box",
+                "trainkit.optim.rounding_keys.get_local_box",
                 lambda p: attrs.evolve(box_of(p), offset=offset),
             )
             for g in gradients:

@@ -33,7 +33,7 @@ from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.tensors import get_run_tensors
+from trainkit.weights.checkpoint.run_state import get_run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
@@ -492,10 +492,8 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
     head, _, up, _ = made.param_groups
     assert (head["optimizer"], head["lr_scale"], head["betas"]) == ("Lion", 0.5, (0.7, 0.6))
     assert (up["optimizer"], up["moments"], up["cautious"]) == ("LowPrecisionAdamW", "bf16", True)
-    by_flags = OptimizerOptions(
-        optimizer_options=("cautious=True",), optimizer_groups=of_groups
-    ).made
-    assert (by_flags["options"], by_flags["groups"]) == ({"cautious": True}, groups)
+    by_flags = OptimizerOptions(optimizer_options=("cautious=True",), optimizer_groups=of_groups)
+    assert (by_flags.options, by_flags.groups) == ({"cautious": True}, groups)
 
 
 @pytest.mark.parametrize(

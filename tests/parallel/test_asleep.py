@@ -9,8 +9,8 @@ import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
 from trainkit.optim import make_optimizer, use_averaged_parameters
 from trainkit.parallel import offload_state
+from trainkit.parallel.grad_reduction import local_of
 from trainkit.parallel.offload_state import Offloaded
-from trainkit.parallel.reduction import local_of
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
 from trainkit.weights.checkpoint import save_checkpoint

@@ -38,7 +38,7 @@ from trainkit.parallel import (
     sequence_parallel,
     tensor_parallel,
 )
-from trainkit.parallel.reduction import Reduction
+from trainkit.parallel.grad_reduction import Reduction
 from trainkit.post.adapters import Lora, lora
 from trainkit.post.generation import generate
 from trainkit.tools.testing import certify, count_collectives, run_ranks, train

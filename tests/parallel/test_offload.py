@@ -18,7 +18,7 @@ from trainkit.parallel import (
     recompute,
     tensor_parallel,
 )
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.grad_reduction import local_of
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.tools.testing import run_ranks
 

@@ -13,13 +13,13 @@ from whole_step import CONFIG
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel.check_layout import passes_to_itself
-from trainkit.parallel.places import StagePlace, places_of, tied_of
 from trainkit.parallel.split import (
     SCHEDULES,
     assign_stages,
     decoder_costs,
     split_layer_ranges,
 )
+from trainkit.parallel.stage_ranks import StagePlace, places_of, tied_of
 from trainkit.parallel.stages import split_layers
 from trainkit.tools.planning import Job
 from trainkit.tools.planning.stages import part_of

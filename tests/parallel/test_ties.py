@@ -10,7 +10,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.parallel import Transform, compile_blocks, fsdp, recompute, tensor_parallel
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import ties_of
+from trainkit.parallel.parameters import ties_of
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.train import certificate_weights as weights
 from trainkit.types import CheckpointError, ConfigError

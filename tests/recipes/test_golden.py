@@ -15,7 +15,7 @@ from recipe_runs import column, here
 
 from trainkit import models, optim
 from trainkit.mesh import solo_parallel
-from trainkit.parallel import dtypes
+from trainkit.parallel import precision
 from trainkit.text.tokenizers import open_tokenizer
 from trainkit.types import TrainState
 from trainkit.weights.checkpoint import save_checkpoint
@@ -43,7 +43,7 @@ def write_data(folder):
 
 
 def untrained(folder):
-    """Save a checkpoint of the weights that a run begins with which has nothing to begin with."""
+    """Save a checkpoint of the weights that a run begins with which has no run to start from."""
     size = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
     model = models.build_decoder(models.make_decoder_config("tiny", vocab_size=size), seed=5)
     facts = {"model": attrs.asdict(model.config), "config.tokenizer": "bytes"}
@@ -62,7 +62,7 @@ def flags_of(recipe, data, out):
 @pytest.fixture
 def fp64(monkeypatch):
     """Make models, and what `--storage fp32` stores and computes in, fp64."""
-    monkeypatch.setitem(dtypes.DTYPES, "fp32", torch.float64)
+    monkeypatch.setitem(precision.DTYPES, "fp32", torch.float64)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -18,7 +18,13 @@ import torch.distributed as dist
 
 from trainkit.files import redirect_to_devnull
 from trainkit.run.directory import make_run_dir
-from trainkit.run.errors import EXIT_SAVED, get_exit_code, last_words, report_errors, run_main
+from trainkit.run.errors import (
+    EXIT_SAVED,
+    format_last_words,
+    get_exit_code,
+    report_errors,
+    run_main,
+)
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.ranks import RankError
 from trainkit.types import (
@@ -130,7 +136,7 @@ def test_every_error_ends_with_its_code_and_its_last_words(
         assert str(kept) in err
     assert ("Traceback" in err) == (code in {68, 70} and not has_run_dir)
     if isinstance(error, PreemptedError):
-        assert "hint: run the same command again to go on from the last checkpoint" in lines
+        assert "hint: run the same command again to resume from the last checkpoint" in lines
 
 
 def test_on_a_terminal_it_stands_once_and_in_words(capsys, monkeypatch):
@@ -138,9 +144,9 @@ def test_on_a_terminal_it_stands_once_and_in_words(capsys, monkeypatch):
     with pytest.raises(SystemExit), report_errors():
         raise CASES[0][0]
     assert capsys.readouterr().err == "error: lr must be above 0\nhint: try 3e-4\n"
-    assert last_words(76, "left at once").count(b"left at once") == 1
+    assert format_last_words(76, "left at once").count(b"left at once") == 1
     monkeypatch.setattr(sys, "stderr", None)
-    assert b"TRAINKIT_ERROR" in last_words(76, "left at once")
+    assert b"TRAINKIT_ERROR" in format_last_words(76, "left at once")
 
 
 def test_what_the_error_knows_is_passed_on(capsys):
@@ -232,7 +238,7 @@ def test_a_reader_who_leaves_is_no_lost_peer():
 
 
 def test_what_a_process_says_that_ends_where_it_stands_is_what_all_say():
-    first, hint, last = last_words(76, "left at once").decode().splitlines()
+    first, hint, last = format_last_words(76, "left at once").decode().splitlines()
     assert first == "error: left at once"
     assert hint.startswith("hint: run the same command again")
     facts = json.loads(last.removeprefix("TRAINKIT_ERROR "))

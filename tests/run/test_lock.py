@@ -62,7 +62,7 @@ def test_the_holder_is_named_and_the_file_goes_with_it(tmp_path, monkeypatch):
 @pytest.mark.case("L12")
 def test_without_the_lock_two_runs_are_in_one_directory(tmp_path, monkeypatch, told):
     """The negative control."""
-    monkeypatch.setattr(lock, "_is_locked", lambda _: True)
+    monkeypatch.setattr(lock, "_try_lock", lambda _: True)
     with lock_run(tmp_path, SOLO), lock_run(tmp_path, SOLO, log=told.append):
         assert "taken over" in told[0]
 
@@ -78,7 +78,7 @@ def test_what_a_dead_process_has_left_is_taken_over_and_told(text, tmp_path, tol
         assert written(tmp_path / "lock")["since"] != "yesterday"
     facts = json.loads(text)
     who = f"process {facts['pid']} on {facts['host']}, job 41, since yesterday"
-    assert told == [f"{tmp_path / 'lock'}: taken over; {who}, has ended without giving it back"]
+    assert told == [f"{tmp_path / 'lock'}: taken over; {who}, has ended without releasing it"]
 
 
 HOSTILE = ["", "{", "[]", "null", '{"host": 1}', "{" * 5000, holder(pid="x"), holder(job=None) * 2]
@@ -158,8 +158,8 @@ def test_a_holder_that_leaves_while_we_look_leaves_us_no_removed_file(
     is_checked, tmp_path, monkeypatch
 ):
     """Without the check there are two holders, one of a file that nobody else can open."""
-    path, is_locked = tmp_path / "lock", lock._is_locked
-    first = lock._take(path, 0)
+    path, is_locked = tmp_path / "lock", lock._try_lock
+    first = lock._open_locked(path, 0)
 
     def is_locked_after_the_holder_has_left(file):
         if not first.closed:
@@ -167,17 +167,17 @@ def test_a_holder_that_leaves_while_we_look_leaves_us_no_removed_file(
             first.close()
         return is_locked(file)
 
-    monkeypatch.setattr(lock, "_is_locked", is_locked_after_the_holder_has_left)
+    monkeypatch.setattr(lock, "_try_lock", is_locked_after_the_holder_has_left)
     if not is_checked:
-        monkeypatch.setattr(lock, "_is_the_file", lambda *_: True)
-    with lock._take(path, 20) as second:
+        monkeypatch.setattr(lock, "_is_same_file", lambda *_: True)
+    with lock._open_locked(path, 20) as second:
         is_there = path.exists() and os.path.samestat(os.fstat(second.fileno()), path.stat())
         assert is_there == is_checked
         if is_checked:
             with pytest.raises(ConfigError):
-                lock._take(path, 0)
+                lock._open_locked(path, 0)
         else:
-            lock._take(path, 0).close()
+            lock._open_locked(path, 0).close()
 
 
 @pytest.mark.parametrize(
@@ -228,20 +228,20 @@ def test_a_run_that_was_killed_is_followed_at_once(tmp_path, told):
         run_ranks(die_with_the_lock, 1, tmp_path)
     assert (tmp_path / "lock").exists()
     with lock_run(tmp_path, SOLO, log=told.append, patience=0):
-        assert "has ended without giving it back" in told[0]
+        assert "has ended without releasing it" in told[0]
 
 
 @pytest.mark.case("L12")
 def test_children_of_a_dead_holder_are_waited_for(tmp_path, told):
-    with lock._take(tmp_path / "lock", 0) as file:
+    with lock._open_locked(tmp_path / "lock", 0) as file:
         file.write(holder().encode())
         shared = os.dup(file.fileno())  # what a forked child has
-    with pytest.raises(ConfigError, match="has ended, but a process that it started still holds"):
-        lock._take(tmp_path / "lock", 0)
+    with pytest.raises(ConfigError, match="has ended, but a child process still has the lock"):
+        lock._open_locked(tmp_path / "lock", 0)
     thread = threading.Timer(0.2, os.close, (shared,))
     thread.start()
     with lock_run(tmp_path, SOLO, log=told.append, patience=20):
-        assert "has ended without giving it back" in told[0]
+        assert "has ended without releasing it" in told[0]
     thread.join()
 
 

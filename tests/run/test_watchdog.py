@@ -22,13 +22,13 @@ from trainkit.run.peers import (
     Failure,
     Sighting,
     find_culprits,
+    find_stragglers,
     is_gone,
-    look,
-    put_down,
+    kill_member,
     read_beat,
     read_failure,
-    stragglers,
     this_member,
+    update_sighting,
     write_beat,
     write_failure,
 )
@@ -532,17 +532,17 @@ def test_another_host_may_be_silent_for_longer():
 
 
 def test_a_beat_that_moves_is_heard():
-    seen = look(look(Sighting(), BEAT, 3.0), BEAT, 2.5)
+    seen = update_sighting(update_sighting(Sighting(), BEAT, 3.0), BEAT, 2.5)
     assert seen.still == 2.5
-    assert look(seen, attrs.evolve(BEAT, count=9), 1.0).still == 0.0
-    assert look(seen, None, 1.0).still == 3.5
+    assert update_sighting(seen, attrs.evolve(BEAT, count=9), 1.0).still == 0.0
+    assert update_sighting(seen, None, 1.0).still == 3.5
 
 
 def test_stragglers_are_those_that_the_others_wait_for():
-    assert stragglers({0: 0.2, 1: 1.0}) == [1]
-    assert stragglers({0: 0.9, 1: 1.0, 2: 0.8}) == []
-    assert stragglers({0: 0.1, 1: 0.3, 2: 0.1}) == []  # the network is slow, not a rank
-    assert stragglers({}) == stragglers({0: 1.0}) == []
+    assert find_stragglers({0: 0.2, 1: 1.0}) == [1]
+    assert find_stragglers({0: 0.9, 1: 1.0, 2: 0.8}) == []
+    assert find_stragglers({0: 0.1, 1: 0.3, 2: 0.1}) == []  # the network is slow, not a rank
+    assert find_stragglers({}) == find_stragglers({0: 1.0}) == []
 
 
 @pytest.mark.case("F4", "R1")
@@ -682,7 +682,7 @@ def test_a_pid_that_is_used_again_is_not_the_same_process():
     assert not is_gone(own, own.place)
     assert is_gone(attrs.evolve(own, started="1"), own.place)
     assert not is_gone(attrs.evolve(own, started="1", place="elsewhere"), own.place)
-    put_down(attrs.evolve(own, started="1"), own.place)  # and is not killed
+    kill_member(attrs.evolve(own, started="1"), own.place)  # and is not killed
 
 
 def test_texts_without_proc(monkeypatch):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from trainkit.data.mapped import MappedFile
+    from trainkit.data.memory_map import MappedFile
     from trainkit.types import Column, Corpus, IntArray
 
 DTYPES = ("uint8", "uint16", "uint32")

@@ -250,8 +250,8 @@ def dropout(
     if (features != width and offset is None) or not 0 <= first <= width - features:
         raise ValueError(
             f"dropout: x has {features} of the {width} features at {name!r}; give the index of "
-            f"its first as offset=, in [0, {width - features}] (got {offset}), or every shard drops "
-            "the same"
+            f"its first as offset=, in [0, {width - features}] (got {offset}), or every shard "
+            "drops the same"
         )
     if p == 0:
         return x

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trainkit.optim.groups import check_numbers
 from trainkit.optim.storage import Moments, Rounding
-from trainkit.parallel.names import PlacedAlike, placed_as
-from trainkit.parallel.reduction import check_dense, local_of
+from trainkit.parallel.grad_reduction import check_dense, local_of
+from trainkit.parallel.parameters import PlacedAlike, placed_as
 
 
 class AdamW(torch.optim.AdamW):

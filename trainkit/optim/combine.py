@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.grad_reduction import local_of
 from trainkit.types import check_range
 
 

@@ -19,9 +19,9 @@ from numba.extending import overload, register_jitable
 from torch import Tensor, nn
 
 from trainkit.optim.combine import load_as_saved_
+from trainkit.optim.compiled_loops import rule_loop
 from trainkit.optim.groups import check_numbers
-from trainkit.optim.loops import rule_loop
-from trainkit.optim.rows import Rows
+from trainkit.optim.rounding_keys import Rows
 from trainkit.optim.storage import (
     Moments,
     Rounding,
@@ -33,8 +33,8 @@ from trainkit.optim.storage import (
     wide,
     written_moment,
 )
-from trainkit.parallel.names import PlacedAlike, get_local_box, placed_as
-from trainkit.parallel.reduction import check_dense, local_of
+from trainkit.parallel.grad_reduction import check_dense, local_of
+from trainkit.parallel.parameters import PlacedAlike, get_local_box, placed_as
 from trainkit.types import check_choice
 
 Numbers = tuple[tuple[Any, ...], dict[str, Any]]

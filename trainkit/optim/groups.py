@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.collectives import all_gather_objects
-from trainkit.parallel.names import COPY_SUFFIX, fitting_names
+from trainkit.parallel.parameters import COPY_SUFFIX, fitting_names
 from trainkit.types import SOLO, Axis, ConfigError, check_range
 
 Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]

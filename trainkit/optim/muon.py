@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.optim.distributed_matrices import Box, Grid, Matrix, Round, compute_whole, rounds_of
-from trainkit.parallel.names import PlacedAlike, boxes_of, canonical_name
-from trainkit.parallel.reduction import check_dense, local_of
+from trainkit.parallel.grad_reduction import check_dense, local_of
+from trainkit.parallel.parameters import PlacedAlike, boxes_of, canonical_name
 from trainkit.types import SOLO, Axis, check_choice, check_range
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)

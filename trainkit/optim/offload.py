@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.grads import stepping_alone
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.grad_reduction import local_of
 
 
 def offload_optimizer_(optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.noise.rounding import MASK_32
-from trainkit.parallel.names import empty_rows_like, get_local_box
+from trainkit.parallel.parameters import empty_rows_like, get_local_box
 
 Moments = Literal["fp32", "bf16", "8bit"]
 """How moments are kept. bf16 rounds up or down at random: a moment moves by a thousandth of itself

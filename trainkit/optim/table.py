@@ -26,7 +26,7 @@ from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.offload import offload_optimizer_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.storage import moment_bytes
-from trainkit.parallel.names import get_named_parameters, modules_of
+from trainkit.parallel.parameters import get_named_parameters, modules_of
 from trainkit.types import SOLO, Axis, ConfigError, Precision, Stages
 
 

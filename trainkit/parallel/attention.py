@@ -40,18 +40,23 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
         >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
         >>> attention_line([made])
-        'attention: 2 layers by flash (varlen: it runs on CUDA alone)'
+        'attention: 2 layers by flash (varlen: it runs only on CUDA)'
     """
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
-        if ps.ring.count > 1 or not layers:
-            reason = "no submodule has attributes 'attend' and 'head_size'"
-            if layers:
-                reason = f"ring = {ps.ring.count} has kernels of its own"
+        if not layers:
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, {reason}; leave attention out",
+                f"attention: {', '.join(names)} cannot be chosen, no submodule has attributes "
+                "'attend' and 'head_size'; leave attention out",
+                where="attention",
+                got=list(names),
+            )
+        if ps.ring.count > 1:
+            raise ConfigError(
+                f"attention: {', '.join(names)} cannot be chosen, ring = {ps.ring.count} has "
+                "kernels of its own; leave attention out",
                 where="attention",
                 got=list(names),
             )

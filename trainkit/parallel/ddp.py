@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_sum
-from trainkit.parallel.reduction import (
+from trainkit.parallel.check_modules import refuse_max_norm
+from trainkit.parallel.grad_reduction import (
     buckets_of,
     check_dense,
     flags_of,
@@ -26,7 +27,6 @@ from trainkit.parallel.reduction import (
     whose_gradient,
 )
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Axis, ParallelState, check_choice
 
 

@@ -15,23 +15,23 @@ from trainkit.collectives import get_backends, get_comm_device
 from trainkit.mesh import solo_parallel
 from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.check_layout import problems, refuse
-from trainkit.parallel.dtypes import compute_dtype
-from trainkit.parallel.experts import layers_over_ep
-from trainkit.parallel.names import canonical_name, find_blocks
-from trainkit.parallel.recompute import hide_hooks_
-from trainkit.parallel.reduction import (
+from trainkit.parallel.check_modules import (
+    refuse_container,
+    refuse_empty_parameters,
+    refuse_max_norm,
+)
+from trainkit.parallel.expert_parallel import layers_over_ep
+from trainkit.parallel.grad_reduction import (
     keep_what_is_returned_,
     local_of,
     replicates,
     round_gradients_,
     sum_gradients_,
 )
+from trainkit.parallel.parameters import canonical_name, find_blocks
+from trainkit.parallel.precision import compute_dtype
+from trainkit.parallel.recompute import hide_hooks_
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import (
-    refuse_container,
-    refuse_empty_parameters,
-    refuse_max_norm,
-)
 from trainkit.types import Axis, ConfigError, Layout, ParallelState
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainkit.collectives import all_gather_objects
-from trainkit.parallel.names import (
+from trainkit.parallel.parameters import (
     PlacedAlike,
     canonical_name,
     get_local_box,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.names import find_blocks
-from trainkit.parallel.reduction import local_of, reducers_of
+from trainkit.parallel.grad_reduction import local_of, reducers_of
+from trainkit.parallel.parameters import find_blocks
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 

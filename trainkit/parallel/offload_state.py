@@ -14,8 +14,8 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter
 
 from trainkit.models.mixins import mix_in_, take_out_
-from trainkit.parallel.names import get_named_parameters
-from trainkit.parallel.reduction import local_of, reducers_of
+from trainkit.parallel.grad_reduction import local_of, reducers_of
+from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import DiskError
 
 

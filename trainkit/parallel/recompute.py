@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import attrs
@@ -25,10 +24,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainkit.attention.choose import list_operators
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.cost import Keeps, Priced, choose
-from trainkit.parallel.names import find_blocks
 from trainkit.parallel.notes import Note
+from trainkit.parallel.parameters import find_blocks
+from trainkit.parallel.recompute_budget import Keeps, Priced, choose
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -40,14 +40,6 @@ _SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
 
 # not bmm: scores of attention that is written out
 _PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm")
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-)
 _PART = r"(?:exchanges|attention|products(?:/[1-9][0-9]?)?)"
 
 
@@ -71,14 +63,11 @@ def groups_of(device: torch.device) -> dict[Any, str]:
         'products'
     """
     packets = {getattr(torch.ops.aten, name): "products" for name in _PRODUCTS}
-    packets |= {getattr(torch.ops.aten, name): "attention" for name in _ATTENTION}
+    packets |= dict.fromkeys(list_operators(device), "attention")
+    packets[torch.ops.aten._flash_attention_forward] = "attention"  # noqa: SLF001 (the ring's)
     if dist.is_available():
         sent = torch.ops._c10d_functional  # noqa: SLF001 (what all_to_all_rows calls)
         packets[sent.all_to_all_single] = "exchanges"
-    if device.type == "cuda":
-        # Registers the operator; not imported above, for it imports torch._dynamo (1.1 s, 2.13).
-        import_module("torch.nn.attention.varlen")
-        packets[torch.ops.torch_attn._varlen_attn] = "attention"  # noqa: SLF001 (varlen_attn's)
     return {
         getattr(packet, name): group
         for packet, group in packets.items()

@@ -13,8 +13,8 @@ from torch import nn
 from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
 from trainkit.models.experts import check_whole_documents
+from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, ParallelState
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, broadcast
-from trainkit.parallel.dtypes import compute_dtype
-from trainkit.parallel.places import StagePlace, places_of
-from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.parallel.grad_reduction import reducers_of, reshard_
+from trainkit.parallel.precision import compute_dtype
+from trainkit.parallel.stage_ranks import StagePlace, places_of
 from trainkit.types import Axis, Call, ConfigError, Loss, Stages
 
 

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from trainkit.models.call import call_model
 from trainkit.models.decoder import Decoder, decoder_stage
 from trainkit.parallel.check_layout import problems, refuse
-from trainkit.parallel.dtypes import widen_gradients_
+from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.materialize import (
     buffers_of,
     check_fit,
     live_buffers,
     materialize_,
 )
-from trainkit.parallel.names import canonical_name, get_named_parameters, ties_of
-from trainkit.parallel.places import StagePlace, attach_axes, placed_
+from trainkit.parallel.parameters import canonical_name, get_named_parameters, ties_of
+from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
+from trainkit.parallel.stage_ranks import StagePlace, attach_axes, placed_
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import (
     Call,
     ConfigError,

@@ -18,8 +18,9 @@ from trainkit.collectives import all_gather_replicated, sum_forward
 from trainkit.models.decoder import Decoder
 from trainkit.models.experts import ExpertMlp, check_whole_documents
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.names import canonical_name, name_matches
-from trainkit.parallel.reduction import mark_partial_
+from trainkit.parallel.check_modules import refuse_max_norm
+from trainkit.parallel.grad_reduction import mark_partial_
+from trainkit.parallel.parameters import canonical_name, name_matches
 from trainkit.parallel.styles import (
     STYLES,
     ParallelStyle,
@@ -29,7 +30,6 @@ from trainkit.parallel.styles import (
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Axis, ConfigError, Hidden, ParallelState, RoutedOutput, VocabularyAxis
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(

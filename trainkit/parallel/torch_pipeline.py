@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.parallel.places import StagePlace
-from trainkit.parallel.reduction import Reduction, reducers_of, reshards_after_forward
+from trainkit.parallel.grad_reduction import Reduction, reducers_of, reshards_after_forward
 from trainkit.parallel.split import Kind
+from trainkit.parallel.stage_ranks import StagePlace
 from trainkit.types import Axis
 
 Run = Callable[[nn.Module, int, tuple[Tensor, ...]], Any]

@@ -9,7 +9,7 @@ from typing import cast
 import attrs
 from torch import nn
 
-from trainkit.parallel.names import ties_of
+from trainkit.parallel.parameters import ties_of
 from trainkit.types import Axis, ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (

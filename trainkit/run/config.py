@@ -113,7 +113,7 @@ def _check_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
     if any(getattr(options, x.name) != x.default for x in fields if x.name in names):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
-        check_options(**options.made)
+        check_options(**_optimizer_arguments(options))
         if any(text.startswith("moments=") for text in options.optimizer_options):
             raise ConfigError("optimizer_options: the dtype of moments is a flag, --moments")
 
@@ -124,7 +124,7 @@ def _check_storage(config: RunConfig, _: object, precision: Precision) -> None:
     if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
-        check_options(**options.made, precision=precision)
+        check_options(**_optimizer_arguments(options), precision=precision)
 
 
 _not_negative = attrs.validators.optional(non_negative)
@@ -173,19 +173,30 @@ class OptimizerOptions:
     """Gradients above this norm are scaled down to it."""
 
     @property
-    def made(self) -> dict[str, Any]:
-        """What `optim.make_optimizer` is told."""
-        from trainkit.optim import parse_groups, parse_options  # noqa: PLC0415 -- it needs torch
+    def options(self) -> dict[str, Any]:
+        """The values of `optimizer_options` by name, for `optim.make_optimizer`."""
+        from trainkit.optim import parse_options  # noqa: PLC0415 -- it needs torch
 
-        return {
-            "optimizer": self.optimizer,
-            "lr": self.lr,
-            "weight_decay": self.weight_decay,
-            "options": parse_options(self.optimizer_options, optimizer=self.optimizer),
-            "groups": parse_groups(self.optimizer_groups, optimizer=self.optimizer),
-            "mean": self.mean,
-            "offload": self.offload_optimizer,
-        }
+        return parse_options(self.optimizer_options, optimizer=self.optimizer)
+
+    @property
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The values of `optimizer_groups` by pattern, for `optim.make_optimizer`."""
+        from trainkit.optim import parse_groups  # noqa: PLC0415 -- it needs torch
+
+        return parse_groups(self.optimizer_groups, optimizer=self.optimizer)
+
+
+def _optimizer_arguments(options: OptimizerOptions) -> dict[str, Any]:
+    return {
+        "optimizer": options.optimizer,
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "options": options.options,
+        "groups": options.groups,
+        "mean": options.mean,
+        "offload": options.offload_optimizer,
+    }
 
 
 @attrs.frozen(kw_only=True)
@@ -255,8 +266,8 @@ class RunConfig:
     """Compile the blocks with torch.compile."""
 
     attention: tuple[Kernel, ...] = option((), on_resume="allow")
-    """The kernel of attention, the first of these that fits: varlen, flash, efficient, cudnn, flex,
-    sdpa, math; by default varlen where it fits, and else sdpa."""
+    """Attention kernels in order of preference, of which the first that fits is used; by default
+    varlen where it fits, otherwise sdpa. See docs/howto/choose-an-attention-kernel.md."""
 
     offload_activations: int | None = option(None, _not_negative, on_resume="allow")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""
@@ -268,18 +279,6 @@ class RunConfig:
     precision: Precision = option(Precision(), _check_storage, on_resume="ask")
     numerics: Numerics = option(Numerics(), on_resume="ask")
     layout: Layout = option(Layout(), on_resume="allow")
-
-    @property
-    def planned(self) -> dict[str, Any]:
-        """What `parallel.make_decoder_plan` is told beside the layout."""
-        named = ("precision", "recompute", "compiled", "attention")
-        return {x: getattr(self, x) for x in named} | {"offload": self.offload_activations}
-
-    @property
-    def opened(self) -> dict[str, Any]:
-        """What `open_run` is told beside the directory."""
-        told = {x: getattr(self, x) for x in ("layout", "limits", "numerics")}
-        return told | {"config": config_to_dict(self)}
 
 
 # ------------------------------------------------------------------------------------ fields

@@ -1,7 +1,7 @@
-"""The run directory: made, and found to be writable, before anything else is done.
+"""Create the run directory, and check that it is writable, before anything else happens.
 
-What is made in it has the permissions that the user's umask leaves, checkpoints and logs alike: a
-run that others shall not read is started under `umask 077`.
+All files in it, checkpoints and logs, have the permissions of the user's umask: start a run that
+others must not read under `umask 077`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ def make_run_dir(
     strict_owner: bool = False,
     log: Log = log_info,
 ) -> Path:
-    """Return `path` as a directory that exists and can be written, as a probe of 4 KiB has shown.
+    """Create a directory if it does not exist, check by a probe of 4 KiB that it is writable.
 
     Args:
         path: The directory.
-        strict_owner: Refuse a directory that others can write, too, instead of telling of it.
-        log: What is called with a sentence for each reason to distrust the directory.
+        strict_owner: Raise if others can write to the directory, instead of logging it.
+        log: Called with each reason to distrust the directory.
+
+    Returns:
+        The path.
 
     Raises:
-        ConfigError: `path` is a file, or what a run writes in it is a pipe, a folder or the like;
-            or others can write it and `strict_owner` is set.
-        DiskError: `path` cannot be made or written.
+        ConfigError: `path` is a file, or a name that a run writes to is a pipe, a folder or the
+            like; or others can write to it and `strict_owner` is set.
+        DiskError: `path` cannot be created or written.
 
     Effects:
-        Makes the directory and its parents; writes a probe and removes it. Any rank may call it.
+        Creates the directory and its parents; writes a probe and removes it. Any rank may call it.
 
     Examples:
         >>> import tempfile
@@ -44,7 +47,14 @@ def make_run_dir(
         True
     """
     path = Path(path)
-    _refuse_odd_files(path)
+    for name in _FILES:  # opening a pipe would block; another kind would be overwritten
+        file = path / name
+        if file.exists() and not file.is_file():
+            raise ConfigError(
+                f"make_run_dir: {file} is no regular file, and a run writes there",
+                where=str(file),
+                hint=f"remove {file}, or name another directory with --out",
+            )
     if path.exists() and not path.is_dir():
         raise ConfigError(
             f"make_run_dir: {path} is a file; a run needs a directory", where=str(path)
@@ -61,7 +71,7 @@ def make_run_dir(
             where=str(path),
             got=error.strerror,
             want="a directory that this user can write",
-            hint="make room, mend the permissions, or name another directory with --out",
+            hint="make room, fix the permissions, or name another directory with --out",
         ) from error
     problems = find_other_writers(path)
     if problems and strict_owner:
@@ -73,15 +83,3 @@ def make_run_dir(
     for problem in problems:
         log(problem)
     return path
-
-
-def _refuse_odd_files(path: Path) -> None:
-    """Refuse to wait for a pipe, or to write over what is no file."""
-    for name in _FILES:
-        file = path / name
-        if file.exists() and not file.is_file():
-            raise ConfigError(
-                f"make_run_dir: {file} is no regular file, and a run writes there",
-                where=str(file),
-                hint=f"remove {file}, or name another directory with --out",
-            )

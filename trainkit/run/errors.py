@@ -1,7 +1,7 @@
-"""How a run ends: its exit code and its last words.
+"""How a run ends: its exit code and its error report.
 
-A recipe puts its body under `report_errors`. Whatever goes wrong then ends in one line for a person
-and one for a program, with an exit code that says who can mend it. `run_main` ends the process.
+A recipe puts its body under `report_errors`. Every error then becomes one line for people and one
+for programs, and an exit code that says what kind it is. `run_main` ends the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainkit.run.stacks import read_stack
 from trainkit.types import TrainkitError, format_error
 
 EXIT_SAVED = 75
-"""The exit code of a run that was told to stop and is saved: start the same command again."""
+"""The exit code of a run that was stopped and is saved: the same command resumes it."""
 
 _USAGE, _PEER, _BUG, _DISK, _INTERRUPTED = 64, 68, 70, 74, 76
 _PIPE = 141  # 128 + SIGPIPE
@@ -48,51 +48,53 @@ _DISK_ERRORS = {
         "EPIPE",
     )
 }
-# Gloo and the stores raise plain RuntimeErrors too (torch from 2.11 on).
-_PEER_WORDS = re.compile(
+# Gloo and the stores also raise plain RuntimeErrors (from torch 2.11 on).
+_PEER_PATTERN = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|timeout|gloo/transport|watchdog",
     re.IGNORECASE,
 )
-_MEMORY_WORDS = re.compile(r"(can't|cannot|unable to) allocate memory|out of memory", re.IGNORECASE)
+_MEMORY_PATTERN = re.compile(
+    r"(can't|cannot|unable to) allocate memory|out of memory", re.IGNORECASE
+)
 _MEMORY_HINT = (
     "send fewer rows through the model at once (--microbatch), compute more again in the backward "
     "pass (--recompute), or use more ranks; python -m trainkit plan says what a layout needs"
 )
-_FILES_WORDS = re.compile(r"too many open files", re.IGNORECASE)
+_FILES_PATTERN = re.compile(r"too many open files", re.IGNORECASE)
 _FILES_HINT = "let the process open more files (ulimit -n 65536), and run the same command again"
-_THREAD_WORDS = re.compile(r"can't start new thread", re.IGNORECASE)
+_THREAD_PATTERN = re.compile(r"can't start new thread", re.IGNORECASE)
 _THREAD_HINT = (
     "let the user start more threads and processes (ulimit -u), or start fewer of them "
     "(OMP_NUM_THREADS, --workers), and run the same command again"
 )
-_LONGEST = 2000  # characters of another library's error
-_LONGEST_FACT = 8000  # of anything else that is told
-_LONGEST_TRACEBACK = 1_000_000
+_MAX_FOREIGN = 2000  # characters of another library's error
+_MAX_FIELD = 8000  # characters of any other field of the report
+_MAX_TRACEBACK = 1_000_000
 _HINTS = {
-    _PEER: "another rank ended or is stuck: its own report says why; run the same command again",
+    _PEER: "another rank ended or hangs: its own report says why; run the same command again",
     _BUG: "this is a bug in trainkit or in the recipe; the traceback says where",
-    _DISK: "make room or mend the permissions, then run the same command again",
-    _INTERRUPTED: "run the same command again to go on from the last checkpoint",
-    EXIT_SAVED: "run the same command again to go on from the last checkpoint",
+    _DISK: "make room or fix the permissions, then run the same command again",
+    _INTERRUPTED: "run the same command again to resume from the last checkpoint",
+    EXIT_SAVED: "run the same command again to resume from the last checkpoint",
 }
 
 
 @contextlib.contextmanager
 def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
-    """End the process with the exit code of what goes wrong inside, after saying what it was.
+    """Report an error of the block, and raise SystemExit with its exit code.
 
-    The exit codes are those of `get_exit_code`. On stderr stand one readable line and then, last
-    and unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step, got,
-    want and hint; every rank writes its own. The traceback is appended to `errors/rank_00000.txt`
-    in the run directory; without one it goes to stderr, but for errors of the user, which need
-    none.
+    The exit codes are those of `get_exit_code`. stderr gets one readable line and then, as its last
+    line and unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step,
+    got, want and hint; every rank writes its own. The traceback is appended to
+    `errors/rank_00000.txt` in the run directory; without one it goes to stderr, except for errors
+    of the user, which need none.
 
     Args:
         run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.
 
     Raises:
-        SystemExit: With the code, in place of the exception. Where the reader of stdout has left
-            (`--help | head`) it is 141, without a word, as other programs die of SIGPIPE.
+        SystemExit: With the code, in place of the exception. If the reader of stdout has gone
+            (`--help | head`) it is 141, without a report, as other programs die of SIGPIPE.
 
     Effects:
         On an error writes to stderr and under `run_dir`.
@@ -112,23 +114,31 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- all of them end here
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
             raise SystemExit(_PIPE) from None
-        facts = _facts_of(error, run_dir)
-        place = _keep_traceback(error, run_dir, facts)
+        fields = _collect_fields(error, run_dir)
+        path = _write_traceback(error, run_dir, fields)
         flush(sys.stdout)
-        say_on_stderr(_words_of(facts, *([f"traceback: {place}"] if place else [])))
-        raise SystemExit(facts["code"]) from None
+        say_on_stderr(_format_report(fields, *([f"traceback: {path}"] if path else [])))
+        raise SystemExit(fields["code"]) from None
 
 
-def last_words(code: int, what: str) -> bytes:
-    """Return what `report_errors` would say, for a process that must end where it stands.
+def format_last_words(code: int, what: str) -> bytes:
+    """Return the report of `report_errors`, for a process that must end without an exception.
 
     Examples:
-        >>> print(last_words(76, "left at once").decode().splitlines()[0])
+        >>> print(format_last_words(76, "left at once").decode().splitlines()[0])
         error: left at once
     """
-    names = ("code", "what", "where", "rank", "step", "got", "want", "hint")
-    facts = dict.fromkeys(names) | {"code": code, "what": what, "rank": _rank()}
-    return _words_of(facts | {"hint": _HINTS.get(code)}).encode() + b"\n"
+    fields = {
+        "code": code,
+        "what": what,
+        "where": None,
+        "rank": _read_rank(),
+        "step": None,
+        "got": None,
+        "want": None,
+        "hint": _HINTS.get(code),
+    }
+    return _format_report(fields).encode() + b"\n"
 
 
 def end_process(error: TrainkitError, *, run_dir: Path, rank: int) -> NoReturn:
@@ -153,7 +163,7 @@ def end_without_disk(code: int, text: str) -> NoReturn:
     Effects:
         Writes to stderr, and ends the process.
     """
-    words = last_words(code, text)
+    words = format_last_words(code, text)
     writer = threading.Thread(target=os.write, args=(2, words), daemon=True)
     writer.start()
     writer.join(1.0)
@@ -173,11 +183,14 @@ def _write_last_words(error: TrainkitError, run_dir: Path, rank: int) -> None:
         raise error
 
 
-def _words_of(facts: dict[str, Any], *further: str) -> str:
-    hint = [f"hint: {facts['hint']}"] if facts["hint"] else []
-    line = [f"TRAINKIT_ERROR {orjson.dumps(facts, default=str).decode()}"]
-    line = [] if _is_terminal(sys.stderr) else line  # people need not read it twice
-    return "\n".join([f"error: {facts['what']}", *hint, *further, *line])
+def _format_report(fields: dict[str, Any], *extra: str) -> str:
+    lines = [f"error: {fields['what']}"]
+    if fields["hint"]:
+        lines.append(f"hint: {fields['hint']}")
+    lines += extra
+    if not _is_terminal(sys.stderr):  # people at a terminal need not read it twice
+        lines.append(f"TRAINKIT_ERROR {orjson.dumps(fields, default=str).decode()}")
+    return "\n".join(lines)
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -188,26 +201,25 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _has_no_reader(stream: Any) -> bool:
-    """Return whether what is printed reaches nobody any more; let the rest go nowhere then."""
+    """Return whether a stream's reader has gone; if so, redirect it to the null device."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        asked = select.poll()
-        asked.register(stream.fileno(), select.POLLOUT)
-        if any(found & select.POLLERR for _, found in asked.poll(0)):
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        if any(events & select.POLLERR for _, events in poll.poll(0)):
             redirect_to_devnull(stream)
             return True
     return False
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run a recipe's `main`, and end the process with its exit code, whatever may be stuck.
+    """Run a recipe's `main`, and end the process with its exit code, even if threads hang.
 
-    What goes wrong in it is told as `report_errors` does, also before a run directory is known.
-    An interpreter that ends waits for its threads, and torch's destructors for peers, which may be
-    dead: a process that has failed could stay for as long as the timeout of its collectives. This
-    one flushes its output (5 s at most), stops the children that multiprocessing has started, and
-    is gone; functions of `atexit` are not called. A crash of the process itself, an abort or a bus
-    error for a file that was cut short while it was mapped, leaves the stacks of its threads on
-    stderr.
+    Errors are reported as in `report_errors`, also before a run directory is known. An interpreter
+    that ends waits for its threads, and torch's destructors wait for peers, which may be dead: a
+    process that has failed could live for as long as the timeout of its collectives. This one
+    flushes its output (5 s at most), stops the children of multiprocessing, and exits; functions of
+    `atexit` are not called. A crash of the process itself, such as an abort, or a bus error where a
+    mapped file was truncated, leaves the stacks of its threads on stderr.
 
     Args:
         main: Returns the exit code, None for 0, or raises SystemExit with it.
@@ -221,7 +233,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         >>> subprocess.run([sys.executable, "-c", script]).returncode
         75
     """
-    _open_standard_files()
+    _open_standard_streams()
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()
     try:
@@ -229,49 +241,46 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
             code = main()
     except SystemExit as end:
         code = end.code
-    except BaseException as error:  # noqa: BLE001 -- there is nobody further out to catch it
+    except BaseException as error:  # noqa: BLE001 -- the outermost frame
         traceback.print_exc()
         code = get_exit_code(error)
     if isinstance(code, str):
         print(code, file=sys.stderr)  # noqa: T201 -- as the interpreter does with sys.exit(text)
         code = 1
-    _ignore_signals()
-    _within(5.0, lambda: (flush(sys.stdout), flush(sys.stderr)))
-    _within(5.0, _end_children)
+    # torchrun signals the other workers when one has ended: that must not change the exit code.
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        with contextlib.suppress(ValueError):  # only the main thread may set a handler
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    _run_with_timeout(5.0, lambda: (flush(sys.stdout), flush(sys.stderr)))
+    _run_with_timeout(5.0, _kill_children)
     os._exit(code or 0)
 
 
-def _open_standard_files() -> None:
-    """Let no file that is opened get the number of a standard one that was closed at the start.
+def _open_standard_streams() -> None:
+    """Open the null device for standard streams that were closed when the process started.
 
-    Python has None for such a one, which libraries that print do not expect.
+    Otherwise the next file to be opened gets the number of a standard stream, and Python has None
+    in place of the stream, which libraries that print do not expect.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until the process ends)
 
 
-def _ignore_signals() -> None:
-    """Let nobody change the exit code: torchrun signals the workers that leave after the first."""
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"):
-        with contextlib.suppress(ValueError):  # only the main thread may
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-
-def _within(seconds: float, work: Callable[[], object]) -> None:
+def _run_with_timeout(seconds: float, work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work, daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started any more
         thread.start()
         thread.join(seconds)
 
 
-def _end_children() -> None:
-    """Stop the daemonic children of this process, as multiprocessing would at its exit."""
+def _kill_children() -> None:
+    """Kill the daemonic children of this process, as multiprocessing would at exit."""
     processes = sys.modules.get("multiprocessing.process")
     for child in processes.active_children() if processes else ():
         if child.daemon:
@@ -279,18 +288,18 @@ def _end_children() -> None:
 
 
 def get_exit_code(error: BaseException) -> int:
-    """Return the exit code of a recipe that `error` ends.
+    """Return the exit code for an error that ends a recipe.
 
     Returns:
-        64 configuration, environment (no file or thread left) or a bad argument, 65 data, 66
-        checkpoint, 67 numerics, 68 a peer lost or a timeout, 70 a bug or no memory left, 74 disk,
-        76 interrupted.
+        64 configuration, environment (no more files or threads) or a bad argument, 65 data, 66
+        checkpoint, 67 numerics, 68 a lost peer or a timeout, 70 a bug or out of memory, 74 disk, 76
+        interrupted.
 
     Examples:
         >>> get_exit_code(ValueError("x")), get_exit_code(OSError(28, "No space left on device"))
         (64, 74)
     """
-    if _limit_hint(error):
+    if _find_limit_hint(error):
         return _USAGE
     if isinstance(error, TrainkitError):
         return error.code
@@ -304,7 +313,7 @@ def get_exit_code(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a host or a device had no memory left.
+    """Return whether a host or a device was out of memory.
 
     Examples:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("out of range"))
@@ -312,105 +321,112 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    # torch's own is known by name, since whoever reports need not have loaded torch.
+    # torch's exception is recognized by name, since the process may not have loaded torch.
     if any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(format_error(error)) is not None
+    return (
+        isinstance(error, RuntimeError) and _MEMORY_PATTERN.search(format_error(error)) is not None
+    )
 
 
-def _limit_hint(error: BaseException) -> str | None:
-    """Return what to do where an error came of a limit of the system on files or threads.
+def _find_limit_hint(error: BaseException) -> str | None:
+    """Return a hint if the system's limit on files or threads caused an error, or None.
 
-    Such an error may have become another one, a peer that cannot be reached for instance.
+    The cause may be hidden behind another error, such as a peer that cannot be reached.
     """
-    seen = list[BaseException]()
+    visited: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
+    while cause is not None and cause not in visited:
+        visited.append(cause)
         number = getattr(cause, "errno", None)
         is_plain = isinstance(cause, OSError | RuntimeError | ImportError)
         text = format_error(cause) if is_plain else ""
-        if number in {errno.EMFILE, errno.ENFILE} or _FILES_WORDS.search(text):
+        if number in {errno.EMFILE, errno.ENFILE} or _FILES_PATTERN.search(text):
             return _FILES_HINT
-        # A process that cannot be forked; as the cause of another error it is a lock that is held.
+        # From os.fork; as the cause of another error it would mean a file that is locked.
         is_fork = cause is error and isinstance(error, BlockingIOError)
-        if is_fork or _THREAD_WORDS.search(text):
+        if is_fork or _THREAD_PATTERN.search(text):
             return _THREAD_HINT
         cause = cause.__cause__
     return None
 
 
-def bytes_asked(error: BaseException) -> str | None:
-    """Return how much memory was asked for, as an allocator's message has it; None: who knows.
+def parse_requested_memory(error: BaseException) -> str | None:
+    """Return the amount of memory in an allocator's message, or None.
 
     Examples:
-        >>> bytes_asked(RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 ..."))
+        >>> message = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 ..."
+        >>> parse_requested_memory(RuntimeError(message))
         '20.00 GiB'
-        >>> bytes_asked(MemoryError())
+        >>> parse_requested_memory(MemoryError())
     """
-    found = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", format_error(error))
-    return found[1] if found else None
+    match = re.search(r"allocate ([0-9.]+ (?:bytes|[KMGT]i?B))", format_error(error))
+    return match[1] if match else None
 
 
 def _is_peer_loss(error: BaseException) -> bool:
-    # By name, since whoever reports need not have loaded torch.
+    # By name, since the process may not have loaded torch.
     if any(base.__name__ == "DistError" for base in type(error).__mro__):
         return True
-    # A broken pipe is a reader of our output who left (`--help | head`), never a peer.
+    # A broken pipe is a reader of our output that has gone (`--help | head`), never a peer.
     return (
         isinstance(error, RuntimeError | ConnectionError | TimeoutError)
         and not isinstance(error, BrokenPipeError)
-        and _PEER_WORDS.search(format_error(error)) is not None
+        and _PEER_PATTERN.search(format_error(error)) is not None
     )
 
 
-def _facts_of(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
-    code, no_memory = get_exit_code(error), is_out_of_memory(error)
-    limit, hint = _limit_hint(error), _MEMORY_HINT if no_memory else _HINTS.get(code)
-    facts = {
+def _collect_fields(error: BaseException, run_dir: str | Path | None) -> dict[str, Any]:
+    code = get_exit_code(error)
+    got = getattr(error, "got", None)
+    default_hint = _HINTS.get(code)
+    if is_out_of_memory(error):
+        got = got or parse_requested_memory(error)
+        default_hint = _MEMORY_HINT
+    fields = {
         "code": code,
-        "what": _what(error),
-        "where": _where(error),
-        "rank": _rank(),
-        "step": None if run_dir is None else last_step(Path(run_dir) / "metrics.jsonl"),
-        "got": getattr(error, "got", None) or (bytes_asked(error) if no_memory else None),
+        "what": _format_what(error),
+        "where": _find_where(error),
+        "rank": _read_rank(),
+        "step": None if run_dir is None else read_last_step(Path(run_dir) / "metrics.jsonl"),
+        "got": got,
         "want": getattr(error, "want", None),
-        "hint": limit or getattr(error, "hint", None) or hint,
+        "hint": _find_limit_hint(error) or getattr(error, "hint", None) or default_hint,
     }
-    # A whole line of JSON whatever the error carries: a tensor or a set has a repr.
+    # The line must be valid JSON whatever the error contains; a tensor or a set has a repr.
     plain = (str, int, float, bool, type(None))
-    shown = {k: v if isinstance(v, plain) else repr(v) for k, v in facts.items()}
-    return {k: v[:_LONGEST_FACT] if isinstance(v, str) else v for k, v in shown.items()}
+    shown = {k: v if isinstance(v, plain) else repr(v) for k, v in fields.items()}
+    return {k: v[:_MAX_FIELD] if isinstance(v, str) else v for k, v in shown.items()}
 
 
-def _what(error: BaseException) -> str:
+def _format_what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
-    text = " ".join(format_error(error, most=_LONGEST_FACT - 100, hint=False).split())
+    text = " ".join(format_error(error, most=_MAX_FIELD - 100, hint=False).split())
     is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text
-    # A compiler's output is in the traceback; a line of 50 kB is read by nobody.
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    # The traceback has all of it; nobody reads a line of 50 kB, such as a compiler's output.
+    text = text if len(text) <= _MAX_FOREIGN else f"{text[:_MAX_FOREIGN]} ..."
     return f"{type(error).__name__}: {text}"
 
 
-def _where(error: BaseException) -> str | None:
-    place = getattr(error, "where", None) or getattr(error, "filename", None)
-    if place is not None:
-        return str(place)
+def _find_where(error: BaseException) -> str | None:
+    where = getattr(error, "where", None) or getattr(error, "filename", None)
+    if where is not None:
+        return str(where)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
-def _rank() -> int:
+def _read_rank() -> int:
     text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return int(text) if text.isdecimal() else 0
 
 
-def last_step(metrics: Path) -> int | None:
-    """Return the last step that a metrics file tells of, from its last 64 KiB."""
-    if not metrics.is_file():  # a pipe would be waited for
+def read_last_step(metrics: Path) -> int | None:
+    """Return the last step of a metrics file, from its last 64 KiB."""
+    if not metrics.is_file():  # opening a pipe would block
         return None
     try:
         with metrics.open("rb") as file:
@@ -421,18 +437,18 @@ def last_step(metrics: Path) -> int | None:
     return int(steps[-1]) if steps else None
 
 
-def _keep_traceback(
-    error: BaseException, run_dir: str | Path | None, facts: dict[str, Any]
+def _write_traceback(
+    error: BaseException, run_dir: str | Path | None, fields: dict[str, Any]
 ) -> Path | None:
     """Append the traceback to the rank's file and return its path, or print it if that fails."""
-    text = "".join(traceback.format_exception(error))[:_LONGEST_TRACEBACK]
+    text = "".join(traceback.format_exception(error))[:_MAX_TRACEBACK]
     if run_dir is not None:
-        path = Path(run_dir) / "errors" / f"rank_{facts['rank']:05d}.txt"
+        path = Path(run_dir) / "errors" / f"rank_{fields['rank']:05d}.txt"
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
             return path
-    if facts["code"] in {_PEER, _BUG}:
+    if fields["code"] in {_PEER, _BUG}:
         say_on_stderr(text)
     return None

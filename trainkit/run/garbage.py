@@ -1,4 +1,4 @@
-"""Python's garbage collection at chosen steps, and not in the middle of any."""
+"""Python's garbage collection between steps, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Protocol
 
 
 class Collect(Protocol):
-    """Count a step, and collect when it is time; `idle` says that nobody waits for this rank."""
+    """Count a step, and collect if it is time; `idle`: no rank waits for this one."""
 
     def __call__(self, *, idle: bool = False) -> None: ...
 
 
 @contextmanager
 def collect_manually(*, every: int = 100) -> Iterator[Collect]:
-    """Yield `collect()`, for the end of a step, and collect no garbage else.
+    """Yield `collect()`, to be called after each step; garbage is collected only there.
 
-    Python collects when it has made so many objects, on each rank in another step, and all ranks
-    wait for the one that does. Here all collect after the same step: what is new every `every`
-    steps, and everything when a rank is idle after at least as many. What only holds itself is
-    garbage until then; a step of a recipe leaves none.
+    Python collects after a number of allocations, on each rank in another step, and all ranks wait
+    for the one that does. Here all collect after the same step: the young generations every
+    `every` steps, and all of them when a rank is idle after at least as many. Reference cycles live
+    until then; a step of a recipe leaves none.
 
     Args:
-        every: How many steps lie between two collections.
+        every: The number of steps between two collections.
 
     Effects:
         Switches automatic collection off, and on again when the block is left, if it was on.
@@ -36,9 +36,11 @@ def collect_manually(*, every: int = 100) -> Iterator[Collect]:
         False
 
     References:
-        torchtitan does as much (`GarbageCollection`, with a period of 50 steps).
+        torchtitan's `GarbageCollection`, with a period of 50 steps.
     """
-    was_enabled, steps, last_full = gc.isenabled(), 0, 0
+    was_enabled = gc.isenabled()
+    steps = 0
+    last_full = 0
 
     def collect(*, idle: bool = False) -> None:
         nonlocal steps, last_full

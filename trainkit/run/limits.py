@@ -1,4 +1,4 @@
-"""How long ranks may wait: plain numbers, since a configuration needs no torch."""
+"""Timeouts of a run, in a file of their own, since a configuration must not load torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import attrs
 
 from trainkit.types import satisfies
 
-_waited = satisfies(lambda value: 1 <= value <= 30 * 86400, "from 1 to 2592000 seconds (30 days)")
+_seconds = satisfies(lambda value: 1 <= value <= 30 * 86400, "from 1 to 2592000 seconds (30 days)")
 
 
 @attrs.frozen(kw_only=True)
 class Timeouts:
-    """How long a step, what comes before it, and a stop may take, in seconds."""
+    """Timeouts of the start, of a step and of a stop, in seconds."""
 
-    step_timeout: float = attrs.field(default=600.0, validator=_waited)
-    """Seconds that a step may take before the run ends and the rank that is stuck is named; with
-    --log-every N, that N steps may take N times."""
+    step_timeout: float = attrs.field(default=600.0, validator=_seconds)
+    """Seconds for a step, after which the run ends and the rank that hangs is named; with
+    --log-every N, N times that for N steps."""
 
-    start_timeout: float = attrs.field(default=1800.0, validator=_waited)
-    """Seconds that everything before the first step's end may take."""
+    start_timeout: float = attrs.field(default=1800.0, validator=_seconds)
+    """Seconds for everything before the end of the first step."""
 
-    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(_waited))
-    """Seconds from a signal to stop until the launcher kills, less a few; by default 25, or what
-    two steps and a save have taken."""
+    grace: float | None = attrs.field(default=None, validator=attrs.validators.optional(_seconds))
+    """Seconds for a stop, a few less than the launcher waits before it kills; by default 25, or the
+    time of two steps and a save."""

@@ -1,8 +1,8 @@
-"""One run per directory: who holds it is written there, and a second one is refused.
+"""A lock file that lets only one run use a directory.
 
-Two runs in one directory would mix their lines and prune each other's checkpoints. The lock is the
-kernel's (flock): it goes with the process that holds it, however that ends, so a lock is never left
-in the way of the next run. What is written in the file only tells people who holds it.
+Two runs in one directory would mix their lines and delete each other's checkpoints. The lock is
+the kernel's (flock): it ends with the process that owns it, however that ends, so no stale lock
+blocks the next run. The text in the file only names the owner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 import attrs
 import orjson
@@ -27,13 +27,13 @@ from trainkit.files import convert_disk_errors
 from trainkit.run.peers import Member, is_gone
 from trainkit.types import Axis, ConfigError, Log, log_warning
 
-# File systems that have no locks say one of these, Lustre without its option `flock` for example.
+# Errors of file systems without locks, such as Lustre without its option `flock`.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @attrs.frozen
 class Holder:
-    """Who holds a run directory; `job` is the scheduler's number, where there is one."""
+    """The process that owns a run directory; `job` is the scheduler's number, if there is one."""
 
     host: str
     pid: int
@@ -53,27 +53,27 @@ def lock_run(
     log: Log = log_warning,
     patience: float = 10.0,
 ) -> Iterator[Callable[[], None]]:
-    """Hold a run directory for the length of a `with` block, or refuse on all ranks alike.
+    """Lock a run directory for the length of a `with` block, or raise on all ranks.
 
-    Rank 0 holds `lock` in the directory. A file that a dead process has left is taken over, and
-    told of. Nothing that changes is written to the directory before the lock is held. All ranks
-    must find in it what rank 0 has written: a rank with a disk of its own would save nothing.
+    Rank 0 locks the file `lock` in the directory; a file that a dead process has left is taken
+    over, with a message. A run changes nothing in the directory before that. All ranks must read
+    there what rank 0 has written: a rank with a disk of its own would save nothing.
 
     Args:
         run_dir: The run directory, which exists.
         axis: The ranks of the run, `ps.world`.
-        log: What is called, on rank 0, with a sentence about a lock that is taken over.
-        patience: Seconds that the children of a dead holder have to end, and that the file may take
-            until all ranks see it.
+        log: Called on rank 0 when a lock is taken over.
+        patience: Seconds that children of a dead owner may take to end, and that the file may take
+            to appear on all ranks.
 
     Yields:
-        `hold()`, which takes the lock again where the directory was moved away or removed, in a
-        directory that it makes anew; it raises ConfigError if another run is there by then. Rank 0
-        calls it from time to time, as `watch` does.
+        `renew_lock()`: if the directory was moved or removed, it creates a new one and locks that;
+        it raises ConfigError if another run is there by then. Rank 0 calls it from time to time, as
+        `watch_ranks` does.
 
     Raises:
-        ConfigError: Another run is in the directory, and the message names its host, process and
-            job; or a rank does not see the directory of rank 0, and it names the rank and its host.
+        ConfigError: Another run uses the directory (the message names its host, process and job),
+            or a rank does not see the directory of rank 0 (it names the rank and its host).
         DiskError: The file cannot be written.
 
     Effects:
@@ -87,33 +87,34 @@ def lock_run(
         ...         sorted(path.name for path in Path(folder).iterdir())
         ['lock']
     """
-    path, token = Path(run_dir) / "lock", secrets.token_hex(8)
+    path = Path(run_dir) / "lock"
+    token = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        taken: list[BinaryIO] = []
+        files: list[BinaryIO] = []
 
-        def take(patience: float) -> str:
+        def lock(patience: float) -> str:
             if axis.index == 0:
-                taken.append(stack.enter_context(_held(path, token, log, patience)))
+                files.append(stack.enter_context(_lock_file(path, token, log, patience)))
             return token
 
-        def hold() -> None:
-            if taken and not _is_the_file(taken[-1], path):
+        def renew_lock() -> None:
+            if files and not _is_same_file(files[-1], path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                take(0.0)
+                lock(0.0)
 
-        own = run_on_all_ranks(lambda: take(patience), axis)[0]
-        run_on_all_ranks(lambda: _see(path, own, axis.index, patience), axis)
-        yield hold
+        token_of_rank_0 = run_on_all_ranks(lambda: lock(patience), axis)[0]
+        run_on_all_ranks(lambda: _wait_for_token(path, token_of_rank_0, axis.index, patience), axis)
+        yield renew_lock
 
 
-def _see(path: Path, token: str, rank: int, patience: float) -> None:
-    """Wait until the file says what rank 0 has written, as another host may learn of it late."""
+def _wait_for_token(path: Path, token: str, rank: int, patience: float) -> None:
+    """Wait until the file has the token of rank 0; another host may see it late."""
     deadline = time.monotonic() + patience
-    while not (said := _read_text(path)) or token not in said:
+    while not (text := _read_text(path)) or token not in text:
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"lock_run: rank {rank} on {socket.gethostname()} does not see the run directory "
-                f"of rank 0: {path} is {'another one' if said else 'not there'}",
+                f"of rank 0: {path} {'is another file' if text else 'does not exist'}",
                 where=str(path.parent),
                 want="one directory for all ranks, on a disk that their hosts share",
                 hint="give all ranks the same --out, on a shared disk",
@@ -126,54 +127,57 @@ def _read_text(path: Path) -> str:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(4096)
     except OSError as error:
-        if error.errno in {errno.EMFILE, errno.ENFILE}:  # it says nothing of what is there
+        if error.errno in {errno.EMFILE, errno.ENFILE}:  # says nothing about this file
             raise
         return ""
 
 
 @contextlib.contextmanager
-def _held(path: Path, token: str, log: Log, patience: float) -> Iterator[BinaryIO]:
+def _lock_file(path: Path, token: str, log: Log, patience: float) -> Iterator[BinaryIO]:
     with convert_disk_errors(path, by="lock_run"), contextlib.ExitStack() as opened:
-        file = opened.enter_context(_take(path, patience))
-        left = _read_holder(file)
-        if left is not None:
-            log(f"{path}: taken over; {left}, has ended without giving it back")
+        file = opened.enter_context(_open_locked(path, patience))
+        dead = _read_holder(file)
+        if dead is not None:
+            log(f"{path}: taken over; {dead}, has ended without releasing it")
         file.seek(0)
         file.truncate()
-        told = attrs.asdict(_this_process()) | {"token": token}
-        file.write(orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
+        text = orjson.dumps(
+            attrs.asdict(_describe_this_process()) | {"token": token},
+            option=orjson.OPT_APPEND_NEWLINE,
+        )
+        file.write(text)
         file.flush()
         opened.pop_all()
     with file:
         try:
             yield file
         finally:
-            # While it is held: whoever opened the same file meanwhile will find another one there.
+            # Removed before it is unlocked: who has opened it meanwhile finds that it was removed.
             with contextlib.suppress(OSError):
-                if _is_the_file(file, path):  # the directory may be another run's by now
+                if _is_same_file(file, path):  # the directory may be another run's by now
                     path.unlink()
 
 
-def _take(path: Path, patience: float) -> BinaryIO:
-    """Return the file, locked, or say who has locked it."""
+def _open_locked(path: Path, patience: float) -> BinaryIO:
+    """Return the file, locked, or raise ConfigError with the process that has locked it."""
     deadline = time.monotonic() + patience
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
-        is_locked, is_late = _is_locked(file), time.monotonic() >= deadline
-        if is_locked and (_is_the_file(file, path) or is_late):
+        is_locked, is_late = _try_lock(file), time.monotonic() >= deadline
+        if is_locked and (_is_same_file(file, path) or is_late):
             return file
         holder = _read_holder(file)
         file.close()
         if is_locked:
             continue
-        # A child that was forked shares the lock, and may outlive its parent for some seconds.
-        is_passing = holder is None or _has_ended(holder)
-        if not is_passing or is_late:
-            _refuse(path, holder)
+        # A forked child shares the lock, and may outlive its parent for some seconds.
+        may_end_soon = holder is None or _has_ended(holder)
+        if not may_end_soon or is_late:
+            raise _make_lock_error(path, holder)
         time.sleep(0.1)
 
 
-def _is_locked(file: BinaryIO) -> bool:
+def _try_lock(file: BinaryIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -181,48 +185,48 @@ def _is_locked(file: BinaryIO) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        holder = _read_holder(file)  # what is written is all there is to know
+        holder = _read_holder(file)  # without locks, the text has to do
         return holder is None or _has_ended(holder)
     return True
 
 
-def _is_the_file(file: BinaryIO, path: Path) -> bool:
-    """Return whether the path still leads to the open file: its last holder may have removed it."""
+def _is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Return whether the path still leads to the open file; its last owner may have removed it."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat(follow_symlinks=False))
     return False
 
 
-def _refuse(path: Path, holder: Holder | None) -> NoReturn:
-    ended = holder is not None and _has_ended(holder)
-    child = "; it has ended, but a process that it started still holds the lock" if ended else ""
-    raise ConfigError(
+def _make_lock_error(path: Path, holder: Holder | None) -> ConfigError:
+    has_ended = holder is not None and _has_ended(holder)
+    child = "; it has ended, but a child process still has the lock" if has_ended else ""
+    return ConfigError(
         f"lock_run: {path.parent} is in use by {holder or 'another run'}{child}",
         where=str(path),
         got=None if holder is None else str(holder),
         want="a directory that no other run writes to",
         hint="wait for that run to end, or name another directory with --out; if it is certain "
-        f"that nobody is there, remove {path}",
+        f"that no run is there, remove {path}",
     )
 
 
 def _read_holder(file: BinaryIO) -> Holder | None:
-    """Return what is written in the file, if it is what this module writes."""
+    """Return the owner that is written in the file, if this module has written it."""
     file.seek(0)
     with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError, ValueError):
-        told = orjson.loads(file.read(4096))
-        job = None if told["job"] is None else str(told["job"])
-        return Holder(str(told["host"]), int(told["pid"]), job, str(told["since"]))
+        values = orjson.loads(file.read(4096))
+        job = None if values["job"] is None else str(values["job"])
+        return Holder(str(values["host"]), int(values["pid"]), job, str(values["since"]))
     return None
 
 
 def _has_ended(holder: Holder) -> bool:
-    """Return whether the holder is known to be gone; on another host nobody can know."""
-    place = holder.host
-    return is_gone(Member(0, place, place, holder.pid, started=""), here=socket.gethostname())
+    """Return whether the owner has certainly ended; False for a process of another host."""
+    member = Member(0, holder.host, holder.host, holder.pid, started="")
+    return is_gone(member, here=socket.gethostname())
 
 
-def _this_process() -> Holder:
+def _describe_this_process() -> Holder:
     return Holder(
         socket.gethostname(),
         os.getpid(),

@@ -1,8 +1,8 @@
-"""What ranks know of each other beside the collectives: who they are, what they do, who failed.
+"""Heartbeats: files through which ranks watch each other without collectives.
 
-Each rank writes a small file about itself, its beat, and reads those of others when it has reason
+Each rank writes a small file about itself, its heartbeat, and reads those of others when it needs
 to. Nothing here communicates, so it works when a collective does not. Clocks are never compared
-between ranks: a beat carries a count, and whether that moves is seen by looking twice.
+between ranks: a heartbeat has a count, and a rank is alive if two reads differ.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import orjson
 from trainkit.types import PeerError
 
 IN_UNIT = "a unit of fsdp"
-"""What stands in a beat's `doing` where a unit of FSDP2 is gathered or its gradients reduced."""
+"""Part of a beat's `doing` where a unit of FSDP2 is gathered or its gradients are reduced."""
 SILENT = 4.0
-"""Seconds without a new beat after which a rank on this host is silent."""
+"""Seconds without a new beat after which a rank on this host counts as silent."""
 SILENT_AFAR = 65.0
 """The same for another host: a shared folder may show files that are a minute old."""
 
 
 @attrs.frozen
 class Member:
-    """One rank's process: `place` tells hosts (and containers) apart, `started` pids used twice."""
+    """One rank's process: `place` identifies the host and container, `started` a reused pid."""
 
     rank: int
     host: str
@@ -42,11 +42,11 @@ class Member:
 
 @attrs.frozen
 class Beat:
-    """What a rank says of itself about once a second.
+    """A rank's heartbeat, about once a second.
 
-    `elapsed` is how long its phase has lasted and `allow` how long it may, in seconds. `doing` is
-    what its main thread was at, `waits` if that was a collective, `busy` the share of time in which
-    it was none (-1: not known yet), `still` the seconds since it has last written a part of a save.
+    `elapsed` is the duration of its phase and `allow` its limit, in seconds. `doing` is where its
+    main thread was, `waits` whether that was a collective, `busy` the share of time outside of
+    collectives (-1: not measured yet), `still` the seconds since it last wrote a part of a save.
     `state` is "running", "ended" or "failed".
     """
 
@@ -63,15 +63,15 @@ class Beat:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the phase has lasted longer than it may."""
+        """Whether the phase has exceeded its limit."""
         return self.state == "running" and self.elapsed > self.allow
 
 
 @attrs.frozen
 class Sighting:
-    """What another rank knows of one: its last beat, and for how long that stood.
+    """A rank's last beat as another rank has read it, and for how many seconds it has not changed.
 
-    `beat` is None as long as none has been read.
+    `beat` is None until one has been read.
     """
 
     beat: Beat | None = None
@@ -80,9 +80,9 @@ class Sighting:
 
 @attrs.frozen
 class Failure:
-    """Why the run ends: `what` continues "rank 3 ..."; `detail` says what the others were at.
+    """Why the run ends: `what` continues "rank 3 ..."; `detail` describes the other ranks.
 
-    `code` is what the other ranks end with, `hint` what to do where the usual is wrong.
+    `code` is the exit code of the other ranks; `hint` replaces the usual one.
     """
 
     session: str
@@ -97,7 +97,7 @@ class Failure:
 
 
 def this_member(rank: int) -> Member:
-    """Return who this process is.
+    """Return this process as a member.
 
     Examples:
         >>> this_member(3).pid == os.getpid()
@@ -111,7 +111,7 @@ def this_member(rank: int) -> Member:
 
 
 def is_gone(member: Member, here: str) -> bool:
-    """Return whether a rank's process has certainly ended; of other places than `here`, False.
+    """Return whether a rank's process has certainly ended; False for other places than `here`.
 
     A process that has ended but has not been waited for (a zombie) is gone.
 
@@ -127,16 +127,16 @@ def is_gone(member: Member, here: str) -> bool:
         return start is not None and start != member.started
     try:
         os.kill(member.pid, 0)
-    except OSError as error:  # it may be somebody else's
+    except OSError as error:  # PermissionError: the pid is another user's process
         return isinstance(error, ProcessLookupError)
     return False
 
 
-def put_down(member: Member, here: str) -> None:
-    """Kill a rank's process of this place that has stopped, so that the run leaves nothing behind.
+def kill_member(member: Member, here: str) -> None:
+    """Kill a rank's process at this place, so that the run leaves no stopped process behind.
 
     Effects:
-        Sends SIGKILL, if it is still the process that it was.
+        Sends SIGKILL, if the pid still belongs to the same process.
     """
     if member.place == here and member.pid != os.getpid() and not is_gone(member, here):
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ def has_stopped(member: Member, here: str) -> bool:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; "ended" if it has; None: who knows."""
+    """Return a process's start time in the kernel's ticks, "ended", or None if it is unknown."""
     status = status_of(pid)
     if status is None:
         return None
@@ -165,9 +165,9 @@ def _start_of(pid: int) -> str | None:
 
 
 def status_of(pid: int) -> list[bytes] | None:
-    """Return what Linux says of a process, from its state on; nothing if there is none.
+    """Return the fields of `/proc/PID/stat` from the state on; an empty list without a process.
 
-    None is returned where nobody can tell: without `/proc`, or with no file left to open.
+    None where that is unknown: without `/proc`, or if no more files can be opened.
 
     Examples:
         >>> status_of(2**22 + 1)  # no process has this number
@@ -185,7 +185,7 @@ def status_of(pid: int) -> list[bytes] | None:
 
 
 def beat_file(folder: Path, rank: int) -> Path:
-    """Return where a rank's beats stand.
+    """Return the path of a rank's beats.
 
     Examples:
         >>> beat_file(Path("run/ranks"), 3).name
@@ -195,13 +195,13 @@ def beat_file(folder: Path, rank: int) -> Path:
 
 
 def clear_folder(folder: Path) -> None:
-    """Make the folder of an earlier run's beats anew.
+    """Create the folder of beats, without those of an earlier run.
 
     Effects:
-        Makes `folder`, and removes what ranks have written into it.
+        Creates `folder`, and removes the files of ranks in it.
 
     Raises:
-        OSError: It cannot be made or cleared.
+        OSError: It cannot be created or cleared.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in [*folder.glob("rank_*"), *folder.glob("failure*")]:
@@ -209,37 +209,33 @@ def clear_folder(folder: Path) -> None:
 
 
 def write_beat(folder: Path, member: Member, beat: Beat) -> None:
-    """Write a rank's beat, whole or not at all, as far as the disk lets it.
+    """Write a rank's beat atomically, if the disk allows it.
 
     Effects:
-        Replaces the rank's file. On a full disk it writes over the old one, or removes it if the
-        rank has ended, as a rank that has ended must not look as if it were gone.
+        Replaces the rank's file. On a full disk it overwrites the old one, or removes it if the
+        rank has ended: otherwise a rank that has ended would look like a lost one.
     """
     path = beat_file(folder, member.rank)
-    told = attrs.asdict(beat) | {"host": member.host, "pid": member.pid, "rank": member.rank}
-    text = orjson.dumps(told)
+    values = attrs.asdict(beat) | {"host": member.host, "pid": member.pid, "rank": member.rank}
+    text = orjson.dumps(values)
     try:
         path.with_suffix(".new").write_bytes(text)
         path.with_suffix(".new").replace(path)
-    except FileNotFoundError:  # somebody has tidied up: the next beat has a place again
+    except FileNotFoundError:  # the folder was removed: the next beat gets a new one
         with contextlib.suppress(OSError):
             folder.mkdir()
     except OSError:
         with contextlib.suppress(OSError):
-            _write_over(path, text, ended=beat.state == "ended")
-
-
-def _write_over(path: Path, text: bytes, *, ended: bool) -> None:
-    size = path.stat().st_size
-    if len(text) <= size:
-        with path.open("r+b") as file:
-            file.write(text.ljust(size))
-    elif ended:
-        path.unlink()
+            size = path.stat().st_size
+            if len(text) <= size:
+                with path.open("r+b") as file:
+                    file.write(text.ljust(size))
+            elif beat.state == "ended":
+                path.unlink()
 
 
 def read_beat(folder: Path, rank: int, session: str) -> Beat | None:
-    """Return a rank's last beat; None if there is none of this session, or it cannot be read.
+    """Return a rank's last beat; None if it is missing, unreadable or of another session.
 
     Examples:
         >>> read_beat(Path("no_such_folder"), 0, "a")
@@ -248,7 +244,7 @@ def read_beat(folder: Path, rank: int, session: str) -> Beat | None:
 
 
 def read_failure(folder: Path, session: str) -> Failure | None:
-    """Return why the run ends, if somebody has said so.
+    """Return why the run ends, if a rank has written it.
 
     Examples:
         >>> read_failure(Path("no_such_folder"), "a")
@@ -263,14 +259,14 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
         Writes `failure.json`, unless it is there already.
     """
     path = folder / "failure.json"
-    own = path.with_suffix(f".{secrets.token_hex(8)}")  # a pid may be another container's, too
+    own = path.with_suffix(f".{secrets.token_hex(8)}")  # pids repeat across containers
     with contextlib.suppress(OSError):
         own.write_bytes(orjson.dumps(attrs.asdict(failure)))
         try:
-            path.hardlink_to(own)  # fails if there is one, and never shows half a file
+            path.hardlink_to(own)  # atomic: fails if the file exists, and never shows half of it
         except FileExistsError:
             pass
-        except OSError:  # no hard links here
+        except OSError:  # a file system without hard links
             with path.open("xb") as file:
                 file.write(own.read_bytes())
     with contextlib.suppress(OSError):
@@ -280,33 +276,33 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 def _read(path: Path, kind: type[Any], session: str) -> Any:
     try:
-        told = orjson.loads(path.read_bytes())
-        found = kind(**{field.name: told[field.name] for field in attrs.fields(kind)})
+        values = orjson.loads(path.read_bytes())
+        record = kind(**{field.name: values[field.name] for field in attrs.fields(kind)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if found.session == session else None
+    return record if record.session == session else None
 
 
-# ------------------------------------------------------------------------------------ judgement
+# ------------------------------------------------------------------------------------ diagnosis
 
 
-def look(before: Sighting, beat: Beat | None, seconds: float) -> Sighting:
-    """Return what is known of a rank after looking again, `seconds` after the last look.
+def update_sighting(before: Sighting, beat: Beat | None, seconds: float) -> Sighting:
+    """Return the sighting of a rank after another read, `seconds` after the last one.
 
     Examples:
         >>> beat = Beat("a", 7, "step 3", 1.0, 60.0, "")
-        >>> twice = look(look(Sighting(), beat, 1.0), beat, 1.5)
-        >>> twice.still, look(twice, attrs.evolve(beat, count=8), 1.0).still
+        >>> twice = update_sighting(update_sighting(Sighting(), beat, 1.0), beat, 1.5)
+        >>> twice.still, update_sighting(twice, attrs.evolve(beat, count=8), 1.0).still
         (1.5, 0.0)
     """
     if beat is None:
         return attrs.evolve(before, still=before.still + seconds)
-    moved = before.beat is None or beat.count != before.beat.count
-    return Sighting(beat, 0.0 if moved else before.still + seconds)
+    is_new = before.beat is None or beat.count != before.beat.count
+    return Sighting(beat, 0.0 if is_new else before.still + seconds)
 
 
 def is_silent(sighting: Sighting, *, near: bool) -> bool:
-    """Return whether a rank that should beat does not.
+    """Return whether a running rank has stopped writing beats.
 
     Examples:
         >>> beat = Beat("a", 7, "step 3", 1.0, 60.0, "")
@@ -321,17 +317,17 @@ def is_silent(sighting: Sighting, *, near: bool) -> bool:
 def find_culprits(
     own: int, beat: Beat, others: Mapping[int, Sighting], near: Mapping[int, bool]
 ) -> list[int]:
-    """Return the ranks at fault for a phase of this rank that is overdue; none if it may wait on.
+    """Return the ranks at fault for an overdue phase of this rank; none if it should keep waiting.
 
-    At fault is who is silent, has failed, or has left. If there is nobody like that, all have
-    to be overdue, this rank with them: then those are at fault who are not waiting in a collective.
-    As long as one rank is at something that it has time for, all wait for it.
+    Silent, failed and ended ranks are at fault. If there are none, all ranks must be overdue: then
+    those that do not wait in a collective are at fault. As long as one rank is within its limit,
+    all wait for it.
 
     Args:
         own: This rank.
-        beat: What it would say of itself now.
-        others: What it knows of the others.
-        near: Which of them are at the same place.
+        beat: Its beat at this moment.
+        others: The sightings of the other ranks.
+        near: Whether each of them is at the same place.
 
     Examples:
         >>> late = Beat("a", 1, "step 3", 61.0, 60.0, "all_sum")
@@ -343,9 +339,9 @@ def find_culprits(
     """
     if not beat.is_overdue:
         return []
-    hard = [rank for rank, x in others.items() if is_at_fault(x, near=near[rank])]
-    if hard:
-        return hard
+    lost = [rank for rank, x in others.items() if is_at_fault(x, near=near[rank])]
+    if lost:
+        return lost
     beats = {own: beat} | {rank: x.beat for rank, x in others.items()}
     if any(x is not None and not x.is_overdue for x in beats.values()):
         return []
@@ -354,7 +350,7 @@ def find_culprits(
 
 
 def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
-    """Return whether a rank cannot be waited for: silent, failed, or already at its end.
+    """Return whether waiting for a rank is useless: it is silent, has failed or has ended.
 
     Examples:
         >>> failed = Beat("a", 7, "step 3", 1.0, 60.0, "", state="failed")
@@ -366,95 +362,96 @@ def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
     return ended or is_silent(sighting, near=near)
 
 
-def stragglers(busy: Mapping[int, float]) -> list[int]:
-    """Return the ranks that the others wait for: those busy three times as much as the middle.
+def find_stragglers(busy: Mapping[int, float]) -> list[int]:
+    """Return the ranks that the others wait for: those at least three times as busy as the median.
 
     Args:
-        busy: By rank, the share of time in which it did not wait for a collective.
+        busy: By rank, the share of time outside of collectives.
 
     Examples:
-        >>> stragglers({0: 0.2, 1: 1.0, 2: 0.25}), stragglers({0: 0.7, 1: 1.0})
+        >>> find_stragglers({0: 0.2, 1: 1.0, 2: 0.25}), find_stragglers({0: 0.7, 1: 1.0})
         ([1], [])
     """
-    found = []
+    ranks = []
     for rank, share in busy.items():
-        rest = sorted(other for name, other in busy.items() if name != rank)
-        if rest and share > 0.5 and share >= 3.0 * rest[len(rest) // 2]:
-            found.append(rank)
-    return found
+        others = sorted(other for name, other in busy.items() if name != rank)
+        if others and share > 0.5 and share >= 3.0 * others[len(others) // 2]:
+            ranks.append(rank)
+    return ranks
 
 
-def are_apart(beats: Mapping[int, Beat | None]) -> bool:
+def wait_in_different_places(beats: Mapping[int, Beat | None]) -> bool:
     """Return whether all ranks wait for each other in collectives, at different places.
 
     Examples:
         >>> a = Beat("a", 1, "step 3", 61.0, 60.0, "all_sum (x.py:1)", waits=True)
         >>> b = attrs.evolve(a, doing="agree (x.py:7)")
-        >>> are_apart({0: a, 1: b}), are_apart({0: a, 1: a})
+        >>> wait_in_different_places({0: a, 1: b}), wait_in_different_places({0: a, 1: a})
         (True, False)
     """
-    known = [beat for beat in beats.values() if beat is not None and beat.waits]
-    return len(known) == len(beats) and len({beat.doing for beat in known}) > 1
+    waiting = [beat for beat in beats.values() if beat is not None and beat.waits]
+    return len(waiting) == len(beats) and len({beat.doing for beat in waiting}) > 1
 
 
-def are_in_units(beats: Mapping[int, Beat | None]) -> bool:
-    """Return whether all ranks wait for each other in collectives, one at least in an FSDP unit's.
+def wait_in_fsdp_units(beats: Mapping[int, Beat | None]) -> bool:
+    """Return whether all ranks wait in collectives, at least one of them in that of an FSDP unit.
 
     Examples:
         >>> a = Beat("a", 1, "step 3", 61.0, 60.0, f"forward (x.py:1) > {IN_UNIT} (unshard)")
         >>> a = attrs.evolve(a, waits=True)
-        >>> are_in_units({0: a, 1: a}), are_in_units({0: a, 1: attrs.evolve(a, waits=False)})
+        >>> busy = attrs.evolve(a, waits=False)
+        >>> wait_in_fsdp_units({0: a, 1: a}), wait_in_fsdp_units({0: a, 1: busy})
         (True, False)
     """
     all_wait = all(beat is not None and beat.waits for beat in beats.values())
     return all_wait and any(beat is not None and IN_UNIT in beat.doing for beat in beats.values())
 
 
-# ------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------ texts
 
 
-def name_of(member: Member) -> str:
-    """Return how a rank is called in a message.
+def format_member(member: Member) -> str:
+    """Return the name of a rank in messages.
 
     Examples:
-        >>> name_of(Member(3, "gpu07", "gpu07", 412, ""))
+        >>> format_member(Member(3, "gpu07", "gpu07", 412, ""))
         'rank 3 (process 412 on gpu07)'
     """
     return f"rank {member.rank} (process {member.pid} on {member.host})"
 
 
-def describe(beat: Beat | None) -> str:
-    """Return what a rank was at.
+def describe_beat(beat: Beat | None) -> str:
+    """Return in words what a rank was doing.
 
     Examples:
-        >>> describe(Beat("a", 1, "step 3", 61.2, 60.0, "train_step (pretrain.py:9)"))
+        >>> describe_beat(Beat("a", 1, "step 3", 61.2, 60.0, "train_step (pretrain.py:9)"))
         "in phase 'step 3' for 61 s, at train_step (pretrain.py:9)"
     """
     if beat is None:
-        return "not heard of yet"
+        return "not seen yet"
     if beat.state != "running":
         return f"{beat.state} after phase {beat.phase!r}"
     at = f", at {beat.doing}" if beat.doing else ""
     return f"in phase {beat.phase!r} for {beat.elapsed:.0f} s{at}"
 
 
-def accuse(
+def describe_culprits(
     culprits: Sequence[int], beats: Mapping[int, Beat | None], members: Sequence[Member], why: str
 ) -> tuple[int, str, str]:
-    """Return who is named first, what is said of it, and what of the others (16 at most).
+    """Return the first culprit, a text about it, and one about the others (at most 16).
 
     Examples:
         >>> members = [Member(rank, "a", "a", 40 + rank, "") for rank in range(2)]
         >>> late = Beat("a", 1, "step 3", 61.0, 60.0, "")
-        >>> accuse([1], {0: late, 1: late}, members, "is stuck")[1]
-        "(process 41 on a) is stuck, in phase 'step 3' for 61 s"
+        >>> describe_culprits([1], {0: late, 1: late}, members, "hangs")[1]
+        "(process 41 on a) hangs, in phase 'step 3' for 61 s"
     """
     first, *more = culprits
-    what = f"(process {members[first].pid} on {members[first].host}) {why}, "
-    what += describe(beats.get(first))
+    member = members[first]
+    text = f"(process {member.pid} on {member.host}) {why}, {describe_beat(beats.get(first))}"
     if more:
-        what += (
-            f" (and so {'are' if len(more) > 1 else 'is'} rank {', '.join(map(str, more[:16]))})"
-        )
+        ranks = ", ".join(map(str, more[:16]))
+        text += f" (and so {'are' if len(more) > 1 else 'is'} rank {ranks})"
     shown = [rank for rank in beats if rank != first][:16]
-    return first, what, "; ".join(f"rank {rank} was {describe(beats[rank])}" for rank in shown)
+    detail = "; ".join(f"rank {rank} was {describe_beat(beats[rank])}" for rank in shown)
+    return first, text, detail

@@ -1,4 +1,4 @@
-"""How exact a process computes; and the same bits again on CUDA, whose kernels end in any order."""
+"""The precision of fp32 matrix products, and deterministic algorithms on CUDA."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainkit.types import Numerics
 
 
 def set_numerics(numerics: Numerics) -> None:
-    """Make torch multiply matrices of fp32, and choose its algorithms, as a record says.
+    """Set the precision of fp32 matrix products and, if requested, deterministic algorithms.
 
     Raises:
         ValueError: See `use_deterministic`.
 
     Effects:
-        Sets torch's switches for this process, as `use_deterministic` does where it is asked for.
+        Sets torch's switches for this process.
 
     Examples:
         >>> set_numerics(Numerics(matmul="high"))
@@ -30,15 +30,15 @@ def set_numerics(numerics: Numerics) -> None:
 
 
 def use_deterministic() -> None:
-    """Make torch use algorithms that give the same bits each time, and fail where it has none.
+    """Make torch use deterministic algorithms, and raise where it has none.
 
-    On a CPU trainkit needs nothing for that. On CUDA the backward of flash and of memory-efficient
-    attention is not deterministic unless this is called, nor are the sums of some gradients. It
-    costs speed; how much depends on the device. Bits still depend on the device, the layout and the
-    versions of torch and its libraries.
+    On a CPU trainkit is deterministic without it. On CUDA the backward pass of flash and of
+    memory-efficient attention and some sums of gradients are not. It costs speed; how much depends
+    on the device. Bits still depend on the device, the layout and the versions of torch and its
+    libraries.
 
     Raises:
-        ValueError: CUDA is in use already and cuBLAS was not told to be deterministic.
+        ValueError: CUDA is in use already and the workspace of cuBLAS is not configured.
 
     Effects:
         Sets torch's switches for this process, and CUBLAS_WORKSPACE_CONFIG unless it is set. Call
@@ -61,6 +61,6 @@ def use_deterministic() -> None:
         )
     os.environ.setdefault(name, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Nothing of ours reads memory that it has not written; filling it would cost time for nothing.
+    # trainkit never reads uninitialized memory, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]
     torch.backends.cudnn.benchmark = False

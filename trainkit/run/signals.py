@@ -30,7 +30,7 @@ import torch.distributed as dist
 from trainkit.collectives import all_gather_objects
 from trainkit.files import redirect_to_devnull
 from trainkit.mesh import open_gloo_axis
-from trainkit.run.errors import get_exit_code, last_words
+from trainkit.run.errors import format_last_words, get_exit_code
 from trainkit.run.peers import status_of
 from trainkit.types import (
     Axis,
@@ -119,7 +119,7 @@ def _record_signals() -> Iterator[Callable[[], str | None]]:
     """Yield a function that returns the name of the first stop signal that has arrived."""
     process = os.getpid()
     # Formatted now: a signal handler should do as little as it can.
-    words = last_words(
+    words = format_last_words(
         PreemptedError.code, "left at once, at a second SIGINT; the last checkpoint stands"
     )
     has_hung_up = _make_hangup_check()

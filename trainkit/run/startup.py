@@ -1,4 +1,4 @@
-"""Whether the ranks of a run are of one mind, before the first step is taken."""
+"""Check before the first step that all ranks have the same configuration, code and data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainkit.types import Axis, ConfigError
 
 
 def make_code_facts() -> dict[str, str]:
-    """Return what this rank runs: versions, and hashes of the source of trainkit and of the recipe.
+    """Return versions, and hashes of the source of trainkit and of the recipe.
 
     The recipe is the script that Python was started with.
 
@@ -36,13 +36,13 @@ def make_code_facts() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "trainkit": _version(),
-        "trainkit source": _own_source_hash(),
-        "recipe source": _source_hash(None, [Path(script)] if script else []),
+        "trainkit": _read_version(),
+        "trainkit source": _hash_library(),
+        "recipe source": _hash_files(None, [Path(script)] if script else []),
     }
 
 
-def _version() -> str:
+def _read_version() -> str:
     try:
         return version("trainkit-lm")
     except PackageNotFoundError:  # run from a source tree
@@ -50,12 +50,12 @@ def _version() -> str:
 
 
 @functools.cache
-def _own_source_hash() -> str:
+def _hash_library() -> str:
     package = Path(trainkit.__file__).parent
-    return _source_hash(package, sorted(package.rglob("*.py")))
+    return _hash_files(package, sorted(package.rglob("*.py")))
 
 
-def _source_hash(root: Path | None, files: Sequence[Path]) -> str:
+def _hash_files(root: Path | None, files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(root) if root else ''}\0".encode())
@@ -64,18 +64,18 @@ def _source_hash(root: Path | None, files: Sequence[Path]) -> str:
 
 
 def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
-    """Refuse to begin if ranks differ in what they are to do: configuration, code or data.
+    """Raise ConfigError on all ranks if they differ in configuration, code or data.
 
-    One rank with another seed or another copy of the source trains without any error, and nobody
-    can say what came out. Only hashes travel as long as all are equal.
+    A rank with another seed or another copy of the source would train without an error, and the
+    result would be undefined. As long as all are equal, only hashes are exchanged.
 
     Args:
         axis: All ranks of the run.
-        facts: What must be equal: the configuration, `make_code_facts()`, fingerprints of the data.
-            Values are anything that JSON holds, or has a text; mappings may be nested.
+        facts: Values that must be equal: the configuration, `make_code_facts()`, fingerprints of
+            the data. Any values of JSON, or with a text; mappings may be nested.
 
     Raises:
-        ConfigError: Ranks differ, on all ranks: the first field that does, and who has what.
+        ConfigError: Ranks differ; the message has the first field that does, with its values.
 
     Effects:
         Communicates on `axis`.
@@ -84,14 +84,14 @@ def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
         >>> from trainkit.mesh import solo_parallel
         >>> check_ranks_agree(solo_parallel().world, {"seed": 1} | make_code_facts())
     """
-    flat = _flat(facts)
+    flat = _flatten(facts)
     text = orjson.dumps(flat, option=orjson.OPT_SORT_KEYS)
     hashes = all_gather_objects(hashlib.sha256(text).hexdigest(), axis)
     if len(set(hashes)) == 1:
         return
-    found = find_difference(all_gather_objects(flat, axis))
-    assert found is not None
-    field, message = found
+    difference = find_difference(all_gather_objects(flat, axis))
+    assert difference is not None
+    field, message = difference
     raise ConfigError(
         f"check_ranks_agree: {message}",
         where=field,
@@ -101,7 +101,7 @@ def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
 
 
 def find_difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the first field in which ranks differ and how they do, or None.
+    """Return the first field in which ranks differ and a message with its values, or None.
 
     Args:
         facts: The facts of each rank, in rank order.
@@ -111,32 +111,35 @@ def find_difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | Non
         ('seed', 'ranks differ in seed: rank 1 has 7, the others have 0')
     """
     names = list(dict.fromkeys(name for rank in facts for name in rank))
-    different = [name for name in names if len({_text(rank, name) for rank in facts}) > 1]
+    different = [name for name in names if len({_format_fact(rank, name) for rank in facts}) > 1]
     if not different:
         return None
     first, *more = different
-    texts = [_text(rank, first) for rank in facts]
-    # The usual value; of two ranks, rank 0's.
+    texts = [_format_fact(rank, first) for rank in facts]
+    # The most frequent value; with two ranks, that of rank 0.
     usual = max(Counter(texts).items(), key=lambda item: (item[1], item[0] == texts[0]))[0]
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
-    shown = ", ".join(f"rank {rank} has {texts[rank]}" for rank in odd[:8])
-    shown += f" (and {len(odd) - 8} more)" if len(odd) > 8 else ""
-    further = f"; they differ in {', '.join(more[:16])} too" if more else ""
-    return first, f"ranks differ in {first}: {shown}, the others have {usual}{further}"
+    odd_ranks = [rank for rank, text in enumerate(texts) if text != usual]
+    shown = ", ".join(f"rank {rank} has {texts[rank]}" for rank in odd_ranks[:8])
+    if len(odd_ranks) > 8:
+        shown += f" (and {len(odd_ranks) - 8} more)"
+    message = f"ranks differ in {first}: {shown}, the others have {usual}"
+    if more:
+        message += f"; they differ in {', '.join(more[:16])} too"
+    return first, message
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested facts under dotted names, each value one that JSON holds."""
-    found: dict[str, Any] = {}
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested facts under dotted names, as values of JSON."""
+    flat: dict[str, Any] = {}
     for name, value in facts.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = orjson.loads(orjson.dumps(value, default=str))
-    return found
+            flat[f"{prefix}{name}"] = orjson.loads(orjson.dumps(value, default=str))
+    return flat
 
 
-def _text(facts: Mapping[str, Any], name: str) -> str:
+def _format_fact(facts: Mapping[str, Any], name: str) -> str:
     if name not in facts:
         return "none"
     text = orjson.dumps(facts[name]).decode()

@@ -34,12 +34,12 @@ from trainkit.run import peers
 from trainkit.run.clocks import START, Phase, PhaseClock, SaveClock
 from trainkit.run.errors import (
     EXIT_SAVED,
-    bytes_asked,
     end_process,
     end_without_disk,
     get_exit_code,
     is_out_of_memory,
-    last_step,
+    parse_requested_memory,
+    read_last_step,
 )
 from trainkit.run.stacks import describe_stack, is_in_collective, read_stack
 from trainkit.types import (
@@ -63,7 +63,7 @@ _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause of a broken connection may still become known
 # In a stack: the main thread has noticed that a peer failed, and saves.
-_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/interrupted.py"
+_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/emergency_save.py"
 _AHEAD = 75.0  # seconds before a phase is overdue from which on the others are read
 _LOOKS = 5  # looks in a row at which a rank must be slow
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
@@ -444,7 +444,7 @@ def _look_around(rank: _Watch) -> None:
     rank.others.unseen = 0.0
     for number, before in rank.others.sightings.items():
         beat = peers.read_beat(rank.team.folder, number, rank.team.session)
-        rank.others.sightings[number] = peers.look(before, beat, passed)
+        rank.others.sightings[number] = peers.update_sighting(before, beat, passed)
 
 
 def _warn_of_stragglers(rank: _Watch) -> None:
@@ -456,15 +456,15 @@ def _warn_of_stragglers(rank: _Watch) -> None:
     busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
     phases = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
     # A rank that prunes checkpoints while the others step is no straggler.
-    found = peers.stragglers(busy) if len(phases) == 1 else []
+    found = peers.find_stragglers(busy) if len(phases) == 1 else []
     for number in beats:
         looks = rank.others.slow.get(number, 0) + 1 if number in found else 0
         rank.others.slow[number] = looks
         if looks == _LOOKS and rank.warnings.is_first(f"rank {number} is slow"):
             rank.options.log(
-                f"watch: {peers.name_of(rank.team.members[number])} is slower than the others, "
-                f"which spend up to {1 - min(busy.values()):.0%} of their time waiting; it is "
-                f"{peers.describe(beats[number])}"
+                f"watch: {peers.format_member(rank.team.members[number])} is slower than the "
+                f"others, which spend up to {1 - min(busy.values()):.0%} of their time waiting; "
+                f"it is {peers.describe_beat(beats[number])}"
             )
 
 
@@ -568,10 +568,10 @@ def _describe_unsaved(rank: _Watch, grace: float) -> tuple[str, int]:
     last = f"the last checkpoint is step {steps[0]}" if steps else "there is no checkpoint"
     text = (
         f"was asked to stop ({rank.options.asked() or 'a signal'}), but not saved within "
-        f"{grace:g} s: {last}; it was {peers.describe(rank.pulse.beat)}"
+        f"{grace:g} s: {last}; it was {peers.describe_beat(rank.pulse.beat)}"
     )
     # Nothing may have been trained since the last checkpoint.
-    is_saved = bool(steps) and steps[0] >= (last_step(run_dir / "metrics.jsonl") or 0)
+    is_saved = bool(steps) and steps[0] >= (read_last_step(run_dir / "metrics.jsonl") or 0)
     return text, EXIT_SAVED if is_saved else PreemptedError.code
 
 
@@ -583,7 +583,7 @@ def _end(rank: _Watch, error: TrainkitError) -> NoReturn:
             sighting = rank.others.sightings.get(member.rank, peers.Sighting())
             is_silent = peers.is_silent(sighting, near=True)
             if is_silent or peers.has_stopped(member, team.own.place):
-                peers.put_down(member, team.own.place)
+                peers.kill_member(member, team.own.place)
     end_process(error, run_dir=team.run_dir, rank=team.own.rank)
 
 
@@ -615,7 +615,7 @@ def _find_gone(team: _Team) -> peers.Failure | None:
             if beat is not None and beat.state == "running":
                 text = (
                     f"(process {member.pid} on {member.host}) is gone; it was last "
-                    f"{peers.describe(beat)}"
+                    f"{peers.describe_beat(beat)}"
                 )
                 failure = peers.Failure(team.session, member.rank, text)
                 return peers.write_failure(team.folder, failure)
@@ -629,10 +629,10 @@ def _accuse(rank: _Watch, culprits: Sequence[int]) -> peers.Failure:
     beats[team.own.rank] = rank.pulse.beat
     why = "is stuck"
     hint = ""
-    if peers.are_in_units(beats):
+    if peers.wait_in_fsdp_units(beats):
         why = "waits for parameters or gradients of another unit than others"
         hint = _UNITS
-    elif peers.are_apart(beats):
+    elif peers.wait_in_different_places(beats):
         why = "waits at another place than others"
         hint = _APART
     elif culprits[0] in rank.others.sightings:
@@ -641,7 +641,7 @@ def _accuse(rank: _Watch, culprits: Sequence[int]) -> peers.Failure:
             why = f"has stopped: no sign of life for {sighting.still:.0f} s"
         elif peers.is_at_fault(sighting, near=True):
             why = "has left the others alone"
-    number, text, detail = peers.accuse(culprits, beats, team.members, why)
+    number, text, detail = peers.describe_culprits(culprits, beats, team.members, why)
     failure = peers.Failure(team.session, number, text, detail, hint=hint)
     return peers.write_failure(team.folder, failure)
 
@@ -651,7 +651,7 @@ def _make_error(rank: _Watch, failure: peers.Failure) -> TrainkitError:
     is_own = failure.rank == rank.team.own.rank
     detail = failure.detail
     if not detail and not is_own:
-        detail = f"this rank was {peers.describe(_measure_beat(rank))}"
+        detail = f"this rank was {peers.describe_beat(_measure_beat(rank))}"
     text = f"watch: {'' if is_own else 'peer '}rank {failure.rank} {failure.what}"
     kind = PeerError if failure.code == PeerError.code else PreemptedError
     error = kind(
@@ -699,7 +699,7 @@ def _describe_memory(rank: _Watch, error: BaseException, text: str) -> MemoryErr
     """Return an error that adds the phase, and the memory that was asked for and used."""
     import resource  # noqa: PLC0415 (Unix has it)
 
-    size = bytes_asked(error)
+    size = parse_requested_memory(error)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return MemoryError(
@@ -725,7 +725,7 @@ def _find_cause(rank: _Watch, error: BaseException) -> BaseException:
             time.sleep(0.05)
         for number, before in seen.items():
             beat = peers.read_beat(team.folder, number, team.session)
-            seen[number] = peers.look(before, beat, 1.0)
+            seen[number] = peers.update_sighting(before, beat, 1.0)
         ended = [number for number, x in seen.items() if x.beat and x.beat.state != "running"]
         if ended and second > 0:
             return _make_error(rank, _accuse(rank, ended))
@@ -741,7 +741,8 @@ def _describe_loss(
     silent = [number for number, x in seen.items() if x.still > _ECHO_GRACE / 2]
     shown = [*silent, *(number for number in seen if number not in silent)][:16]
     states = "; ".join(
-        f"{peers.name_of(rank.team.members[number])} was {peers.describe(seen[number].beat)}"
+        f"{peers.format_member(rank.team.members[number])} was "
+        f"{peers.describe_beat(seen[number].beat)}"
         + (", and has not been heard of since" if number in silent else "")
         for number in shown
     )

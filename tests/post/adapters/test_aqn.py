@@ -15,7 +15,7 @@ from trainkit.noise import normal_by_quantile
 from trainkit.optim import adamw
 from trainkit.parallel import build_stages, expert_parallel, fsdp, tensor_parallel
 from trainkit.parallel.materialize import box_in
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
     add_quantization_noise,

@@ -13,7 +13,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.models import Decoder, init_weights, make_decoder_config
 from trainkit.parallel import check_plan, fsdp, tensor_parallel
-from trainkit.parallel.linears import describe_linears
+from trainkit.parallel.linear_layers import describe_linears
 from trainkit.parallel.recompute import groups_of
 from trainkit.post.adapters import Lora, float8, lora
 from trainkit.post.adapters.fake import quietly

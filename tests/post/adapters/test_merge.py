@@ -12,7 +12,7 @@ from trainkit.models import Decoder, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.parallel.materialize import box_in
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
     LowRankFactors,

@@ -16,7 +16,6 @@ from trainkit.models.config import Experts
 from trainkit.post.generation import (
     Answer,
     Rewards,
-    Sampling,
     check_logprobs,
     compute_advantages,
     compute_old_logprobs,
@@ -26,7 +25,6 @@ from trainkit.post.generation import (
     read_answers,
     sample_answers,
     split_minibatches,
-    summarize_rollout,
 )
 from trainkit.post.objectives import policy_gradient, ppo_clip
 from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
@@ -64,7 +62,7 @@ def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
     assert (found.raised, found.hung) == (2, 1)
     assert shown == texts  # an empty answer is one; what was cut off earns nothing
     assert found.first_failure == "it raised ZeroDivisionError: no for '1+1=', 'raises'"
-    report = summarize_rollout(answers, found)
+    report = found.report(answers)
     assert (report["reward"], report["empty"], report["truncated"]) == (0.25, 1, 1)
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
@@ -128,7 +126,7 @@ def test_the_nth_answer_is_the_same_whatever_is_sampled_beside_it():
     model = build_decoder(
         make_decoder_config("tiny", layers=1, width=32, heads=2, kv_heads=2), seed=0
     )
-    how = {"tokenizer": BYTES, "max_new_tokens": 3, "context": 16, "sampling": Sampling(seed=3)}
+    how = {"tokenizer": BYTES, "max_new_tokens": 3, "context": 16, "seed": 3}
     prompts = ["1+1=", "22+3=", "4="]
     whole = sample_answers(model, prompts, answers_per_prompt=2, first=100, **how)
     assert [x.group for x in whole] == [0, 0, 1, 1, 2, 2]

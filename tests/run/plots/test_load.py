@@ -52,7 +52,7 @@ def test_the_title_tells_the_last_step_alone(tmp_path):
 
 def test_a_picture_of_no_experts_is_refused(tmp_path):
     metrics = write(tmp_path / "metrics.jsonl", [1, 2], lambda _: {})
-    with pytest.raises(DataError, match="holds no step with a load of experts"):
+    with pytest.raises(DataError, match="no step with a load"):
         plots.plot_expert_load(metrics, tmp_path / "load.png")
     with pytest.raises(ValueError, match="plot_expert_load: a picture ends in"):
         plots.plot_expert_load(metrics, tmp_path / "load")

@@ -48,7 +48,7 @@ def test_a_smoothed_loss_neither_lags_behind_nor_runs_ahead():
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no step"):
+    with pytest.raises(DataError, match="no step"):
         plots.plot_loss(tmp_path / "missing.jsonl", tmp_path / "loss.png")
 
 

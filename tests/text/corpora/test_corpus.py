@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.data.concat import concat_corpora, fingerprint
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.joined import concat_corpora, fingerprint
-from trainkit.data.mapped import check_unchanged
+from trainkit.data.memory_map import check_unchanged
 from trainkit.text.chat.encode import make_chat_encoder
-from trainkit.text.corpora.library import is_library_source, standard_library
 from trainkit.text.corpora.open import (
     held_out_documents,
     hold_out,
@@ -29,6 +28,7 @@ from trainkit.text.corpora.open import (
     open_corpus,
     open_library_corpus,
 )
+from trainkit.text.corpora.python_library import is_library_source, standard_library
 from trainkit.text.corpora.tokens import write_corpus
 from trainkit.text.tokenizers import make_byte_tokenizer, open_tokenizer, tokenizer_hash
 from trainkit.types import DataError, Sample

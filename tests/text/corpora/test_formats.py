@@ -8,7 +8,7 @@ import pytest
 from trainkit.data import TokenCorpus
 from trainkit.text.corpora import open_corpus, read_records, verify_corpus
 from trainkit.text.corpora.formats import RECORD_FORMATS, TOKEN_FORMATS, RecordFormat, TokenFormat
-from trainkit.text.corpora.records import record_place
+from trainkit.text.corpora.records import describe_record
 from trainkit.text.prepare import prepare_corpus
 from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.types import DataError
@@ -54,7 +54,7 @@ def test_a_format_of_records_is_one_row(folder):
 def test_a_record_of_such_a_format_is_named_by_its_number(folder):
     (folder / "a.csv").write_text("text\none\n\n")
     (folder / "b.csv").write_text("q\n1\n")
-    assert record_place(folder / "a.csv", "3").endswith("a.csv: row 3")
+    assert describe_record(folder / "a.csv", "3").endswith("a.csv: row 3")
     with pytest.raises(DataError, match=r"b.csv: row 1: there is no field 'text'"):
         open_corpus(folder)
     with pytest.raises(DataError, match=r"b.csv: row 1: there is no field 'text'"):

@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.__main__ import main
 from trainkit.models import DecoderConfig, Experts, count_parameters
-from trainkit.models.sizes import make_decoder_config
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.tools.planning import (
     Hardware,
     Job,

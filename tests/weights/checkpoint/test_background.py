@@ -280,8 +280,9 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
 
 def test_what_must_be_on_the_disk_before_a_commit_is_asked_for_before_it(tmp_path):
     seen = []
-    options = {"before_commit": lambda: seen.append(names_in(tmp_path))}
-    with open_saver(tmp_path, *small_run(), **options) as (save, _):
+    with open_saver(
+        tmp_path, *small_run(), before_commit=lambda: seen.append(names_in(tmp_path))
+    ) as (save, _):
         save(at(1))
     assert len(seen) == 1
     assert not any(name.startswith("step_") for name in seen[0])

@@ -30,10 +30,15 @@ from trainkit.weights.checkpoint.export import (
     save_tensors,
     write_weights,
 )
-from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, sealed
+from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, seal
 from trainkit.weights.checkpoint.safe_files import hash_file
 from trainkit.weights.checkpoint.sources import open_weights, verify_weights
-from trainkit.weights.checkpoint.stored import Extent, Stored, contiguous_stride, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    contiguous_stride,
+    safetensors_file,
+)
 
 FIXTURE = Path(__file__).parent / "fixtures/v1/step_00000003"
 
@@ -445,7 +450,7 @@ def forged(folder, files=None, **changed):
         path.name: hash_file(path) for path in folder.iterdir() if path.name != "manifest.json"
     }
     body = {"format": "trainkit-weights", "version": 1, "files": held, "from": {}} | changed
-    (folder / "manifest.json").write_bytes(dump_json(sealed(body)))
+    (folder / "manifest.json").write_bytes(dump_json(seal(body)))
 
 
 def header_file(path, header, data=b""):

@@ -22,7 +22,7 @@ from trainkit.types import CheckpointError, Cursor
 from trainkit.weights.checkpoint import reading, staging, verify_checkpoint
 from trainkit.weights.checkpoint.boxes import find_index_problems, overlap
 from trainkit.weights.checkpoint.load import load_checkpoint
-from trainkit.weights.checkpoint.manifest import dump_json, sealed
+from trainkit.weights.checkpoint.manifest import dump_json, seal
 
 SHARD = "rank_00000.safetensors"
 WEIGHT = "model/weight"
@@ -58,7 +58,7 @@ def point_at(path, target):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][target] = manifest["files"].pop(SHARD)
     del manifest["sha256"]
-    (path / "manifest.json").write_bytes(dump_json(sealed(manifest)))
+    (path / "manifest.json").write_bytes(dump_json(seal(manifest)))
 
 
 TRAVERSALS = ["../outside", "/etc/passwd", "a/../../x", "..", "x\0y", ".hidden", "a\\..\\x", "~/x"]
@@ -367,7 +367,7 @@ def bomb(path, kind):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"][SHARD]["size"] = 2**40
         del manifest["sha256"]
-        (path / "manifest.json").write_bytes(dump_json(sealed(manifest)))
+        (path / "manifest.json").write_bytes(dump_json(seal(manifest)))
 
 
 BOMBS = [
@@ -462,7 +462,7 @@ def test_whatever_the_json_says_it_is_refused_or_loaded_and_never_a_crash(name, 
         if name == "manifest.json":
             shallow = isinstance(hurt, dict) and "a" not in hurt
             (path / name).write_bytes(
-                dump_json(sealed(hurt)) if shallow else json.dumps(hurt).encode()
+                dump_json(seal(hurt)) if shallow else json.dumps(hurt).encode()
             )
         else:
             (path / name).write_text(json.dumps(hurt))

@@ -85,8 +85,7 @@ def test_without_hashes_damage_would_be_loaded(two_ranks, tmp_path, monkeypatch)
         shutil.copytree(p, tmp_path / p.name) for p in list_checkpoints(two_ranks / "checkpoints")
     ]
     monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
-    counts = {"flips": 20, "truncations": 0, "pages": 10, "mixes": 0}
-    assert damage(*copies, loads_not, **counts, seed=0).undetected
+    assert damage(*copies, loads_not, flips=20, truncations=0, pages=10, mixes=0, seed=0).undetected
 
 
 @pytest.mark.case("K13", "K1")
@@ -136,9 +135,10 @@ def test_when_nothing_is_whole_it_is_an_error_and_never_a_fresh_start(request_of
     (path / "rank_00000.safetensors").write_bytes(data)
     _, stages, optimizer, ps = small_run(steps=2)
     before = live(stages, optimizer)
-    options = {"request": request_of(path), "log": quiet}
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors does not match its sha256"):
-        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, **options)
+        tk.resume(
+            tmp_path, tk.TrainState(), stages, optimizer, ps, request=request_of(path), log=quiet
+        )
     assert same(before, live(stages, optimizer))
 
 
@@ -154,8 +154,12 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 def test_without_the_check_a_run_would_begin_afresh(tmp_path, monkeypatch):
     """The negative control: a path that is not there read as "nothing to go on from"."""
     monkeypatch.setattr(load, "_find_candidates", lambda *_: iter(()))
-    options = {"request": tmp_path / "nowhere", "log": quiet}
-    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], **options).step == 0
+    assert (
+        tk.resume(
+            tmp_path, tk.TrainState(), *small_run()[1:], request=tmp_path / "nowhere", log=quiet
+        ).step
+        == 0
+    )
 
 
 @pytest.mark.case("G7")
@@ -262,8 +266,7 @@ def test_what_is_missing_and_what_is_left_over_are_told_together(saved):
     assert "model/a.weight is left over" in problems
     assert "optimizer/exp_avg/a.weight is left over" in problems
     before = stages[0].c.weight.detach().clone()
-    options = {"allow_missing": ["c.*"], "allow_extra": ["a.*"]}
-    load_checkpoint(saved, stages, optimizer, **options)
+    load_checkpoint(saved, stages, optimizer, allow_missing=["c.*"], allow_extra=["a.*"])
     assert torch.equal(stages[0].c.weight, before)
     assert not optimizer.state.get(stages[0].c.weight)
     assert set(optimizer.state[stages[0].b.weight]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -431,8 +434,10 @@ def test_a_checkpoint_of_another_run_is_refused_unless_it_is_asked_for(tmp_path)
         tk.resume(one, tk.TrainState(), stages, optimizer, ps, log=quiet)
     assert same(before, live(stages, optimizer))
     told = []
-    options = {"request": copied, "log": told.append}
-    assert tk.resume(one, tk.TrainState(), stages, optimizer, ps, **options).step == 3
+    assert (
+        tk.resume(one, tk.TrainState(), stages, optimizer, ps, request=copied, log=told.append).step
+        == 3
+    )
     assert f"forked from {run_of(foreign)}" in told[-1]
     after = tk.save_checkpoint(one, tk.TrainState(step=4), stages, optimizer, ps)
     manifest = json.loads((after / "manifest.json").read_text())
@@ -461,8 +466,7 @@ def test_a_fork_leaves_its_parent_as_it_was(tmp_path):
         path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=steps))
     before = tree(tmp_path / "parent")
     rest = small_run(steps=0)[1:]
-    options = {"request": path, "log": quiet}
-    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, **options)
+    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, request=path, log=quiet)
     made = tk.save_checkpoint(tmp_path / "child", state, *rest)
     assert tree(tmp_path / "parent") == before
     assert run_of(made) != run_of(path)
@@ -491,8 +495,7 @@ def test_without_a_fork_nobody_would_know_the_parent(tmp_path, monkeypatch):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run())
     monkeypatch.setattr(load, "_is_fork", lambda *_: False)
     rest = small_run(steps=0)[1:]
-    options = {"request": path, "log": quiet}
-    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, **options)
+    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, request=path, log=quiet)
     made = tk.save_checkpoint(tmp_path / "child", state, *rest)
     assert json.loads((made / "manifest.json").read_text())["parent"] is None
 
@@ -718,9 +721,8 @@ def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
 def test_a_fork_that_is_requeued_with_the_same_command_goes_on(tmp_path):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=2))
     rest, child, told = small_run(steps=0)[1:], tmp_path / "child", []
-    options = {"request": path, "log": told.append}
-    tk.resume(child, tk.TrainState(), *rest, **options)
+    tk.resume(child, tk.TrainState(), *rest, request=path, log=told.append)
     tk.save_checkpoint(child, tk.TrainState(step=7), *rest)
-    assert tk.resume(child, tk.TrainState(), *rest, **options).step == 7
+    assert tk.resume(child, tk.TrainState(), *rest, request=path, log=told.append).step == 7
     assert any("was forked from" in line for line in told)
     assert [p.name for p in list_checkpoints(child / "checkpoints")] == ["step_00000007"]

@@ -267,7 +267,7 @@ def _sealed_again(data):
     import orjson
 
     body = {key: value for key, value in orjson.loads(data).items() if key != "sha256"}
-    return manifest.dump_json(manifest.sealed(body))
+    return manifest.dump_json(manifest.seal(body))
 
 
 @pytest.mark.case("K11")

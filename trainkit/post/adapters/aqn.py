@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.noise import make_key, normal_by_quantile, to_int64
-from trainkit.parallel.names import canonical_name, get_local_box, get_named_parameters
-from trainkit.parallel.reduction import local_of, reducers_of, reshard_
+from trainkit.parallel.grad_reduction import local_of, reducers_of, reshard_
+from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
 from trainkit.post.adapters.frozen import Noise
 from trainkit.types import ConfigError
 

@@ -12,15 +12,15 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import get_named_parameters, mark_base_, modules_of
+from trainkit.parallel.parameters import get_named_parameters, mark_base_, modules_of
 from trainkit.post.adapters.frozen import get_quantizations
 from trainkit.post.adapters.lowrank import MERGE, adapters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import WEIGHTS, find_checkpoint, read_format
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import hash_base
 from trainkit.weights.checkpoint.sources import open_weights, read_model_tensors
-from trainkit.weights.checkpoint.tensors import hash_base
 from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_weights
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_max
 from trainkit.models.mixins import mix_in_
-from trainkit.parallel.linears import choose_layers, note_computation_, plain_problem
+from trainkit.parallel.linear_layers import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice

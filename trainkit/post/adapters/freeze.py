@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 from torch import nn
 
-from trainkit.parallel.names import COPY_SUFFIX, fitting_names, get_named_parameters, is_base
-from trainkit.parallel.reduction import fsdp_groups, reducers_of, reshard_
+from trainkit.parallel.grad_reduction import fsdp_groups, reducers_of, reshard_
+from trainkit.parallel.parameters import COPY_SUFFIX, fitting_names, get_named_parameters, is_base
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shorten
 

@@ -22,7 +22,7 @@ from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import normal_by_quantile
 from trainkit.parallel.materialize import Fill, box_in
-from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.parameters import canonical_name, fitting_names
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.formats import (

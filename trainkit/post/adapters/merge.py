@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.noise import make_key, uniform_symmetric
-from trainkit.parallel.names import get_local_box
-from trainkit.parallel.reduction import local_of, reducers_of, reshard_
+from trainkit.parallel.grad_reduction import local_of, reducers_of, reshard_
+from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters.lowrank import Adapter, adapters_of
 from trainkit.types import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.parallel.names import get_local_box, get_named_parameters
+from trainkit.parallel.parameters import get_local_box, get_named_parameters
 from trainkit.parallel.stages import build_stages
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.base import exclude_frozen_, open_base_weights

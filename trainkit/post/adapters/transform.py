@@ -17,7 +17,7 @@ from trainkit.models.decoder import Decoder, Head
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import make_key, uniform_symmetric
 from trainkit.parallel.materialize import Fill, weights_from_module
-from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.parameters import canonical_name, fitting_names
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.frozen import (
     dequantized,

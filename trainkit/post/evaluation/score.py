@@ -20,8 +20,8 @@ from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import make_vocabulary_axis, scores_
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
-from trainkit.parallel.places import as_stages, places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
+from trainkit.parallel.stage_ranks import as_stages, places_of
 from trainkit.post.evaluation.examples import Example
 from trainkit.post.objectives.teachers import likeliest, log_softmax_
 from trainkit.types import (
@@ -97,7 +97,7 @@ def make_scorer(
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> score = make_scorer(build_decoder(make_decoder_config("tiny"), seed=0))
         >>> one, two = score([Example(np.array([5, 6, 7]), 1), Example(np.array([5, 6, 7]), 2)])
         >>> bool(abs(one.logprob - two.logprobs[1]) < 1e-5), len(two.logprobs)
@@ -144,7 +144,7 @@ def make_top_k_scorer(
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
         >>> [(ids, logprobs)] = make_top_k_scorer(model, 3)([Example(np.array([5, 6, 7]), 2)])
         >>> ids.shape, bool((logprobs[:, 0] > logprobs[:, 2]).all())

@@ -20,7 +20,7 @@ from trainkit.post.evaluation.examples import (
     with_bos,
 )
 from trainkit.post.evaluation.score import ExampleScores
-from trainkit.text.corpora.records import read_records, record_place
+from trainkit.text.corpora.records import describe_record, read_records
 from trainkit.text.tokenizers.documents import get_text
 from trainkit.types import DataError, Tokenizer
 
@@ -129,7 +129,7 @@ def _placed(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        place = record_place(path, name)
+        place = describe_record(path, name)
         facts = {"got": error.got, "want": error.want, "hint": error.hint}
         raise DataError(f"{place}: {error.what}", where=place, **facts) from error
 

@@ -6,16 +6,22 @@ of keys and values. `rollouts` turns completions into a corpus to train on, `rew
 with a reward function.
 """
 
-from trainkit.post.generation.generate import Completion, generate, generate_sharded
+from trainkit.post.generation.generate import (
+    Completion,
+    answer_questions,
+    generate,
+    generate_sharded,
+    sample_text,
+)
 from trainkit.post.generation.rewards import (
     RewardFunction,
     Rewards,
     compute_advantages,
     compute_rewards,
-    summarize_rollout,
 )
 from trainkit.post.generation.rollouts import (
     Answer,
+    add_old_logprobs,
     check_logprobs,
     compute_old_logprobs,
     make_answer_corpus,
@@ -23,6 +29,7 @@ from trainkit.post.generation.rollouts import (
     read_answers,
     sample_answers,
     split_minibatches,
+    split_rollout,
 )
 from trainkit.post.generation.sampling import (
     Sampling,
@@ -42,6 +49,8 @@ __all__ = [
     "RewardFunction",
     "Rewards",
     "Sampling",
+    "add_old_logprobs",
+    "answer_questions",
     "check_logprobs",
     "compute_advantages",
     "compute_old_logprobs",
@@ -58,8 +67,9 @@ __all__ = [
     "read_answers",
     "sample_answers",
     "sample_from_cdf",
+    "sample_text",
     "scale_temperature",
     "shape_logits",
     "split_minibatches",
-    "summarize_rollout",
+    "split_rollout",
 ]

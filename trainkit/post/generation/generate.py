@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, any_rank
-from trainkit.models.bare import bare
-from trainkit.models.cache import KVCache
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.parallel.generation import make_call
+from trainkit.models.functional import bare
+from trainkit.models.kv_cache import KVCache
+from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.stage_forward import compute_device, evaluating
 from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
 from trainkit.post.generation.text import Reader, make_reader
+from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
+from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
 from trainkit.types import (
     SOLO,
     Axis,
@@ -32,6 +34,8 @@ from trainkit.types import (
     check_range,
     drop_routing,
 )
+
+AnyTokenizer = ByteTokenizer | HFTokenizer
 
 
 @attrs.frozen
@@ -205,6 +209,126 @@ def _sample(
         text = text.add_tokens(tokens)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
+
+
+def sample_text(
+    stages_or_model: Stages | nn.Module,
+    prompt: str | Sequence[int],
+    *,
+    tokenizer: AnyTokenizer,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+    call: Call | None = None,
+) -> str:
+    """Return a prompt with a sampled continuation as text, for a person to read.
+
+    Args:
+        stages_or_model: As for `generate`.
+        prompt: A text, which gets a BOS if the tokenizer has one; or token ids.
+        tokenizer: Encodes the prompt and decodes the result; its EOS ends the text.
+        max_new_tokens: Maximum number of new tokens.
+        context: Maximum number of tokens in the model's input; a longer text is truncated on its
+            left.
+        temperature: As for `Sampling`.
+        seed: As for `Sampling`.
+        call: As for `generate`.
+
+    Effects:
+        Those of `generate`.
+
+    Examples:
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> model = build_decoder(make_decoder_config("tiny", vocab_size=272), seed=0)
+        >>> text = sample_text(
+        ...     model, "def ", tokenizer=make_byte_tokenizer(), max_new_tokens=4, context=16
+        ... )
+        >>> text.startswith("def ")
+        True
+    """
+    if isinstance(prompt, str):
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        prompt = [*bos, *tokenizer.encode(prompt)]
+    (completion,) = generate(
+        stages_or_model,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        context=context,
+        slide=True,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids=[tokenizer.eos_id],
+        vocab_size=tokenizer.vocab_size,
+        call=call,
+    )
+    return tokenizer.decode([*prompt, *completion.ids])
+
+
+def answer_questions(
+    stages_or_model: Stages | nn.Module,
+    questions: Sequence[str],
+    *,
+    tokenizer: AnyTokenizer,
+    template: str,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    call: Call | None = None,
+) -> list[str]:
+    """Return a model's answers to questions, each in a separate conversation.
+
+    Args:
+        stages_or_model: As for `generate`.
+        questions: The user's turns.
+        tokenizer: As for `chat.encode_chat`.
+        template: Name of the chat template, as for `chat.load_template`.
+        max_new_tokens: Maximum number of tokens of an answer.
+        context: Maximum number of tokens in the model's input; a longer text is truncated on its
+            left.
+        temperature: As for `Sampling`; by default the most likely tokens.
+        seed: As for `Sampling`.
+        call: As for `generate`.
+
+    Effects:
+        Those of `generate`.
+
+    Examples:
+        >>> from trainkit.text.chat import CHATML_SPECIAL
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
+        >>> model = build_decoder(make_decoder_config("tiny", vocab_size=tokenizer.vocab_size), seed=0)
+        >>> answers = answer_questions(
+        ...     model,
+        ...     ["1+1?", "2+2?"],
+        ...     tokenizer=tokenizer,
+        ...     template="chatml",
+        ...     max_new_tokens=4,
+        ...     context=64,
+        ... )
+        >>> len(answers)
+        2
+    """
+    chat_template = load_template(template)
+    prompts = [
+        encode_prompt([{"role": "user", "content": question}], tokenizer, template=chat_template)
+        for question in questions
+    ]
+    completions = generate(
+        stages_or_model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        context=context,
+        slide=True,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids=find_stop_ids(tokenizer, chat_template),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        call=call,
+    )
+    return [completion.text or "" for completion in completions]
 
 
 def generate_sharded(

@@ -37,6 +37,24 @@ class Rewards:
     hung: int = 0
     first_failure: str | None = None
 
+    def report(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Summarize a rollout for an event: the mean reward, counts, and the first failure.
+
+        Examples:
+            >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
+            >>> Rewards([1.0, 0.0]).report(answers)
+            {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
+        """
+        return {
+            "answers": len(answers),
+            "reward": math.fsum(self.rewards) / max(1, len(answers)),
+            "empty": sum(not answer.text for answer in answers),
+            "truncated": sum(answer.truncated for answer in answers),
+            "raised": self.raised,
+            "hung": self.hung,
+            "first_failure": self.first_failure,
+        }
+
 
 def compute_rewards(
     reward_function: RewardFunction,
@@ -106,25 +124,6 @@ def compute_advantages(answers: Sequence[Answer], rewards: Rewards) -> Tensor:
     groups = torch.tensor([answer.group for answer in answers])
     values = torch.tensor(rewards.rewards, dtype=torch.float64)
     return group_advantages(values, groups, num_groups=int(groups.max()) + 1)
-
-
-def summarize_rollout(answers: Sequence[Answer], rewards: Rewards) -> dict[str, Any]:
-    """Summarize a rollout for an event: the mean reward, counts, and the first failure.
-
-    Examples:
-        >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
-        >>> summarize_rollout(answers, Rewards([1.0, 0.0]))
-        {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
-    """
-    return {
-        "answers": len(answers),
-        "reward": math.fsum(rewards.rewards) / max(1, len(answers)),
-        "empty": sum(not answer.text for answer in answers),
-        "truncated": sum(answer.truncated for answer in answers),
-        "raised": rewards.raised,
-        "hung": rewards.hung,
-        "first_failure": rewards.first_failure,
-    }
 
 
 def _compute_rewards(

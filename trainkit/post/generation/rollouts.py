@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -26,13 +27,15 @@ from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.data.packed import PackedCorpus
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
-from trainkit.post.generation.generate import generate_sharded
+from trainkit.parallel.frozen_model import add_columns
+from trainkit.post.generation.generate import AnyTokenizer, generate_sharded
 from trainkit.post.generation.sampling import Sampling
-from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
+from trainkit.text.corpora.records import read_records
 from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
     Axis,
+    Batch,
     Call,
     Column,
     DataError,
@@ -40,8 +43,6 @@ from trainkit.types import (
     Stages,
     check_range,
 )
-
-AnyTokenizer = ByteTokenizer | HFTokenizer
 
 
 @attrs.frozen(eq=False)
@@ -79,7 +80,8 @@ def sample_answers(
     context: int,
     answers_per_prompt: int = 1,
     first: int = 0,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    temperature: float = 1.0,
+    seed: int = 0,
     call: Call | None = None,
     axis: Axis = SOLO,
 ) -> list[Answer]:
@@ -95,8 +97,10 @@ def sample_answers(
         context: Maximum number of tokens in the model's input.
         answers_per_prompt: Answers per prompt; those of the first prompt come first.
         first: Index of the first answer; the noise of an answer is a function of its index and the
-            seed of `sampling`.
-        sampling: Temperature, filters and seed.
+            seed.
+        temperature: Divides the logits; 0 takes the most likely token. A policy gradient needs 1,
+            without filters of tokens: the trainer's log-probabilities are those of all tokens.
+        seed: Seed of the noise.
         call: As for `generate_sharded`.
         axis: As for `generate_sharded`.
 
@@ -138,7 +142,7 @@ def sample_answers(
         prompt_ids,
         max_new_tokens=max_new_tokens,
         context=context,
-        sampling=sampling,
+        sampling=Sampling(temperature=temperature, seed=seed),
         stop_ids=[stop_id],
         tokenizer=tokenizer,
         row_ids=range(first, first + len(prompt_ids)),
@@ -375,7 +379,7 @@ def _encode(text: str, name: str, tokenizer: AnyTokenizer, index: int) -> list[i
 
 
 def make_answer_reader(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]] | Path,
     *,
     tokenizer: AnyTokenizer,
     size: int,
@@ -386,7 +390,7 @@ def make_answer_reader(
 
     Args:
         records: As for `read_answers`, of all rollouts from the first one on: a list, or an
-            iterator that may wait for an engine.
+            iterator that may wait for an engine; or a file, as for `corpora.read_records`.
         tokenizer: As for `read_answers`.
         size: Number of answers of a rollout.
         vocab_size: As for `read_answers`.
@@ -411,6 +415,8 @@ def make_answer_reader(
         trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, but there are
         3; ...
     """
+    if isinstance(records, Path):
+        records = [record for _, record in read_records(records)]
     iterator = iter(records)
     position = 0
 
@@ -462,6 +468,29 @@ def compute_old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Ten
         {'old_logprobs': tensor([[-1.3863, -0.0000]])}
     """
     return {"old_logprobs": output_logprobs("old_logprobs", output, batch)[0]}
+
+
+def add_old_logprobs(
+    stages_or_model: Stages | nn.Module, microbatches: Sequence[Batch], *, call: Call | None = None
+) -> list[Batch]:
+    """Add the column "old_logprobs" to microbatches: log-probabilities by the current weights.
+
+    Args:
+        stages_or_model: As for `parallel.add_columns`.
+        microbatches: This rank's microbatches.
+        call: As for `parallel.add_columns`.
+
+    Effects:
+        Those of `parallel.add_columns`.
+
+    Examples:
+        >>> from trainkit.batch import make_padding_batch
+        >>> call = lambda model, batch: model(torch.zeros(1, 2, 1))
+        >>> [batch] = add_old_logprobs(nn.Linear(1, 4), [make_padding_batch(1, 2)], call=call)
+        >>> batch["old_logprobs"].shape
+        torch.Size([1, 2])
+    """
+    return add_columns(stages_or_model, microbatches, compute_old_logprobs, call=call)
 
 
 def check_logprobs(
@@ -564,6 +593,28 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         )
     )
     return make_corpus(samples, columns=columns)
+
+
+def split_rollout(
+    answers: Sequence[Answer],
+    advantages: ArrayLike,
+    count: int,
+    *,
+    capacity: int,
+    multiple_of: int = 1,
+) -> list[PackedCorpus]:
+    """Pack a rollout into `count` minibatches, one per update.
+
+    Chains `make_answer_corpus` and `split_minibatches`; see those for the arguments.
+
+    Examples:
+        >>> answers = [Answer("1+1=", [256, 49], text, [50, 257], 0) for text in "23"]
+        >>> minibatches = split_rollout(answers, [1.0, -1.0], 2, capacity=8)
+        >>> [len(minibatch) for minibatch in minibatches]
+        [1, 1]
+    """
+    corpus = make_answer_corpus(answers, advantages=advantages)
+    return split_minibatches(corpus, count, capacity=capacity, multiple_of=multiple_of)
 
 
 def split_minibatches(

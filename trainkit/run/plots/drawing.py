@@ -1,4 +1,4 @@
-"""What the pictures share: colours that everybody can tell apart, a figure, a file."""
+"""What all plots share: colors for every kind of vision, a figure, a file."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def new_figure(width: float, height: float) -> Figure:
         [4.0, 3.0]
     """
     with needs_extra("recipes"):
-        # The object itself and not pyplot, which keeps every figure in a global.
+        # Not through pyplot, which stores every figure in a global.
         from matplotlib.figure import Figure  # noqa: PLC0415 -- an extra
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def bare(axes: Axes, *, sides: Iterable[str] = ("top", "right", "left", "bottom")) -> None:
-    """Take lines off an axes, and leave what is left in grey.
+    """Remove lines from an axes, and draw the remaining ones in grey.
 
     Examples:
         >>> axes = new_figure(1, 1).subplots()
@@ -80,11 +80,11 @@ def bare(axes: Axes, *, sides: Iterable[str] = ("top", "right", "left", "bottom"
 
 
 def check_picture(where: str, path: Path) -> None:
-    """Refuse a path that `where` cannot draw a picture into.
+    """Raise if `where` cannot write a picture to a path.
 
     Raises:
-        ValueError: The name says no format.
-        DiskError: It is a directory, or in none.
+        ValueError: The suffix is no known format.
+        DiskError: It is a directory, or its parent does not exist.
 
     Examples:
         >>> check_picture("plot", Path("loss.bmp"))
@@ -100,12 +100,12 @@ def check_picture(where: str, path: Path) -> None:
 
 
 def save_picture(where: str, figure: Figure, path: str | Path) -> Path:
-    """Write a figure in the format that the name says, the same bytes each time; return where.
+    """Write a figure in the format of the suffix, with the same bytes each time; return the path.
 
-    An SVG keeps its words as text: it stays small, and can be searched and read aloud.
+    An SVG contains text as text: it stays small, and can be searched and read aloud.
 
     Raises:
-        ValueError: The name says no format.
+        ValueError: The suffix is no known format.
         DiskError: The picture cannot be written.
 
     Effects:

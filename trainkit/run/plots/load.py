@@ -1,4 +1,4 @@
-"""A picture of a run with experts: how often each of them was chosen, over the steps."""
+"""A plot of the load of experts over the steps of a run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from trainkit.types import DataError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLUMNS, _PANELS = 200, 8  # drawn at most
-_FEW = 12  # experts that each get a tick
+_MAX_COLUMNS = 200
+_MAX_PANELS = 8
+_MAX_TICKS = 12  # with more experts, only three of them have a tick
 
 Loads = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
 
 
 def plot_expert_load(metrics_path: str | Path, image_path: str | Path) -> Path:
-    """Draw how often each expert was chosen, over the mean of its layer, as a heat map over steps.
+    """Plot the load of each expert, divided by the mean of its layer, as a heat map over steps.
 
-    White is balanced, blue too seldom, red too often. Of more than 8 expert layers 8 are drawn, the
-    first and the last among them; steps that share a column are summed, and where no step told a
-    load it is grey.
+    White is balanced, blue below the mean, red above. Of more than 8 expert layers 8 are shown,
+    the first and the last among them. Steps that share a column are summed; columns without a load
+    are grey.
 
     Args:
         metrics_path: A file that `jsonl` wrote, with `step` and in some lines `load` (the term of
             `losses.add_router_losses`).
-        image_path: The picture; the name says the format (.png, .svg, .pdf).
+        image_path: The picture; its suffix is the format (.png, .svg, .pdf).
 
     Raises:
         DataError: The metrics hold no load.
-        ValueError: The name of the picture says no format.
+        ValueError: The suffix of the picture is no known format.
         ConfigError: matplotlib is missing.
         DiskError: The picture cannot be written.
 
@@ -44,19 +45,25 @@ def plot_expert_load(metrics_path: str | Path, image_path: str | Path) -> Path:
     """
     drawing.check_picture("plot_expert_load", Path(image_path))
     lines = join_evaluations(read_jsonl(metrics_path), [])
-    told = [line for line in lines if line.get("load")]
-    if not told:
-        what = f"plot_expert_load: {metrics_path} holds no step with a load of experts"
-        raise DataError(what, where=str(metrics_path))
-    steps = told[0]["step"], told[-1]["step"]
-    end = load_over_steps(told[-1:], columns=1).max()
-    title = f"step {steps[1]:,}: largest load {end:.2f} times the mean"
-    figure = _figure(load_over_steps(told, columns=_COLUMNS), steps, title)
+    lines = [line for line in lines if line.get("load")]
+    if not lines:
+        raise DataError(
+            f"plot_expert_load: {metrics_path} has no step with a load of experts",
+            where=str(metrics_path),
+        )
+    first_step = lines[0]["step"]
+    last_step = lines[-1]["step"]
+    last_load = load_over_steps(lines[-1:], columns=1).max()
+    figure = _make_figure(
+        load_over_steps(lines, columns=_MAX_COLUMNS),
+        (first_step, last_step),
+        title=f"step {last_step:,}: largest load {last_load:.2f} times the mean",
+    )
     return drawing.save_picture("plot_expert_load", figure, image_path)
 
 
 def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Loads:
-    """Return how often experts were chosen over the mean of their layer, in columns of steps.
+    """Return the loads of experts, divided by the mean of their layer, in columns of steps.
 
     Args:
         lines: Lines of metrics.jsonl with `step` and `load` `[L, E]`, all of one shape, by rising
@@ -82,9 +89,9 @@ def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Load
         return sums / sums.mean(-1, keepdims=True)
 
 
-def _figure(load: Loads, steps: tuple[int, int], title: str) -> Figure:
+def _make_figure(load: Loads, steps: tuple[int, int], *, title: str) -> Figure:
     layers, experts = load.shape[1:]
-    shown = np.unique(np.linspace(0, layers - 1, min(layers, _PANELS)).round().astype(int))
+    shown = np.unique(np.linspace(0, layers - 1, min(layers, _MAX_PANELS)).round().astype(int))
     figure = drawing.new_figure(8, 1.2 + 1.3 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, layer in zip(panels, shown, strict=True):
@@ -100,7 +107,7 @@ def _figure(load: Loads, steps: tuple[int, int], title: str) -> Figure:
         drawing.bare(axes)
         axes.set_facecolor(drawing.PALE)
         axes.set_ylabel(f"expert layer {layer}", color=drawing.GREY, fontsize=9)
-        axes.set_yticks(range(experts) if experts <= _FEW else [0, experts // 2, experts - 1])
+        axes.set_yticks(range(experts) if experts <= _MAX_TICKS else [0, experts // 2, experts - 1])
     panels[-1].locator_params(axis="x", integer=True)
     panels[-1].xaxis.set_major_formatter("{x:,.0f}")
     panels[-1].set_xlabel("step", color=drawing.GREY)
@@ -108,7 +115,8 @@ def _figure(load: Loads, steps: tuple[int, int], title: str) -> Figure:
     bar.ax.set_yticklabels(["0", "0.5", "1  balanced", "1.5", "2"])
     bar.ax.tick_params(colors=drawing.GREY, labelsize=9, length=0)
     bar.outline.set_visible(False)
-    bar.set_label("chosen, over the mean of the layer", color=drawing.GREY, fontsize=9)
-    title += f"; {len(shown)} of {layers} layers" if len(shown) < layers else ""
+    bar.set_label("load, over the mean of the layer", color=drawing.GREY, fontsize=9)
+    if len(shown) < layers:
+        title += f"; {len(shown)} of {layers} layers"
     panels[0].set_title(title, loc="left", fontsize=11, color=drawing.INK, pad=10)
     return figure

@@ -1,4 +1,4 @@
-"""A picture of a run: the loss over the steps, what evaluations found, the learning rate."""
+"""A plot of a run: the training loss, the losses of evaluations, the learning rate."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE = "#2a6f97", "#e07a2f"
+_BLUE = "#2a6f97"
+_ORANGE = "#e07a2f"
 
 
 def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
-    """Draw the training loss (each step light, smoothed dark) over the learning rate; return where.
+    """Plot the training loss (each step light, smoothed dark) and the learning rate below it.
 
-    What evaluations found (`eval/loss` in the `events.jsonl` beside the metrics, see
-    `read_metrics`) appears as points. Steps without a finite loss are left out, and the title
-    counts them.
+    Losses of evaluations (`eval/loss` in the `events.jsonl` of the same directory, see
+    `read_metrics`) appear as points. Steps without a finite loss are left out, and the title counts
+    them.
 
     Args:
         metrics_path: A file that `jsonl` wrote, with `step`, `loss` and perhaps `lr`. A loss is one
             per pair or per answer where steps count `pairs` or `answers`, else per token.
-        image_path: The picture; the name says the format (.png, .svg, .pdf).
+        image_path: The picture; its suffix is the format (.png, .svg, .pdf).
+
+    Returns:
+        The path of the picture.
 
     Raises:
-        DataError: The metrics hold no step with a finite loss.
-        ValueError: The name of the picture says no format.
+        DataError: The metrics have no step with a finite loss.
+        ValueError: The suffix of the picture is no known format.
         ConfigError: matplotlib is missing.
         DiskError: The picture cannot be written.
 
@@ -41,25 +45,26 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
         Writes `image_path`.
     """
     drawing.check_picture("plot_loss", Path(image_path))
-    told = read_jsonl(Path(metrics_path).with_name("events.jsonl"))
-    lines = join_evaluations(read_jsonl(metrics_path), told)
+    events = read_jsonl(Path(metrics_path).with_name("events.jsonl"))
+    lines = join_evaluations(read_jsonl(metrics_path), events)
     metrics = [line for line in lines if "loss" in line]
     steps = [line for line in metrics if line["loss"] is not None]
     if not steps:
         raise DataError(
-            f"plot_loss: {metrics_path} holds no step with a finite loss", where=str(metrics_path)
+            f"plot_loss: {metrics_path} has no step with a finite loss", where=str(metrics_path)
         )
-    evaluated = [line for line in lines if line.get("eval/loss") is not None]
-    held_out = {line["step"]: line["eval/loss"] for line in evaluated}
-    figure = _figure(steps, held_out, left_out=len(metrics) - len(steps))
+    held_out = {
+        line["step"]: line["eval/loss"] for line in lines if line.get("eval/loss") is not None
+    }
+    figure = _make_figure(steps, held_out, num_skipped=len(metrics) - len(steps))
     return drawing.save_picture("plot_loss", figure, image_path)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Return the mean of each value and its neighbours, `window` in all.
 
-    Centred, so that the curve does not lag behind the values as an exponential average does. Near
-    the beginning, where a loss is steep, the window shrinks on both sides; at the end on one.
+    The window is centered, so the curve does not lag behind the values as an exponential average
+    does. Near the start, where a loss is steep, it shrinks on both sides; at the end on one.
 
     Examples:
         >>> smooth([8.0, 3.0, 1.0, 2.0], window=3)
@@ -68,15 +73,18 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     half = np.minimum(window // 2, index)
-    begin, end = index - half, np.minimum(index + half + 1, len(values))
-    return ((sums[end] - sums[begin]) / (end - begin)).tolist()
+    start = index - half
+    end = np.minimum(index + half + 1, len(values))
+    return ((sums[end] - sums[start]) / (end - start)).tolist()
 
 
-def _figure(steps: list[dict[str, Any]], held_out: dict[int, float], *, left_out: int) -> Figure:
+def _make_figure(
+    steps: list[dict[str, Any]], held_out: dict[int, float], *, num_skipped: int
+) -> Figure:
     figure = drawing.new_figure(8, 5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    title = _draw_loss(top, steps, held_out)
-    _draw_rate(bottom, steps)
+    title = _plot_losses(top, steps, held_out)
+    _plot_learning_rate(bottom, steps)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(drawing.GREY)
@@ -89,13 +97,14 @@ def _figure(steps: list[dict[str, Any]], held_out: dict[int, float], *, left_out
     bottom.locator_params(axis="y", nbins=2)
     bottom.yaxis.set_major_formatter("{x:.2g}")
     bottom.set_xlabel("step", color=drawing.GREY)
-    title += f"  ({left_out} steps without a finite loss)" if left_out else ""
+    if num_skipped:
+        title += f"  ({num_skipped} steps without a finite loss)"
     top.set_title(title, loc="left", fontsize=11, color=drawing.INK, pad=10)
     return figure
 
 
-def _draw_loss(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, float]) -> str:
-    """Draw the loss and return what it comes to, as a title."""
+def _plot_losses(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, float]) -> str:
+    """Plot the losses, and return a title with the last ones."""
     x = [line["step"] for line in steps]
     loss = [line["loss"] for line in steps]
     window = len(x) // 50 | 1
@@ -107,16 +116,24 @@ def _draw_loss(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, floa
     axes.plot(x, curve, marker=marker, color=_BLUE, linewidth=2, label=label)
     title = f"step {x[-1]:,}: training loss {curve[-1]:.3f}"
     if held_out:
-        at, values = list(held_out), list(held_out.values())
-        axes.plot(at, values, "o-", color=_ORANGE, markersize=5, linewidth=1.2, label="held out")
-        title += f", held out {values[-1]:.3f}"
+        losses = list(held_out.values())
+        axes.plot(
+            list(held_out),
+            losses,
+            "o-",
+            color=_ORANGE,
+            markersize=5,
+            linewidth=1.2,
+            label="held out",
+        )
+        title += f", held out {losses[-1]:.3f}"
     unit = next((f"per {x}" for x in ("pair", "answer") if f"{x}s" in steps[-1]), "nats per token")
     axes.set_ylabel(f"loss ({unit})", color=drawing.GREY)
     axes.legend(frameon=False, fontsize=9, labelcolor=drawing.GREY)
     return title
 
 
-def _draw_rate(axes: Axes, steps: list[dict[str, Any]]) -> None:
+def _plot_learning_rate(axes: Axes, steps: list[dict[str, Any]]) -> None:
     rates = [(line["step"], line["lr"]) for line in steps if line.get("lr") is not None]
     if rates:
         marker = "o" if len(rates) == 1 else None

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from trainkit.text.corpora.text import damaged_file, split_runs
+from trainkit.text.corpora.text_files import damaged_file, split_runs
 from trainkit.types import needs_extra
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.mapped import map_file
-from trainkit.text.corpora.layouts import (
+from trainkit.data.memory_map import map_file
+from trainkit.text.corpora.foreign_layouts import (
     FileLayout,
     Sidecar,
     offsets_path,
@@ -21,7 +21,7 @@ from trainkit.text.corpora.layouts import (
     read_sidecar,
     sidecar_path,
 )
-from trainkit.text.corpora.text import BLOCK, hash_file, open_file, read_at, wrong_size
+from trainkit.text.corpora.text_files import BLOCK, hash_file, open_file, read_at, wrong_size
 from trainkit.text.corpora.token_file import check_ids
 from trainkit.types import DataError
 

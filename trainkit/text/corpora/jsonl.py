@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainkit.text.corpora.text import open_file, read_blocks
+from trainkit.text.corpora.text_files import open_file, read_blocks
 from trainkit.types import DataError
 
 if TYPE_CHECKING:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import numpy as np
 
+from trainkit.data.concat import ConcatCorpus, combine_digests, concat_corpora, fingerprint
 from trainkit.data.corpus import TokenCorpus, collect_documents, make_corpus
 from trainkit.data.documents import check_columns
-from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint, joint_digest
 from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.noise.jit import jit
-from trainkit.text.corpora.library import (
+from trainkit.text.corpora.python_library import (
     docstring_conversations,
     is_library_source,
     standard_library,
 )
-from trainkit.text.corpora.records import list_document_files, read_records, record_place
+from trainkit.text.corpora.records import describe_record, list_document_files, read_records
 from trainkit.text.corpora.shards import find_token_files, open_parts
-from trainkit.text.corpora.text import TEXT_SUFFIXES, check_readable
+from trainkit.text.corpora.text_files import TEXT_SUFFIXES, check_readable
 from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
 from trainkit.text.tokenizers.documents import encode_documents
 from trainkit.types import Corpus, DataError, check_range
@@ -200,7 +200,7 @@ def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | N
                 f"{file}: its conversations were written with the template "
                 f"{part.made_with.get('template', 'another')} ({part.template_hash}), and the "
                 f"model's is {template} ({expected}); take that one by --template, or make the "
-                f"file anew: python -m trainkit prepare --messages --template {template}",
+                f"file again: python -m trainkit prepare --messages --template {template}",
                 where=file,
                 got=part.template_hash,
                 want=expected,
@@ -361,7 +361,7 @@ def _split_documents(corpus: TokenCorpus, chunk_length: int) -> TokenCorpus:
         offsets=np.append(starts, corpus.offsets[-1]),
         # Chunks are held out by their indices: names of documents would keep them together.
         names=None,
-        digest=None if digest is None else joint_digest([digest, str(chunk_length)]),
+        digest=None if digest is None else combine_digests([digest, str(chunk_length)]),
     )
 
 
@@ -455,7 +455,7 @@ def _encode_files(
     def iterate_documents() -> Iterator[tuple[str, ArrayLike | Sample]]:
         for name, record in read_records(path, suffixes=suffixes, keep=keep, sources=sources):
             names.append(name)
-            origin = record_place(path, name)
+            origin = describe_record(path, name)
             yield origin, encode_record(encode, record, origin)
 
     corpus = collect_documents(

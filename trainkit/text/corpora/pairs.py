@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.data.corpus import TokenCorpus, make_corpus
-from trainkit.text.corpora.library import docstring_conversations
 from trainkit.text.corpora.open import encode_record
-from trainkit.text.corpora.records import read_records, record_place
+from trainkit.text.corpora.python_library import docstring_conversations
+from trainkit.text.corpora.records import describe_record, read_records
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -64,13 +66,61 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         for name, record in records:
             # One name for both halves: they are held out together.
             names.extend([name, name])
-            origin = name if path is None else record_place(path, name)
+            origin = name if path is None else describe_record(path, name)
             yield from encode_record(encode, record, origin)
 
     corpus = make_corpus(encode_pairs(), vocab_size=vocab_size)
     if path is not None and not names:
         raise DataError(f"{path}: no pairs: it has no lines or rows", where=path)
     return attrs.evolve(corpus, names=names, sources=sources)
+
+
+def open_preferences(
+    path: Path | None,
+    *,
+    tokenizer: Any,
+    template: str,
+    tell: Callable[[str], object] | None = None,
+) -> TokenCorpus:
+    """Open pairs of answers, and write them as tokens by a chat template.
+
+    `open_pairs` with `chat.encode_preference_pair`.
+
+    Args:
+        path: As for `open_pairs`.
+        tokenizer: As for `chat.encode_preference_pair`.
+        template: The name of the template, as for `chat.load_template`.
+        tell: Called with what is read, and with a warning of answers of which the template shows
+            nothing.
+
+    Raises:
+        DataError: As `open_pairs` and `chat.format_answers_warning`.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.text.chat import CHATML_SPECIAL
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "pairs.jsonl"
+        ...     _ = file.write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "11"}')
+        ...     corpus = open_preferences(
+        ...         file, tokenizer=make_byte_tokenizer(CHATML_SPECIAL), template="chatml"
+        ...     )
+        >>> corpus.lengths
+        array([26, 27])
+    """
+    from trainkit.text.chat import encode_preference_pair, format_answers_warning, load_template  # noqa: PLC0415
+
+    tell = tell or str
+    tell(f"reading {path or 'pairs of docstrings from the standard library'}")
+    counts: Counter[str] = Counter()
+    encode = partial(
+        encode_preference_pair, tokenizer=tokenizer, template=load_template(template), counts=counts
+    )
+    pairs = open_pairs(path, encode, vocab_size=tokenizer.vocab_size)
+    if warning := format_answers_warning(counts):
+        tell(warning)
+    return pairs
 
 
 def prolong_answers(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.text.corpora.formats import RECORD_FORMATS
-from trainkit.text.corpora.text import (
+from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
     check_readable,
     hash_file,
@@ -117,17 +117,17 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
     )
 
 
-def record_place(path: Path, name: str) -> str:
+def describe_record(path: Path, name: str) -> str:
     """Return the file, and the line or row, of a record that `read_records` named; for messages.
 
     Examples:
-        >>> record_place(Path("a.jsonl"), "3")
+        >>> describe_record(Path("a.jsonl"), "3")
         'a.jsonl: line 3'
     """
     if path.is_dir():
         file, _, number = name.rpartition(":")
         is_in_shard = file.endswith(tuple(RECORD_FORMATS)) and number.isdecimal()
-        return record_place(path / file, number) if is_in_shard else f"{path / name}"
+        return describe_record(path / file, number) if is_in_shard else f"{path / name}"
     if path.suffix not in RECORD_FORMATS:
         return f"{path}"
     return f"{path}: {RECORD_FORMATS[path.suffix].record} {name}"

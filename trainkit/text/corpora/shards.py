@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from trainkit.text.corpora.foreign import FOREIGN_SUFFIXES
+from trainkit.text.corpora.foreign_layouts import Sidecar, read_sidecar
 from trainkit.text.corpora.formats import RECORD_FORMATS, TOKEN_FORMATS
-from trainkit.text.corpora.layouts import Sidecar, read_sidecar
-from trainkit.text.corpora.text import (
+from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
     check_readable,
     list_files,

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from trainkit.data.documents import check_columns
-from trainkit.text.corpora.text import read_at
+from trainkit.text.corpora.text_files import read_at
 from trainkit.types import Column, DataError
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, smallest_dtype
-from trainkit.data.mapped import map_file
+from trainkit.data.memory_map import map_file
 from trainkit.files import atomic_write
 from trainkit.text.corpora.content import write_content
-from trainkit.text.corpora.text import check_readable, open_file
+from trainkit.text.corpora.text_files import check_readable, open_file
 from trainkit.text.corpora.token_file import (
     BLOCK,
     DTYPES,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.text.corpora.formats import RECORD_FORMATS
-from trainkit.text.corpora.records import list_document_files, record_place
-from trainkit.text.corpora.text import check_readable, read_text, split_runs
+from trainkit.text.corpora.records import describe_record, list_document_files
+from trainkit.text.corpora.text_files import check_readable, read_text, split_runs
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def split_source(
 
 
 def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a chunk in order; `document_name` names them.
+    """Yield the records of a chunk in order; `describe_document` names them.
 
     Args:
         chunk: A chunk from `split_source`.
@@ -119,7 +119,7 @@ def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterato
     _check_unchanged(chunk)
 
 
-def document_name(chunk: Chunk, index: int) -> str:
+def describe_document(chunk: Chunk, index: int) -> str:
     """Return the file and the line or row (from 1) of document `index` of a chunk, for messages.
 
     It may read all of the file that comes before the document.
@@ -127,7 +127,7 @@ def document_name(chunk: Chunk, index: int) -> str:
     if chunk.path.is_dir():
         return str(chunk.path / chunk.files[index][0])
     locate = RECORD_FORMATS[chunk.path.suffix].locate
-    return record_place(chunk.path, str(locate(chunk.path, chunk.start, index)))
+    return describe_record(chunk.path, str(locate(chunk.path, chunk.start, index)))
 
 
 def describe_chunk(chunk: Chunk) -> str:

@@ -21,12 +21,12 @@ from typing import Any
 import attrs
 import orjson
 
+from trainkit.data.concat import ConcatCorpus, concat_corpora
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, check_document
-from trainkit.data.joined import ConcatCorpus, concat_corpora
 from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.text.corpora.tokens import SUFFIX, Check, open_tokens, write_corpus
-from trainkit.text.prepare.chunks import Chunk, document_name, read_chunk
+from trainkit.text.prepare.chunks import Chunk, describe_document, read_chunk
 from trainkit.text.tokenizers.documents import encode_documents, get_text
 from trainkit.text.tokenizers.open import tokenizer_hash
 from trainkit.types import Column, DataError, Tokenizer
@@ -289,7 +289,7 @@ def _raise_for_record(
         try:
             encode_batch([record])
         except Exception as error:
-            origin = document_name(chunk, index)
+            origin = describe_document(chunk, index)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise DataError(f"{origin}: {kind}{error}", where=origin) from error
 

@@ -17,7 +17,7 @@ from trainkit.files import convert_disk_errors, fsync_folder
 from trainkit.text.chat.encode import format_answers_warning
 from trainkit.text.corpora.formats import RECORD_FORMATS
 from trainkit.text.corpora.shards import describe_unread_files
-from trainkit.text.corpora.text import TEXT_SUFFIXES, check_name
+from trainkit.text.corpora.text_files import TEXT_SUFFIXES, check_name
 from trainkit.text.corpora.tokens import SUFFIX, write_corpus
 from trainkit.text.prepare.chunks import Chunk, split_source
 from trainkit.text.prepare.parts import (
@@ -57,7 +57,7 @@ class PrepareProgress:
         tokens: Their tokens.
         bytes: Finished bytes of the source, those of an earlier run included.
         total_bytes: Bytes of the whole source.
-        kept_bytes: Bytes that an earlier run had finished.
+        reused_bytes: Bytes that an earlier run had finished.
         seconds: Duration of this run so far.
     """
 
@@ -65,7 +65,7 @@ class PrepareProgress:
     tokens: int
     bytes: int
     total_bytes: int
-    kept_bytes: int
+    reused_bytes: int
     seconds: float
 
 
@@ -84,7 +84,7 @@ class PrepareResult:
             tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
-        parts_kept: Parts that an earlier run had finished.
+        parts_reused: Parts that an earlier run had finished.
         workers: The number of processes; None with an `executor`.
         seconds: Duration of the run.
         tokens_per_second: Tokens of this run over its seconds.
@@ -98,7 +98,7 @@ class PrepareResult:
     counts: Mapping[str, int]
     vocab_size: int | None
     digest: str | None
-    parts_kept: int
+    parts_reused: int
     workers: int | None
     seconds: float
     tokens_per_second: float
@@ -206,7 +206,7 @@ def prepare_corpus(
         counts=total.counts,
         vocab_size=work.settings["vocab_size"],
         digest=corpus.digest,
-        parts_kept=len(reused),
+        parts_reused=len(reused),
         workers=used_workers,
         seconds=seconds,
         tokens_per_second=(total.tokens - add_tallies(reused.values()).tokens) / seconds,
@@ -241,7 +241,7 @@ class _ProgressReport:
                 tokens=finished.tokens,
                 bytes=sum(self._chunks[i].bytes for i in self.parts),
                 total_bytes=self.total_bytes,
-                kept_bytes=self._reused_bytes,
+                reused_bytes=self._reused_bytes,
                 seconds=time.monotonic() - self._start_time,
             )
         )
@@ -322,7 +322,7 @@ def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[
     if parts or reasons:
         log(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        log(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+        log(f"{work.folder}: {len(reasons)} finished parts are made again: {reasons[0]}")
     return parts
 
 

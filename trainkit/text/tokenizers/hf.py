@@ -157,7 +157,7 @@ def open_hf_tokenizer(
     if largest - len(vocabulary) > _MAX_UNUSED:
         raise DataError(
             f"{name}: its largest id is {largest}, and it has {len(vocabulary)} tokens: a model "
-            "would have a row for every id between; number the tokens anew",
+            "would have a row for every id between; renumber the tokens",
             where=name,
             got=largest,
         )

@@ -41,7 +41,7 @@ from typing import Any
 
 from trainkit.files import say_on_stderr
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.listing import describe_checkpoint
+from trainkit.weights.checkpoint.describe import describe_checkpoint
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
 from trainkit.weights.checkpoint.safe_files import find_owner_problems

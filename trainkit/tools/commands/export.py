@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
-    from trainkit.weights.hub.trained import learned_bos  # noqa: PLC0415 - torch
+    from trainkit.weights.hub.trained import has_learned_bos  # noqa: PLC0415 - torch
 
     path = find_checkpoint(options.source, log=say_on_stderr)
     facts = read_facts(path, needs=["model"])
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         context=context,
         family=options.family,
         files=hub.make_tokenizer_files(
-            name, template=template, adds_bos=learned_bos(open_tokenizer(name), facts)
+            name, template=template, adds_bos=has_learned_bos(open_tokenizer(name), facts)
         ),
         dtype=options.dtype,
         shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,

@@ -281,7 +281,7 @@ def _read_config(options: argparse.Namespace) -> DecoderConfig:
     """Return the configuration of --size, or of the folder or run of --init."""
     import attrs  # noqa: PLC0415 -- see run
 
-    from trainkit.models.sizes import make_decoder_config  # noqa: PLC0415 -- see run
+    from trainkit.models.decoder_sizes import make_decoder_config  # noqa: PLC0415 -- see run
     from trainkit.weights.hub import read_model_info  # noqa: PLC0415 -- see run
 
     if options.init is not None and options.size is not None:

@@ -168,7 +168,7 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
         locate_template,
         template_hash,
     )
-    from trainkit.text.corpora.text import TEXT_SUFFIXES  # noqa: PLC0415
+    from trainkit.text.corpora.text_files import TEXT_SUFFIXES  # noqa: PLC0415
     from trainkit.text.prepare.prepare import check_output, prepare_corpus  # noqa: PLC0415
 
     check_output(options.out)
@@ -338,7 +338,7 @@ def _read_sample(
     counts: collections.Counter[str],
 ) -> Iterator[str]:
     """Yield the first texts of the corpus, and count documents and characters in `counts`."""
-    from trainkit.text.prepare.chunks import document_name, read_chunk  # noqa: PLC0415
+    from trainkit.text.prepare.chunks import describe_document, read_chunk  # noqa: PLC0415
     from trainkit.text.prepare.prepare import split_sources  # noqa: PLC0415
     from trainkit.text.tokenizers.documents import get_text  # noqa: PLC0415
 
@@ -348,7 +348,7 @@ def _read_sample(
             try:
                 text = get_text(record, field)
             except DataError as error:
-                raise DataError(f"{document_name(chunk, index)}: {error}") from error
+                raise DataError(f"{describe_document(chunk, index)}: {error}") from error
             counts["documents"] += 1
             counts["characters"] += len(text)
             yield text
@@ -387,7 +387,7 @@ def progress_line(progress: PrepareProgress) -> str:
         >>> progress_line(PrepareProgress(1200, 3_400_000, 50_000_000, 200_000_000, 0, 10.0))
         ' 25 %  1,200 documents  3,400,000 tokens  5.0 MB/s  0:00:30 left'
     """
-    speed = (progress.bytes - progress.kept_bytes) / max(progress.seconds, 1e-9)
+    speed = (progress.bytes - progress.reused_bytes) / max(progress.seconds, 1e-9)
     left = (progress.total_bytes - progress.bytes) / speed if speed else 0.0
     minutes, seconds = divmod(round(left), 60)
     time_left = f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left" if speed else "starting"

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
                 temperature=temperature,
             )
             columns = evaluation.make_top_k_columns(score_top_k, options.top_k)
-        parts_kept = evaluation.score_corpus(
+        parts_reused = evaluation.score_corpus(
             columns,
             corpus,
             options.out,
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     return {
         "path": str(options.out),
         "columns": [*columns[0]],
-        "parts_kept": parts_kept,
+        "parts_reused": parts_reused,
         "tokens": int(corpus.offsets[-1]),
         "context": trained.context,
     }, 0

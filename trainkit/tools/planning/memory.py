@@ -95,7 +95,7 @@ def estimate_memory(
             `grads.make_step_in_backward`.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
         >>> memory = estimate_memory(job, Layout(dp_shard=64))
         >>> memory.parameters * 64 / 4 / 1e9  # billions of parameters

@@ -112,7 +112,7 @@ def rank_layouts(
         ConfigError: A fraction is out of range, or a policy unknown.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.tools.planning import get_hardware, list_layouts
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
         >>> best, *_, worst = rank_layouts(job, list_layouts(8), get_hardware("h100"))
@@ -225,7 +225,7 @@ def estimate_seconds(
       `offload_activations`).
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.tools.planning import get_hardware
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
         >>> estimate_seconds(job, Layout(dp_shard=64), get_hardware("h100"), efficiency=0.5).bubble

@@ -16,7 +16,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import Kind, get_named_parameters, kind_of
+from trainkit.parallel.parameters import Kind, get_named_parameters, kind_of
 from trainkit.post.adapters.frozen import SCALES
 from trainkit.tools.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
@@ -175,7 +175,7 @@ def units_of(job: Job, layout: Layout) -> Units:
     expert_fsdp, as `parallel.fsdp` says.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny", vocab_size=259), row_length=8, rows=8)
         >>> units_of(job, Layout(dp_shard=2)).embedding.trained
         Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152, short=16640)

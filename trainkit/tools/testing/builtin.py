@@ -22,7 +22,7 @@ from trainkit.noise.counters import make_token_keys
 from trainkit.optim import OPTIMIZERS, make_optimizer
 from trainkit.packing import pack_bins
 from trainkit.parallel.compile import compile_blocks
-from trainkit.parallel.experts import expert_parallel
+from trainkit.parallel.expert_parallel import expert_parallel
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence_parallel import sequence_parallel

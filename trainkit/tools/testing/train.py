@@ -27,8 +27,8 @@ from trainkit.noise import counters
 from trainkit.noise.hashing import make_key
 from trainkit.optim import make_optimizer
 from trainkit.parallel.materialize import fills_of, live_buffers
-from trainkit.parallel.names import COPY_SUFFIX, get_local_box, ties_of
-from trainkit.parallel.places import attach_axes
+from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box, ties_of
+from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
 from trainkit.post.adapters.frozen import SCALES, dequantize_rows, get_quantizations
 from trainkit.step import make_forward_backward

@@ -63,11 +63,11 @@ def overlap(
     return tuple(in_saved), tuple(in_local)
 
 
-def box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
+def count_box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
     """Return the bytes of one box of a tensor.
 
     Examples:
-        >>> box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
+        >>> count_box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
         12
     """
     return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
@@ -104,7 +104,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
                 return problems
             continue
         for box in entry["boxes"]:
-            used[box["file"]] += box_bytes(entry, box)
+            used[box["file"]] += count_box_bytes(entry, box)
     return problems + [
         f"{name} has {files[name]} bytes, too few for the {num_bytes} of its boxes"
         for name, num_bytes in used.items()
@@ -124,11 +124,14 @@ def find_entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str |
         return problem
     if not isinstance(entry.get("boxes"), list):
         return f"{name} has no boxes"
-    return _cover_problem(name, entry["shape"], entry["boxes"], files)
+    return _find_cover_problem(name, entry["shape"], entry["boxes"], files)
 
 
-def _cover_problem(
-    name: str, shape: list[int], boxes: list[Any], files: Mapping[str, int]
+def _find_cover_problem(
+    name: str,
+    shape: list[int],
+    boxes: list[Any],
+    files: Mapping[str, int],
 ) -> str | None:
     """Return why boxes do not cover each element of a tensor exactly once, or None."""
     if not all(_is_box(box, shape, files) for box in boxes):
@@ -230,7 +233,10 @@ def _split_along(boxes: _Boxes, dim: int) -> list[_Boxes]:
 
 
 def split_into_files(
-    sizes: Mapping[str, int], *, max_bytes: int, max_names: int | None = None
+    sizes: Mapping[str, int],
+    *,
+    max_bytes: int,
+    max_names: int | None = None,
 ) -> list[list[str]]:
     """Split names into files, in order, and fill each file before the next one starts.
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.weights.checkpoint.boxes import get_parameter_name
+from trainkit.weights.checkpoint.load_targets import get_saved_name, predict_state
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import expected_state, get_saved_name
-from trainkit.weights.checkpoint.tensors import get_group_options, optimizer_state
+from trainkit.weights.checkpoint.run_state import get_group_options, optimizer_state
 
 
 @attrs.frozen
@@ -67,6 +67,7 @@ def find_tensor_problems(
         for name in by_name
         if name not in index and not matches(name, tolerance.missing)
     ]
+    # Left over only if no rank has a place for it: a pipeline rank has some of the tensors.
     problems += [
         f"{name} is left over"
         for name in index
@@ -119,8 +120,8 @@ def find_optimizer_problems(
     if differences:
         # The state of another optimizer has other keys: its moments cannot be compared.
         return problems if tolerance.optimizer else problems + differences
-    expected = expected_state(stages, optimizer)
-    problems += _scalar_problems(saved["scalars"], expected)
+    expected = predict_state(stages, optimizer)
+    problems += _find_scalar_problems(saved["scalars"], expected)
     if step == 0:
         return problems
     in_both = trained & saved["scalars"].keys()
@@ -128,7 +129,7 @@ def find_optimizer_problems(
         f"optimizer/{key}/{get_saved_name(live)} is missing in the checkpoint"
         for live, state in expected.items()
         if get_saved_name(live) in in_both
-        for key in _missing_keys(
+        for key in _find_missing_keys(
             get_saved_name(live),
             {k for k, v in state.items() if isinstance(v, Tensor)},
             saved,
@@ -138,7 +139,9 @@ def find_optimizer_problems(
 
 
 def find_kind_problems(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, tolerance: Tolerance
+    saved: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    tolerance: Tolerance,
 ) -> list[str]:
     """List the differences in the class and the options of the saved and the run's optimizer.
 
@@ -165,8 +168,11 @@ def find_kind_problems(
     ]
 
 
-def _missing_keys(
-    name: str, keys: Collection[str], saved: Mapping[str, Any], index: Mapping[str, Any]
+def _find_missing_keys(
+    name: str,
+    keys: Collection[str],
+    saved: Mapping[str, Any],
+    index: Mapping[str, Any],
 ) -> list[str]:
     """Return the moments of a parameter that a checkpoint should hold and does not."""
     missing = sorted(key for key in keys if f"optimizer/{key}/{name}" not in index)
@@ -179,7 +185,7 @@ def _missing_keys(
     return [] if has_moments or saved["scalars"][name] else missing
 
 
-def _scalar_problems(
+def _find_scalar_problems(
     saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """List the numbers in the optimizer's state that would make its next step fail."""
@@ -188,12 +194,12 @@ def _scalar_problems(
         for live, state in expected.items()
         for name in [get_saved_name(live)]
         for key, value in saved.get(name, {}).items()
-        if not _may_be(value, state.get(key, 0))
+        if not _is_possible(value, state.get(key, 0))
         if state or value is not None  # without a probe step there is nothing to compare with
     ]
 
 
-def _may_be(value: Any, expected: Any) -> bool:
+def _is_possible(value: Any, expected: Any) -> bool:
     """Return whether a value from a file may stand where the optimizer itself puts `expected`."""
     if isinstance(expected, Tensor) or type(value) not in (int, float):
         return type(value) is type(expected)

@@ -11,7 +11,7 @@ from trainkit.weights.checkpoint.export import split_into_row_boxes
 from trainkit.weights.checkpoint.manifest import check_not_deleted
 from trainkit.weights.checkpoint.safe_files import read_json
 from trainkit.weights.checkpoint.sources import read_checkpoint_tensors
-from trainkit.weights.checkpoint.stored import Stored
+from trainkit.weights.checkpoint.tensor_files import Stored
 
 _MAX_ENTRIES = 200  # of one table of the report
 _ELEMENTS = 4 * 1024 * 1024  # compared at once
@@ -120,7 +120,10 @@ def _diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
 
 
 def _have_same_bytes(
-    a: Path, b: Path, manifests: list[Any], indices: list[dict[str, Stored]]
+    a: Path,
+    b: Path,
+    manifests: list[Any],
+    indices: list[dict[str, Stored]],
 ) -> bool | None:
     """Return whether all tensors are equal, or None where no hash decides it."""
     files = [

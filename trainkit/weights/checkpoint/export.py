@@ -26,11 +26,11 @@ from trainkit.weights.checkpoint.manifest import (
     dump_json,
     find_checkpoint,
     read_manifest,
-    sealed,
+    seal,
 )
 from trainkit.weights.checkpoint.safe_files import check_free_space, refusal, write_durably
 from trainkit.weights.checkpoint.sources import INDEX, read_model_tensors
-from trainkit.weights.checkpoint.stored import Stored, safetensors_header
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,7 @@ def save_tensors(
         ['model.safetensors']
         tensor([[1., 1., 1.]])
     """
-    import torch  # noqa: PLC0415 - see `_chunks`
+    import torch  # noqa: PLC0415 - see `_split_into_chunks`
 
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
     unsupported = [
@@ -184,7 +184,10 @@ def describe_origin(checkpoint: Path) -> dict[str, Any]:
 
 
 def plan_shards(
-    tensors: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES, stem: str = "model"
+    tensors: Mapping[str, int],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    stem: str = "model",
 ) -> dict[str, tuple[str, ...]]:
     """Assign tensors to files in the order of their names, filling each file.
 
@@ -287,7 +290,7 @@ def write_weights(
     with _open_shared_folder(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
         # An error on one rank is raised on all, and then none of them renames the folder.
         def write() -> dict[str, Any]:
-            from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
+            from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_split_into_chunks`
 
             read_box = read or reader(tensors)
             with convert_disk_errors(staging, by="export"):
@@ -327,14 +330,14 @@ def _open_shared_folder(
             return str(stack.enter_context(atomic_folder(target, by="export", replace=overwrite)))
 
         yield Path(_run_on_all(open_folder, axis)[0])
-        _run_on_all(stack.close, axis)
+        _run_on_all(stack.close, axis)  # renames; if that fails, all ranks raise
 
 
 def _run_on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
     """Run work as `run_on_all_ranks` does, but without torch on a single rank."""
     if axis.count == 1:
         return [work()]
-    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - see `_chunks`
+    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - see `_split_into_chunks`
 
     return run_on_all_ranks(work, axis)
 
@@ -356,25 +359,28 @@ def _seal_folder(
             "files": hashes,
             "from": dict(origin or {}),
         }
-        write_durably(staging / MANIFEST, [dump_json(sealed(manifest))])
+        write_durably(staging / MANIFEST, [dump_json(seal(manifest))])
 
 
 def _write_shard(
-    path: Path, names: Sequence[str], tensors: Mapping[str, Stored], read: Weights
+    path: Path,
+    names: Sequence[str],
+    tensors: Mapping[str, Stored],
+    read: Weights,
 ) -> dict[str, Any]:
     """Write one file in chunks and hash them; return its size and sha256."""
     # The widest elements first: then every tensor is aligned to the size of its elements.
     ordered = sorted(names, key=lambda name: (-DTYPES[tensors[name].dtype][1], name))
-    header = safetensors_header(
+    header = make_safetensors_header(
         {name: tensors[name] for name in ordered}, metadata={"format": "pt"}
     )
     size = len(header) + sum(tensors[name].nbytes for name in ordered)
-    chunks = (chunk for name in ordered for chunk in _chunks(name, tensors[name], read))
+    chunks = (chunk for name in ordered for chunk in _split_into_chunks(name, tensors[name], read))
     with convert_disk_errors(path, by="export", needed=size):
         return write_durably(path, chain([header], chunks))
 
 
-def _chunks(name: str, stored: Stored, read: Weights) -> Iterator[memoryview]:
+def _split_into_chunks(name: str, stored: Stored, read: Weights) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in row-major order, a bounded number at a time."""
     import torch  # noqa: PLC0415 - the command line plans, checks and verifies without torch
 

@@ -129,7 +129,9 @@ def may_change_optimizer(changes: ResumeRules) -> bool:
 
 
 def compare_facts(
-    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: ResumeRules
+    saved: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    changes: ResumeRules,
 ) -> tuple[list[str], list[str]]:
     """Return the changes of facts that are errors, and those that are only logged.
 
@@ -157,12 +159,14 @@ def compare_facts(
         {_plain_name(name) for name in names}
         for names in (changes.free, changes.flagged, changes.allow)
     )
+    # "config.tokenizer" allows that field alone, a path; "tokenizer" is also the hash of its files.
     free_fields = {name for name in changes.free if name.startswith("config.")}
     free_names = {_plain_name(name) for name in changes.free if name not in free_fields}
     errors: list[str] = []
     messages: list[str] = []
     tables: list[str] = []
     # Through JSON, as the saved facts went: tuples become lists, and integer keys strings.
+    # Facts that only the checkpoint has are ignored: the option behind them no longer exists.
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
         if plain in free | flagged and name not in saved:  # older checkpoints lack newer facts

@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
-from trainkit.parallel.names import modules_of
+from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -29,9 +29,9 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.background_save import SaveResult
+from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
-from trainkit.weights.checkpoint.interrupted import UnsavedState
-from trainkit.weights.checkpoint.replicas import (
+from trainkit.weights.checkpoint.replica_check import (
     find_nonfinite_state,
     make_replica_check,
     refuse_drift,
@@ -156,7 +156,8 @@ def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
         return after
 
     def save_if_new(state: TrainState, score: float | None = None) -> None:
-        if not any((state.step, state.cursor) == (x.step, x.cursor) for x in rolled_back):
+        is_saved = any(x.step == state.step and x.cursor == state.cursor for x in rolled_back)
+        if not is_saved:
             save(state, score)
 
     return save_if_new, guard_and_remember
@@ -226,12 +227,9 @@ def make_guard(
     ) -> TrainState:
         action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
-            culprits = list[str]()
-            if batch and action.kind != "apply" and _is_nonfinite_somewhere(record, ps.world):
-                run_again = partial(
-                    replay, batch.microbatches, denominator=torch.as_tensor(record["tokens"])
-                )
-                culprits = find_nonfinite(run_again, stages, ps.world)
+            culprits: list[str] = []
+            if batch and action.kind != "apply":
+                culprits = _find_culprits(record, batch, replay, stages, ps.world)
             event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
             if ps.world.index == 0:
                 log(_describe_bad_step(state.step, action, culprits))
@@ -269,10 +267,20 @@ def make_guard(
     return guard
 
 
-def _is_nonfinite_somewhere(record: Mapping[str, Any], axis: Axis) -> bool:
-    """Return whether the loss or the norm is not finite on any rank; a loss spike is finite."""
+def _find_culprits(
+    record: Mapping[str, Any],
+    batch: StepBatch,
+    replay: ForwardBackward,
+    stages: Sequence[nn.Module],
+    axis: Axis,
+) -> list[str]:
+    """Run a step's passes again, and return where its numbers stop being finite."""
     is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
-    return not all(map(all, all_gather_objects(is_finite, axis)))
+    if all(map(all, all_gather_objects(is_finite, axis))):
+        return []  # a loss spike is finite everywhere
+    tokens = torch.as_tensor(record["tokens"])
+    run_again = partial(replay, batch.microbatches, denominator=tokens)
+    return find_nonfinite(run_again, stages, axis)
 
 
 def _describe_bad_step(step: int, action: Action, culprits: Sequence[str]) -> str:

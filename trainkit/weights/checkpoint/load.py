@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.parallel.names import modules_of
+from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
     SOLO,
     Axis,
@@ -23,7 +23,6 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.compare import Tolerance
-from trainkit.weights.checkpoint.directory import find_saved_mark, fork_run, get_run_id
 from trainkit.weights.checkpoint.facts import (
     Facts,
     ResumeRules,
@@ -36,12 +35,13 @@ from trainkit.weights.checkpoint.facts import (
 )
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
-    damaged,
+    damage_error,
+    inspect_files,
     list_checkpoints,
     no_checkpoint_error,
-    outline,
     parse_step,
 )
+from trainkit.weights.checkpoint.run_id import find_saved_mark, fork_run, get_run_id
 from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import describe_machine
 from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint
@@ -201,6 +201,7 @@ def load_checkpoint(
     stages = modules_of(stages)
     check_allowed(changes)
     path = Path(path)
+    # One rank reads it, so that all ranks compare with the same manifest.
     manifest = run_on_all_ranks(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
     messages: list[str] = []
     staged = stage_checkpoint(
@@ -219,7 +220,7 @@ def load_checkpoint(
         ),
     )
     if staged.problems:
-        raise damaged(path, staged.problems)
+        raise damage_error(path, staged.problems)
     if axis.index == 0:
         for message in (*messages, *count_messages(staged.changes)):
             log(message)
@@ -292,9 +293,9 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
 
 def _read_outline(path: Path) -> dict[str, Any]:
     """Return the manifest of a requested checkpoint whose files have the right sizes."""
-    problems, manifest = outline(path)
+    problems, manifest = inspect_files(path)
     if problems:
-        raise damaged(path, problems)
+        raise damage_error(path, problems)
     return manifest
 
 
@@ -315,7 +316,10 @@ def _make_fact_check(facts: Facts | None, changes: ResumeRules, messages: list[s
 
 
 def _find_candidates(
-    run_dir: Path, request: str | Path, skipped: list[str], log: Log
+    run_dir: Path,
+    request: str | Path,
+    skipped: list[str],
+    log: Log,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the checkpoints that the run may resume from, the best first, with their manifests.
 
@@ -337,8 +341,9 @@ def _find_candidates(
             yield parent, _read_outline(Path(parent))
         return
     own, _ = _read_run_id(run_dir)
+    # One by one: all ranks hash a candidate before the next is considered.
     for path in checkpoints:
-        problems, manifest = outline(path)
+        problems, manifest = inspect_files(path)
         if problems:
             _skip(path, problems, request, skipped, log)
             continue
@@ -366,7 +371,7 @@ def _skip(
 ) -> None:
     """Log and record a damaged checkpoint, or raise if it was requested."""
     if request != "auto":
-        raise damaged(path, problems)
+        raise damage_error(path, problems)
     skipped.append(f"{path.name}: {problems[0]}")
     log(f"skipped {path}: {problems[0]}")
 

@@ -42,11 +42,11 @@ _READERS = 8  # files that are hashed at once; each SHA-256 is bound by one core
 # ---------------------------------------------------------------------------------------- manifest
 
 
-def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
+def seal(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record of plain values with its own hash added as "sha256".
 
     Examples:
-        >>> is_sealed(sealed({"step": 3})), is_sealed({"step": 3, "sha256": "0"})
+        >>> is_sealed(seal({"step": 3})), is_sealed({"step": 3, "sha256": "0"})
         (True, False)
     """
     data = orjson.dumps(dict(body), option=orjson.OPT_SORT_KEYS)
@@ -54,11 +54,11 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(record: Any) -> bool:
-    """Return whether a record contains its own hash, as `sealed` adds it."""
+    """Return whether a record contains its own hash, as `seal` adds it."""
     if not isinstance(record, dict):
         return False
     try:
-        return record == sealed({key: value for key, value in record.items() if key != "sha256"})
+        return record == seal({key: value for key, value in record.items() if key != "sha256"})
     except orjson.JSONEncodeError:  # orjson refuses deep nesting, which no save writes
         return False
 
@@ -83,7 +83,7 @@ def make_manifest(step: int, files: Mapping[str, Mapping[str, Any]], **facts: An
     """
     names = ("run", "parent", "state_hash", "score", "config", "trainkit", "torch")
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(files)}
-    return dump_json(sealed(dict.fromkeys(names) | facts | body))
+    return dump_json(seal(dict.fromkeys(names) | facts | body))
 
 
 def read_manifest(path: Path | str, *, form: str = FORMAT) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def verify_checkpoint(path: Path | str) -> list[str]:
         ['/does/not/exist is not there']
     """
     path = Path(path)
-    problems, manifest = outline(path)
+    problems, manifest = inspect_files(path)
     if problems:
         return problems
     return find_file_problems(path, manifest["files"])
@@ -208,6 +208,7 @@ def find_file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> li
     """
     # The largest first, so that no thread starts a large file when the others are done.
     largest = sorted(files.items(), key=lambda item: -item[1]["size"])
+    # Threads suffice, since hashlib releases the GIL.
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         problems = pool.map(
             find_file_problem, (path / name for name, _ in largest), (entry for _, entry in largest)
@@ -215,7 +216,7 @@ def find_file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> li
         return [problem for problem in problems if problem is not None]
 
 
-def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[str, Any]]:
+def inspect_files(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[str, Any]]:
     """Check a checkpoint's manifest and the names and sizes of its files, not their contents.
 
     Args:
@@ -228,7 +229,7 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
             cannot be trusted.
 
     Examples:
-        >>> outline("/does/not/exist")
+        >>> inspect_files("/does/not/exist")
         (['/does/not/exist is not there'], {})
     """
     path = Path(path)
@@ -313,7 +314,7 @@ def no_checkpoint_error(directory: Path, skipped: Sequence[str]) -> CheckpointEr
     )
 
 
-def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
+def damage_error(path: Path, problems: Sequence[str]) -> CheckpointError:
     """Return the error for a requested checkpoint that does not verify."""
     return CheckpointError(
         f"resume: {path} was requested, but {shorten(problems, most=3)}",
@@ -348,7 +349,7 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
     if (path / MANIFEST).exists():
         problems = verify_checkpoint(path)
         if problems:
-            raise damaged(path, problems)
+            raise damage_error(path, problems)
         return path
     directory = path / "checkpoints"
     paths = list_checkpoints(directory)
@@ -359,7 +360,7 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
             hint="name a run that has saved, or one of its checkpoints",
         )
     if best:
-        scores = {path: get_score(outline(path)[1]) for path in paths}
+        scores = {path: get_score(inspect_files(path)[1]) for path in paths}
         # sorted() is stable, and the paths come newest first.
         candidates = sorted(
             (path for path in paths if scores[path] is not None),

@@ -16,24 +16,25 @@ from torch import Tensor, nn
 
 from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
-from trainkit.parallel.names import empty_rows_like, get_named_parameters
-from trainkit.parallel.reduction import local_of
-from trainkit.weights.checkpoint.boxes import get_parameter_name
-from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import (
+from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.parameters import empty_rows_like, get_named_parameters
+from trainkit.weights.checkpoint.load_targets import (
     check_shared_state,
     find_part,
     get_saved_name,
     probe_state,
 )
-from trainkit.weights.checkpoint.tensors import optimizer_state
+from trainkit.weights.checkpoint.reading import Target
+from trainkit.weights.checkpoint.run_state import optimizer_state
 
 _MEAN = "mean"
 """The mean of the weights that `together` keeps; it does not depend on a step count."""
 
 
 def select_carried_over(
-    index: Mapping[str, Any], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    index: Mapping[str, Any],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], list[str]]:
     r"""Select the saved optimizer state that another optimizer can carry over.
 
@@ -68,7 +69,9 @@ def select_carried_over(
 
 
 def install_carried_over_(
-    targets: Mapping[str, Target], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    targets: Mapping[str, Target],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Replace an optimizer's state by the carried-over state, in the formats that it stores.
 
@@ -86,7 +89,8 @@ def install_carried_over_(
     by_name: dict[str, dict[str, Tensor]] = {}
     for full, target in targets.items():
         if full.startswith("optimizer/"):
-            by_name.setdefault(get_parameter_name(full), {})[full.split("/", 2)[1]] = target.tensor
+            _, key, name = full.split("/", 2)
+            by_name.setdefault(name, {})[key] = target.tensor
     for live, loaded in by_name.items():
         p = named[live]
         part = find_part(optimizer, groups[id(p)])
@@ -122,7 +126,8 @@ def _find_matching_keys(
         return key in saved_state and tuple(saved_state[key]["shape"]) == shape
 
     # Of an unknown optimizer any moment may have a bias correction: all are taken, or none.
-    corrected: Collection[str] = [key for key, x in expected.items() if x.dim() and key != _MEAN]
+    moments = [key for key, x in expected.items() if x.dim()]
+    corrected: Collection[str] = [key for key in moments if key != _MEAN]
     if isinstance(part, ElementwiseOptimizer):
         corrected = [key for key in part.moments if key not in part.copies]
         corrected += [key for key in part.counts if key == "step"]
@@ -133,7 +138,9 @@ def _find_matching_keys(
 
 
 def _describe(
-    keys: Collection[str], saved_state: Mapping[str, Any], expected: Mapping[str, Any]
+    keys: Collection[str],
+    saved_state: Mapping[str, Any],
+    expected: Mapping[str, Any],
 ) -> str:
     """Return which keys are carried over, initialized and dropped."""
     scales = {scale_name(key) for key in saved_state}

@@ -18,11 +18,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.parallel.names import Box
+from trainkit.parallel.parameters import Box
 from trainkit.types import CheckpointError, Share
 from trainkit.weights.checkpoint.boxes import overlap
 from trainkit.weights.checkpoint.safe_files import fill, open_plain, refusal, skim
-from trainkit.weights.checkpoint.stored import (
+from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
     contiguous_stride,
@@ -224,7 +224,11 @@ class _Fetch:
 
 
 def _read_bytes(
-    file: int, fetch: _Fetch, hashed_to: int, path: Path, feed: Callable[[memoryview], object]
+    file: int,
+    fetch: _Fetch,
+    hashed_to: int,
+    path: Path,
+    feed: Callable[[memoryview], object],
 ) -> int:
     """Read the bytes of a fetch, hash those after `hashed_to`, and return the new `hashed_to`."""
     count = (fetch.end - fetch.start) // fetch.into.element_size()

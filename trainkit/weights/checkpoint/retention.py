@@ -22,8 +22,8 @@ from trainkit.weights.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     get_score,
+    inspect_files,
     list_checkpoints,
-    outline,
     parse_step,
     read_format,
     verify_checkpoint,
@@ -218,7 +218,7 @@ def remove_checkpoint(path: Path) -> None:
 def _read_listed(path: Path) -> Listed:
     if path.is_symlink() or not path.is_dir():  # its target may be the only copy of something
         return Listed(path.name, parse_step(path), verified=None)
-    problems, manifest = outline(path)
+    problems, manifest = inspect_files(path)
     if not problems:
         return Listed(path.name, parse_step(path), score=get_score(manifest))
     is_later = len(problems) == 1 and "upgrade trainkit" in problems[0]

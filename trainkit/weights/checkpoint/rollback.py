@@ -94,6 +94,7 @@ def roll_back(
         raise make_stop_error(
             Action("stop", f"a run may roll back {max_rollbacks} times", before), live
         )
+    # On one rank: hashing on all would read every checkpoint once per rank.
     chosen = run_on_all_ranks(
         lambda: _find_newest(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]

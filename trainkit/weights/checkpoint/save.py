@@ -20,8 +20,8 @@ from trainkit.collectives import all_gather_objects
 from trainkit.files import atomic_write
 from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
-from trainkit.parallel.names import get_local_box, modules_of
 from trainkit.parallel.offload_state import check_awake
+from trainkit.parallel.parameters import get_local_box, modules_of
 from trainkit.types import (
     SOLO,
     Axis,
@@ -40,14 +40,14 @@ from trainkit.weights.checkpoint.background_save import (
     run_now,
     start_save,
 )
-from trainkit.weights.checkpoint.directory import mark_saved
+from trainkit.weights.checkpoint.emergency_save import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.facts import Facts, facts_at
-from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
+from trainkit.weights.checkpoint.run_id import mark_saved
+from trainkit.weights.checkpoint.run_state import list_counters, model_tensors, state_hash
 from trainkit.weights.checkpoint.safe_files import check_free_space
 from trainkit.weights.checkpoint.snapshot import Snapshot, TakeSnapshot, make_snapshot_taker
-from trainkit.weights.checkpoint.tensors import list_counters, model_tensors, state_hash
 from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
 _LONG_WAIT = 0.1  # seconds of waiting for the previous save that are worth a message
@@ -166,6 +166,7 @@ def open_saver(
         try:
             yield saver.save, saver.collect
         except BaseException as error:
+            # The ranks can no longer agree on anything: another may be inside a collective.
             saver.abandon()
             last = None if get_unsaved is None else get_unsaved(error)
             if last is not None:
@@ -181,7 +182,7 @@ class _Saver:
 
     run_dir: Path
     stages: Sequence[nn.Module]
-    take: TakeSnapshot
+    take: TakeSnapshot  # reuses its memory, so that only one save may be pending
     facts: Facts | None
     config: Mapping[str, Any] | None
     axis: Axis
@@ -260,6 +261,7 @@ class _Saver:
         """Return the saves that have finished since the last call; see `Collect`."""
         self.advance(polls=None if wait else 1)
         finished = self.finished.copy()
+        # Only the last save counts at the end: a later success makes up for an earlier failure.
         self.latest[:] = [] if forgive else self.finished[-1:] or self.latest
         for result in finished:
             self._record(result)
@@ -287,7 +289,8 @@ class _Saver:
         name = f"{hash_counters(list_counters(state)):016x}"
 
         def take() -> Snapshot:
-            check_awake(self.stages, by="save")
+            check_awake(self.stages, by="save")  # here, so that its error is logged
+            # With facts on every rank: any of them may be the last to write, and so commit.
             return self.take(state, facts_at(self.facts, state.cursor.batch))
 
         try:
@@ -390,7 +393,7 @@ def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (the checkpoint is valid all the same)
-                messages.append(f"beside {path}: {type(error).__name__}: {error}")
+                messages.append(f"after the commit of {path}: {type(error).__name__}: {error}")
         return messages
 
     return after
@@ -433,6 +436,7 @@ def check_disk_space(
     check_free_space(
         f"check_disk_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed
     )
+    # The older checkpoint is deleted only after the newer one is committed.
     if free < 2 * needed and axis.index == 0:
         log(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"

@@ -16,11 +16,10 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.names import Box, get_named_buffers
+from trainkit.parallel.parameters import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
-from trainkit.weights.checkpoint.stored import Stored, safetensors_header
-from trainkit.weights.checkpoint.tensors import (
+from trainkit.weights.checkpoint.run_state import (
     INTEGERS,
     MAX_BATCHES,
     MAX_STREAM,
@@ -31,6 +30,7 @@ from trainkit.weights.checkpoint.tensors import (
     get_group_options,
     optimizer_state,
 )
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
 _FILE_BYTES = 128 * 1024 * 1024  # the files of a rank are written and hashed in parallel
 _FILES = 16  # of a rank, about; a rank with more bytes writes larger files
@@ -83,7 +83,9 @@ TakeSnapshot = Callable[[TrainState, Mapping[str, Any]], Snapshot]
 
 
 def make_snapshot_taker(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
 ) -> TakeSnapshot:
     """Return `take(state, facts)`, which copies what this rank writes of a state to host memory.
 
@@ -130,7 +132,8 @@ def make_snapshot_taker(
             allocated.append((layout, *_allocate(boxes, ps, may_be_infinite=buffers)))
         _, files, tensors = allocated[0]
         saved = [box for file in files for box in file.boxes]
-        _copy([boxes[box.name][1].local for box in saved], [box.values for box in saved])
+        sources = [boxes[box.name][1].local for box in saved]
+        _copy(sources, [box.values for box in saved])
         states = optimizer_state(stages, optimizer)
         copies = find_tied_copies(stages)
         return Snapshot(
@@ -249,7 +252,10 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def _allocate(
-    boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState, *, may_be_infinite: set[str]
+    boxes: Mapping[str, tuple[Tensor, Box]],
+    ps: ParallelState,
+    *,
+    may_be_infinite: set[str],
 ) -> tuple[tuple[TensorFile, ...], dict[str, Any]]:
     """Assign boxes to files and allocate these; return them, and their entries of the index."""
     entries = _make_entries(boxes)
@@ -275,7 +281,7 @@ def _allocate(
 def _make_entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str, Any]]:
     """Return the entries of the index without boxes; raise ValueError if one is not valid."""
     entries: dict[str, dict[str, Any]] = {
-        name: {"dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
+        name: {"dtype": _get_dtype_name(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
         for name, (tensor, _) in boxes.items()
     }
     for name, entry in entries.items():
@@ -286,10 +292,13 @@ def _make_entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str
 
 
 def _allocate_file(
-    file: str, boxes: Mapping[str, tuple[Tensor, Box]], may_be_infinite: set[str]
+    file: str,
+    boxes: Mapping[str, tuple[Tensor, Box]],
+    may_be_infinite: set[str],
 ) -> TensorFile:
     """Allocate the memory of one file, with a view of it for each box."""
     locals_ = [box.local for _, box in boxes.values()]
+    # empty, not zeros: every byte is overwritten.
     data = np.empty(sum(local.nbytes for local in locals_), np.uint8)
     if any(local.is_cuda for local in locals_):
         _pin(data)
@@ -299,8 +308,10 @@ def _allocate_file(
         values = part.view(tensor.dtype).view(box.local.shape)
         limit = _find_limit(tensor.dtype, may_be_infinite=name in may_be_infinite)
         saved.append(SavedBox(name, tuple(tensor.shape), box.offset, values, limit))
-    stored = {b.name: Stored(_dtype_name(b.values.dtype), tuple(b.values.shape), ()) for b in saved}
-    return TensorFile(file, safetensors_header(stored), data, tuple(saved))
+    stored = {
+        b.name: Stored(_get_dtype_name(b.values.dtype), tuple(b.values.shape), ()) for b in saved
+    }
+    return TensorFile(file, make_safetensors_header(stored), data, tuple(saved))
 
 
 def _find_limit(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
@@ -317,8 +328,9 @@ def _pin(data: np.ndarray[Any, Any]) -> None:
     # `pin_memory=True` would round the allocation up to a power of two.
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0))
+    # CUDA must release the memory before numpy frees it.
     weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -14,13 +14,18 @@ from trainkit.weights.checkpoint.boxes import find_index_problems, get_parameter
 from trainkit.weights.checkpoint.manifest import (
     WEIGHTS,
     find_file_problems,
-    outline,
+    inspect_files,
     read_format,
     read_manifest,
     verify_checkpoint,
 )
 from trainkit.weights.checkpoint.safe_files import read_json, refusal
-from trainkit.weights.checkpoint.stored import Stored, find_extent, merge_tensors, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import (
+    Stored,
+    find_extent,
+    merge_tensors,
+    safetensors_file,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -81,7 +86,7 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
         ['/does/not/exist is not there']
     """
     folder = Path(folder)
-    problems, manifest = outline(folder, form=WEIGHTS)
+    problems, manifest = inspect_files(folder, form=WEIGHTS)
     if problems:
         return problems
     local_files = dict(list(manifest["files"].items())[share.index :: share.count])
@@ -89,7 +94,10 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
 
 
 def open_weights(
-    folder: Path | str, *, allow_extra: Sequence[str] = (), axis: Axis = SOLO
+    folder: Path | str,
+    *,
+    allow_extra: Sequence[str] = (),
+    axis: Axis = SOLO,
 ) -> Weights:
     """Open an exported folder as a function that reads a box of a tensor by its name.
 

@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.parallel.names import get_named_parameters
+from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
-from trainkit.weights.checkpoint.reading import Target, read_tensors
-from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.targets import (
+from trainkit.weights.checkpoint.load_targets import (
     allocate_buffers,
     get_saved_name,
     install_moments_,
@@ -30,7 +28,9 @@ from trainkit.weights.checkpoint.targets import (
     make_weight_targets,
     write_targets_,
 )
-from trainkit.weights.checkpoint.tensors import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.reading import Target, read_tensors
+from trainkit.weights.checkpoint.run_state import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.safe_files import read_json
 
 _JSON_FILES = ("index.json", "state.json")
 _MIN_VALUES = 2_000_000  # allowed in any state or index; a run with many tensors may have more
@@ -123,7 +123,7 @@ def stage_checkpoint(
     def read_all() -> list[str]:
         buffered.update(allocate_buffers(targets, staged.index))
         return read_tensors(
-            path, _tensor_files(manifest), staged.index, [*buffered.values()], axis.share
+            path, _select_tensor_files(manifest), staged.index, [*buffered.values()], axis.share
         )
 
     return attrs.evolve(
@@ -135,7 +135,9 @@ def stage_checkpoint(
 
 
 def install_(
-    staged: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+    staged: Staged,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
 ) -> TrainState:
     """Copy a staged checkpoint into the run, and return its counters.
 
@@ -190,12 +192,14 @@ def _merge(lists: Sequence[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(text for texts in lists for text in texts))
 
 
-def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _select_tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in manifest["files"].items() if name not in _JSON_FILES}
 
 
 def _list_names(
-    staged: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+    staged: Staged,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, Sequence[str]]:
     """Return what other ranks must know: a pipeline rank has only some of the tensors."""
     return {
@@ -266,7 +270,7 @@ def _read_headers(
     except (CheckpointError, KeyError) as error:
         return Staged([error.what if isinstance(error, CheckpointError) else f"it has no {error}"])
     problems = _find_state_problems(read["state.json"], manifest)
-    sizes = {name: entry["size"] for name, entry in _tensor_files(manifest).items()}
+    sizes = {name: entry["size"] for name, entry in _select_tensor_files(manifest).items()}
     problems += find_index_problems(read["index.json"], sizes)
     if problems:
         return Staged(problems)

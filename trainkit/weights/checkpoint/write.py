@@ -26,18 +26,18 @@ import torch
 from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
-from trainkit.weights.checkpoint.directory import get_run_id
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     choose_checkpoint_name,
     dump_json,
     is_sealed,
     make_manifest,
-    sealed,
+    seal,
 )
+from trainkit.weights.checkpoint.run_id import get_run_id
+from trainkit.weights.checkpoint.run_state import INTEGERS, combine_hashes, hash_tensor_box
 from trainkit.weights.checkpoint.safe_files import parse_json, read_json, write_all, write_durably
 from trainkit.weights.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
-from trainkit.weights.checkpoint.tensors import INTEGERS, combine_hashes, hash_tensor_box
 
 _CHUNK = 4 * 1024 * 1024  # bytes hashed and written at once, while they are in the cache
 _FLUSH_BYTES = 32 * 1024 * 1024  # of a file, after which the disk starts while the rest is hashed
@@ -118,8 +118,10 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
-            write_durably(target.staging / _report_name(rank), [orjson.dumps(sealed(report))])
+            # The report comes last: its existence means that the files are complete.
+            write_durably(target.staging / _report_name(rank), [orjson.dumps(seal(report))])
     except BaseException:
+        # A disk that was full must not stay full because of a save that failed.
         for name in sizes:
             with suppress(OSError):
                 (target.staging / name).unlink()
@@ -249,7 +251,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
     with _disk_errors(directory, needed=_COMMIT_BYTES):
         report_files = [target.staging / _report_name(rank) for rank in range(target.ranks)]
         reports = [_read_report(path) for path in report_files]
-        for path in report_files:
+        for path in report_files:  # a committed directory has no files outside of its manifest
             path.unlink()
         files = _merge(report["files"] for report in reports)
         index = {"tensors": _merge_boxes(report["tensors"] for report in reports)}

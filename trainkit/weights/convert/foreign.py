@@ -20,7 +20,7 @@ import orjson
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
-from trainkit.weights.checkpoint.stored import (
+from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
     merge_tensors,
@@ -66,7 +66,7 @@ def read_foreign_tensors(source: Path) -> Found:
     if source.is_file() or (source / ".metadata").exists():
         return _read_pickles(source)
     if any(source.glob("*.safetensors")):
-        return Found("safetensors", safetensors_folder(source))
+        return Found("safetensors", describe_safetensors_folder(source))
     if any(source.glob("pytorch_model*.bin")):
         return _read_pickles(source)
     raise refusal(
@@ -124,7 +124,7 @@ def merge_found(parts: list[Found], source: Path) -> Found:
     return Found(parts[0].kind, tensors, tuple(name for part in parts for name in part.skipped))
 
 
-def safetensors_folder(folder: Path) -> dict[str, Stored]:
+def describe_safetensors_folder(folder: Path) -> dict[str, Stored]:
     """Describe the tensors of a folder of safetensors files.
 
     Without `model.safetensors.index.json` all such files are read.

@@ -35,7 +35,12 @@ from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import DTYPES
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
-from trainkit.weights.checkpoint.stored import Extent, Stored, is_plain_tensor_name, parse_sizes
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    is_plain_tensor_name,
+    parse_sizes,
+)
 from trainkit.weights.convert.foreign import Found, merge_found
 
 _MEMORY = 256 * 1024 * 1024  # bytes for the description; 100,000 tensors take about 130 MB
@@ -84,18 +89,18 @@ def describe(source: Path) -> Found:
         CheckpointError: It is damaged or malicious.
     """
     if source.is_file():
-        return torch_file(source)
+        return describe_torch_file(source)
     if (source / ".metadata").exists():
-        return distributed_directory(source)
+        return describe_distributed_directory(source)
     files = sorted(source.glob("pytorch_model*.bin"))
-    return merge_found([torch_file(path) for path in files], source)
+    return merge_found([describe_torch_file(path) for path in files], source)
 
 
-def shown(value: Any) -> str:
+def make_printable(value: Any) -> str:
     """Make a text from a file printable: short and ASCII.
 
     Examples:
-        >>> shown("weight"), shown([["deep"]])
+        >>> make_printable("weight"), make_printable([["deep"]])
         ('weight', 'a list')
     """
     if not isinstance(value, str):
@@ -114,7 +119,7 @@ def _convert_errors(path: Path) -> Iterator[None]:
         raise refusal(
             path,
             "is no zip archive as torch.save writes them, or a damaged one; older ones are not "
-            f"read ({shown(str(error))})",
+            f"read ({make_printable(str(error))})",
         ) from error
     except Exception as error:
         raise refusal(
@@ -127,15 +132,19 @@ def _describe_error(error: Exception) -> str:
     text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
     name = re.search(r"GLOBAL (\S+)", text)
     if name is not None:
-        return f"it mentions {shown(name[1])!r}, which no good file does"
-    return f"{type(error).__name__}: {shown(text.strip().partition(chr(10))[0])}"
+        return f"it mentions {make_printable(name[1])!r}, which no good file does"
+    return f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
 
 
 # ------------------------------------------------------------------------------------ torch.save
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file, as a separate file."""
+    """A part of an open file, as a separate file.
+
+    zipfile and torch look for an archive's directory at the end of a file, and `.distcp` files
+    contain many archives.
+    """
 
     def __init__(self, handle: int, start: int, size: int) -> None:
         self._handle = handle
@@ -197,7 +206,7 @@ def _read_members(window: BinaryIO, path: Path, size: int) -> dict[int, zipfile.
             raise refusal(path, "holds a member twice")
         for name, info in by_name.items():
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise refusal(path, f"holds {shown(name)!r} compressed or encrypted")
+                raise refusal(path, f"holds {make_printable(name)!r} compressed or encrypted")
         if sum(info.file_size for info in by_name.values()) > size:
             raise refusal(path, "holds more bytes than it has: its members overlap")
         if "data.pkl" not in by_name or by_name["data.pkl"].file_size > _MAX_PICKLE:
@@ -215,7 +224,7 @@ def _read_members(window: BinaryIO, path: Path, size: int) -> dict[int, zipfile.
     return members
 
 
-def torch_file(path: Path) -> Found:
+def describe_torch_file(path: Path) -> Found:
     """Describe the tensors of a file of torch.save, by their path in its dicts and lists.
 
     A tensor in {"model": {"a": x}} is "model.a"; values that are not tensors are named in
@@ -229,10 +238,10 @@ def torch_file(path: Path) -> Found:
     skipped: list[str] = []
     for name, leaf in _flatten(archive.value, path):
         if not isinstance(leaf, Tensor):
-            skipped.append(shown(name))
+            skipped.append(make_printable(name))
             continue
-        if name in tensors:
-            raise refusal(path, f"holds {shown(name)!r} twice")
+        if name in tensors:  # {"a": {"b": x}, "a.b": y} gives two tensors one name
+            raise refusal(path, f"holds {make_printable(name)!r} twice")
         tensors[name] = _locate(leaf, archive)
     if not tensors:
         raise refusal(path, "holds no tensor by a name")
@@ -268,6 +277,7 @@ def _locate(tensor: Tensor, archive: _Archive) -> Stored:
     """Return where the bytes of a tensor are that torch has loaded onto the meta device."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
+    # A lazily negated view would be read without its sign.
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_neg():
         raise refusal(archive.path, "holds a tensor of a dtype or layout that is not read")
     if not math.prod(shape):
@@ -292,7 +302,7 @@ def _locate(tensor: Tensor, archive: _Archive) -> Stored:
 # ----------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def distributed_directory(directory: Path) -> Found:
+def describe_distributed_directory(directory: Path) -> Found:
     """Describe the tensors of a directory of torch.distributed.checkpoint.
 
     Objects that are not tensors are named in `skipped`; their pickles are never opened.
@@ -310,10 +320,10 @@ def distributed_directory(directory: Path) -> Found:
         skipped: list[str] = []
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, dcp.BytesStorageMetadata):
-                skipped.append(shown(name))
+                skipped.append(make_printable(name))
                 continue
             if not is_plain_tensor_name(name):
-                raise refusal(path, f"holds a tensor of the odd name {shown(name)!r}")
+                raise refusal(path, f"holds a tensor of the odd name {make_printable(name)!r}")
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             extents = [
                 extent
@@ -329,6 +339,7 @@ def _read_metadata(path: Path) -> Any:
     allowed = _allowed_names()
 
     class Reader(pickle.Unpickler):
+        # Unpickler calls this for every global, before anything in the pickle can be called.
         def find_class(self, module: str, name: str) -> Any:
             full = f"{module}.{name}"
             if full not in allowed:
@@ -378,7 +389,11 @@ def _get_enum_member(kind: Any, name: Any) -> Any:
 
 
 def _locate_chunk(
-    name: str, dtype: str, chunk: Any, storage: Mapping[Any, Any], path: Path
+    name: str,
+    dtype: str,
+    chunk: Any,
+    storage: Mapping[Any, Any],
+    path: Path,
 ) -> Iterator[Extent]:
     """Yield the extent of one box, which is in torch.save's format inside a `.distcp` file."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 - as above
@@ -391,7 +406,9 @@ def _locate_chunk(
     if info is None:
         raise refusal(path, f"says not where {name} from {list(offset)} on is")
     if not is_plain_file_name(info.relative_path):
-        raise refusal(path, f"names {shown(info.relative_path)!r}, which is no plain file name")
+        raise refusal(
+            path, f"names {make_printable(info.relative_path)!r}, which is no plain file name"
+        )
     if getattr(info, "transform_descriptors", None):
         raise refusal(path, f"says that {name} is compressed, which is not read")
     start, length = parse_sizes([info.offset, info.length], path)

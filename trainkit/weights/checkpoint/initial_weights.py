@@ -11,9 +11,9 @@ import attrs
 from torch import nn
 
 from trainkit.types import CheckpointError, ConfigError, ParallelState
-from trainkit.weights.checkpoint.manifest import MANIFEST, list_checkpoints, outline
+from trainkit.weights.checkpoint.manifest import MANIFEST, inspect_files, list_checkpoints
+from trainkit.weights.checkpoint.run_state import hash_weights
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.tensors import hash_weights
 
 _FACT = "first weights"
 
@@ -48,7 +48,10 @@ class InitialWeights:
 
 
 def find_initial_weights(
-    init: Path | str | None, *, run_dir: Path | str, request: str | Path = "auto"
+    init: Path | str | None,
+    *,
+    run_dir: Path | str,
+    request: str | Path = "auto",
 ) -> InitialWeights:
     """Find the initial weights of a run, whether it starts or resumes.
 
@@ -71,6 +74,7 @@ def find_initial_weights(
     checkpoint, facts = _find_checkpoint_to_resume(Path(run_dir), request)
     if checkpoint is None:
         return InitialWeights(None if init is None else Path(init))
+    # Runs of adapters record their base, other runs the source of their initial weights.
     recorded = facts.get("base_from") or facts.get("config.init")
     recorded = None if recorded is None else Path(recorded)
     saved_hash = {name: value for name, value in facts.items() if name == _FACT}
@@ -103,7 +107,9 @@ def find_initial_weights(
 
 
 def hash_initial_weights(
-    first: InitialWeights, stages: Sequence[nn.Module] | nn.Module, ps: ParallelState
+    first: InitialWeights,
+    stages: Sequence[nn.Module] | nn.Module,
+    ps: ParallelState,
 ) -> dict[str, Any]:
     """Return the fact by which `resume` detects other initial weights than those of the run.
 
@@ -152,7 +158,7 @@ def _find_checkpoint_to_resume(
         return None, {}
     # Only manifests are checked here. Hashing tensors takes minutes, and `resume` does it anyway.
     for path in list_checkpoints(run_dir / "checkpoints") if request == "auto" else [Path(request)]:
-        problems, manifest = outline(path)
+        problems, manifest = inspect_files(path)
         if problems:
             continue
         with contextlib.suppress(CheckpointError, KeyError, TypeError):

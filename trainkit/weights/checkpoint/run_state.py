@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.noise.hashing import MASK64, hash_box, hash_counters
-from trainkit.parallel.names import (
+from trainkit.parallel.grad_reduction import reducers_of, reshard_
+from trainkit.parallel.parameters import (
     Box,
     get_local_box,
     get_named_buffers,
@@ -20,7 +21,6 @@ from trainkit.parallel.names import (
     is_tied_copy,
     modules_of,
 )
-from trainkit.parallel.reduction import reducers_of, reshard_
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.optimizer_internals import find_hidden_state
@@ -177,7 +177,10 @@ def _reshard_parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def get_run_tensors(
-    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, copies: bool = False
+    stages: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    copies: bool = False,
 ) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint: "model/NAME" and "optimizer/KEY/NAME".
 
@@ -211,7 +214,9 @@ def find_tied_copies(stages: Iterable[nn.Module]) -> set[str]:
 
 
 def get_boxes_to_write(
-    stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
+    stages: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
 ) -> dict[str, tuple[Tensor, Box]]:
     """Return the tensors of which this rank writes a box to a checkpoint, and the boxes."""
     return _select_boxes(get_run_tensors(stages, optimizer), ps)
@@ -262,7 +267,11 @@ def _get_bits(value: float) -> int:
 
 
 def hash_tensor_box(
-    name: str, local: Tensor, *, shape: Sequence[int], offset: Sequence[int]
+    name: str,
+    local: Tensor,
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int],
 ) -> int:
     """Return the hash of one box of a tensor; the hashes of all boxes add up to the state's.
 
@@ -364,4 +373,5 @@ def combine_hashes(boxes: Mapping[str, int], state: TrainState) -> str:
         >>> combine_hashes({}, TrainState()) == combine_hashes({"a": 1}, TrainState())
         False
     """
+    # A sum does not depend on how boxes and ranks divide the state.
     return f"{(sum(boxes.values()) + hash_counters(list_counters(state))) & MASK64:016x}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from trainkit.weights.checkpoint.manifest import FORMAT, MANIFEST, READABLE, outline
+from trainkit.weights.checkpoint.manifest import FORMAT, MANIFEST, READABLE, inspect_files
 from trainkit.weights.checkpoint.retention import PIN
 
 _FROM_MANIFEST = ("step", "run", "version", "score")
@@ -49,7 +49,7 @@ def describe_checkpoint(path: Path | str) -> dict[str, Any]:
             return row | {"complete": True, "problems": []}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # the slow path below finds out what is wrong
-    problems, _ = outline(directory)
+    problems, _ = inspect_files(directory)
     return row | {"complete": not problems, "problems": problems}
 
 

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import orjson
 
-from trainkit.text.corpora.text import (
+from trainkit.text.corpora.text_files import (
     check_readable,
     damaged_file,
     hash_file,
@@ -82,7 +82,7 @@ def read_raw_layout(path: Path, sidecar: Sidecar) -> FileLayout:
             f'write {{"dtype": "uint16"}}, or the right dtype, into {sidecar_path(path)}',
             where=path,
             want="dtype",
-            hint="offsets, eos_id, vocab_size and sha256 may stand there too",
+            hint="offsets, eos_id, vocab_size and sha256 are optional keys of it",
         )
     dtype = np.dtype(sidecar.dtype)
     size = _file_size(path)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.names import find_blocks, unhide_
+from trainkit.parallel.check_modules import refuse_max_norm
+from trainkit.parallel.grad_reduction import replicates, sum_in_grad_dtype_
 from trainkit.parallel.notes import Note
-from trainkit.parallel.reduction import replicates, sum_in_grad_dtype_
+from trainkit.parallel.parameters import find_blocks, unhide_
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Call, ParallelState, Precision
 
 _COMPUTE = Note[torch.dtype | None]("compute_dtype", default=None)

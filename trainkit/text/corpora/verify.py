@@ -11,7 +11,7 @@ import numpy as np
 from trainkit.text.corpora.open import open_corpus
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.shards import find_token_files, open_parts
-from trainkit.text.corpora.text import check_readable
+from trainkit.text.corpora.text_files import check_readable
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from torch import nn
 from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
 from trainkit.parallel.attention import attention_line
-from trainkit.parallel.linears import describe_linears
-from trainkit.parallel.names import get_named_parameters, is_tied_copy, kind_of
-from trainkit.parallel.places import as_stages
+from trainkit.parallel.linear_layers import describe_linears
+from trainkit.parallel.parameters import get_named_parameters, is_tied_copy, kind_of
 from trainkit.parallel.stage_forward import compute_device
+from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Bins, Precision, Stages
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from trainkit.parallel.names import canonical_name, get_named_parameters
+from trainkit.parallel.parameters import canonical_name, get_named_parameters
 from trainkit.types import ConfigError
 
 

@@ -18,9 +18,9 @@ from trainkit.collectives import all_gather_objects
 from trainkit.grads import format_ranks
 from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, make_key
-from trainkit.parallel.names import COPY_SUFFIX, get_local_box
+from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
-from trainkit.weights.checkpoint.tensors import INTEGERS, get_run_tensors
+from trainkit.weights.checkpoint.run_state import INTEGERS, get_run_tensors
 
 _CHUNK = 1 << 20  # elements hashed at once, in 8 MiB of working memory
 
@@ -270,7 +270,11 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     for rank, local in enumerate(all_gather_objects(by_name, axis)):
         for name, value in local.items():
             values.setdefault(name, {})[rank] = value
-    return [_describe(name, ranks) for name, ranks in values.items() if len({*ranks.values()}) > 1]
+    return [
+        _describe(name, hashes_by_rank)
+        for name, hashes_by_rank in values.items()
+        if len(set(hashes_by_rank.values())) > 1
+    ]
 
 
 def _describe(name: str, hashes: Mapping[int, int]) -> str:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
+from trainkit.data.concat import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.data.corpus import make_corpus
-from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.packing import next_fit, pack_bins
 from trainkit.text.corpora.open import count_document_labels, held_out_documents, is_held_out
 from trainkit.text.corpora.tokens import write_corpus

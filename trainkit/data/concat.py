@@ -61,7 +61,7 @@ class ConcatCorpus:
     def digest(self) -> str | None:
         """A hash of the content; None if any part has no stored hash."""
         digests = [part.digest for part in self.parts if part.digest is not None]
-        return joint_digest(digests) if len(digests) == len(self.parts) else None
+        return combine_digests(digests) if len(digests) == len(self.parts) else None
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -136,7 +136,7 @@ def _format_columns(corpus: TokenCorpus) -> str:
     return ", ".join(f"{name}: {column}" for name, column in corpus.columns.items()) or "none"
 
 
-def joint_digest(digests: Iterable[str]) -> str:
+def combine_digests(digests: Iterable[str]) -> str:
     """Return the SHA-256 of several hashes in order, each cut to the 16 digits of `fingerprint`."""
     return hashlib.sha256("\n".join(digest[:16] for digest in digests).encode()).hexdigest()
 
@@ -155,7 +155,7 @@ def fingerprint(corpus: Corpus) -> str:
     """
     # Of the hashes of the parts, so that token files need not be read.
     if hasattr(corpus, "parts"):
-        return joint_digest(map(fingerprint, corpus.parts))[:16]
+        return combine_digests(map(fingerprint, corpus.parts))[:16]
     if isinstance(corpus, TokenCorpus) and corpus.digest is not None:
         return corpus.digest[:16]
     arrays = {"tokens": np.asarray(corpus.tokens), "offsets": np.asarray(corpus.offsets)}

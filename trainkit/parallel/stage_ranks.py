@@ -12,9 +12,9 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.models.call import call_model
-from trainkit.parallel.names import get_named_parameters, mark_tied_copy_
+from trainkit.parallel.grad_reduction import local_of
 from trainkit.parallel.notes import Note
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.parameters import get_named_parameters, mark_tied_copy_
 from trainkit.parallel.split import assign_stages
 from trainkit.types import SOLO, Axis, Call, ConfigError, Layout, ParallelState, Stages
 

@@ -14,8 +14,8 @@ from trainkit.batch.shards import shard_sequence, zigzag_unshard
 from trainkit.collectives import all_gather_objects, all_gather_replicated, broadcast
 from trainkit.models.call import CachedCall, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.parallel.places import places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
+from trainkit.parallel.stage_ranks import places_of
 from trainkit.types import IGNORED_LABEL, Batch, Call, Spans, Stages
 
 
@@ -56,7 +56,7 @@ def make_call(
         >>> from trainkit.post.generation import generate
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.parallel import make_stages
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
         >>> stages = make_stages([model], solo_parallel())

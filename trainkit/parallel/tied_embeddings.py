@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.parallel.names import get_named_parameters
-from trainkit.parallel.places import StagePlace, tied_of
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.parameters import get_named_parameters
+from trainkit.parallel.stage_ranks import StagePlace, tied_of
 from trainkit.types import Axis
 
 

@@ -20,7 +20,7 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights.checkpoint.background_save import list_save_threads
-from trainkit.weights.checkpoint.directory import mark_saved
+from trainkit.weights.checkpoint.run_id import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, point_to, write_rank
 
@@ -41,7 +41,11 @@ class UnsavedState:
 
 
 def write_and_commit(
-    take: Callable[[], Snapshot], target: Destination, axis: Axis, *, after_peer_error: bool
+    take: Callable[[], Snapshot],
+    target: Destination,
+    axis: Axis,
+    *,
+    after_peer_error: bool,
 ) -> Path | None:
     """Write this rank's files of a checkpoint, and commit it if this rank is the last to do so.
 

@@ -19,7 +19,7 @@ from trainkit.weights.checkpoint.manifest import (
     is_sealed,
     list_checkpoints,
     read_manifest,
-    sealed,
+    seal,
 )
 from trainkit.weights.checkpoint.safe_files import read_json
 
@@ -171,4 +171,4 @@ def _parse_identity(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _write_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
     with atomic_write(run_dir / "run.json", by="get_run_id") as file:
-        file.write(dump_json(sealed(identity)) + b"\n")
+        file.write(dump_json(seal(identity)) + b"\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.text.corpora.records import read_records
-from trainkit.text.corpora.text import read_text
+from trainkit.text.corpora.text_files import read_text
 from trainkit.types import DataError
 
 if TYPE_CHECKING:

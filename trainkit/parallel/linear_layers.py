@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from trainkit.models.experts import ExpertWeights, Router
-from trainkit.parallel.names import canonical_name, fitting_names
 from trainkit.parallel.notes import Note
+from trainkit.parallel.parameters import canonical_name, fitting_names
 from trainkit.types import ConfigError
 
 _COMPUTES: Note[tuple[str, ...]] = Note("computes_in", default=())

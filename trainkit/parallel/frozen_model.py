@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.places import as_stages
 from trainkit.parallel.stage_forward import evaluating, forward_stages
+from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Batch, Call, Hidden, Stages, drop_routing
 
 ColumnsOf = Callable[[Any, Mapping[str, Any]], Mapping[str, Tensor]]
@@ -25,7 +25,7 @@ ColumnsOf = Callable[[Any, Mapping[str, Any]], Mapping[str, Tensor]]
 def add_columns(
     stages_or_model: Stages | nn.Module,
     microbatches: Sequence[Batch],
-    columns_of: ColumnsOf,
+    select_columns: ColumnsOf,
     *,
     call: Call | None = None,
 ) -> list[Batch]:
@@ -39,7 +39,7 @@ def add_columns(
         stages_or_model: This rank's stages of the frozen model, in the layout and with the schedule
             of the model that is trained; or any module.
         microbatches: Those of this rank, as many as the ranks have that its shards reach.
-        columns_of: What is kept of an output, `[B, S, ...]` as the labels.
+        select_columns: What is kept of an output, `[B, S, ...]` as the labels.
         call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
 
     Returns:
@@ -66,7 +66,7 @@ def add_columns(
         output = forward_stages(stages, batch)
         if output is None:
             return batch
-        return attrs.evolve(batch, extra={**batch.extra, **columns_of(output, batch)})
+        return attrs.evolve(batch, extra={**batch.extra, **select_columns(output, batch)})
 
     with evaluating(stages):
         return [add_columns(batch) for batch in microbatches]

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.optim.offload import in_host_memory, is_offloaded
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import (
+from trainkit.parallel.parameters import (
     COPY_SUFFIX,
     empty_rows_like,
     get_local_box,
@@ -21,7 +21,7 @@ from trainkit.parallel.names import (
 from trainkit.weights.checkpoint.boxes import get_parameter_name
 from trainkit.weights.checkpoint.optimizer_internals import find_inner_optimizers
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.weights.checkpoint.run_state import model_tensors, optimizer_state
 
 
 def get_saved_name(name: str) -> str:
@@ -186,7 +186,7 @@ def check_shared_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def expected_state(
+def predict_state(
     stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Any]]:
     """Return the state that the optimizer will have for each parameter after its first step.
@@ -196,7 +196,7 @@ def expected_state(
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> expected_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
+        >>> predict_state([model], torch.optim.AdamW(model.parameters()))["weight"]["step"]
         tensor(1.)
     """
     by_parameter = probe_state(optimizer)

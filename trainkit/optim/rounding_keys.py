@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.noise.hashing import make_key
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 
 
 @attrs.frozen(eq=False)

@@ -128,7 +128,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def safetensors_header(
+def make_safetensors_header(
     tensors: Mapping[str, Stored], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Return the header of a safetensors file: its length in 8 bytes, and padded JSON.
@@ -139,7 +139,7 @@ def safetensors_header(
         metadata: The "__metadata__" of the header.
 
     Examples:
-        >>> len(safetensors_header({"a": Stored("float32", (2,), ())}))
+        >>> len(make_safetensors_header({"a": Stored("float32", (2,), ())}))
         64
     """
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -150,6 +150,7 @@ def safetensors_header(
         dtype = DTYPES[stored.dtype][0]
         entries[name] = {"dtype": dtype, "shape": stored.shape, "data_offsets": (start, end)}
     text = orjson.dumps(entries)
+    # The tensors that follow must be aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -216,6 +217,7 @@ def read_header(
     end = len(data)
     extents = [stored.extents[0] for stored in tensors.values()]
     for extent in sorted(extents, key=lambda extent: (extent.start, extent.size)):
+        # A gap could hide data, and an overlap would make a change of one tensor change another.
         if extent.start != end:
             raise refusal(path, "has bytes that belong to no tensor, or to two")
         end += extent.size

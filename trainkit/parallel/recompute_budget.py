@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trainkit.parallel.reduction import local_of
+from trainkit.parallel.grad_reduction import local_of
 
 Keeps = Callable[[str, int], bool]
 """`keeps(group, number)`: whether the result of this operator of a group is kept."""
