@@ -201,7 +201,7 @@ def make_sampler(cfg, ps, model, sample_answers, tokenizer, problems):
         # samples what it would have sampled, in any layout.
         return sample_answers(
             [problems[row][0] for row in rows_at(number)],
-            each=cfg.rollout.answers,
+            answers_per_prompt=cfg.rollout.answers,
             first=number * size,
             seed=cfg.seed,
         )

@@ -1364,7 +1364,7 @@ MISTAKES = [
         ),
         (
             "sampling.py",
-            "texts of other rows draw the same places",
+            "other rows get the same noise",
             'make_key(seed, "generate", row)',
             'make_key(seed, "generate")',
             "tests/post/generation",
@@ -1386,8 +1386,8 @@ MISTAKES = [
         (
             "generate.py",
             "of two ranks that answer a prompt the last one wins",
-            "for part in all_gather_objects(told, axis)[::-1] for n, x in part",
-            "for part in all_gather_objects(told, axis) for n, x in part",
+            "for part in all_gather_objects(local, axis)[::-1] for i, x in part",
+            "for part in all_gather_objects(local, axis) for i, x in part",
             "tests/parallel/test_generation.py",
         ),
         (
@@ -1766,8 +1766,8 @@ MISTAKES = [
         (
             "score.py",
             "--temperature changes nothing",
-            '            how |= {"temperature": temperature}\n',
-            '            how |= {"temperature": 1.0}\n',
+            "                temperature=temperature,\n            )\n",
+            "                temperature=1.0,\n            )\n",
             "tests/tools/commands/test_score.py",
         ),
         (
