@@ -116,9 +116,10 @@ def step_of(job, layout, ps, *, in_backward=False):
 
     With `in_backward` the first is all of it.
     """
-    kept = {"storage": DTYPES[job.precision.storage]}
     plain = job.precision == Precision(compute="fp32")
-    low = mixed_precision(None if plain else DTYPES[job.precision.compute], **kept)
+    low = mixed_precision(
+        None if plain else DTYPES[job.precision.compute], storage=DTYPES[job.precision.storage]
+    )
     head = "hidden" if job.loss == "linear" else "logits"
     budget = job.offload_activations
     away = [] if budget is None else [offload_activations(budget=budget, store=HOST)]

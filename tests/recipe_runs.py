@@ -84,8 +84,11 @@ def with_short_texts():
 
 def without_pictures():
     """Patch what draws a run's loss and load, which takes longer than its steps."""
-    pictures = {"plot_loss": mock.DEFAULT, "plot_expert_load": mock.DEFAULT}
-    return mock.patch.multiple(importlib.import_module("trainkit.run.open_run"), **pictures)
+    return mock.patch.multiple(
+        importlib.import_module("trainkit.run.open_run"),
+        plot_loss=mock.DEFAULT,
+        plot_expert_load=mock.DEFAULT,
+    )
 
 
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):

@@ -87,8 +87,13 @@ def step_function(ps, stages, optimizer, *, policy, guilty=0, protected=True, wo
             update = tk.clip_and_step(params, optimizer, **how)
         told = {"grad_norm": update.norm, "skipped": ~update.applied}
         metrics = {**terms, **told, "tokens": tokens}
-        moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}
-        return attrs.evolve(state, **moved), metrics, replay
+        return (
+            attrs.evolve(
+                state, step=state.step + 1, tokens=state.tokens + tokens, cursor=batch.cursor
+            ),
+            metrics,
+            replay,
+        )
 
     return train_step
 

@@ -227,9 +227,11 @@ def test_shift_labels_gives_the_next_token_of_the_same_document(ids):
 @given(batches(multiple_of=1, blanks=False))
 def test_rows_packed_elsewhere_become_the_batch_that_collation_makes(batch):
     padding = batch.document_ids < 0
-    kept = {"padding": padding, "labels": batch.labels}
     for way in ({"starts": batch.position_ids == 0}, {"position_ids": batch.position_ids}):
-        assert torch.equal(batch_from_rows(batch.input_ids, **way, **kept).labels, batch.labels)
+        assert torch.equal(
+            batch_from_rows(batch.input_ids, **way, padding=padding, labels=batch.labels).labels,
+            batch.labels,
+        )
         found = batch_from_rows(batch.input_ids, padding=padding, **way)
         for name in TENSORS:
             assert torch.equal(found[name], batch[name]), name

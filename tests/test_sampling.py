@@ -100,7 +100,6 @@ def test_every_row_comes_once_per_epoch_in_blocks_too(num_rows, rows_per_step, b
 @pytest.mark.parametrize("rows", [1, 4])
 def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows):
     ranks, costs = 8, (np.random.default_rng(1).lognormal(0, 1, 4001) * 1000).astype(np.int64)
-    asked = {"rows_per_step": ranks * rows, "seed": 0}
 
     def dearest(chosen):
         deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
@@ -109,8 +108,8 @@ def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows)
         return work.max() / work.mean() - 1
 
     steps, bound = range(4001 // (ranks * rows)), 0.02
-    in_blocks = shuffle_blocks(np.argsort(costs), block=ranks, **asked)
-    in_epochs = shuffle_epochs(4001, **asked)
+    in_blocks = shuffle_blocks(np.argsort(costs), block=ranks, rows_per_step=ranks * rows, seed=0)
+    in_epochs = shuffle_epochs(4001, rows_per_step=ranks * rows, seed=0)
     mean = np.mean([dearest(in_blocks(step)) for step in steps])
     plain = np.mean([dearest(in_epochs(step)) for step in steps])
     assert mean < bound < 2 * bound < plain
@@ -152,10 +151,12 @@ def costed_deals():
 def deal(costs, size, count):
     """Positions by rank, microbatch and row, with and without costs."""
     num_rows = len(costs)
-    arguments = {"rows_per_microbatch": size}
     return tuple(
         np.stack(
-            [assign_rows(num_rows, Share(r, count), **arguments, **more) for r in range(count)]
+            [
+                assign_rows(num_rows, Share(r, count), rows_per_microbatch=size, **more)
+                for r in range(count)
+            ]
         )
         for more in ({"costs": costs}, {})
     )
@@ -252,8 +253,9 @@ def mixed(steps, rows_per_step, weights, *, num_rows=7, later=(), seed=0, temper
     sizes = {name: num_rows + i for i, name in enumerate(names)}
     first = MixturePhase(0, dict(zip(names, weights, strict=True)))
     phases = make_mixture_phases(first, *later)
-    more = {"seed": seed, "temperature": temperature}
-    rows_at = sample_mixture(sizes, phases, rows_per_step=rows_per_step, **more)
+    rows_at = sample_mixture(
+        sizes, phases, rows_per_step=rows_per_step, seed=seed, temperature=temperature
+    )
     rows = np.concatenate([rows_at(step) for step in steps])
     begins = np.cumsum([0, *sizes.values()])
     sources = np.searchsorted(begins, rows, side="right") - 1
@@ -510,10 +512,11 @@ def test_packs_their_items_and_ties_are_shuffled_by_the_seed():
 
 def test_only_the_buffers_that_are_asked_for_are_read():
     keys = np.array([3.0, 1.0, np.nan, 2.0])
-    arguments = {"buffer_size": 2, "pack_size": 1, "seed": 0}
-    assert sorted(buffer_sorted_order([0, 1], keys, **arguments).tolist()) == [0, 1]
+    assert sorted(
+        buffer_sorted_order([0, 1], keys, buffer_size=2, pack_size=1, seed=0).tolist()
+    ) == [0, 1]
     with pytest.raises(ValueError, match="the key of item 2 is NaN"):
-        buffer_sorted_order([3], keys, **arguments)
+        buffer_sorted_order([3], keys, buffer_size=2, pack_size=1, seed=0)
 
 
 # ------------------------------------------------------------------------------ steps and epochs
@@ -535,10 +538,13 @@ def test_a_plan_takes_every_step_that_fits_and_no_row_too_often(num_rows, rows_p
         with pytest.raises(ValueError, match="hold no step of"):
             count_steps(num_rows=num_rows, rows_per_step=rows_per_step, epochs=epochs)
         return
-    sizes = {"num_rows": num_rows, "rows_per_step": rows_per_step}
-    steps = count_steps(**sizes, epochs=epochs)
-    assert count_epochs(steps, **sizes) <= epochs < count_epochs(steps + 1, **sizes)
-    rows_at = shuffle_epochs(**sizes, seed=0)
+    steps = count_steps(num_rows=num_rows, rows_per_step=rows_per_step, epochs=epochs)
+    assert (
+        count_epochs(steps, num_rows=num_rows, rows_per_step=rows_per_step)
+        <= epochs
+        < count_epochs(steps + 1, num_rows=num_rows, rows_per_step=rows_per_step)
+    )
+    rows_at = shuffle_epochs(num_rows=num_rows, rows_per_step=rows_per_step, seed=0)
     rows = np.concatenate([rows_at(step) for step in range(steps)])
     counts = np.bincount(rows, minlength=num_rows)
     assert counts.max() <= epochs
@@ -546,10 +552,9 @@ def test_a_plan_takes_every_step_that_fits_and_no_row_too_often(num_rows, rows_p
 
 
 def test_steps_are_the_fewest_of_what_limits_them():
-    sizes = {"num_rows": 100, "rows_per_step": 10}
-    assert count_steps(**sizes, epochs=3, max_steps=7) == 7
-    assert count_steps(**sizes, epochs=3, max_steps=70) == 30
-    assert count_steps(**sizes, max_steps=70) == 70
+    assert count_steps(num_rows=100, rows_per_step=10, epochs=3, max_steps=7) == 7
+    assert count_steps(num_rows=100, rows_per_step=10, epochs=3, max_steps=70) == 30
+    assert count_steps(num_rows=100, rows_per_step=10, max_steps=70) == 70
     assert count_steps(num_rows=None, rows_per_step=10, max_steps=70) == 70
     assert count_steps(num_rows=100, rows_per_step=1, epochs=0.29) == 29  # 0.29 * 100 < 29
 

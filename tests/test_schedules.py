@@ -256,14 +256,25 @@ KEMPNER_S = {
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("name", KEMPNER_S)
 def test_the_factors_of_kempnerforge_are_ours_with_warmup_from_zero(name, warmup):
-    how = {"warmup": warmup, "warmup_from": 0.0, "final": 0.1}
     own = {"linear": linear, "cosine": cosine}.get(name)
     found = []
     if own or name == "power":
-        ours = own(2.0, total=13, **how) if own else power(2.0, total=13, exponent=3.0, **how)
+        ours = (
+            own(2.0, total=13, warmup=warmup, warmup_from=0.0, final=0.1)
+            if own
+            else power(2.0, total=13, exponent=3.0, warmup=warmup, warmup_from=0.0, final=0.1)
+        )
         found.append((ours, warmup, 13 - warmup))
     if name != "power":  # its plateau, and then the same decays
-        found.append((warmup_stable_decay(2.0, total=13, decay=5, shape=name, **how), 8, 5))
+        found.append(
+            (
+                warmup_stable_decay(
+                    2.0, total=13, decay=5, shape=name, warmup=warmup, warmup_from=0.0, final=0.1
+                ),
+                8,
+                5,
+            )
+        )
     for ours, begin, decay in found:
         theirs = kempner_s(KEMPNER_S[name], warmup=warmup, begin=begin, decay=decay, floor=0.1)
         assert values(ours, 16) == pytest.approx([2 * theirs(t) for t in range(16)], rel=1e-14)
@@ -300,8 +311,16 @@ def test_the_infinite_rate_is_the_paper_s():
 
 
 def test_a_stable_rate_that_decays_by_its_reciprocal_is_that_of_wsd_s():
-    steady = {"warmup": 0, "cooldown": 0, "stable": 1.0}
-    lr_at = infinite(1.0, **steady, anneal_from=2, anneal=4, final=0.1, curve="reciprocal")
+    lr_at = infinite(
+        1.0,
+        warmup=0,
+        cooldown=0,
+        stable=1.0,
+        anneal_from=2,
+        anneal=4,
+        final=0.1,
+        curve="reciprocal",
+    )
     shares = (0, 0, 0, 0.25, 0.5, 0.75, 1, 1)
     assert values(lr_at, 8) == pytest.approx([1 / (p / 0.1 + 1 - p) for p in shares], rel=1e-14)
 

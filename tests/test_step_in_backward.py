@@ -114,8 +114,10 @@ LAYOUTS = {
 
 def trained(layout, counts):
     """Return what steps in the backward pass come to, by rows a microbatch."""
-    how = {"in_backward": True, "exact": True}
-    return {rows: train(layout, rows_per_microbatch=rows, **how) for rows in counts}
+    return {
+        rows: train(layout, rows_per_microbatch=rows, in_backward=True, exact=True)
+        for rows in counts
+    }
 
 
 @functools.cache

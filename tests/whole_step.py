@@ -121,8 +121,9 @@ def step_function(layout, ps, stages, optimizer):
         norm = tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp).norm
         sums = tk.reduce_metrics(sums, ps.loss)
         metrics = {"loss": sums["loss"] / tokens.clamp(min=1), "grad_norm": norm}
-        moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}
-        return attrs.evolve(state, **moved), metrics
+        return attrs.evolve(
+            state, step=state.step + 1, tokens=state.tokens + tokens, cursor=batch.cursor
+        ), metrics
 
     return train_step
 

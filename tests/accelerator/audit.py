@@ -265,12 +265,16 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
     ],
 )
 def test_a_window_is_a_kernel_of_torchs_and_nothing_waits(name, dtype, taken):
-    how = {"device": "cuda:0", "dtype": dtype}
-    attend = set_attention.choose_kernel([name], **how, head_size=64, window=20).attend
+    attend = set_attention.choose_kernel(
+        [name], device="cuda:0", dtype=dtype, head_size=64, window=20
+    ).attend
     with fake_device() as ledger:
         lengths = [150, 1, 29, 120]
         ends = torch.zeros(5, dtype=torch.int32, device="cuda:0")
-        qkv = [torch.randn(2, 150, h, 64, **how, requires_grad=True) for h in (4, 2, 2)]
+        qkv = [
+            torch.randn(2, 150, h, 64, device="cuda:0", dtype=dtype, requires_grad=True)
+            for h in (4, 2, 2)
+        ]
         ledger.clear()
         out = attend(*qkv, spans=Spans(ends, np.array(lengths), 150), window=20)
         torch.autograd.grad(out.sum(), qkv)

@@ -64,15 +64,22 @@ def watching(ps, stages, optimizer, backward):
     """Return milliseconds of a step, and of `clip_and_step` without and with all that is asked."""
     params, policy = tk.get_parameters(stages), health.Policy(on_spike="skip")
     memory = {"losses": [2.0] * 64, "norms": [1e9] * 64}
-    rest = {"lr": 1e-9, "max_norm": 1.0, "axis": ps.pp}
     times = {"step": [], "plain": [], "watched": [], "all-reduce": []}
 
     def plain():
-        tk.clip_and_step(params, optimizer, **rest)
+        tk.clip_and_step(params, optimizer, lr=1e-9, max_norm=1.0, axis=ps.pp)
 
     def watched(terms, count):
         applies = health.make_finite_check(terms["loss"], memory, policy, tokens=count)
-        tk.clip_and_step(params, optimizer, **rest, should_apply=applies, world=ps.world)
+        tk.clip_and_step(
+            params,
+            optimizer,
+            lr=1e-9,
+            max_norm=1.0,
+            axis=ps.pp,
+            should_apply=applies,
+            world=ps.world,
+        )
 
     for turn in range(TURNS):
         tk.all_sum(torch.zeros(()), ps.world)  # ranks begin together

@@ -54,8 +54,9 @@ def with_theirs(model, prompts, new):
     filled = torch.tensor([longest - len(prompt) for prompt in prompts])
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = (torch.arange(longest) >= filled.unsqueeze(1)).long()
-    how = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=mask, **how)[:, longest:].tolist()
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0
+    )[:, longest:].tolist()
 
 
 def seconds(function, *args):

@@ -51,7 +51,6 @@ class Lever:
         return Job(config=CONFIG, **told)
 
 
-TWO, FOUR = {"dp_shard": 2}, {"dp_shard": 4}
 FEW, ON_TWO, ON_FOUR = {"moments": "bf16"}, "FSDP, 2 ranks", "FSDP, 4 ranks"
 IN_FOUR = "4 microbatches, reduce last"
 LATER = {"rows": 8, "microbatch": 1}
@@ -70,14 +69,14 @@ LEVERS = {
     "moments in 8 bits": Lever(job={"optimizer_options": {"moments": "8bit"}}),
     "a mean of the weights": Lever(job={"mean": True}),
     "optimizer offload": Lever(job={"offload_optimizer": True}),
-    ON_TWO: Lever(Layout(**TWO), beside=ON_TWO),
-    "ends apart": Lever(Layout(**TWO, ends_apart=True), beside=ON_TWO),
-    "3 blocks ahead": Lever(Layout(**TWO, prefetch=3), beside=ON_TWO),
-    "all offloaded": Lever(Layout(**TWO, cpu_offload=True), beside=ON_TWO),
-    IN_FOUR: Lever(Layout(**TWO), LATER, beside=IN_FOUR),
-    "4 microbatches, reduce each": Lever(Layout(**TWO, reduce="each"), LATER, beside=IN_FOUR),
-    ON_FOUR: Lever(Layout(**FOUR), beside=ON_FOUR),
-    "reshard over 2 of 4": Lever(Layout(**FOUR, reshard_over=2), beside=ON_FOUR),
+    ON_TWO: Lever(Layout(dp_shard=2), beside=ON_TWO),
+    "ends apart": Lever(Layout(dp_shard=2, ends_apart=True), beside=ON_TWO),
+    "3 blocks ahead": Lever(Layout(dp_shard=2, prefetch=3), beside=ON_TWO),
+    "all offloaded": Lever(Layout(dp_shard=2, cpu_offload=True), beside=ON_TWO),
+    IN_FOUR: Lever(Layout(dp_shard=2), LATER, beside=IN_FOUR),
+    "4 microbatches, reduce each": Lever(Layout(dp_shard=2, reduce="each"), LATER, beside=IN_FOUR),
+    ON_FOUR: Lever(Layout(dp_shard=4), beside=ON_FOUR),
+    "reshard over 2 of 4": Lever(Layout(dp_shard=4, reshard_over=2), beside=ON_FOUR),
 }
 
 

@@ -65,8 +65,7 @@ def train(config, rows, seed):
 def held_out_loss(model, held):
     call = tk.models.call_routed if model.config.experts else tk.models.call_model
     batches = tk.make_eval_batches(held, place=DataShard(), rows_per_batch=8)
-    how = {"axis": SOLO, "call": call}
-    return float(tk.evaluate(model, batches, tk.losses.next_token, **how)["loss"])
+    return float(tk.evaluate(model, batches, tk.losses.next_token, axis=SOLO, call=call)["loss"])
 
 
 if __name__ == "__main__":

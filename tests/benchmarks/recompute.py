@@ -33,8 +33,10 @@ def passes(config, batch, mode):
         [recompute(mode, preserve_rng_state=False)],
         weights=init_weights(config, seed=0),
     )
-    rest = {"position_ids": batch.position_ids, "spans": batch.spans}
-    return model, lambda: model(batch.input_ids, **rest).hidden
+    return (
+        model,
+        lambda: model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans).hidden,
+    )
 
 
 def kept_bytes(model, forward):

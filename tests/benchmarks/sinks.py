@@ -83,11 +83,12 @@ def cpu_of_a_line(run_dir, record):
 @contextlib.contextmanager
 def opened(run_dir, last):
     Path(run_dir).mkdir()
-    options = {"step": 0, "last": last, "extra": {"stuck": stuck}, "patience": 0.5}
     with (
         contextlib.redirect_stderr(io.StringIO()),  # it warns of the sink that hangs
         contextlib.redirect_stdout(io.StringIO()),
-        sinks.open_run_sinks(run_dir, Share(0, 1), **options) as (log, _),
+        sinks.open_run_sinks(
+            run_dir, Share(0, 1), step=0, last=last, extra={"stuck": stuck}, patience=0.5
+        ) as (log, _),
     ):
         yield log
 

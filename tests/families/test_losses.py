@@ -102,15 +102,26 @@ def columned(loss):
 TEACHER = Hidden(torch.empty(0), torch.sin(torch.arange(V * D).double()).view(V, D))
 ADDED = PolicyOptions(kl=k3, kl_weight=0.2, most_importance=1.1)
 POLICY = policy_gradient(ppo_clip(0.9, 2.0), added=ADDED, entropy_weight=0.3)
-HARD = {"temperature": 0.8, "chunk": 3}
 
 FAMILY = {
-    "distillation": (columned(distillation(TEACHER, **HARD)), make_hidden),
-    "reverse distillation": (columned(distillation(TEACHER, beta=1.0, **HARD)), make_hidden),
-    "mixed distillation": (columned(distillation(TEACHER, beta=0.3, **HARD)), make_hidden),
-    "distillation of 3": (columned(distillation(TEACHER, top_k=3, beta=0.3, **HARD)), make_hidden),
-    "stored distillation": (columned(stored_distillation(beta=0.3, **HARD)), make_hidden),
-    "stored, forward": (columned(stored_distillation(**HARD)), make_hidden),
+    "distillation": (columned(distillation(TEACHER, temperature=0.8, chunk=3)), make_hidden),
+    "reverse distillation": (
+        columned(distillation(TEACHER, beta=1.0, temperature=0.8, chunk=3)),
+        make_hidden,
+    ),
+    "mixed distillation": (
+        columned(distillation(TEACHER, beta=0.3, temperature=0.8, chunk=3)),
+        make_hidden,
+    ),
+    "distillation of 3": (
+        columned(distillation(TEACHER, top_k=3, beta=0.3, temperature=0.8, chunk=3)),
+        make_hidden,
+    ),
+    "stored distillation": (
+        columned(stored_distillation(beta=0.3, temperature=0.8, chunk=3)),
+        make_hidden,
+    ),
+    "stored, forward": (columned(stored_distillation(temperature=0.8, chunk=3)), make_hidden),
     "policy": (columned(POLICY), make_hidden),
     "policy, logits": (first(columned(POLICY)), make_logits),
     "weighted": (columned(weighted_next_token), make_hidden),
@@ -536,12 +547,11 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
     weights = torch.linspace(-1, 2, 10, dtype=torch.float64).view(2, 5)
     inputs = hidden, weight, bias
     logits = apply_softcap(torch.nn.functional.linear(*inputs), softcap)
-    own = {"bias": bias, "softcap": softcap}
     rows = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="none"
     )
     want = rows.view(2, 5)
-    each = -token_logprobs(hidden, weight, labels, **own, chunk=3)
+    each = -token_logprobs(hidden, weight, labels, bias=bias, softcap=softcap, chunk=3)
     for have in (each, cross_entropy_per_token(logits, labels)):
         assert close(have, want)
         grads = [
@@ -550,7 +560,9 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         ]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))
     for chunk in (3, None):
-        total = linear_cross_entropy(hidden, weight, labels, **own, chunk=chunk)
+        total = linear_cross_entropy(
+            hidden, weight, labels, bias=bias, softcap=softcap, chunk=chunk
+        )
         assert close(total, want.sum())
         grads = [torch.autograd.grad(x, inputs, retain_graph=True) for x in (total, want.sum())]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))

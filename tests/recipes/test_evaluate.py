@@ -61,9 +61,13 @@ KINDS = ("perplexity", "choices", "score")
 
 
 def test_a_mixture_of_experts_is_evaluated_too(home):
-    size = {"width": 32, "heads": 2, "kv_heads": 2, "mlp_width": 48}
     experts = Experts(count=4, chosen=2, width=16)
-    saved_run(home / "mixed", make_decoder_config("tiny", layers=2, experts=experts, **size))
+    saved_run(
+        home / "mixed",
+        make_decoder_config(
+            "tiny", layers=2, experts=experts, width=32, heads=2, kv_heads=2, mlp_width=48
+        ),
+    )
     flags = ["--run", home / "mixed", "--out", home / "out", "--score", home / "pairs.jsonl"]
     code, printed = here(flags, "evaluate")
     assert (code, len(read_results(home / "out" / "score.jsonl"))) == (0, 3), printed

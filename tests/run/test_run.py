@@ -20,12 +20,12 @@ from trainkit.types import Cursor, DataError, DiskError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.manifest import parse_step
 
-HOW = {"limits": Timeouts(start_timeout=60.0)}
+LIMITS = Timeouts(start_timeout=60.0)
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
     before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
-    with open_run(tmp_path, **HOW) as run:
+    with open_run(tmp_path, limits=LIMITS) as run:
         run.phase("a step", allow=60)
         assert run.stopping() is None
         signal.raise_signal(signal.SIGTERM)
@@ -38,7 +38,7 @@ def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
 
 
 def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
+    with pytest.raises(SystemExit) as end, open_run(tmp_path, limits=LIMITS):
         raise DataError("document 7 is torn")
     assert end.value.code == 65
     last = capsys.readouterr().err.splitlines()[-1]
@@ -49,7 +49,7 @@ def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tm
 def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tmp_path, capsys):
     with lock_run(make_run_dir(tmp_path), solo_parallel().world):
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(SystemExit) as end, open_run(tmp_path, **HOW):
+        with pytest.raises(SystemExit) as end, open_run(tmp_path, limits=LIMITS):
             pytest.fail("it was opened")
     assert end.value.code == 64
     assert "in use" in capsys.readouterr().err
@@ -60,11 +60,11 @@ def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tm
 def test_a_directory_that_is_moved_away_is_made_anew_and_locked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     run = tmp_path / "run"
-    with open_run(run, **HOW):
+    with open_run(run, limits=LIMITS):
         run.rename(tmp_path / "aside")
         while not (run / "lock").exists():
             time.sleep(0.01)
-        with pytest.raises(SystemExit), open_run(run, **HOW):
+        with pytest.raises(SystemExit), open_run(run, limits=LIMITS):
             pytest.fail("it was opened")
     said = capsys.readouterr().err
     assert "was removed or moved" in said
@@ -81,10 +81,11 @@ def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = CheckpointOptions(save_every=1, keep=2, keep_best=1, background_saves=False)
-    with open_run(tmp_path, **HOW) as run:
+    with open_run(tmp_path, limits=LIMITS) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": 4, "replay": None, "checkpoints": checkpoints}
-        with run.loop(state, [model], optimizer, **around) as loop:
+        with run.loop(
+            state, [model], optimizer, steps=4, replay=None, checkpoints=checkpoints
+        ) as loop:
             for step, values in enumerate(found, start=1):
                 state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda v=values: v | {"tokens": 1}
@@ -103,10 +104,11 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
         save_every=100, keep=2, keep_best=keep_best, background_saves=False
     )
     last = first + len(losses) - 1
-    with open_run(folder, **HOW) as run:
+    with open_run(folder, limits=LIMITS) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": last, "replay": None, "checkpoints": checkpoints}
-        with run.loop(state, [model], optimizer, **around) as loop:
+        with run.loop(
+            state, [model], optimizer, steps=last, replay=None, checkpoints=checkpoints
+        ) as loop:
             for step, loss in enumerate(losses, start=first):
                 state = loop.evaluate(
                     attrs.evolve(state, step=step), lambda x=loss: {"loss": x, "tokens": 1}
@@ -147,7 +149,7 @@ def train_with(folder, optimizer_class, steps):
     """Train a tiny model with an optimizer in a run that saves after 200 steps."""
     model = torch.nn.Linear(1, 1)
     optimizer = optimizer_class(model.parameters(), lr=0.1)
-    with open_run(folder, **HOW) as run:
+    with open_run(folder, limits=LIMITS) as run:
         state = run.resume([model], optimizer, facts={})
         with run.loop(state, [model], optimizer, steps=steps, replay=None) as loop:
             for step in range(1, steps + 1):
@@ -177,7 +179,7 @@ def _only_rank_0_can_write(folder):
 
         sys.modules[open_run.__module__].make_run_dir = refuse
     try:
-        with open_run(folder, **HOW):
+        with open_run(folder, limits=LIMITS):
             return "opened"
     except SystemExit as end:
         return end.code
@@ -196,11 +198,12 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = CheckpointOptions(save_every=1, background_saves=False)
-    with open_run(folder, **HOW) as run:
+    with open_run(folder, limits=LIMITS) as run:
         state = run.resume([model], optimizer, facts=facts)
-        around = {"steps": state.step + 1, "replay": None, "checkpoints": checkpoints}
         recipe.write_text("edited while it runs")
-        with run.loop(state, [model], optimizer, **around) as loop:
+        with run.loop(
+            state, [model], optimizer, steps=state.step + 1, replay=None, checkpoints=checkpoints
+        ) as loop:
             loop.checkpoint(attrs.evolve(state, step=state.step + 1))
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     event = [line for line in lines if line["event"] == "resume"][-1]
@@ -211,15 +214,16 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
 def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
     tmp_path, monkeypatch, capsys, facts
 ):
-    how = {"recipe": tmp_path / "recipe.py", "facts": facts}
     given = tmp_path / "run", monkeypatch, capsys
-    _, event = _start(*given, text="decay = 0.4", **how)
+    _, event = _start(*given, text="decay = 0.4", recipe=tmp_path / "recipe.py", facts=facts)
     saved = event["software"]
     assert (event["step"], event["messages"]) == (0, [])
-    said, event = _start(*given, text="decay = 0.4", **how)
+    said, event = _start(*given, text="decay = 0.4", recipe=tmp_path / "recipe.py", facts=facts)
     assert (event["step"], event["software"], len(event["messages"])) == (1, saved, 1)
     assert "software" not in said
-    said, event = _start(*given, text="decay = 0.9", version="2.0", **how)
+    said, event = _start(
+        *given, text="decay = 0.9", version="2.0", recipe=tmp_path / "recipe.py", facts=facts
+    )
     now = event["software"]
     names = ["recipe source", "trainkit"]
     assert [name for name in saved if saved[name] != now[name]] == sorted(names, reverse=True)

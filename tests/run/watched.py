@@ -85,8 +85,10 @@ def main():
     os.dup2(said, 1)
     os.dup2(said, 2)
     start = timedelta(seconds=GIVEN["start_timeout"])
-    limits = {"timeout": timedelta(seconds=60), "start_timeout": start}
-    with report_errors(FOLDER), tk.parallel_session(**limits) as ps:
+    with (
+        report_errors(FOLDER),
+        tk.parallel_session(timeout=timedelta(seconds=60), start_timeout=start) as ps,
+    ):
         if FAULT == "differ":
             check_ranks_agree(ps.world, {"seed": RANK % 2, "width": 8} | make_code_facts())
         if FAULT == "bare":

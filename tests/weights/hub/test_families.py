@@ -38,8 +38,12 @@ def ours_of(model, batch):
 
 def theirs_of(model, batch, *, packed):
     mask = mask_of(model.config, batch.document_ids) if packed else None
-    ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    return model(**ids, attention_mask=mask, use_cache=False).logits
+    return model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=mask,
+        use_cache=False,
+    ).logits
 
 
 def mask_of(config, documents):
