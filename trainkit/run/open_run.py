@@ -186,20 +186,18 @@ def open_run(
         ...     run.ps.world.count, run.stopping()
         (1, None)
     """
-    layout = layout or Layout()
     limits = limits or Timeouts()
     folder = Path(run_dir)
     progress = checkpoint.SaveProgress()
-    start_timeout = timedelta(seconds=limits.start_timeout)
     if numerics is not None:
         set_numerics(numerics)
     with (
         report_errors(),
         trap_signals() as stop_reason,
         parallel_session(
-            layout,
-            timeout=max(start_timeout, timedelta(seconds=10 * limits.step_timeout)),
-            start_timeout=start_timeout,
+            layout or Layout(),
+            timeout=timedelta(seconds=max(limits.start_timeout, 10 * limits.step_timeout)),
+            start_timeout=timedelta(seconds=limits.start_timeout),
             asked=stop_reason,
         ) as ps,
     ):
@@ -221,11 +219,9 @@ def open_run(
             functions = _RunFunctions(
                 dir=folder,
                 ps=ps,
-                logger=make_logger(ps.world.share),
                 phase=phase,
                 stopping=stopping,
                 limits=limits,
-                software=make_code_facts(),  # read once: a recipe may be edited while it runs
                 config=config,
                 progress=progress,
             )
@@ -248,6 +244,9 @@ class _RunFunctions:
     progress: checkpoint.SaveProgress
     facts: checkpoint.Facts | None = None
     resume_messages: list[str] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.logger = make_logger(self.ps.world.share)
 
     @property
     def log(self) -> Log:

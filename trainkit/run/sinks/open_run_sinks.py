@@ -87,8 +87,7 @@ def open_run_sinks(
             bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
         run = _read_identity(run_dir)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
-        repeated = rewound.dropped
-        event("start", step=step, repeated=repeated, ranks=share.count, last=last, run=run)
+        event("start", step=step, repeated=rewound.dropped, ranks=share.count, last=last, run=run)
         with (
             _end_event(event, lambda: reached),
             add_handler(
