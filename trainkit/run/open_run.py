@@ -235,13 +235,14 @@ class _RunFunctions:
 
     dir: Path
     ps: ParallelState
-    logger: Logger
     phase: Announce
     stopping: StopReason
     limits: Timeouts
-    software: Mapping[str, str]
     config: Mapping[str, Any] | None
     progress: checkpoint.SaveProgress
+    logger: Logger = attrs.field(init=False)
+    # Read once: a recipe may be edited while it runs.
+    software: Mapping[str, str] = attrs.field(init=False, factory=make_code_facts)
     facts: checkpoint.Facts | None = None
     resume_messages: list[str] = attrs.field(factory=list)
 
