@@ -111,9 +111,9 @@ def add_references(cfg, run, stages, rows, held_out):
     others, other_held_out = None, None
     if cfg.loss == "kto":
         # KTO measures how far the model has moved in general on answers to other prompts.
-        others = add(tk.chat.pack_mismatched_answers(rows), "others.tokens")
+        others = add(tk.corpora.pack_mismatched_answers(rows), "others.tokens")
         if len(held_out):
-            other_held_out = add(tk.chat.pack_mismatched_answers(held_out), "held_others.tokens")
+            other_held_out = add(tk.corpora.pack_mismatched_answers(held_out), "held_others.tokens")
     if cfg.loss in ("dpo", "ipo", "kto"):
         rows = add(rows, "reference.tokens")
         held_out = attrs.evolve(held_out, corpus=rows.corpus)
@@ -204,7 +204,7 @@ def train(cfg, run, tokenizer, base, first):
     corpus = tk.corpora.open_preferences(
         cfg.data, tokenizer=tokenizer, template=cfg.template, log=run.log
     )
-    pairs, held_out = tk.chat.split_pairs(
+    pairs, held_out = tk.corpora.split_pairs(
         corpus, cfg.batch.row_length, multiple_of=cfg.batch.multiple_of, log=run.log
     )
     stages, optimizer = build(cfg, ps, base)
@@ -316,7 +316,7 @@ def main(argv=None):
     )
     tk.parallel.check_layout(cfg.layout, base.config, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, base.tokenizer, base, first)
 

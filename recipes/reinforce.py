@@ -201,7 +201,7 @@ def make_sampler(cfg, ps, model, sample_answers, tokenizer, problems):
         # samples what it would have sampled, in any layout.
         return sample_answers(
             [problems[row][0] for row in rows_at(number)],
-            each=cfg.rollout.answers,
+            answers_per_prompt=cfg.rollout.answers,
             first=number * size,
             seed=cfg.seed,
         )
@@ -376,7 +376,7 @@ def main(argv=None):
         )
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model, first, context)
 

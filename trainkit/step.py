@@ -28,7 +28,7 @@ from trainkit.models.call import call_model
 from trainkit.parallel.grad_reduction import (
     Reduce,
     check_sums,
-    reducers_of,
+    find_reducers,
     reducing,
 )
 from trainkit.parallel.packing_leaks import refuse_leaks
@@ -120,7 +120,7 @@ def forward_backward(
     if reduce not in {"last", "each"}:
         check_choice(("last", "each"), "forward_backward", reduce=reduce)
     refuse_leaks("forward_backward", model, microbatches, call)
-    reducers, divisors = reducers_of(model), make_divisors(denominator)
+    reducers, divisors = find_reducers(model), make_divisors(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:

@@ -848,9 +848,9 @@ MISTAKES = [
         ),
         (
             "elementwise.py",
-            "steps that only rounding draws by are not counted for moments in few bits",
-            'draws = group["rounding"] == "stochastic" or (',
-            'draws = group["rounding"] == "stochastic" and (',
+            "steps that only rounding draws by are not counted for low-precision moments",
+            'draws_by_step = group["rounding"] == "stochastic" or (',
+            'draws_by_step = group["rounding"] == "stochastic" and (',
             "tests/optim/test_table.py",
         ),
         (
@@ -863,8 +863,8 @@ MISTAKES = [
         (
             "groups.py",
             "norms and biases decay too",
-            "    parts += [(0.0, [x for x in trained if x[1].ndim < 2])]",
-            "    parts += [(weight_decay, [x for x in trained if x[1].ndim < 2])]",
+            "    groups += [(0.0, [pair for pair in trainable if pair[1].ndim < 2])]",
+            "    groups += [(weight_decay, [pair for pair in trainable if pair[1].ndim < 2])]",
             "tests/optim",
         ),
         (
@@ -1364,7 +1364,7 @@ MISTAKES = [
         ),
         (
             "sampling.py",
-            "texts of other rows draw the same places",
+            "other rows get the same noise",
             'make_key(seed, "generate", row)',
             'make_key(seed, "generate")',
             "tests/post/generation",
@@ -1386,8 +1386,8 @@ MISTAKES = [
         (
             "generate.py",
             "of two ranks that answer a prompt the last one wins",
-            "for part in all_gather_objects(told, axis)[::-1] for n, x in part",
-            "for part in all_gather_objects(told, axis) for n, x in part",
+            "for part in all_gather_objects(local, axis)[::-1] for i, x in part",
+            "for part in all_gather_objects(local, axis) for i, x in part",
             "tests/parallel/test_generation.py",
         ),
         (
@@ -1766,8 +1766,8 @@ MISTAKES = [
         (
             "score.py",
             "--temperature changes nothing",
-            '            how |= {"temperature": temperature}\n',
-            '            how |= {"temperature": 1.0}\n',
+            "                temperature=temperature,\n            )\n",
+            "                temperature=1.0,\n            )\n",
             "tests/tools/commands/test_score.py",
         ),
         (

@@ -56,11 +56,11 @@ class Reducers:
 _NONE, _AVAILABLE = Reducers(), dist.is_available()
 
 
-def reducers_of(model: nn.Module) -> Reducers:
+def find_reducers(model: nn.Module) -> Reducers:
     """Find the modules that reduce gradients; none without a process group.
 
     Examples:
-        >>> bool(reducers_of(nn.Linear(1, 1)))
+        >>> bool(find_reducers(nn.Linear(1, 1)))
         False
     """
     if not (_AVAILABLE and dist.is_initialized()):
@@ -109,12 +109,12 @@ def sum_in_grad_dtype_(model: nn.Module) -> None:
         if trained := _trainable(unit):
             unit._orig_dtype = trained[0].sharded_param.grad_dtype  # noqa: SLF001
 
-    for _, module in reducers_of(model).fsdp:
+    for _, module in find_reducers(model).fsdp:
         for unit in fsdp_groups(module):
             unit._init_mp_dtypes = partial(find, unit)  # noqa: SLF001
 
 
-def keep_what_is_returned_(module: Any) -> None:
+def keep_gathered_if_returned_(module: Any) -> None:
     """Let an FSDP2 module that returns a parameter of its own stay gathered until its backward.
 
     Freed after forward, what it returned would have no memory: reading it ends the process, or
@@ -139,7 +139,7 @@ def keep_what_is_returned_(module: Any) -> None:
 
 
 def _memory_of(tensor: Any) -> int:
-    return local_of(tensor).untyped_storage().data_ptr()
+    return get_local(tensor).untyped_storage().data_ptr()
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
@@ -185,7 +185,7 @@ def sum_gradients_(model: nn.Module) -> None:
     Examples:
         >>> sum_gradients_(nn.Linear(1, 1))
     """
-    reducers = reducers_of(model)
+    reducers = find_reducers(model)
     for _, module in reducers.fsdp:
         # Both are needed: a divide factor alone asks gloo for a reduction it does not have.
         module.set_gradient_divide_factor(1.0)
@@ -375,7 +375,7 @@ class Reduction:
         for (device, *groups), found in meshes.items():
             params = [p.sharded_param for p in found]
             used = [self.used[id(p)] for p in params]
-            counts = flags_of(used, torch.empty(0, dtype=torch.float64, device=device))
+            counts = make_flags(used, torch.empty(0, dtype=torch.float64, device=device))
             shards, replicas = groups
             if shards is not None and shards.size() > 1:
                 counts = self.order.sum_with(counts, shards)
@@ -574,7 +574,7 @@ def reducing(
     if unread is not None:
         unread.check()
     try:
-        with ExitStack() as stack, setting_aside_reduced(reducers):
+        with ExitStack() as stack, set_aside_reduced(reducers):
             for one in rounding:
                 stack.enter_context(one)
             yield reduction
@@ -587,7 +587,7 @@ def reducing(
 
 
 @contextmanager
-def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
+def set_aside_reduced(reducers: Reducers) -> Iterator[None]:
     """Keep gradients that are reduced already out of the next reduction; add them afterwards.
 
     These are what DDP and `sum_partial_` reduce: both take a parameter's whole gradient, and what
@@ -597,7 +597,7 @@ def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
         Sets the `.grad` of their parameters aside for the length of the block.
     """
     held: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter in summed_at_the_end(reducers):
+    for parameter in list_summed_at_end(reducers):
         if parameter.grad is not None:
             held.append((parameter, parameter.grad.clone()))
             parameter.grad = None
@@ -608,7 +608,7 @@ def setting_aside_reduced(reducers: Reducers) -> Iterator[None]:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def summed_at_the_end(reducers: Reducers) -> list[nn.Parameter]:
+def list_summed_at_end(reducers: Reducers) -> list[nn.Parameter]:
     """Return the parameters whose gradients are summed over ranks after the last backward pass."""
     reduced = [p for _, module in reducers.ddp for p in _ddp_parameters(module)]
     partial = _partial_parameters(module for _, module in reducers.partial)
@@ -672,7 +672,7 @@ def sum_partial_(model: nn.Module) -> None:
     """Sum the gradients of which each rank has only a part, over tp or replicas, in flat buffers.
 
     For the end of a step's backward passes, after what FSDP reduces, and within
-    `setting_aside_reduced`. A parameter without a gradient on this rank counts as zeros; one that
+    `set_aside_reduced`. A parameter without a gradient on this rank counts as zeros; one that
     has none on any rank keeps none.
 
     Args:
@@ -710,27 +710,27 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
         Replaces the values of `.grad`; communicates: one all-reduce per dtype and 16 million
         elements. Only a rank that lacks a gradient waits for the device.
     """
-    for bucket in buckets_of([p for p in parameters if p.requires_grad]):
+    for bucket in make_buckets([p for p in parameters if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
-        grads = gradients_of(bucket)
-        parts = [local_of(grad) for grad in grads]
-        flat = torch.cat([flags_of(has, parts[0]), *(part.reshape(-1) for part in parts)])
+        grads = list_gradients(bucket)
+        parts = [get_local(grad) for grad in grads]
+        flat = torch.cat([make_flags(has, parts[0]), *(part.reshape(-1) for part in parts)])
         dist.all_reduce(flat, group=group)
         counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
         for part, total in zip(parts, sums, strict=True):
             part.copy_(total.view_as(part))
-        used = whose_gradient(has, counts)
+        used = find_used(has, counts)
         for parameter, grad, is_used in zip(bucket, grads, used, strict=True):
             parameter.grad = grad if is_used else None
 
 
-def gradients_of(params: Sequence[nn.Parameter]) -> list[Tensor]:
+def list_gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradients of parameters, zeros for those that have none."""
     return [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in params]
 
 
-def whose_gradient(has: Sequence[bool], counts: Tensor) -> Sequence[bool]:
+def find_used(has: Sequence[bool], counts: Tensor) -> Sequence[bool]:
     """Return which parameters have a gradient on any rank, from how many ranks have one.
 
     Only a rank that lacks a gradient waits to hear whether another has one.
@@ -738,7 +738,7 @@ def whose_gradient(has: Sequence[bool], counts: Tensor) -> Sequence[bool]:
     return has if all(has) else counts.bool().tolist()
 
 
-def flags_of(flags: Sequence[bool], like: Tensor) -> Tensor:
+def make_flags(flags: Sequence[bool], like: Tensor) -> Tensor:
     """Return flags as numbers, made where they are needed if all are true."""
     if all(flags):
         return like.new_ones(len(flags))
@@ -748,11 +748,11 @@ def flags_of(flags: Sequence[bool], like: Tensor) -> Tensor:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def local_of(tensor: Any) -> Tensor:
+def get_local(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory.
 
     Examples:
-        >>> local_of(torch.ones(1))
+        >>> get_local(torch.ones(1))
         tensor([1.])
     """
     if type(tensor) in _PLAIN:
@@ -792,13 +792,13 @@ def check_dense(
             )
 
 
-def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def make_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Group parameters by dtype, their gradients' too, and device, into lists of a bounded size."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     full: list[list[nn.Parameter]] = []
     for p in parameters:
-        kind, size = (p.dtype, p.grad_dtype, p.device), local_of(p).numel()
+        kind, size = (p.dtype, p.grad_dtype, p.device), get_local(p).numel()
         if kind in open_buckets and sizes[kind] + size > _BUCKET_ELEMENTS:
             full.append(open_buckets.pop(kind))
             sizes[kind] = 0

@@ -137,7 +137,7 @@ def make_pipeline(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
         edge = _common_edge(stages[0], microbatches)
-        reducers = [grad_reduction.reducers_of(stage) for stage in stages]
+        reducers = [grad_reduction.find_reducers(stage) for stage in stages]
         for found in reducers:
             grad_reduction.check_sums(found)
         made = schedule_for(edge, len(microbatches))
@@ -195,7 +195,7 @@ def _check(
             where="schedule",
             got=schedule,
         )
-    found = [grad_reduction.reducers_of(stage) for stage in stages]
+    found = [grad_reduction.find_reducers(stage) for stage in stages]
     for place, reducers in zip(places, found, strict=True):
         if reducers.ddp:
             raise ConfigError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.models.call import call_model
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.notes import Note
 from trainkit.parallel.parameters import get_named_parameters, mark_tied_copy_
 from trainkit.parallel.split import assign_stages
@@ -216,7 +216,7 @@ def _shared_names(
 
 def _digest(parameter: nn.Parameter) -> str:
     """Return a hash of what this rank holds of a parameter."""
-    values = local_of(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    values = get_local(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 

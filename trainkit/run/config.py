@@ -100,7 +100,7 @@ def option(
         ... class Config(RunConfig):
         ...     rows: int = option(8, positive)
         ...     recompute: str = option("none", one_of("none", "full"), on_resume="allow")
-        >>> make_resume_rules(Config()).free[-1]
+        >>> make_resume_rules(Config()).allow[-1]
         'config.recompute'
     """
     return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
@@ -342,16 +342,16 @@ def _make_record(config_type: type[T], values: Mapping[str, Any], absent: Any) -
     return config_type(**arguments)
 
 
-def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
+def make_resume_rules(config: Any, *, allow: Sequence[str] = ()) -> ResumeRules:
     """Return the rules for fields that have another value when a run is resumed; see `option`.
 
     Args:
         config: The configuration.
-        free: Other facts that may change: "files" of `make_data_facts`, for example, whose
+        allow: Other facts that may change: "files" of `make_data_facts`, for example, whose
             content the "fingerprint" identifies.
 
     Examples:
-        >>> make_resume_rules(RunConfig(allow_change=("compute",))).allow
+        >>> make_resume_rules(RunConfig(allow_change=("compute",))).granted
         ('compute',)
     """
     from trainkit.weights.checkpoint.facts import ResumeRules  # noqa: PLC0415 -- it needs torch
@@ -360,8 +360,10 @@ def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
     for name, field in _list_fields(type(config)).items():
         names[field.on_resume].append(name)
     # With "config.", since a fact "tokenizer", a hash, differs from the field, which is a path.
-    free = (*(f"config.{name}" for name in (*names["ignore"], *names["allow"])), *free)
-    return ResumeRules(free, tuple(names["ask"]), config.allow_change)
+    fields = [f"config.{name}" for name in (*names["ignore"], *names["allow"])]
+    return ResumeRules(
+        allow=(*fields, *allow), ask=tuple(names["ask"]), granted=config.allow_change
+    )
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -570,7 +572,7 @@ def _read_tyro_error(message: str) -> str:
 def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     """Return the record of a file, with `absent` for missing fields, or raise all problems."""
     try:
-        table = _parse_toml(read_limited(Path(path), most=_MAX_BYTES).decode())
+        table = _parse_toml(read_limited(Path(path), max_bytes=_MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error

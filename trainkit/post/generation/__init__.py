@@ -1,16 +1,16 @@
-"""Text from a model: one token after the other, for several prompts at once.
+"""Generate text for several prompts at once, and make rollouts for reinforcement learning.
 
-`sampling` makes a distribution of logits and draws from it, in functions of tensors; `text` turns
-tokens into text while they come, and finds the strings that end it; `generate` is the loop. What a
-decoder keeps of the tokens before is `models.KVCache`. `rollouts` makes batches of answers that are
-reinforced, `rewards` asks a checker what they earn.
+`sampling` has functions of logits: penalty, temperature, filters, and the draw. `text` decodes
+tokens incrementally and finds stop strings. `generate` is the loop, and `models.KVCache` its cache
+of keys and values. `rollouts` turns completions into a corpus to train on, `rewards` scores them
+with a reward function.
 """
 
 from trainkit.post.generation.generate import (
     Completion,
     answer_questions,
     generate,
-    generate_dealt,
+    generate_sharded,
     sample_text,
 )
 from trainkit.post.generation.rewards import (
@@ -59,7 +59,7 @@ __all__ = [
     "filter_top_k",
     "filter_top_p",
     "generate",
-    "generate_dealt",
+    "generate_sharded",
     "make_answer_corpus",
     "make_answer_reader",
     "next_tokens",
