@@ -462,7 +462,7 @@ class Precision:
     storage: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
-    """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
+    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or as
     --optimizer-options rounding=kahan says."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
