@@ -367,7 +367,9 @@ def test_ranks_that_use_units_at_different_times_are_told_which_before_the_secon
 
 def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
     refused, model = [], nn.Linear(1, 1)
-    monkeypatch.setattr(reduction._Order, "_refuse", lambda _, group: refused.append(group))
+    monkeypatch.setattr(
+        reduction._Order, "_raise_difference", lambda _, group: refused.append(group)
+    )
     group = SimpleNamespace(size=lambda: 2)
     alike, apart = ([6.0, 18.0], [3.0, 5.0])  # h = 3 and 3, or 1 and 2: their sum, that of squares
     reducers = reduction.Reducers(fsdp=[("", model)])

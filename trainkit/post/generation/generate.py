@@ -17,7 +17,7 @@ from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.models.functional import bare
 from trainkit.models.kv_cache import KVCache
 from trainkit.parallel.generation_call import make_call
-from trainkit.parallel.stage_forward import compute_device, evaluating
+from trainkit.parallel.stage_forward import compute_device, use_eval_mode
 from trainkit.post.generation.sampling import Sampling, next_tokens, places_of
 from trainkit.post.generation.text import Reader, reader_of
 from trainkit.types import (
@@ -137,7 +137,7 @@ def generate(
         places = places_of(row_ids, begins, max_new_tokens, seed=sampling.seed, device=device)
         # Cheaper than no_grad, by a tenth of a small model's step; FSDP does not take it.
         alone = isinstance(call, CachedCall) and call.call is call_with_cache
-        with evaluating([model]), torch.inference_mode() if alone else nullcontext():
+        with use_eval_mode([model]), torch.inference_mode() if alone else nullcontext():
             model = bare(model) if alone else model
             logits_of = _cached(model, call) if isinstance(call, CachedCall) else _anew(model, call)
             _draw(
