@@ -38,8 +38,8 @@ MISTAKES = [
         (
             "types.py",
             "infinity is within every range",
-            "    finite = all(map(math.isfinite, values))",
-            "    finite = not any(map(math.isnan, values))",
+            "    is_finite = all(map(math.isfinite, values))",
+            "    is_finite = not any(map(math.isnan, values))",
             "tests/families/test_settings.py",
         ),
         (
@@ -80,8 +80,8 @@ MISTAKES = [
         (
             "collectives.py",
             "a gathered tensor's gradient is not summed over ranks",
-            "        return reduce_scatter(d_whole, ctx.axis, dim=ctx.dim), None, None",
-            "        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n        return part.contiguous(), None, None",
+            "        return reduce_scatter(d_full, ctx.axis, dim=ctx.dim), None, None",
+            "        part = d_full.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n        return part.contiguous(), None, None",
             "tests/test_collectives.py",
         ),
         (
@@ -94,8 +94,8 @@ MISTAKES = [
         (
             "collectives.py",
             "a maximum is a sum",
-            "    return _reduced(x, axis, dist.ReduceOp.MAX)",
-            "    return _reduced(x, axis, dist.ReduceOp.SUM)",
+            "    return _all_reduce(x, axis, dist.ReduceOp.MAX)",
+            "    return _all_reduce(x, axis, dist.ReduceOp.SUM)",
             "tests/test_collectives.py",
         ),
         (
@@ -164,8 +164,8 @@ MISTAKES = [
         (
             "metrics.py",
             "the FLOPs of causal attention are those of the full one",
-            "seen * (2 * tokens - seen + 1) / 2",
-            "seen * (2 * tokens - seen + 1)",
+            "keys * (2 * tokens - keys + 1) / 2",
+            "keys * (2 * tokens - keys + 1)",
             "tests/test_metrics.py",
         ),
         (
@@ -206,15 +206,15 @@ MISTAKES = [
         (
             "health.py",
             "a bad step is among those that spikes are held against",
-            '    elif found.kind not in ("empty", "overflow"):',
-            '    if found.kind not in ("empty", "overflow"):',
+            '    elif status.kind not in ("empty", "overflow"):',
+            '    if status.kind not in ("empty", "overflow"):',
             "tests/test_health.py",
         ),
         (
             "health.py",
             "a loss scale grows when it overflows",
-            "    held = (before + 1.0) * good\n",
-            "    held = before + 1.0\n",
+            "    num_steps = (num_before + 1.0) * is_good\n",
+            "    num_steps = num_before + 1.0\n",
             "tests/test_loss_scale.py tests/test_health.py",
         ),
         (
@@ -1218,7 +1218,7 @@ MISTAKES = [
             "tests/weights/checkpoint/test_rollback.py",
         ),
         (
-            "replicas.py",
+            "replica_check.py",
             "the order of parts does not matter to a digest",
             "        total = total * 3 + (part * weights[: part.numel()]).sum()",
             "        total = total + part.sum()",
@@ -1279,8 +1279,8 @@ MISTAKES = [
         (
             "links.py",
             "joined matrices all begin at the first row",
-            "        begin = ends.get(there.name, 0) if there.joined else 0",
-            "        begin = 0",
+            "        start = ends.get(there.name, 0) if there.fused else 0",
+            "        start = 0",
             "tests/weights/hub/test_families.py",
         ),
         (
@@ -1293,8 +1293,8 @@ MISTAKES = [
         (
             "ropes.py",
             "LongRoPE sharpens attention by its factor's square",
-            "given = math.sqrt(1 + math.log(factor) / math.log(length))",
-            "given = 1 + math.log(factor) / math.log(length)",
+            "math.sqrt(1 + math.log(factor) / math.log(length)) if is_longer",
+            "1 + math.log(factor) / math.log(length) if is_longer",
             "tests/weights/hub/test_families.py",
         ),
     ),
@@ -1364,7 +1364,7 @@ MISTAKES = [
         ),
         (
             "sampling.py",
-            "texts of other rows draw the same places",
+            "other rows get the same noise",
             'make_key(seed, "generate", row)',
             'make_key(seed, "generate")',
             "tests/post/generation",
@@ -1386,8 +1386,8 @@ MISTAKES = [
         (
             "generate.py",
             "of two ranks that answer a prompt the last one wins",
-            "for part in all_gather_objects(told, axis)[::-1] for n, x in part",
-            "for part in all_gather_objects(told, axis) for n, x in part",
+            "for part in all_gather_objects(local, axis)[::-1] for i, x in part",
+            "for part in all_gather_objects(local, axis) for i, x in part",
             "tests/parallel/test_generation.py",
         ),
         (
@@ -1766,8 +1766,8 @@ MISTAKES = [
         (
             "score.py",
             "--temperature changes nothing",
-            '            how |= {"temperature": temperature}\n',
-            '            how |= {"temperature": 1.0}\n',
+            "                temperature=temperature,\n            )\n",
+            "                temperature=1.0,\n            )\n",
             "tests/tools/commands/test_score.py",
         ),
         (

@@ -38,7 +38,7 @@ from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.certify import certify
 from trainkit.types import Layout, TrainState
-from trainkit.weights.checkpoint.targets import predict_state
+from trainkit.weights.checkpoint.load_targets import predict_state
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):

@@ -24,8 +24,8 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, TrainState
 from trainkit.weights.checkpoint import diff_checkpoints
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.replicas import find_nonfinite_state
-from trainkit.weights.checkpoint.tensors import get_run_tensors
+from trainkit.weights.checkpoint.replica_check import find_nonfinite_state
+from trainkit.weights.checkpoint.run_state import get_run_tensors
 
 
 class Block(nn.Module):
@@ -187,8 +187,8 @@ def visit(names, came_from, folder):
 def changed(layout, ps, run):
     """Go on with another optimizer; return the state's hash and what was told."""
     stages, optimizer = build(TO, layout, ps)
-    told, asked = [], ResumeRules(free=("optimizer",))
-    how = {"log": told.append, "changes": asked}
+    told, asked = [], ResumeRules(allow=("optimizer",))
+    how = {"log": told.append, "rules": asked}
     state = tk.resume(run, TrainState(), stages, optimizer, ps, **how)
     train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
     said = [line for line in told if line.startswith("the optimizer")]

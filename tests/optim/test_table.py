@@ -33,7 +33,7 @@ from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.tensors import get_run_tensors
+from trainkit.weights.checkpoint.run_state import get_run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
@@ -305,17 +305,17 @@ def test_another_optimizer_is_refused_by_name_before_anything_is_changed(fact, t
 
 # -------------------------------------------------------------------------- with another optimizer
 
-ASKED = ResumeRules(flagged=("optimizer",), allow=("optimizer",))
+ASKED = ResumeRules(ask=("optimizer",), granted=("optimizer",))
 
 
-def changed(before, after, tmp_path, steps=3, changes=None):
+def changed(before, after, tmp_path, steps=3, rules=None):
     """Save in one row, go on in another; return both, and what was told."""
     old = started(before, steps)
     stages = [Named(old[0])]
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
     new, told = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"changes": changes or ASKED, "log": told.append}
+    how = {"rules": rules or ASKED, "log": told.append}
     tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
     return old, new, told
 
@@ -372,7 +372,7 @@ def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
     tk.save_checkpoint(tmp_path, TrainState(step=3), [Named(old[0])], old[1], PS)
     new = made(torch.float64, seed=1)
     optimizer = Corrected(new.values(), lr=0.1)
-    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, log=print)
+    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, rules=ASKED, log=print)
     assert not any(optimizer.state.values())
 
 
@@ -430,8 +430,8 @@ def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_p
 @pytest.mark.parametrize(("before", "after"), [(0.9, None), (None, 0.9)])
 def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
     rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
-    asked = ResumeRules(flagged=["mean"], allow=["mean"])
-    _, new, told = changed(*rows, tmp_path, changes=asked)
+    asked = ResumeRules(ask=["mean"], granted=["mean"])
+    _, new, told = changed(*rows, tmp_path, rules=asked)
     assert any("carries over step and exp_avg and exp_avg_sq" in line for line in told)
     step_once(*new, 3)
     assert all(("mean" in x) == bool(after) for x in new[1].state.values())
@@ -453,7 +453,7 @@ def test_the_same_optimizer_is_compared_in_full_where_another_is_allowed(tmp_pat
     path = tk.save_checkpoint(tmp_path, TrainState(step=2), [Named(named)], optimizer, PS)
     other = started(ROWS["adamw"])
     with pytest.raises(CheckpointError, match=r"optimizer/exp_avg/.* is missing"):
-        load_checkpoint(path, [Named(other[0])], other[1], changes=ASKED)
+        load_checkpoint(path, [Named(other[0])], other[1], rules=ASKED)
 
 
 def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
@@ -492,10 +492,8 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
     head, _, up, _ = made.param_groups
     assert (head["optimizer"], head["lr_scale"], head["betas"]) == ("Lion", 0.5, (0.7, 0.6))
     assert (up["optimizer"], up["moments"], up["cautious"]) == ("LowPrecisionAdamW", "bf16", True)
-    by_flags = OptimizerOptions(
-        optimizer_options=("cautious=True",), optimizer_groups=of_groups
-    ).made
-    assert (by_flags["options"], by_flags["groups"]) == ({"cautious": True}, groups)
+    by_flags = OptimizerOptions(optimizer_options=("cautious=True",), optimizer_groups=of_groups)
+    assert (by_flags.options, by_flags.groups) == ({"cautious": True}, groups)
 
 
 @pytest.mark.parametrize(

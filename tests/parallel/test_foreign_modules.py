@@ -592,9 +592,9 @@ def test_stages_that_somebody_has_cut_train_as_the_whole_model():
     for error, words in zip(
         said,
         (
-            r"stages 0 and 1 both hold a parameter 'blocks.0.weight'; .* name it in `tied`",
+            r"stages 0 and 1 both have a parameter 'blocks.0.weight'; .* list it in `tied`",
             "'embedding.weight' is in `tied`, .* it is in none",
-            "stages 0 and 1 hold other values of 'embedding.weight'",
+            "stages 0 and 1 have different values of 'embedding.weight'",
             "1f1b has 1 stage.s. on each rank, got 2; those with 2 are interleaved_1f1b, looped",
         ),
         strict=True,

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainkit.data.cache import load_or_pack_bins
 from trainkit.data.concat import ConcatCorpus, concat_corpora, fingerprint
-from trainkit.packing import bins_hash
+from trainkit.packing import bins_hash, report_packing
 from trainkit.types import SOLO, Bins, Log, log_info
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class PackedCorpus:
 
     def __len__(self) -> int:
         return len(self.bins)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """How full the rows are: the result of `report_packing`."""
+        return report_packing(self.bins)
 
     def source_of(self, rows: ArrayLike) -> IntArray | None:
         """Return the index of the source of each row, or None without `num_rows`."""

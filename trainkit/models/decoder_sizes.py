@@ -35,8 +35,15 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
     return {**_small(), **_llama(), **_qwen3(), **_mixtures()}
 
 
-def make_decoder_config(name: str, **overrides: Any) -> DecoderConfig:
+def make_decoder_config(
+    name: str, *, num_ids: int | None = None, **overrides: Any
+) -> DecoderConfig:
     """Return the named size, with some fields replaced.
+
+    Args:
+        name: The size.
+        num_ids: The number of ids of a tokenizer: `vocab_size` becomes `pad_vocab_size` of it.
+        overrides: Fields of `DecoderConfig`.
 
     Raises:
         ValueError: There is no such size, or the result breaks a rule of `DecoderConfig`.
@@ -44,6 +51,8 @@ def make_decoder_config(name: str, **overrides: Any) -> DecoderConfig:
     Examples:
         >>> make_decoder_config("tiny", layers=2).layers
         2
+        >>> make_decoder_config("tiny", num_ids=271).vocab_size
+        272
     """
     sizes = list_decoder_sizes()
     if name not in sizes:
@@ -52,6 +61,8 @@ def make_decoder_config(name: str, **overrides: Any) -> DecoderConfig:
             f"make_decoder_config: no size is named {name!r}, the nearest is {near!r}; "
             f"there are {', '.join(sizes)}"
         )
+    if num_ids is not None:
+        overrides["vocab_size"] = pad_vocab_size(num_ids)
     return attrs.evolve(sizes[name], **overrides)
 
 

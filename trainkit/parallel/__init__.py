@@ -6,7 +6,7 @@ A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel
 """
 
 from trainkit.parallel.attention import attention_line, set_attention
-from trainkit.parallel.check_layout import problems, refuse
+from trainkit.parallel.check_layout import check_layout, problems, refuse
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.ddp import average_parameters, ddp, vote_signs
 from trainkit.parallel.describe_run import describe_run
@@ -55,6 +55,7 @@ __all__ = [
     "average_parameters",
     "build_stages",
     "canonical_name",
+    "check_layout",
     "check_plan",
     "compile_blocks",
     "compute_dtype",

@@ -46,12 +46,17 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
-        if ps.ring.count > 1 or not layers:
-            reason = "no submodule has attributes 'attend' and 'head_size'"
-            if layers:
-                reason = f"ring = {ps.ring.count} has kernels of its own"
+        if not layers:
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, {reason}; leave attention out",
+                f"attention: {', '.join(names)} cannot be chosen, no submodule has attributes "
+                "'attend' and 'head_size'; leave attention out",
+                where="attention",
+                got=list(names),
+            )
+        if ps.ring.count > 1:
+            raise ConfigError(
+                f"attention: {', '.join(names)} cannot be chosen, ring = {ps.ring.count} has "
+                "kernels of its own; leave attention out",
                 where="attention",
                 got=list(names),
             )

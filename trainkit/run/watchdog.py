@@ -63,7 +63,7 @@ _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause of a broken connection may still become known
 # In a stack: the main thread has noticed that a peer failed, and saves.
-_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/interrupted.py"
+_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/emergency_save.py"
 _AHEAD = 75.0  # seconds before a phase is overdue from which on the others are read
 _LOOKS = 5  # looks in a row at which a rank must be slow
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30

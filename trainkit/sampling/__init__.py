@@ -13,6 +13,7 @@ from trainkit.sampling.epochs import count_epochs, count_steps, shuffle_epochs
 from trainkit.sampling.mixtures import (
     MixturePhase,
     add_phase_facts,
+    anneal_phases,
     find_mixture_phase,
     make_mixture_phases,
     mixture_weights,
@@ -24,6 +25,7 @@ from trainkit.sampling.shares import assign_rows
 __all__ = [
     "MixturePhase",
     "add_phase_facts",
+    "anneal_phases",
     "assign_rows",
     "buffer_sorted_order",
     "count_epochs",

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainkit.noise.jit import jit
 from trainkit.sampling.permutation import check_batch, draw_rows
-from trainkit.types import check_range
+from trainkit.types import ConfigError, check_range
 
 if TYPE_CHECKING:
     from trainkit.types import IntArray, RowsAt
@@ -154,9 +154,56 @@ def add_phase_facts(
     return facts_at
 
 
+def anneal_phases(
+    num_rows: Mapping[str, int],
+    *,
+    weights: Sequence[float] = (),
+    anneal_step: int = 0,
+    anneal_weights: Sequence[float] = (),
+    anneal_lr: float = 1.0,
+) -> tuple[MixturePhase, ...]:
+    """Return the phases of a mixture: from the start, and from the step on that it is annealed.
+
+    Args:
+        num_rows: Rows of each corpus; what it is drawn by where there are no weights.
+        weights: Of each corpus, in their order.
+        anneal_step: The global batch with which the last phase begins; 0 for no such phase.
+        anneal_weights: Those of the last phase; by default as before.
+        anneal_lr: What the learning rate is multiplied by in the last phase.
+
+    Raises:
+        ConfigError: There are not as many weights as corpora, or annealing without a step.
+        ValueError: As `make_mixture_phases`.
+
+    Examples:
+        >>> phases = anneal_phases({"web": 6, "code": 2}, anneal_step=90, anneal_weights=(1, 1))
+        >>> [(phase.start, phase.weights) for phase in phases]
+        [(0, {'web': 6, 'code': 2}), (90, {'web': 1, 'code': 1})]
+    """
+    for name, given in (("weights", weights), ("anneal_weights", anneal_weights)):
+        if len(given) not in (0, len(num_rows)):
+            raise ConfigError(
+                f"anneal_phases: {name} has {len(given)} numbers for {len(num_rows)} corpora; give "
+                "each corpus one",
+                where=name,
+                got=len(given),
+                want=len(num_rows),
+            )
+    if not anneal_step and (anneal_weights or anneal_lr != 1):
+        raise ConfigError(
+            "anneal_phases: anneal_weights and anneal_lr do nothing without anneal_step",
+            where="anneal_step",
+        )
+    first = MixturePhase(0, dict(zip(num_rows, weights, strict=False)) or num_rows)
+    if not anneal_step:
+        return make_mixture_phases(first)
+    last = dict(zip(num_rows, anneal_weights, strict=False))
+    return make_mixture_phases(first, MixturePhase(anneal_step, last, anneal_lr))
+
+
 def sample_mixture(
     num_rows: Mapping[str, int],
-    phases: Sequence[MixturePhase],
+    phases: Sequence[MixturePhase] | None = None,
     *,
     rows_per_step: int,
     seed: int,
@@ -175,7 +222,8 @@ def sample_mixture(
 
     Args:
         num_rows: Rows of each corpus, in the order of `concat_packed`.
-        phases: As for `make_mixture_phases`. A later phase changes nothing before it.
+        phases: As for `make_mixture_phases`; by default one, which draws each corpus in proportion
+            to its rows. A later phase changes nothing before it.
         rows_per_step: Rows in the global batch, over all ranks and microbatches.
         seed: The run's seed; the order of an epoch follows from it, the name of the corpus and the
             epoch's number.
@@ -202,7 +250,7 @@ def sample_mixture(
     The guarantee is Tijdeman's, "The chairman assignment problem" (1980).
     """
     check_range("sample_mixture", at_least=1, rows_per_step=rows_per_step)
-    phases = make_mixture_phases(*phases)
+    phases = make_mixture_phases(*(phases or [MixturePhase(0, num_rows)]))
     if phases[0].weights.keys() != num_rows.keys():
         raise ValueError(
             f"sample_mixture: the phases weigh {sorted(phases[0].weights)}, the corpora are "

@@ -412,7 +412,7 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
         resume(tmp_path, TrainState(), again, other, ps, **how)
     back = resume(
-        tmp_path, TrainState(), again, other, ps, **how, changes=ResumeRules(free=["base_from"])
+        tmp_path, TrainState(), again, other, ps, **how, rules=ResumeRules(allow=["base_from"])
     )
     assert state_hash(back, again, other, ps) == state_hash(state, stages, optimizer, ps)
     wrong = build(ps, of=1, trained="head")

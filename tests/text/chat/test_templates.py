@@ -162,7 +162,7 @@ def test_the_block_that_qwen_adds_where_there_is_no_reasoning_is_no_words_of_the
         (qwen3, [user("a"), answer("", tool_calls=[{"arguments": {}}])], "call 0 without a name"),
         (qwen3, [user("a"), answer("b", reasoning=3)], "message 1 .*reasoning that is no text"),
         (llama3, [user("a"), answer("", tool_calls=calling("f", "g"))], "message 1 .*2 tool_calls"),
-        (partial(llama3, tools=[{}]), [answer("a")], "message 0 .*has to hold the tools"),
+        (partial(llama3, tools=[{}]), [answer("a")], "message 0 .*must hold the tools"),
         (partial(llama3, tools=[{}]), [{"role": "system", "content": "a"}], "there is none"),
     ],
 )
@@ -369,7 +369,7 @@ def test_a_template_that_makes_much_more_than_a_conversation_holds_is_refused():
     source = "{{ 'x' * 4000000 }}{% for m in messages %}{{ m.content }}$\n{% endfor %}"
     large = make_jinja_template(source, eos_token="$", stop="$")
     messages = [user("a"), {"role": "assistant", "content": "b"}]
-    with pytest.raises(DataError, match=r"makes 400.* letters of a conversation of"):
+    with pytest.raises(DataError, match=r"renders 400.* characters from a conversation of"):
         encode_chat(messages, make_byte_tokenizer(("$",)), template=large)
     small = make_jinja_template(source.replace("4000000", "60000"), eos_token="$", stop="$")
     assert len(encode_chat(messages, make_byte_tokenizer(("$",)), template=small).tokens) > 60_000

@@ -33,7 +33,12 @@ from trainkit.weights.checkpoint.export import (
 from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, seal
 from trainkit.weights.checkpoint.safe_files import hash_file
 from trainkit.weights.checkpoint.sources import open_weights, verify_weights
-from trainkit.weights.checkpoint.stored import Extent, Stored, contiguous_stride, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    contiguous_stride,
+    safetensors_file,
+)
 
 FIXTURE = Path(__file__).parent / "fixtures/v1/step_00000003"
 

@@ -24,10 +24,10 @@ from trainkit.types import CheckpointError, ConfigError, Cursor, DiskError, Nume
 from trainkit.weights.checkpoint import background_save as flight
 from trainkit.weights.checkpoint import list_checkpoints, snapshot, verify_checkpoint, write
 from trainkit.weights.checkpoint.boxes import DTYPES
-from trainkit.weights.checkpoint.directory import fork_run, get_run_id
 from trainkit.weights.checkpoint.manifest import is_sealed, read_manifest
+from trainkit.weights.checkpoint.run_id import fork_run, get_run_id
+from trainkit.weights.checkpoint.run_state import get_run_tensors, state_hash
 from trainkit.weights.checkpoint.save import open_saver, save_checkpoint
-from trainkit.weights.checkpoint.tensors import get_run_tensors, state_hash
 
 SOLO = tk.solo_parallel()
 HEALTH = {"skips": 2.0, "losses": [3.5, 2.5]}
@@ -148,7 +148,7 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         box = get_local_box(tensor, **options)
         return attrs.evolve(box, local=box.local[:1])
 
-    monkeypatch.setattr("trainkit.weights.checkpoint.tensors.get_local_box", half)
+    monkeypatch.setattr("trainkit.weights.checkpoint.run_state.get_local_box", half)
     if protected:
         with pytest.raises(CheckpointError, match="of its"):
             save_checkpoint(tmp_path, tk.TrainState(), *rest)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint.sources import open_weights
-from trainkit.weights.checkpoint.stored import check_crc
+from trainkit.weights.checkpoint.tensor_files import check_crc
 from trainkit.weights.convert import foreign, pickled
 from trainkit.weights.convert.foreign import read_foreign_tensors
 from trainkit.weights.convert.weights import convert_weights

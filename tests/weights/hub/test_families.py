@@ -19,8 +19,8 @@ from trainkit.parallel import build_stages, problems
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
-from trainkit.weights.hub.folder import links_of, our_shapes
-from trainkit.weights.hub.links import check_links, linked, make_links, their_shapes
+from trainkit.weights.hub.folder import get_decoder_shapes, make_family_links
+from trainkit.weights.hub.links import check_links, get_foreign_shapes, make_links, map_weights
 
 
 def read(folder, context=tiny.CONTEXT):
@@ -98,11 +98,13 @@ def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
 
     tiny.make_theirs(row).save_pretrained(tmp_path)
     folder = hub.open_folder(tmp_path)
-    links, ours = links_of(folder.family, folder.config), our_shapes(folder.config)
-    theirs = their_shapes(links)
+    links, ours = make_family_links(folder.family, folder.config), get_decoder_shapes(folder.config)
+    theirs = get_foreign_shapes(links)
     files = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(x.shape) for name, x in files.items()} == theirs
-    back = linked(hub.open_folder_weights(folder), [link.turned() for link in links], theirs)
+    back = map_weights(
+        hub.open_folder_weights(folder), [link.swap_sides() for link in links], theirs
+    )
     for name, x in files.items():
         assert torch.equal(back(name, theirs[name], (0,) * x.ndim), x), name
         if x.ndim == 2 and len(x) > 8:  # and any part of one
@@ -120,10 +122,10 @@ def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
     if folder.config.experts is not None:  # joined in memory
         with pytest.raises(CheckpointError, match=r"experts.* is missing") as error:
             hub.import_tensors(state, values)
-        assert "save_pretrained writes them apart" in error.value.hint
+        assert "save_pretrained writes one" in error.value.hint
         state = load_file(tmp_path / "model.safetensors")
     ours, want = hub.import_tensors(state, values), hub.open_folder_weights(folder)
-    assert ours.keys() == our_shapes(folder.config).keys()
+    assert ours.keys() == get_decoder_shapes(folder.config).keys()
     for name, x in ours.items():
         assert torch.equal(x, want(name, tuple(x.shape), (0,) * x.ndim)), name
     model = build_decoder(folder.config, seed=1)
@@ -146,7 +148,7 @@ def test_tensors_in_memory_that_are_not_the_models_are_named():
     short = {name.removeprefix("model."): x for name, x in theirs.items()}
     assert import_tensors(short).keys() == ours.keys()
     for wrong, named in (
-        ({"lm_head.weight": embedding + 1}, "lm_head.weight is not model.embed_tokens.weight"),
+        ({"lm_head.weight": embedding + 1}, "differs from model.embed_tokens.weight"),
         ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight has the shape \[3\], not"),
         ({"model.norm.weight": torch.ones(128).int()}, "is of int32, no floating point"),
         ({"model.norm.bias": torch.ones(3)}, "model.norm.bias has no place in the model"),
@@ -214,7 +216,7 @@ def test_every_size_has_a_family_that_computes_it(name):
         == config.rope_scaling
     )
     if config.layers * (config.experts.count if config.experts else 1) < 10_000:
-        links_of(found, config)
+        make_family_links(found, config)
 
 
 def test_a_decoder_of_no_family_is_told_why_of_each():
@@ -274,8 +276,13 @@ def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
     theirs.save_pretrained(tmp_path)
     values = quantize_folder(tmp_path, block)
     folder = hub.open_folder(tmp_path)
-    links, theirs = links_of(folder.family, folder.config), {k: x.shape for k, x in values.items()}
-    back = linked(hub.open_folder_weights(folder), [link.turned() for link in links], theirs)
+    links, theirs = (
+        make_family_links(folder.family, folder.config),
+        {k: x.shape for k, x in values.items()},
+    )
+    back = map_weights(
+        hub.open_folder_weights(folder), [link.swap_sides() for link in links], theirs
+    )
     for name, x in values.items():
         assert torch.equal(back(name, x.shape, (0,) * x.ndim), x), name
         if x.ndim == 2 and len(x) > 15:
@@ -323,7 +330,7 @@ def test_a_context_beyond_learned_positions_is_refused(tmp_path):
     rest = [model], torch.optim.SGD(model.parameters()), solo_parallel()
     save_checkpoint(tmp_path, TrainState(), *rest, facts=facts)
     assert hub.open_model(tmp_path).context == 16
-    with pytest.raises(ConfigError, match=r"17 tokens are asked for, and positions of .* reach 16"):
+    with pytest.raises(ConfigError, match=r"context of 17 tokens .* positions for 16"):
         hub.open_model(tmp_path, context=17)
 
 
@@ -342,19 +349,19 @@ def test_a_map_with_a_gap_is_refused_by_name():
 def test_a_transposed_and_joined_tensor_comes_back():
     shapes, table = {"q": (3, 2), "k": (4, 2)}, {}
     for name in shapes:
-        table[name] = hub.HFTensor("qk", joined=True, transposed=True)
+        table[name] = hub.HFTensor("qk", fused=True, transposed=True)
     links = make_links(table, shapes, heads={}, rotary=0)
     check_links(links, shapes)
-    assert their_shapes(links) == {"qk": (2, 7)}
+    assert get_foreign_shapes(links) == {"qk": (2, 7)}
     whole = torch.arange(14.0).view(2, 7)
     stored = {"qk": whole}
 
     def cut(name, shape, offset):
         return stored[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
-    ours = linked(cut, links, shapes)
+    ours = map_weights(cut, links, shapes)
     assert torch.equal(ours("k", (4, 2), (0, 0)), whole[:, 3:].T)
     assert torch.equal(ours("k", (2, 1), (1, 1)), whole[1:, 4:6].T)
     stored |= {name: ours(name, shape, (0, 0)) for name, shape in shapes.items()}
-    back = linked(cut, [link.turned() for link in links], {"qk": (2, 7)})
+    back = map_weights(cut, [link.swap_sides() for link in links], {"qk": (2, 7)})
     assert torch.equal(back("qk", (2, 4), (0, 2)), whole[:, 2:6])

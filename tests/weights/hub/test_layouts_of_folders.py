@@ -28,7 +28,7 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError, Layout, TrainState
 from trainkit.weights.checkpoint import list_checkpoints, save_checkpoint
 from trainkit.weights.checkpoint.sources import verify_weights
-from trainkit.weights.hub.folder import our_shapes
+from trainkit.weights.hub.folder import get_decoder_shapes
 
 
 def tensors_of(folder):
@@ -64,7 +64,7 @@ def _in_and_out(home, ps, layout):
     stages = build_stages(lambda: Decoder(config), ps, plan, weights=weights)
     named = {**get_named_parameters(stages), **get_named_buffers(stages)}
     seen = 0
-    for name in our_shapes(config).keys() & named.keys():
+    for name in get_decoder_shapes(config).keys() & named.keys():
         box = get_local_box(named[name])
         seen += box.local.numel()
         if box.local.numel():

@@ -47,7 +47,7 @@ def test_any_box_of_new_rows_has_the_bits_of_the_whole():
 
 def test_fewer_rows_are_refused():
     config = make_decoder_config("tiny", vocab_size=64)
-    with pytest.raises(ConfigError, match="63 rows are asked for, and there are 64"):
+    with pytest.raises(ConfigError, match="63 rows are fewer than the 64"):
         hub.resize_weights(init_weights(config, seed=0), config, vocab_size=63)
 
 

@@ -143,6 +143,6 @@ def test_what_cannot_be_read_is_refused_by_what_it_is(change, error, told, tmp_p
 
 def test_a_model_with_another_head_is_called_what_it_is(tmp_path):
     home = folder_of(tmp_path / "folder", kind="ForSequenceClassification")
-    told = r"says \['LlamaForSequenceClassification'\], and LlamaForCausalLM is what is read; lm_h"
+    told = r"says \['LlamaForSequenceClassification'\], but LlamaForCausalLM is supported; lm_h"
     with pytest.raises(CheckpointError, match=told):
         hub.open_folder_weights(hub.open_folder(home))

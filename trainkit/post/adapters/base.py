@@ -19,8 +19,8 @@ from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import WEIGHTS, find_checkpoint, read_format
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import hash_base
 from trainkit.weights.checkpoint.sources import open_weights, read_model_tensors
-from trainkit.weights.checkpoint.tensors import hash_base
 from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_weights
 
 

@@ -29,10 +29,10 @@ from trainkit.weights.checkpoint.export import describe_origin, split_into_row_b
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import hash_tensor_box
 from trainkit.weights.checkpoint.sources import read_model_tensors
-from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.checkpoint.tensors import hash_tensor_box
-from trainkit.weights.hub.configs import family_named, match_family
+from trainkit.weights.checkpoint.tensor_files import Stored
+from trainkit.weights.hub.configs import get_family, match_family
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
@@ -174,7 +174,7 @@ def export_peft(
 
 def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
     if name is not None:
-        return family_named(name, where="family")
+        return get_family(name, where="family")
     return open_folder(source).family if source and is_hf_folder(source) else match_family(config)
 
 

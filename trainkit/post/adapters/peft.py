@@ -24,9 +24,9 @@ from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.safe_files import read_bounded
-from trainkit.weights.checkpoint.stored import parse_untrusted_table, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import parse_untrusted_table, safetensors_file
 from trainkit.weights.hub.families import Family
-from trainkit.weights.hub.folder import links_of
+from trainkit.weights.hub.folder import make_family_links
 from trainkit.weights.hub.links import Link
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -116,7 +116,7 @@ def _modules(family: Family, config: DecoderConfig) -> dict[str, list[_Rows]]:
     """Return by module of theirs, as PEFT names it, which rows of ours its outputs are."""
     found: dict[str, list[_Rows]] = {}
     experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
-    for link in links_of(family, config):
+    for link in make_family_links(family, config):
         if len(link.shape) == 2 and link.ours.name not in experts:
             module = _in_memory(link.theirs.name).removesuffix(".weight")
             found.setdefault(module, []).append(_rows(link))
@@ -214,7 +214,11 @@ def to_peft(
     settings = _settings(known, rank_stabilised=rank_stabilised, dora=True in doras)
     settings |= {"modules_to_save": saved or None, "base_model_name_or_path": base}
     settings |= {"lora_dropout": 0.0 if experts else dropout}  # PEFT has none for experts
-    turned = [x for x in links_of(family, config) if len(x.shape) == 2 and x.theirs.dims == (1, 0)]
+    turned = [
+        x
+        for x in make_family_links(family, config)
+        if len(x.shape) == 2 and x.theirs.dims == (1, 0)
+    ]
     settings["fan_in_fan_out"] = bool(turned)
     return settings, tensors | own
 
@@ -290,7 +294,7 @@ def _whole_modules(
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Return the modules there that are trained whole, and their tensors."""
     parts: dict[str, list[Link]] = {}
-    for link in links_of(family, config):
+    for link in make_family_links(family, config):
         parts.setdefault(link.theirs.name, []).append(link)
     trained = {name for name, links in parts.items() if any(x.ours.name in whole for x in links)}
     modules = {name.rpartition(".")[0] for name in trained}
@@ -550,7 +554,7 @@ def _whole_tensors(
         )
     found: dict[str, Tensor] = {}
     used: set[str] = set()
-    for link in links_of(family, config):
+    for link in make_family_links(family, config):
         name = _in_memory(link.theirs.name)
         if name not in whole:
             continue

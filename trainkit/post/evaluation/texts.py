@@ -61,8 +61,13 @@ def read_texts(
         >>> one.facts, [window.scored for window in one.examples], two.examples[0].ids
         ({'tokens': 9, 'words': 2, 'bytes': 9}, [6, 3], array([97, 98]))
     """
-    how = {"context": context, "add_bos": add_bos, "field": field}
-    return items_of(Path(path), lambda record: make_text_item(record, tokenizer, **how), sources)
+    return items_of(
+        Path(path),
+        lambda record: make_text_item(
+            record, tokenizer, context=context, add_bos=add_bos, field=field
+        ),
+        sources,
+    )
 
 
 def make_text_item(

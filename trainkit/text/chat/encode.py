@@ -369,7 +369,7 @@ def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
     if not (is_stop & np.asarray(sample.trained, bool)).any():
         raise DataError(
             f"check_mask: of {count} trained tokens none is a stop token ({list(stop_ids)}); "
-            f"{int(is_stop.sum())} stand among the {total} tokens",
+            f"{int(is_stop.sum())} of all {total} are",
             got=0,
         )
 
@@ -441,11 +441,11 @@ def _check_scaffold(
     given = len(orjson.dumps([list(messages), list(tools or [])], default=str))
     if rendered > _SCAFFOLD + 16 * given:
         raise DataError(
-            f"encode_chat: the template makes {rendered} letters of a conversation of {given}: it "
-            f"may make {_SCAFFOLD} and 16 for each of the conversation's",
+            f"encode_chat: the template renders {rendered} characters from a conversation of "
+            f"{given}; the limit is {_SCAFFOLD}, and 16 for each of those",
             got=rendered,
             want=_SCAFFOLD + 16 * given,
-            hint="look at the template, or take another with --template",
+            hint="check the template, or take another with --template",
         )
 
 

@@ -293,14 +293,12 @@ def llama3(
     for i, message in enumerate(normalized[has_system:], int(has_system)):
         holds_tools = i == has_system and tools is not None and tools_in_user_message
         if holds_tools and message["role"] != "user":
-            raise wrong_message(
-                i, message, "stands where the first user's turn has to hold the tools"
-            )
+            raise wrong_message(i, message, "is where the first user's turn must hold the tools")
         header, body = _render_llama3_turn(i, message)
         header += (LLAMA3_TOOLS_IN_USER + schemas) * holds_tools
         segments += [Segment(header, i), Segment(body + "<|eot_id|>", i, body=True)]
     if tools is not None and tools_in_user_message and len(normalized) == has_system:
-        raise DataError("llama3: the tools stand in the first user's turn, and there is none")
+        raise DataError("llama3: the tools go into the first user's turn, but there is none")
     return segments + [Segment(_llama3_header("assistant"))] * add_generation_prompt
 
 

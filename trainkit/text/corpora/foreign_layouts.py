@@ -82,7 +82,7 @@ def read_raw_layout(path: Path, sidecar: Sidecar) -> FileLayout:
             f'write {{"dtype": "uint16"}}, or the right dtype, into {sidecar_path(path)}',
             where=path,
             want="dtype",
-            hint="offsets, eos_id, vocab_size and sha256 may stand there too",
+            hint="offsets, eos_id, vocab_size and sha256 are optional keys of it",
         )
     dtype = np.dtype(sidecar.dtype)
     size = _file_size(path)

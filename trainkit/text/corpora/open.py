@@ -200,7 +200,7 @@ def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | N
                 f"{file}: its conversations were written with the template "
                 f"{part.made_with.get('template', 'another')} ({part.template_hash}), and the "
                 f"model's is {template} ({expected}); take that one by --template, or make the "
-                f"file anew: python -m trainkit prepare --messages --template {template}",
+                f"file again: python -m trainkit prepare --messages --template {template}",
                 where=file,
                 got=part.template_hash,
                 want=expected,

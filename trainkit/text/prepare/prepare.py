@@ -322,7 +322,7 @@ def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[
     if parts or reasons:
         log(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        log(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+        log(f"{work.folder}: {len(reasons)} finished parts are made again: {reasons[0]}")
     return parts
 
 

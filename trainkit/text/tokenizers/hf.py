@@ -157,7 +157,7 @@ def open_hf_tokenizer(
     if largest - len(vocabulary) > _MAX_UNUSED:
         raise DataError(
             f"{name}: its largest id is {largest}, and it has {len(vocabulary)} tokens: a model "
-            "would have a row for every id between; number the tokens anew",
+            "would have a row for every id between; renumber the tokens",
             where=name,
             got=largest,
         )
@@ -306,7 +306,7 @@ def _find_file(folder: Path) -> Path:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_limited(path, most=_MAX_BYTES).decode()
+        return read_limited(path, max_bytes=_MAX_BYTES).decode()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", where=path) from error
     except UnicodeDecodeError as error:

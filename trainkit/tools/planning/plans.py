@@ -289,9 +289,10 @@ def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     # Of a stage's layers as many slide as of all, which are near to even.
     sliding = part.layers * len(config.sliding_layers) / config.layers
     window = config.sliding.window if config.sliding is not None else None
-    whole = {"linear_parameters": met if products else 0, "layers": part.layers - sliding}
     seen = model_flops(linear_parameters=0, layers=sliding, window=window, **shape)
-    return seen + model_flops(**whole, **shape)
+    return seen + model_flops(
+        linear_parameters=met if products else 0, layers=part.layers - sliding, **shape
+    )
 
 
 def _flops_of_rank(job: Job, layout: Layout, pp_rank: int, *, products: bool = True) -> float:

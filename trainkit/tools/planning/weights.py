@@ -220,8 +220,9 @@ def _units(of_job: _OfJob, tp: int, fsdp: int, ep: int) -> Units:
         distinct.setdefault((i in config.expert_layers, tuple(own)), len(distinct))
         for i, own in of_layers.items()
     )
-    ranks = {"tp": tp, "fsdp": fsdp, "ep": ep}
-    layers = (_layer(own, wide=wide, routed=routed, **ranks) for routed, own in distinct)
+    layers = (
+        _layer(own, wide=wide, routed=routed, tp=tp, fsdp=fsdp, ep=ep) for routed, own in distinct
+    )
     parts = (ends.get(part, Held()) for part in ("embedding", "positions", "norm", "head"))
     return Units(tuple(layers), kinds, *parts)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.weights.checkpoint.boxes import get_parameter_name
+from trainkit.weights.checkpoint.load_targets import get_saved_name, predict_state
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import get_saved_name, predict_state
-from trainkit.weights.checkpoint.tensors import get_group_options, optimizer_state
+from trainkit.weights.checkpoint.run_state import get_group_options, optimizer_state
 
 
 @attrs.frozen

@@ -18,14 +18,14 @@ from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.storage import BLOCK, encode_moment, get_step_dtype, read_moment, scale_name
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.parameters import empty_rows_like, get_named_parameters
-from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import (
+from trainkit.weights.checkpoint.load_targets import (
     check_shared_state,
     find_part,
     get_saved_name,
     probe_state,
 )
-from trainkit.weights.checkpoint.tensors import optimizer_state
+from trainkit.weights.checkpoint.reading import Target
+from trainkit.weights.checkpoint.run_state import optimizer_state
 
 _MEAN = "mean"
 """The mean of the weights that `together` keeps; it does not depend on a step count."""

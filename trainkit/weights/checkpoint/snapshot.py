@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from trainkit.parallel.parameters import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
-from trainkit.weights.checkpoint.stored import Stored, make_safetensors_header
-from trainkit.weights.checkpoint.tensors import (
+from trainkit.weights.checkpoint.run_state import (
     INTEGERS,
     MAX_BATCHES,
     MAX_STREAM,
@@ -31,6 +30,7 @@ from trainkit.weights.checkpoint.tensors import (
     get_group_options,
     optimizer_state,
 )
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
 _FILE_BYTES = 128 * 1024 * 1024  # the files of a rank are written and hashed in parallel
 _FILES = 16  # of a rank, about; a rank with more bytes writes larger files
@@ -115,6 +115,7 @@ def make_snapshot_taker(
     allocated: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []  # at most one
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+        # Device scalars are read here; the thread that writes only touches host memory.
         health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = get_boxes_to_write(stages, optimizer, ps)

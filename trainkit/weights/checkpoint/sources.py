@@ -20,7 +20,12 @@ from trainkit.weights.checkpoint.manifest import (
     verify_checkpoint,
 )
 from trainkit.weights.checkpoint.safe_files import read_json, refusal
-from trainkit.weights.checkpoint.stored import Stored, find_extent, merge_tensors, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import (
+    Stored,
+    find_extent,
+    merge_tensors,
+    safetensors_file,
+)
 
 INDEX = "model.safetensors.index.json"
 

@@ -20,9 +20,7 @@ from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
-from trainkit.weights.checkpoint.reading import Target, read_tensors
-from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.targets import (
+from trainkit.weights.checkpoint.load_targets import (
     allocate_buffers,
     get_saved_name,
     install_moments_,
@@ -30,7 +28,9 @@ from trainkit.weights.checkpoint.targets import (
     make_weight_targets,
     write_targets_,
 )
-from trainkit.weights.checkpoint.tensors import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.reading import Target, read_tensors
+from trainkit.weights.checkpoint.run_state import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.safe_files import read_json
 
 _JSON_FILES = ("index.json", "state.json")
 _MIN_VALUES = 2_000_000  # allowed in any state or index; a run with many tensors may have more
@@ -238,6 +238,7 @@ def _compare_tensors(
             step=staged.saved["state"]["step"],
             tolerance=tolerance,
         )
+        # Trained when it was saved and frozen now: its moments have no place in the run.
         frozen = saved["scalars"].keys() & (names["parameters"] - names["trained"])
         problems += compare.find_frozen_problems(frozen, tolerance)
     return problems + compare.find_tensor_problems(
@@ -256,13 +257,14 @@ def _read_headers(
     weights = make_weight_targets(stages)
     if optimizer is not None:
         check_optimizer(stages, optimizer)
+    # An index has at most one box per tensor and file.
     max_values = _MIN_VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
     try:
         read = {
             name: read_json(
                 path / name,
-                most_bytes=32 * max_values,
-                most_values=max_values,
+                max_bytes=32 * max_values,
+                max_values=max_values,
                 want=manifest["files"][name],
             )
             for name in _JSON_FILES

@@ -26,7 +26,6 @@ import torch
 from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
-from trainkit.weights.checkpoint.directory import get_run_id
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     choose_checkpoint_name,
@@ -35,9 +34,10 @@ from trainkit.weights.checkpoint.manifest import (
     make_manifest,
     seal,
 )
+from trainkit.weights.checkpoint.run_id import get_run_id
+from trainkit.weights.checkpoint.run_state import INTEGERS, combine_hashes, hash_tensor_box
 from trainkit.weights.checkpoint.safe_files import parse_json, read_json, write_all, write_durably
 from trainkit.weights.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
-from trainkit.weights.checkpoint.tensors import INTEGERS, combine_hashes, hash_tensor_box
 
 _CHUNK = 4 * 1024 * 1024  # bytes hashed and written at once, while they are in the cache
 _FLUSH_BYTES = 32 * 1024 * 1024  # of a file, after which the disk starts while the rest is hashed
@@ -309,7 +309,7 @@ def _complete_state(snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) ->
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    report = read_json(path, most_bytes=_REPORT_BYTES, most_values=_REPORT_BYTES)
+    report = read_json(path, max_bytes=_REPORT_BYTES, max_values=_REPORT_BYTES)
     if not is_sealed(report):
         raise CheckpointError(f"save_checkpoint: {path} is not what was written", where=path)
     return report

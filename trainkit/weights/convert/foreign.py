@@ -20,7 +20,7 @@ import orjson
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
-from trainkit.weights.checkpoint.stored import (
+from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
     merge_tensors,

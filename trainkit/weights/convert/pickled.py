@@ -35,7 +35,12 @@ from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import DTYPES
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
-from trainkit.weights.checkpoint.stored import Extent, Stored, is_plain_tensor_name, parse_sizes
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    is_plain_tensor_name,
+    parse_sizes,
+)
 from trainkit.weights.convert.foreign import Found, merge_found
 
 _MEMORY = 256 * 1024 * 1024  # bytes for the description; 100,000 tensors take about 130 MB
@@ -64,6 +69,7 @@ def main(source: Path) -> None:
 
 def _limit_process() -> None:
     """Limit the memory and the CPU time of this process, and disable core dumps."""
+    # RLIMIT_AS limits the address space, of which importing torch has reserved gigabytes.
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for kind, value in {
         resource.RLIMIT_AS: used + _MEMORY,

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.weights.checkpoint.export import SHARD_BYTES, write_weights
 from trainkit.weights.checkpoint.safe_files import refusal
-from trainkit.weights.checkpoint.stored import check_boxes, check_crc, is_plain_tensor_name
+from trainkit.weights.checkpoint.tensor_files import check_boxes, check_crc, is_plain_tensor_name
 from trainkit.weights.convert.foreign import read_foreign_tensors
 
 

@@ -1,8 +1,8 @@
 """Hugging Face folders in and out, without `transformers`: configurations, weights, tokenizers.
 
-`families` declares what is known, `configs` reads and writes a `config.json`, `links` is the map of
-names and boxes both ways, `folder` reads a folder into any layout, `export` writes one;
-`trained` opens a folder or a run of ours alike.
+`families` declares the supported models, `configs` reads and writes a `config.json`, `links` maps
+names and boxes both ways, `folder` reads a folder into any layout, `export` writes one, `trained`
+opens a folder or a run.
 """
 
 from trainkit.weights.hub.configs import match_family, read_decoder_config, write_decoder_config

@@ -1,7 +1,7 @@
-"""A `config.json` as a `DecoderConfig`, and back, without `transformers`.
+"""Convert a `config.json` to a `DecoderConfig` and back, without `transformers`.
 
-Every key is accounted for: it is a field, or changes nothing that a decoder computes, or is refused
-by name. What is said of rotary positions is in `ropes`.
+Every key is accounted for: it is a field, or it does not change what a decoder computes, or it is
+an error. `ropes` reads the entries about rotary positions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from trainkit.models.config import (
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.hub.families import FAMILIES, Family, Key
-from trainkit.weights.hub.quantized import quantization_problem
-from trainkit.weights.hub.ropes import KINDS, local_rope, read_rope, same, told, write_rope
+from trainkit.weights.hub.quantized import find_quantization_problem
+from trainkit.weights.hub.ropes import (
+    KINDS,
+    equal_json,
+    read_local_rope,
+    read_rope,
+    short_repr,
+    write_rope,
+)
 
 _IGNORED = frozenset(
-    # What a file says of itself, how text is drawn, how others train: none of it is computed here.
+    # Metadata, defaults for sampling and for other trainers: a decoder computes none of it.
     {
         "architectures",
         "model_type",
@@ -94,10 +101,10 @@ _IGNORED = frozenset(
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
 )
-_TRUTH = frozenset({"tied", "experts.renormalise", "qkv_bias", "qk_norm", "feed_forward.bias"})
-_REAL = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
-_MOST = {"layers": 4096, "experts.count": 65536}
-_MOST_SIZE = 1 << 31
+_BOOLEANS = frozenset({"tied", "experts.renormalise", "qkv_bias", "qk_norm", "feed_forward.bias"})
+_FLOATS = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
+_MAX_VALUES = {"layers": 4096, "experts.count": 65536}
+_MAX_VALUE = 1 << 31  # of other fields
 
 
 def read_decoder_config(
@@ -110,15 +117,15 @@ def read_decoder_config(
     """Return the decoder that a `config.json` describes.
 
     Args:
-        values: What it holds.
-        where: What it is called in messages.
-        families: Those that it may be of.
-        context: The most tokens that a document will have, by which `LongRopeScaling` chooses; by
-            default as many as its short factors are for.
+        values: The content of the file.
+        where: The name of the file in messages.
+        families: The families to consider.
+        context: The maximum number of tokens of a document, by which `LongRopeScaling` chooses its
+            factors; by default the length of its short factors.
 
     Raises:
-        ConfigError: It is of no known family, wants what a decoder does not compute, lacks a key or
-            has one of an unknown meaning; everything that is wrong is named.
+        ConfigError: The family is unknown, a value is not supported, a key is missing or unknown;
+            the message has all problems.
 
     Examples:
         >>> config = DecoderConfig(
@@ -129,173 +136,171 @@ def read_decoder_config(
         >>> read_decoder_config({"model_type": "mamba"})
         Traceback (most recent call last):
         ...
-        trainkit.types.ConfigError: config.json: model_type 'mamba' is no family that is known: ...
+        trainkit.types.ConfigError: config.json: unknown model_type 'mamba'; the known ones are ...
     """
-    family = family_named(values.get("model_type"), where=where, families=families)
-    values, problems = _renamed(values, family.aliases)
-    said = {**family.defaults, **values}
-    problems += _key_problems(family, values, said)
+    family = get_family(values.get("model_type"), where=where, families=families)
+    values = dict(values)
+    problems: list[str] = []
+    for alias, key in family.aliases.items():
+        if alias in values:
+            value = values.pop(alias)
+            if not equal_json(values.setdefault(key, value), value):
+                problems.append(f"{key} and {alias} differ")
+    complete = {**family.defaults, **values}  # with the defaults of missing keys
+    problems += _find_key_problems(family, values, complete)
     fields: dict[str, Any] = {}
     for key, field in family.keys.items():
-        if key in said:
-            found, problem = _fields(key, field, said)
-            fields |= found
-            problems += problem
+        if key in complete:
+            new_fields, new_problems = _read_key(key, field, complete)
+            fields |= new_fields
+            problems += new_problems
     if family.ropes:
-        local = local_rope(said, problems) if family.local_rope else None
-        fields |= read_rope(said, family, problems)
-        fields |= _sliding(said, family, local, problems)
+        local_theta = read_local_rope(complete, problems) if family.local_rope else None
+        fields |= read_rope(complete, family, problems)
+        fields |= _read_sliding(complete, family, local_theta, problems)
     if not problems:
-        made = {k: x(said) if callable(x) else x for k, x in family.fixed.items()}
+        fixed = {k: x(complete) if callable(x) else x for k, x in family.fixed.items()}
         try:
-            config = _config(made | fields)
-            return config if context is None else in_context(config, context)
+            config = _make_config(fixed | fields)
+            return config if context is None else set_context(config, context)
         except ValueError as error:
             problems.append(str(error))
     raise ConfigError(
         f"{where}: {shorten(problems)}",
         where=where,
         got=problems,
-        hint=f"trainkit's decoder computes {family.model_type} without these; nothing is guessed",
+        hint=f"trainkit's decoder computes {family.model_type} without these options",
     )
 
 
-def in_context(config: DecoderConfig, context: int) -> DecoderConfig:
-    """Return a decoder for documents of at most so many tokens: `LongRopeScaling` chooses by it.
+def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
+    """Return a decoder for documents of at most `context` tokens, which `LongRopeScaling` needs.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
-        >>> in_context(make_decoder_config("tiny"), 4096) == make_decoder_config("tiny")
+        >>> set_context(make_decoder_config("tiny"), 4096) == make_decoder_config("tiny")
         True
     """
     scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
         return config
-    most = max(context, scaling.original_length)
-    return attrs.evolve(config, rope_scaling=attrs.evolve(scaling, context=most))
+    context = max(context, scaling.original_length)
+    return attrs.evolve(config, rope_scaling=attrs.evolve(scaling, context=context))
 
 
-def _renamed(
-    values: Mapping[str, Any], aliases: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what a file says by the names that keys have here, and which of them differ."""
-    found, problems = dict(values), list[str]()
-    for alias, key in aliases.items():
-        if alias in found:
-            value = found.pop(alias)
-            if not same(found.setdefault(key, value), value):
-                problems.append(f"{key} and {alias} differ")
-    return found, problems
-
-
-def family_named(
+def get_family(
     model_type: Any, *, where: str = "config.json", families: Sequence[Family] = FAMILIES
 ) -> Family:
     """Return the family of a `model_type`.
 
     Raises:
-        ConfigError: There is none, with the list of those that there are.
+        ConfigError: There is none; the message lists the known ones.
 
     Examples:
-        >>> family_named("qwen3").architecture
+        >>> get_family("qwen3").architecture
         'Qwen3ForCausalLM'
     """
-    known = {family.model_type: family for family in families}
-    if not isinstance(model_type, str) or model_type not in known:
-        got = repr(model_type)[:100]
+    by_type = {family.model_type: family for family in families}
+    if not isinstance(model_type, str) or model_type not in by_type:
         raise ConfigError(
-            f"{where}: model_type {got} is no family that is known: {', '.join(known)}",
+            f"{where}: unknown model_type {short_repr(model_type)}; the known ones are "
+            f"{', '.join(by_type)}",
             where=where,
-            got=got,
+            got=short_repr(model_type),
             hint="how to add one: docs/howto/add-a-model-family.md",
         )
-    return known[model_type]
+    return by_type[model_type]
 
 
-def _key_problems(family: Family, values: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
-    """Say which keys want what is not computed, are missing, or of an unknown meaning.
+def _find_key_problems(
+    family: Family, values: Mapping[str, Any], complete: Mapping[str, Any]
+) -> list[str]:
+    """Return the problems with keys: unsupported values, missing keys and unknown ones.
 
-    An unknown key that is null or false is taken for something that is off.
+    An unknown key that is null or false counts as an option that is off.
     """
-    code = [key for key in ("auto_map", "trust_remote_code") if values.get(key)]
-    if _is_of_family(values.get("auto_map"), family):
-        code.remove("auto_map")
-    problems = [f"{key} asks for code of the folder's own, which is never run" for key in code]
-    quantized = values.get("quantization_config")
-    problem = None if quantized is None else quantization_problem(quantized)
-    problems += [problem] if problem else []
-    problems += [
-        f"{key} is {told(values[key])}, not {' or '.join(map(told, allowed))}"
-        for key, allowed in family.only.items()
-        if values.get(key) is not None and not any(same(values[key], x) for x in allowed)
+    problems = [
+        f"{key} asks for code of the folder's own, which is never run"
+        for key in ("auto_map", "trust_remote_code")
+        if values.get(key) and not (key == "auto_map" and _is_own_code(values[key], family))
     ]
-    problems += [f"{key} is missing" for key in family.keys if key not in said]
-    known = {*family.keys, *family.only, *family.defaults, *family.ignored, *_IGNORED}
-    known |= {"auto_map", "trust_remote_code", "quantization_config"}
+    if values.get("quantization_config") is not None:
+        problem = find_quantization_problem(values["quantization_config"])
+        problems += [problem] if problem else []
+    problems += [
+        f"{key} is {short_repr(values[key])}, not {' or '.join(map(short_repr, allowed))}"
+        for key, allowed in family.only.items()
+        if values.get(key) is not None and not any(equal_json(values[key], x) for x in allowed)
+    ]
+    problems += [f"{key} is missing" for key in family.keys if key not in complete]
+    known_keys = {*family.keys, *family.only, *family.defaults, *family.ignored_keys, *_IGNORED}
+    known_keys |= {"auto_map", "trust_remote_code", "quantization_config"}
     off = [key for key, value in values.items() if value is None or value is False]
-    unknown = values.keys() - known - {*off}
-    problems += [f"{key[:100]} is a key of an unknown meaning" for key in sorted(unknown)]
+    unknown = values.keys() - known_keys - {*off}
+    problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
     return problems
 
 
-def _is_of_family(auto_map: Any, family: Family) -> bool:
-    """Say whether the code of a folder is that of the family, as it was before others had it.
+def _is_own_code(auto_map: Any, family: Family) -> bool:
+    """Return whether the code of a folder is the family's own, from before `transformers` had it.
 
-    Such a folder is read as any other, and its code is not looked at, as `transformers` does.
+    Such a folder is read like any other, and its code is ignored, as `transformers` does.
     """
-    kind = family.architecture.removesuffix("ForCausalLM")
-    own = {f"{kind}Config", f"{kind}Model", family.architecture}
+    prefix = family.architecture.removesuffix("ForCausalLM")
+    own_classes = {f"{prefix}Config", f"{prefix}Model", family.architecture}
     if not auto_map or not isinstance(auto_map, dict):
         return False
     classes = [str(x).rpartition(".")[2] for key, x in auto_map.items() if key != "AutoTokenizer"]
-    return own.issuperset(classes)
+    return own_classes.issuperset(classes)
 
 
-def _fields(
-    key: str, field: str | Key | Sequence[str], said: Mapping[str, Any]
+def _read_key(
+    key: str, field: str | Key | Sequence[str], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that a key says, and what is wrong with its value."""
-    value = said[key]
+    """Return the fields of a key, and the problems with its value."""
+    value = values[key]
     if isinstance(field, Key):
         try:
-            return {field.field: field.read(value, said)}, []
+            return {field.field: field.read(value, values)}, []
         except (ValueError, TypeError, KeyError) as error:
-            return {}, [f"{key} is {told(value)}: {error}"]
+            return {}, [f"{key} is {short_repr(value)}: {error}"]
     names = [field] if isinstance(field, str) else [*field]
-    problem = _value_problem(key, value, names[0])
+    problem = _find_value_problem(key, value, names[0])
     if problem:
         return {}, [problem]
     if names[0] == "kv_heads" and value is None:
-        value = said.get("num_attention_heads")
+        value = values.get("num_attention_heads")
     return dict.fromkeys(names, value), []
 
 
-def _value_problem(key: str, value: Any, field: str) -> str | None:
+def _find_value_problem(key: str, value: Any, field: str) -> str | None:
     if value is None and field in _NULLABLE:
         return None
-    if field in _TRUTH:
-        return None if isinstance(value, bool) else f"{key} is {told(value)}, not true or false"
-    kinds = (int, float) if field in _REAL else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        return f"{key} is {told(value)}, no number"
-    most = _MOST.get(field, _MOST_SIZE)
-    if not 0 <= value <= most:
-        return f"{key} is {told(value)}, not from 0 to {most}"
+    if field in _BOOLEANS:
+        is_bool = isinstance(value, bool)
+        return None if is_bool else f"{key} is {short_repr(value)}, not true or false"
+    types = (int, float) if field in _FLOATS else (int,)
+    if isinstance(value, bool) or not isinstance(value, types):
+        return f"{key} is {short_repr(value)}, no number"
+    max_value = _MAX_VALUES.get(field, _MAX_VALUE)
+    if not 0 <= value <= max_value:
+        return f"{key} is {short_repr(value)}, not from 0 to {max_value}"
     return None
 
 
-def _config(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Return the record of fields, those of a part by names such as "experts.count"."""
-    parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
-    whole: dict[str, Any] = {}
+def _make_config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of fields; those of its records have names like "experts.count"."""
+    records: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
+    arguments: dict[str, Any] = {}
     for name, value in fields.items():
-        part, _, own = name.partition(".")
-        if own:
-            parts[part][own] = value
+        record, _, field = name.partition(".")
+        if field:
+            records[record][field] = value
         else:
-            whole[name] = value
-    whole |= {name: PARTS[name](**own) for name, own in parts.items() if own}
-    config = DecoderConfig(**whole)
+            arguments[name] = value
+    arguments |= {name: PARTS[name](**values) for name, values in records.items() if values}
+    config = DecoderConfig(**arguments)
+    # One form for each decoder: a record of defaults is None.
     plain: dict[str, Any] = dict.fromkeys(
         name for name in ("norms", "feed_forward") if getattr(config, name) == PARTS[name]()
     )
@@ -305,66 +310,80 @@ def _config(fields: Mapping[str, Any]) -> DecoderConfig:
 # ----------------------------------------------------------------------------------------- windows
 
 
-def _sliding(
-    said: Mapping[str, Any], family: Family, local: float | None, problems: list[str]
+def _read_sliding(
+    values: Mapping[str, Any], family: Family, local_theta: float | None, problems: list[str]
 ) -> dict[str, Any]:
-    """Return the fields about layers that see a window alone; add what is wrong."""
-    window = None if said.get("use_sliding_window") is False else said.get("sliding_window")
-    wrong = _value_problem("sliding_window", window, "window") if window is not None else None
+    """Return the fields about layers with a sliding window; append problems to `problems`."""
+    window = None if values.get("use_sliding_window") is False else values.get("sliding_window")
+    problem = None
+    if window is not None:
+        problem = _find_value_problem("sliding_window", window, "window")
     if family.windows is None:
-        context, none = said.get("max_position_embeddings"), f"{family.model_type} has no windows"
-        kinds = said.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {KINDS[0]}):
-            wrong = f"layer_types is {told(kinds)}: {none}"
-        elif (
-            not wrong
-            and window is not None
-            and not (isinstance(context, int) and window >= context)
-        ):
-            below = f"below max_position_embeddings {told(context)}"
-            wrong = f"sliding_window is {told(window)}, {below}: {none}"
-    problems += [wrong] if wrong else []
-    layers = said.get("num_hidden_layers")
-    if wrong or family.windows is None or _value_problem("", layers, "layers"):
+        problem = _find_window(values, family, window, problem)
+    problems += [problem] if problem else []
+    layers = values.get("num_hidden_layers")
+    if problem or family.windows is None or _find_value_problem("", layers, "layers"):
         return {}
-    usual = {k: said[x] if isinstance(x, str) else x for k, x in family.windows.items()}
-    problem = next(filter(None, (_value_problem(k, x, "layers") for k, x in usual.items())), None)
-    how = None if problem else _layers_that_slide(said, family, usual)
-    if how is None:
-        problems.append(problem or "layer_types follow no pattern that is computed")
-    elif how and window is None and said.get("layer_types") is not None:
-        problems.append("layer_types has layers that slide, and there is no sliding_window in use")
-    if not how or window is None:
+    default = {k: values[x] if isinstance(x, str) else x for k, x in family.windows.items()}
+    for key, value in default.items():
+        if problem := _find_value_problem(key, value, "layers"):
+            problems.append(problem)
+            return {}
+    pattern = _read_layer_types(values, family, default)
+    if pattern is None:
+        problems.append("layer_types follow no pattern that is supported")
+    elif pattern and window is None and values.get("layer_types") is not None:
+        problems.append("layer_types has sliding layers, but no sliding_window is in use")
+    if not pattern or window is None:
         return {}
-    return {f"sliding.{k}": x for k, x in how.items()} | {
+    return {
+        **{f"sliding.{k}": x for k, x in pattern.items()},
         "sliding.window": window,
-        "sliding.rope_theta": local,
+        "sliding.rope_theta": local_theta,
     }
 
 
-def _layers_that_slide(
-    said: Mapping[str, Any], family: Family, usual: Mapping[str, Any]
+def _find_window(
+    values: Mapping[str, Any], family: Family, window: Any, problem: str | None
+) -> str | None:
+    """Return `problem`, or why values ask for a sliding window, which the family does not have."""
+    types = values.get("layer_types")
+    if types is not None and (not isinstance(types, list) or {*map(str, types)} != {KINDS[0]}):
+        return f"layer_types is {short_repr(types)}: {family.model_type} has no windows"
+    context = values.get("max_position_embeddings")
+    has_effect = window is not None and not (isinstance(context, int) and window >= context)
+    if not problem and has_effect:
+        return (
+            f"sliding_window is {short_repr(window)}, below max_position_embeddings "
+            f"{short_repr(context)}: {family.model_type} has no windows"
+        )
+    return problem
+
+
+def _read_layer_types(
+    values: Mapping[str, Any], family: Family, default: Mapping[str, Any]
 ) -> dict[str, int] | None:
-    """Return which layers slide as fields of a `Sliding`, {} for none; None where it is unknown."""
-    layers, kinds = said["num_hidden_layers"], said.get("layer_types")
-    slide = Sliding(window=1, **usual).layers(layers)
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {*KINDS}:
+    """Return the fields of a `Sliding` for its layers, {} for none, None for an unknown pattern."""
+    layers = values["num_hidden_layers"]
+    types = values.get("layer_types")
+    sliding = Sliding(window=1, **default).layers(layers)
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or {*map(str, types)} - {*KINDS}:
             return None
-        listed = [i for i, kind in enumerate(kinds) if kind == KINDS[1]]
-        if listed and listed != slide:
-            return _pattern(listed, layers) if family.windows else None
-        slide = listed
-    return {"first": 0, "full_every": 0, **usual} if slide else {}
+        listed = [i for i, layer_type in enumerate(types) if layer_type == KINDS[1]]
+        if listed and listed != sliding:
+            return _find_pattern(listed, layers) if family.windows else None
+        sliding = listed
+    return {"first": 0, "full_every": 0, **default} if sliding else {}
 
 
-def _pattern(slide: Sequence[int], layers: int) -> dict[str, int] | None:
-    """Return the fields of a `Sliding` by which these of so many layers slide, if there are any."""
+def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
+    """Return the fields of a `Sliding` with exactly these sliding layers, or None."""
     for every in (0, *range(1, layers + 1)):
-        for first in (max(slide[0] - 1, 0), slide[0]):  # of two before it one would slide
-            found = {"first": first, "full_every": every}
-            if Sliding(window=1, **found).layers(layers) == [*slide]:
-                return found
+        # The first sliding layer is `first`, or follows it where that one is full.
+        for first in (max(sliding[0] - 1, 0), sliding[0]):
+            if Sliding(window=1, first=first, full_every=every).layers(layers) == [*sliding]:
+                return {"first": first, "full_every": every}
     return None
 
 
@@ -372,12 +391,12 @@ def _pattern(slide: Sequence[int], layers: int) -> dict[str, int] | None:
 
 
 def match_family(config: DecoderConfig) -> Family:
-    """Return the family of Hugging Face models that computes what a decoder does.
+    """Return the first family of Hugging Face models that computes the same as a decoder.
 
-    What only training has (dropout, jitter) is none of it.
+    Dropout and jitter, which only training has, do not matter.
 
     Raises:
-        ConfigError: None does; why not is said of each.
+        ConfigError: There is none; the message has the reason for each family.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -386,7 +405,7 @@ def match_family(config: DecoderConfig) -> Family:
     """
     reasons = []
     for family in FAMILIES:
-        reason = _not_of(config, family)
+        reason = _find_mismatch(config, family)
         if reason is None:
             return family
         reasons.append(f"{family.model_type}: {reason}")
@@ -394,38 +413,43 @@ def match_family(config: DecoderConfig) -> Family:
         f"match_family: no known family computes this decoder: {shorten(reasons)}",
         where="model",
         got=reasons,
-        hint="`python -m trainkit checkpoint export` writes its weights by trainkit's names",
+        hint="`python -m trainkit checkpoint export` writes its weights under trainkit's names",
     )
 
 
-def _not_of(config: DecoderConfig, family: Family) -> str | None:
-    """Say why a family does not compute a decoder, or return None."""
+def _find_mismatch(config: DecoderConfig, family: Family) -> str | None:
+    """Return why a family does not compute a decoder, or None if it does."""
     context = getattr(config.rope_scaling, "context", None)
     try:
-        said = _written(config, family, context=2)
-        read = read_decoder_config(said, families=[family], context=context)
+        values = _write_values(config, family, context=2)
+        read = read_decoder_config(values, families=[family], context=context)
     except ValueError as error:
         return str(error)
-    want, got = (_flat(_computed(each)) for each in (config, read))
-    other = sorted(name for name in want if want[name] != got[name])
-    return None if not other else f"its {', '.join(f'{x} is {got[x]}' for x in other)}"
+    want = _flatten(_normalize(config))
+    got = _flatten(_normalize(read))
+    different = sorted(name for name in want if want[name] != got[name])
+    return f"its {', '.join(f'{x} is {got[x]}' for x in different)}" if different else None
 
 
-def _flat(config: DecoderConfig) -> dict[str, Any]:
-    """Return all fields by name, those of a part as "experts.count"."""
-    found: dict[str, Any] = {
-        f"{n}.{x}": None for n, k in PARTS.items() for x in attrs.fields_dict(k)
+def _flatten(config: DecoderConfig) -> dict[str, Any]:
+    """Return all fields by name, those of its records as "experts.count"."""
+    flat: dict[str, Any] = {
+        f"{name}.{field}": None
+        for name, record_type in PARTS.items()
+        for field in attrs.fields_dict(record_type)
     }
-    said = attrs.evolve(config, norms=config.how_normed, feed_forward=config.how_fed)
-    for name, value in attrs.asdict(said, recurse=False).items():
-        is_part = name in PARTS and value is not None
-        found |= {f"{name}.{k}": x for k, x in attrs.asdict(value).items()} if is_part else {}
-        found[name] = type(value).__name__ if is_part else value
-    return found
+    explicit = attrs.evolve(config, norms=config.how_normed, feed_forward=config.how_fed)
+    for name, value in attrs.asdict(explicit, recurse=False).items():
+        if name in PARTS and value is not None:
+            flat |= {f"{name}.{k}": x for k, x in attrs.asdict(value).items()}
+            flat[name] = type(value).__name__
+        else:
+            flat[name] = value
+    return flat
 
 
-def _computed(config: DecoderConfig) -> DecoderConfig:
-    """Return a configuration of the same arithmetic, in one of the ways it can be said."""
+def _normalize(config: DecoderConfig) -> DecoderConfig:
+    """Return one and the same configuration for all that describe the same arithmetic."""
     experts = config.experts
     changes: dict[str, Any] = {"dropout": 0.0}
     if config.latents is None:
@@ -435,12 +459,12 @@ def _computed(config: DecoderConfig) -> DecoderConfig:
         if len(config.expert_layers) == config.layers:
             changes["mlp_width"] = experts.width
     if config.sliding is not None:
-        pattern = _pattern(config.sliding_layers, config.layers)
+        pattern = _find_pattern(config.sliding_layers, config.layers)
         slides = bool(config.sliding_layers) and pattern is not None
         changes["sliding"] = attrs.evolve(config.sliding, **pattern) if slides else None
     if config.query_scalar == config.head_size:
         changes["query_scalar"] = None
-    if isinstance(config.rope_scaling, YarnScaling):  # its square root is written
+    if isinstance(config.rope_scaling, YarnScaling):  # the file has its square root, rounded
         scaling = config.rope_scaling
         changes["rope_scaling"] = attrs.evolve(scaling, mscale=round(scaling.mscale, 9))
     return attrs.evolve(config, **changes)
@@ -449,12 +473,12 @@ def _computed(config: DecoderConfig) -> DecoderConfig:
 def write_decoder_config(
     config: DecoderConfig, *, context: int, family: Family | None = None
 ) -> dict[str, Any]:
-    """Return the `config.json` of a decoder, which `transformers` reads.
+    """Return the `config.json` of a decoder, for `transformers`.
 
     Args:
         config: The decoder.
-        context: The most tokens that a row is meant to have.
-        family: Which family to call it; by default `match_family(config)`.
+        context: The maximum number of tokens in a row.
+        family: The family; by default `match_family(config)`.
 
     Raises:
         ConfigError: The family does not compute what the decoder does.
@@ -465,18 +489,18 @@ def write_decoder_config(
         ['LlamaForCausalLM']
     """
     family = family or match_family(config)
-    reason = _not_of(config, family)
+    reason = _find_mismatch(config, family)
     if reason is not None:
         raise ConfigError(
             f"write_decoder_config: {family.model_type} does not compute this decoder: {reason}",
             where="family",
             got=family.model_type,
         )
-    return _written(config, family, context=context)
+    return _write_values(config, family, context=context)
 
 
-def _written(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
-    fields = _flat(config) | {"head_dim": config.head_size}
+def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
+    fields = _flatten(config) | {"head_dim": config.head_size}
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -494,21 +518,21 @@ def _written(config: DecoderConfig, family: Family, *, context: int) -> dict[str
         values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
     if not family.ropes:
         return values
-    return values | _windows_written(config, family) | write_rope(config, family)
+    return values | _write_windows(config, family) | write_rope(config, family)
 
 
-def _windows_written(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def _write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.windows is None:
         return {}
-    sliding, values = config.sliding, dict[str, Any]()
-    values["sliding_window"] = None if sliding is None else sliding.window
+    sliding = config.sliding
+    values: dict[str, Any] = {"sliding_window": None if sliding is None else sliding.window}
     if "use_sliding_window" in family.defaults:
         values["use_sliding_window"] = sliding is not None
-    elif sliding is None and family.windows:  # whose masks want a number, and are not used
+    elif sliding is None and family.windows:  # its code needs a number even without windows
         values["sliding_window"] = family.defaults["sliding_window"]
     if sliding is not None and "max_window_layers" in family.defaults:
         values["max_window_layers"] = sliding.first
     if family.windows:
-        slide = config.sliding_layers
-        values["layer_types"] = [KINDS[i in slide] for i in range(config.layers)]
+        sliding_layers = config.sliding_layers
+        values["layer_types"] = [KINDS[i in sliding_layers] for i in range(config.layers)]
     return values

@@ -1,4 +1,4 @@
-"""A decoder of any layout for others: as a Hugging Face folder, or as a stream of tensors."""
+"""Export a decoder of any layout, as a Hugging Face folder or as a stream of tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, wri
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import model_tensors
 from trainkit.weights.checkpoint.sources import read_model_tensors
-from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.checkpoint.tensors import model_tensors
-from trainkit.weights.hub.configs import family_named, match_family, write_decoder_config
+from trainkit.weights.checkpoint.tensor_files import Stored
+from trainkit.weights.hub.configs import get_family, match_family, write_decoder_config
 from trainkit.weights.hub.families import Family
-from trainkit.weights.hub.folder import CONFIG, links_of, our_shapes
-from trainkit.weights.hub.links import Link, linked, their_shapes
+from trainkit.weights.hub.folder import CONFIG, get_decoder_shapes, make_family_links
+from trainkit.weights.hub.links import Link, get_foreign_shapes, map_weights
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -48,26 +48,26 @@ def export_folder(
     """Write a checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-        checkpoint: A checkpoint of a decoder, written by any layout; or a run directory, of which
-            the newest that verifies is taken.
+        checkpoint: A checkpoint of a decoder, written by any layout; or a run directory, for the
+            newest one that verifies.
         folder: The new folder; it appears by one rename when it is complete.
-        context: The most tokens that a row is meant to have: `max_position_embeddings`.
-        family: What to call it, or its `model_type`; by default the first that computes the same.
-        files: What else is in the folder, the files of a tokenizer for instance
-            (`make_tokenizer_files`); the ids of `generation_config.json` go into `config.json` too.
-        dtype: What parameters become, "bfloat16" for instance; None keeps them. The biases of
-            routers stay what they are.
-        shard_bytes: The most bytes of a file of tensors, unless a single one is larger.
+        context: The maximum number of tokens in a row: `max_position_embeddings`.
+        family: The family or its `model_type`; by default the first that computes the same.
+        files: Further files of the folder, such as those of a tokenizer (`make_tokenizer_files`);
+            the ids of `generation_config.json` are also written to `config.json`.
+        dtype: The dtype of parameters, such as "bfloat16"; None does not change it. The biases of
+            routers are never converted.
+        shard_bytes: The maximum size of a file of tensors, unless a single tensor is larger.
         overwrite: Replace a folder that an earlier export wrote.
-        read: Gives our tensors in place of the checkpoint, `adapters.merge_weights` for instance.
-        axis: The ranks that call this together, on one disk: each writes its share of the files.
+        read: Reads our tensors in place of the checkpoint, such as `adapters.merge_weights`.
+        axis: The ranks that call this together, on one disk: each writes some of the files.
 
     Returns:
         {"folder", "files", "tensors", "bytes", "from"}.
 
     Raises:
         CheckpointError: The checkpoint does not verify, or is not of a decoder.
-        ConfigError: No family computes the decoder, or the folder is there already.
+        ConfigError: No family computes the decoder, or the folder exists already.
         DiskError: It cannot be written; then there is no folder, or the old one.
 
     Effects:
@@ -93,30 +93,41 @@ def export_folder(
         ['model.safetensors', 'config.json']
         4
     """
-    said = run_on_all_ranks(
+    paths = run_on_all_ranks(
         lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis
-    )[0]
-    path = Path(said)
+    )
+    path = Path(paths[0])
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
-    known = _family(family, config)
-    values = write_decoder_config(config, context=context, family=known)
-    links, shapes = family_links(known, config)
-    ours = _saved(path, our_shapes(config)) if read is None else _given(read, our_shapes(config))
-    cast = {name: dtype or ours[name].dtype for name in parameter_shapes(config)}
-    kinds = _kinds(links, {name: x.dtype for name, x in ours.items()} | cast)
-    values["torch_dtype"] = kinds[known.names(config)["embedding.weight"].name]
-    beside = dict(files or {})
-    said_ids = orjson.loads(beside.get("generation_config.json", b"{}"))
-    values |= {key: said_ids.get(key) for key in _IDS}  # a class has others by default
-    beside[CONFIG] = orjson.dumps(values, option=orjson.OPT_INDENT_2)
+    family = _choose_family(family, config)
+    links, shapes = make_export_links(family, config)
+    our_shapes = get_decoder_shapes(config)
+    if read is None:
+        stored = _find_stored(path, our_shapes)
+        read = reader(stored)
+        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    else:
+        dtypes = {
+            name: _get_dtype_name(read(name, (1,) * len(shape), (0,) * len(shape)))
+            for name, shape in our_shapes.items()
+        }
+    if dtype is not None:
+        dtypes |= dict.fromkeys(parameter_shapes(config), dtype)
+    their_dtypes = _find_dtypes(links, dtypes)
+    values = write_decoder_config(config, context=context, family=family)
+    values["torch_dtype"] = their_dtypes[family.names(config)["embedding.weight"].name]
+    extra_files = dict(files or {})
+    # Without them, a class of transformers would use defaults of its own.
+    ids = orjson.loads(extra_files.get("generation_config.json", b"{}"))
+    values |= {key: ids.get(key) for key in _IDS}
+    extra_files[CONFIG] = orjson.dumps(values, option=orjson.OPT_INDENT_2)
     return write_weights(
-        {name: Stored(kinds[name], shape, ()) for name, shape in shapes.items()},
+        {name: Stored(their_dtypes[name], shape, ()) for name, shape in shapes.items()},
         folder,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         origin=describe_origin(path),
-        read=linked(read or reader(ours), links, shapes),
-        extra_files=beside,
+        read=map_weights(read, links, shapes),
+        extra_files=extra_files,
         axis=axis,
     )
 
@@ -128,29 +139,29 @@ def stream_weights(
     dtype: torch.dtype | None = None,
     axis: Axis = SOLO,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a decoder as they are now, whole, as `export_folder` would write them.
+    """Yield the current full tensors of a decoder, as `export_folder` would write them.
 
-    For an inference engine that takes new weights while it runs. One tensor of ours is gathered at
-    a time, so that this takes the memory of a few.
+    For an inference engine that takes new weights while it runs. One of our tensors is gathered at
+    a time, so this needs the memory of a few tensors.
 
     Args:
         stages: This rank's stages of a `Decoder`, in any layout.
-        family: Whose names to use, or its `model_type`; by default the first that computes the
-            same.
-        dtype: What parameters become, before they travel; None keeps them. The biases of routers
-            stay what they are.
+        family: The family for the names, or its `model_type`; by default the first that computes
+            the same.
+        dtype: The dtype of parameters, converted before they are sent; None does not change it.
+            The biases of routers are never converted.
         axis: The pipeline axis, `ps.pp`.
 
     Yields:
-        The name of a tensor in the folder, and its values, a copy, on every rank.
+        The name of a tensor in the folder, and a copy of its values, on every rank.
 
     Raises:
-        ConfigError: The stages are of no decoder, or hold not all of it (adapters are to be merged
+        ConfigError: The stages are of no decoder, or lack some of its parameters (merge adapters
             first); or no family computes it.
 
     Effects:
-        Communicates on `axis` and on all axes that parameters are split over: every rank has to
-        take every tensor, and must not train in between.
+        Communicates on `axis` and on all axes that parameters are sharded over: every rank must
+        iterate over all tensors, and must not train meanwhile.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
@@ -163,109 +174,110 @@ def stream_weights(
         kinds = ", ".join(type(stage).__name__ for stage in stages)
         raise ConfigError(f"stream_weights: it takes the stages of a Decoder, got {kinds}")
     config: DecoderConfig = stages[0].config  # type: ignore[assignment]
-    links, shapes = family_links(family, config)
-    read = linked(_gathered(stages, config, dtype=dtype, axis=axis), links, shapes)
+    links, shapes = make_export_links(family, config)
+    gather = _make_gather(stages, config, dtype=dtype, axis=axis)
+    read = map_weights(gather, links, shapes)
     for name, shape in shapes.items():
         yield name, read(name, shape, (0,) * len(shape)).clone()
 
 
-def _gathered(
+def _make_gather(
     stages: Sequence[nn.Module], config: DecoderConfig, *, dtype: torch.dtype | None, axis: Axis
 ) -> Weights:
-    """Return what reads tensors of ours that the ranks gather; the last one is remembered."""
-    own = {get_parameter_name(name): x for name, x in model_tensors(stages).items()}
-    cast = dict.fromkeys(parameter_shapes(config), dtype)
-    kinds = {name: cast.get(name) or x.dtype for name, x in own.items()}
-    held = all_gather_objects(
-        {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}, axis
+    """Return a collective `Weights` function of our tensors; it caches the last full tensor."""
+    local = {get_parameter_name(name): x for name, x in model_tensors(stages).items()}
+    dtypes = {name: x.dtype for name, x in local.items()}
+    if dtype is not None:
+        dtypes |= {name: dtype for name in parameter_shapes(config) if name in local}
+    by_rank = all_gather_objects(
+        {name: str(x).removeprefix("torch.") for name, x in dtypes.items()}, axis
     )
-    shapes, device, kept = our_shapes(config), compute_device(stages[0]), dict[str, Tensor]()
-    if lost := [name for name in shapes if not any(name in names for names in held)]:
+    shapes = get_decoder_shapes(config)
+    device = compute_device(stages[0])
+    if missing := [name for name in shapes if not any(name in names for names in by_rank)]:
         raise ConfigError(
-            f"stream_weights: the stages do not hold {shorten(lost)}, which the decoder has; "
-            "merge adapters into it first",
+            f"stream_weights: the stages lack {shorten(missing)} of the decoder; merge adapters "
+            "into it first",
             where="stages",
-            got=lost,
+            got=missing,
         )
 
     def gather(name: str) -> Tensor:
-        source = next(rank for rank, names in enumerate(held) if name in names)
+        source = next(rank for rank, names in enumerate(by_rank) if name in names)
         if axis.index == source:
-            x: Any = own[name].to(kinds[name])
-            whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+            x: Any = local[name].to(dtypes[name])
+            full = x.full_tensor() if hasattr(x, "full_tensor") else x
         else:
-            whole = torch.empty(
-                shapes[name], dtype=getattr(torch, held[source][name]), device=device
+            full = torch.empty(
+                shapes[name], dtype=getattr(torch, by_rank[source][name]), device=device
             )
-        return broadcast(whole.contiguous(), axis, source=source)
+        return broadcast(full.contiguous(), axis, source=source)
+
+    cache: dict[str, Tensor] = {}
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        if name not in kept:
-            kept.clear()
-            kept[name] = gather(name)
-        return kept[name][tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+        if name not in cache:
+            cache.clear()
+            cache[name] = gather(name)
+        return cache[name][tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
 
     return read
 
 
-def _family(family: Family | str | None, config: DecoderConfig) -> Family:
-    known = match_family(config) if family is None else family
-    return known if isinstance(known, Family) else family_named(known, where="family")
+def _choose_family(family: Family | str | None, config: DecoderConfig) -> Family:
+    if family is None:
+        return match_family(config)
+    return family if isinstance(family, Family) else get_family(family, where="family")
 
 
-def family_links(
+def make_export_links(
     family: Family | str | None, config: DecoderConfig
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-    """Return the links from a family's tensors to ours, and the shapes of theirs.
+    """Return the links from a family's tensors to ours, and the shapes of a family's tensors.
 
     Args:
         family: The family, or its `model_type`; by default the first that computes the decoder.
         config: The decoder.
 
     Raises:
-        ConfigError: No family computes it, or there is none of that name.
+        ConfigError: No family computes it, or there is no such family.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
-        >>> family_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
+        >>> make_export_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
         (128,)
     """
-    links = links_of(_family(family, config), config)
-    return [link.turned() for link in links], their_shapes(links)
+    links = make_family_links(_choose_family(family, config), config)
+    return [link.swap_sides() for link in links], get_foreign_shapes(links)
 
 
-def _saved(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
-    """Describe the tensors of a decoder that a checkpoint holds; refuse what it does not."""
-    held = read_model_tensors(path)
-    found = {name: held[name] for name in shapes if name in held}
-    wrong = [
+def _find_stored(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
+    """Return the tensors of a decoder in a checkpoint; raise CheckpointError if any is missing."""
+    stored = read_model_tensors(path)
+    problems = [
         f"{name} of shape {tuple(shape)}"
         for name, shape in shapes.items()
-        if name not in found or found[name].shape != tuple(shape)
+        if name not in stored or stored[name].shape != tuple(shape)
     ]
-    if wrong:
+    if problems:
         raise CheckpointError(
-            f"export_folder: {path} is of the decoder that its facts describe, but does not hold "
-            f"{shorten(wrong)}",
+            f"export_folder: {path} lacks {shorten(problems)} of the decoder that its facts "
+            "describe",
             where=path,
-            got=wrong,
+            got=problems,
         )
-    return found
+    return {name: stored[name] for name in shapes}
 
 
-def _given(read: Weights, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
-    """Describe tensors that a function gives."""
-    kinds = {name: read(name, (1,) * len(x), (0,) * len(x)).dtype for name, x in shapes.items()}
-    return {
-        name: Stored(str(kind).removeprefix("torch."), tuple(shapes[name]), ())
-        for name, kind in kinds.items()
-    }
+def _get_dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
-def _kinds(links: Sequence[Link], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the dtype of each tensor there: that of ours which it is made of."""
-    found: dict[str, torch.dtype] = {}
+def _find_dtypes(links: Sequence[Link], dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Return the dtype of each of their tensors, promoted over ours that it is made of."""
+    promoted: dict[str, torch.dtype] = {}
     for link in links:
-        own = getattr(torch, kinds[link.theirs.name])
-        found[link.ours.name] = torch.promote_types(own, found.get(link.ours.name, own))
-    return {name: str(kind).removeprefix("torch.") for name, kind in found.items()}
+        name = link.ours.name
+        dtype = getattr(torch, dtypes[link.theirs.name])
+        promoted[name] = torch.promote_types(dtype, promoted.get(name, dtype))
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in promoted.items()}

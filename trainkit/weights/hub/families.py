@@ -1,9 +1,9 @@
-"""The families of Hugging Face models that a decoder computes: a declaration for each.
+"""The supported families of Hugging Face models, one declaration each.
 
-A declaration says which key of a `config.json` is which field of a `DecoderConfig`, what a missing
-key means, which keys must have which value, and where each tensor is. To add a family is to add one
-here, with its row in `tests/hub`; a field that `DecoderConfig` lacks becomes an option of the one
-decoder first.
+A declaration maps the keys of a `config.json` to fields of a `DecoderConfig`, with the defaults of
+missing keys and the allowed values of others, and the names of tensors. To add a family, add a
+declaration here and its row in `tests/weights/hub`; a field that `DecoderConfig` lacks must become
+an option of the decoder first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trainkit.weights.hub.links import HFTensor
 
 @attrs.frozen(eq=False)
 class Key:
-    """A field that a key says in a way of its own.
+    """A key whose value must be converted to that of a field.
 
     Attributes:
         field: The field.
-        read: From the key's value, and all of the `config.json`, to the field's.
-        write: From the field's value, and the whole configuration, to the key's; it raises a
-            `ValueError` where there is none.
+        read: `read(value, config_json)` returns the field's value.
+        write: `write(field_value, config)` returns the key's value, or raises `ValueError` if there
+            is none.
     """
 
     field: str
@@ -35,25 +35,25 @@ class Key:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Family:
-    """How one family of Hugging Face models says what a decoder is.
+    """One family of Hugging Face models.
 
     Attributes:
         model_type: Its name in a `config.json`.
-        architecture: The class of `transformers` that computes it.
-        keys: The field that a key says, "experts.count" for one of `Experts`; a key may say two.
+        architecture: Its class in `transformers`.
+        keys: The field of each key, "experts.count" for one of `Experts`; a key may set two.
         aliases: Other names of keys.
-        defaults: What a missing key means. One without a default must be there.
-        fixed: The fields that no key says; a function of a whole `config.json` for what follows.
-        only: The values that a key may have; what is written is the first.
-        ignored: Keys that change nothing that a decoder computes.
-        ropes: The kinds of rotary positions that it may have, none for learned ones.
-        windows: The fields of `Sliding` but the window, where `layer_types` says nothing of them; a
-            text names the key that says one. None where attention always sees all.
-        local_rope: Whether layers that slide have rotary wavelengths of their own.
-        names: From a configuration to where each tensor is, by our names, `{i}` being a layer in
+        defaults: The values of missing keys. A key without a default is required.
+        fixed: The fields without a key: a value, or a function of the whole `config.json`.
+        only: The allowed values of keys; the first is written.
+        ignored_keys: Keys that do not change what a decoder computes.
+        ropes: The supported types of rotary positions; empty for learned positions.
+        windows: The fields of `Sliding` except the window, for files without `layer_types`; a text
+            is the key that has the value. None if the family has no sliding windows.
+        local_rope: Whether sliding layers have a rotary theta of their own.
+        names: From a configuration to where each tensor is, by our names; `{i}` is the layer in
             both.
-        aside: Patterns of tensors that are no part of the model, `{layers}` being the number of
-            layers.
+        ignored_tensors: Patterns of tensors that are no part of the model; `{layers}` is the number
+            of layers.
     """
 
     model_type: str
@@ -63,12 +63,12 @@ class Family:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = attrs.field(factory=dict)
     only: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
-    ignored: frozenset[str] = frozenset()
+    ignored_keys: frozenset[str] = frozenset()
     ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
     windows: Mapping[str, int | str] | None = None
     local_rope: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
-    aside: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+    ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -77,17 +77,17 @@ class Family:
 def _block(
     names: Mapping[str, str | HFTensor], *, prefix: str = "model.layers.{i}"
 ) -> dict[str, HFTensor]:
-    """Return the names of a layer's tensors with what comes before them on both sides."""
-    found = {}
-    for ours, said in names.items():
-        there = said if isinstance(said, HFTensor) else HFTensor(said)
-        found[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"{prefix}.{there.name}")
-    return found
+    """Return the names of a layer's tensors with their prefixes on both sides."""
+    prefixed = {}
+    for ours, theirs in names.items():
+        there = theirs if isinstance(theirs, HFTensor) else HFTensor(theirs)
+        prefixed[f"layers.{{i}}.{ours}"] = attrs.evolve(there, name=f"{prefix}.{there.name}")
+    return prefixed
 
 
 def _mlp(ours: str, theirs: str) -> dict[str, str]:
-    own = [f"{x}.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias")]
-    return {f"{ours}.{x}": f"{theirs}.{x.replace('.', '_proj.')}" for x in own}
+    names = [f"{x}.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias")]
+    return {f"{ours}.{x}": f"{theirs}.{x.replace('.', '_proj.')}" for x in names}
 
 
 _EXPERTS = {
@@ -122,11 +122,11 @@ _NORMS_AROUND = _block(
 _FUSED = _block(
     {
         **{
-            f"attention.w{x}.weight": HFTensor("self_attn.qkv_proj.weight", joined=True)
+            f"attention.w{x}.weight": HFTensor("self_attn.qkv_proj.weight", fused=True)
             for x in "qkv"
         },
         **{
-            f"mlp.{x}.weight": HFTensor("mlp.gate_up_proj.weight", joined=True)
+            f"mlp.{x}.weight": HFTensor("mlp.gate_up_proj.weight", fused=True)
             for x in ("gate", "up")
         },
     }
@@ -253,7 +253,7 @@ _PHI3 = Family(
         "original_max_position_embeddings": 4096,
     },
     only={"attention_bias": (False,)},
-    ignored=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
+    ignored_keys=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
     ropes=("default", "partial", "longrope"),
     windows={},
     names=lambda _: _NAMES | _FUSED,
@@ -288,7 +288,7 @@ _GEMMA2 = Family(
         "embedding_scale": lambda config: config["hidden_size"] ** 0.5,
     },
     only={"use_bidirectional_attention": (None, False)},
-    ignored=frozenset({"cache_implementation"}),
+    ignored_keys=frozenset({"cache_implementation"}),
     windows={"full_every": 2},
     names=lambda _: _NAMES | _NORMS_AROUND,
 )
@@ -308,7 +308,7 @@ _GEMMA3 = Family(
     },
     fixed={**_GEMMA2.fixed, "qk_norm": True},
     only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
-    ignored=frozenset({"cache_implementation", "_sliding_window_pattern"}),
+    ignored_keys=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     windows={"full_every": "sliding_window_pattern"},
     local_rope=True,
     names=lambda _: _NAMES | _NORMS_AROUND,
@@ -336,7 +336,7 @@ def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
 
 
 _GPT2_PARTS = ("weight", "bias")
-_GPT2_QKV = HFTensor("attn.c_attn.weight", joined=True, transposed=True)
+_GPT2_QKV = HFTensor("attn.c_attn.weight", fused=True, transposed=True)
 _GPT2_NAMES = {
     "embedding.weight": HFTensor("transformer.wte.weight"),
     "positions.weight": HFTensor("transformer.wpe.weight"),
@@ -347,7 +347,7 @@ _GPT2_NAMES = {
             **{f"attention_norm.{x}": f"ln_1.{x}" for x in _GPT2_PARTS},
             **{f"mlp_norm.{x}": f"ln_2.{x}" for x in _GPT2_PARTS},
             **{f"attention.w{x}.weight": _GPT2_QKV for x in "qkv"},
-            **{f"attention.w{x}.bias": HFTensor("attn.c_attn.bias", joined=True) for x in "qkv"},
+            **{f"attention.w{x}.bias": HFTensor("attn.c_attn.bias", fused=True) for x in "qkv"},
             **{
                 f"{ours}.weight": HFTensor(f"{theirs}.weight", transposed=True)
                 for ours, theirs in (
@@ -402,7 +402,7 @@ _GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    ignored=frozenset(
+    ignored_keys=frozenset(
         {
             "n_ctx",
             "resid_pdrop",
@@ -419,7 +419,7 @@ _GPT2 = Family(
     ),
     ropes=(),
     names=lambda _: _GPT2_NAMES,
-    aside=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    ignored_tensors=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 )
 
 
@@ -444,13 +444,13 @@ _MIXTRAL = Family(
     },
     only=_SILU,
     windows={},
-    ignored=frozenset({"router_jitter_noise"}),
+    ignored_keys=frozenset({"router_jitter_noise"}),
     names=lambda _: _NAMES | _MIXTRAL_EXPERTS,
 )
 
 
 def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
-    """Return how many layers at the beginning are without experts."""
+    """Return the number of layers without experts, which must be the first ones."""
     layers: list[int] = [] if value is None else value
     if layers != [*range(len(layers))]:
         raise ValueError("layers without experts must be the first ones, 0, 1, and so on")
@@ -487,7 +487,7 @@ _QWEN3_MOE = Family(
 
 
 def _shared_experts(value: Any, config: Mapping[str, Any]) -> int:
-    """Return how wide so many shared experts are together."""
+    """Return the total width of the shared experts, from their number."""
     return _whole(value or 0) * _whole(config["moe_intermediate_size"])
 
 
@@ -517,7 +517,7 @@ _SIGMOID: dict[str, Any] = {
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
-    "aside": ("model.layers.{layers}.*",),  # what predicts a second token
+    "ignored_tensors": ("model.layers.{layers}.*",),  # multi-token prediction
 }
 
 
@@ -529,9 +529,9 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
             **_SHARED_EXPERTS,
             "attention.q_latent.weight": "self_attn.q_a_proj.weight",
             "attention.q_latent_norm.weight": "self_attn.q_a_layernorm.weight",
-            "attention.wq.weight": HFTensor(f"self_attn.{queries}.weight", pairs="head_size"),
-            "attention.kv_latent.weight": HFTensor(_KV, joined=True),
-            "attention.k_rotary.weight": HFTensor(_KV, joined=True, pairs="rotary_size"),
+            "attention.wq.weight": HFTensor(f"self_attn.{queries}.weight", interleaved="head_size"),
+            "attention.kv_latent.weight": HFTensor(_KV, fused=True),
+            "attention.k_rotary.weight": HFTensor(_KV, fused=True, interleaved="rotary_size"),
             "attention.kv_latent_norm.weight": "self_attn.kv_a_layernorm.weight",
             "attention.wkv.weight": "self_attn.kv_b_proj.weight",
         }
@@ -553,14 +553,14 @@ _DEEPSEEK_V3 = Family(
     defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
     only={
         **_NO_BIAS,
-        "rms_norm_eps": (1e-6,),  # the norms of its latents have this whatever it says
+        "rms_norm_eps": (1e-6,),  # the norms of its latents always have this one
         "rope_interleave": (True,),
         "moe_layer_freq": (1,),
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "num_nextn_predict_layers": (0, 1),
     },
-    ignored=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
+    ignored_keys=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
     names=_deepseek_names,
     **_SIGMOID,
 )

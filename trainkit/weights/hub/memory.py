@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face model in memory as those of a decoder, and back."""
+"""Convert the tensors of a Hugging Face model in memory to those of a decoder, and back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from torch import Tensor
 
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import shorten
-from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.hub.configs import family_named, read_decoder_config
-from trainkit.weights.hub.export import family_links
+from trainkit.weights.checkpoint.tensor_files import Stored
+from trainkit.weights.hub.configs import get_family, read_decoder_config
+from trainkit.weights.hub.export import make_export_links
 from trainkit.weights.hub.families import FAMILIES, Family
-from trainkit.weights.hub.folder import links_of, of_whole_model, our_shapes, tensor_problems
-from trainkit.weights.hub.links import linked
+from trainkit.weights.hub.folder import (
+    add_model_prefix,
+    find_tensor_problems,
+    get_decoder_shapes,
+    make_family_links,
+)
+from trainkit.weights.hub.links import map_weights
 
 if TYPE_CHECKING:
     from trainkit.models.config import DecoderConfig
@@ -36,23 +41,23 @@ def import_tensors(
     `open_folder_weights` does the same for a folder, in any layout.
 
     Args:
-        tensors: The model's `state_dict()`, of a class with a head or without one, whole on this
-            process. Models with experts have these joined in memory in `transformers` 5 and later:
-            give what `save_pretrained` would write.
+        tensors: The model's `state_dict()`, of a class with a head or without one, unsharded.
+            `transformers` 5 and later fuses experts in memory: pass the tensors that
+            `save_pretrained` would write.
         values: Its `config.to_dict()`.
-        families: Those that it may be of.
+        families: The families to consider.
         context: As in `read_decoder_config`.
-        allow_extra: Patterns of their names that are left aside.
+        allow_extra: Patterns of their names to ignore.
 
     Returns:
-        Tensors of the dtypes and on the devices of theirs: views of them, or copies where ours are
+        Tensors with the dtypes and devices of theirs: views of them, or copies where one of ours is
         made of several.
 
     Raises:
-        ConfigError: It is of no family that trainkit computes (`read_decoder_config`).
-        CheckpointError: The tensors are not those of the model: all that are missing, left over, of
-            another shape or no floating point are named; or the head of a tied model is not its
-            embedding.
+        ConfigError: trainkit does not support the model (`read_decoder_config`).
+        CheckpointError: The tensors are not those of the model: all that are missing, extra, of
+            another shape or not in floating point are named; or the head of a tied model differs
+            from its embedding.
 
     Examples:
         >>> from trainkit.weights.hub import write_decoder_config
@@ -64,25 +69,30 @@ def import_tensors(
         True
     """
     config = read_decoder_config(values, where="values", families=families, context=context)
-    family = family_named(values["model_type"], where="values", families=families)
-    links = links_of(family, config)
-    held = of_whole_model(tensors, family, config)
-    problems = tensor_problems(_described(held), links, family, config, allow_extra=allow_extra)
+    family = get_family(values["model_type"], where="values", families=families)
+    links = make_family_links(family, config)
+    prefixed = add_model_prefix(tensors, family, config)
+    problems = find_tensor_problems(
+        _describe_tensors(prefixed), links, family, config, allow_extra=allow_extra
+    )
     embedding, head = (family.names(config)[f"{x}.weight"].name for x in ("embedding", "head"))
-    both = config.tied and not problems and head in held
-    if both and not torch.equal(held[embedding], held[head]):
-        problems = [f"{head} is not {embedding}, and tie_word_embeddings says so"]
+    both = config.tied and not problems and head in prefixed
+    if both and not torch.equal(prefixed[embedding], prefixed[head]):
+        problems = [f"{head} differs from {embedding}, although tie_word_embeddings is true"]
     if problems:
         raise CheckpointError(
             f"import_tensors: the tensors are not those of the {family.model_type} that values "
             f"describes: {shorten(problems)}",
             got=problems,
-            hint="allow_extra= takes patterns of names that may be left aside"
+            hint="allow_extra= takes patterns of names to ignore"
             if config.experts is None
-            else "transformers joins the experts of a layer in memory: save_pretrained writes them "
-            "apart, under the names that are wanted",
+            else "transformers fuses the experts of a layer in memory; save_pretrained writes one "
+            "tensor for each",
         )
-    return _whole(linked(_boxes_of(held), links, our_shapes(config)), our_shapes(config))
+    return _read_all(
+        map_weights(_make_reader(prefixed), links, get_decoder_shapes(config)),
+        get_decoder_shapes(config),
+    )
 
 
 def export_tensors(
@@ -90,24 +100,23 @@ def export_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of a decoder in memory by the names of a Hugging Face model.
 
-    A model of `transformers` takes them by `load_state_dict(..., strict=False)`, which leaves the
-    head of a tied model as it is; `checkpoint.save_tensors` writes them. `stream_weights` does the
-    same for a model whose parameters are split over ranks, and `export_folder` for a checkpoint.
+    A model of `transformers` loads them by `load_state_dict(..., strict=False)`, which does not
+    touch the head of a tied model; `checkpoint.save_tensors` writes them. `stream_weights` does the
+    same for a sharded model, and `export_folder` for a checkpoint.
 
     Args:
-        tensors: The `state_dict()` of a `Decoder`, whole on this process.
-        config: The decoder's.
-        family: Whose names to use, or its `model_type`; by default the first that computes the
-            same, which `match_family(config)` is.
+        tensors: The `state_dict()` of a `Decoder`, unsharded.
+        config: Its configuration.
+        family: The family for the names, or its `model_type`; by default `match_family(config)`.
 
     Returns:
-        Tensors of the dtypes and on the devices of ours: views of them, or copies where theirs are
+        Tensors with the dtypes and devices of ours: views of them, or copies where one of theirs is
         made of several.
 
     Raises:
         ConfigError: No family computes the decoder.
-        CheckpointError: The tensors are not those of the decoder: all that are missing, left over
-            or of another shape are named.
+        CheckpointError: The tensors are not those of the decoder: all that are missing, extra or of
+            another shape are named.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
@@ -115,8 +124,8 @@ def export_tensors(
         >>> export_tensors(model.state_dict(), model.config)["model.embed_tokens.weight"].shape
         torch.Size([272, 128])
     """
-    links, shapes = family_links(family, config)
-    ours = our_shapes(config)
+    links, shapes = make_export_links(family, config)
+    ours = get_decoder_shapes(config)
     problems = [
         f"{name} of shape {list(shape)} is missing"
         for name, shape in ours.items()
@@ -130,24 +139,24 @@ def export_tensors(
     problems += [
         f"{name} has no place in the decoder"
         for name in tensors
-        if name not in ours and not name.endswith(".router.load")  # what a step has counted
+        if name not in ours and not name.endswith(".router.load")  # a count of the last steps
     ]
     if problems:
         raise CheckpointError(
             f"export_tensors: the tensors are not those of the decoder: {shorten(problems)}",
             got=problems,
         )
-    return _whole(linked(_boxes_of(tensors), links, shapes), shapes)
+    return _read_all(map_weights(_make_reader(tensors), links, shapes), shapes)
 
 
-def _described(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+def _describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     return {
         name: Stored(str(x.dtype).removeprefix("torch."), tuple(x.shape), ())
         for name, x in tensors.items()
     }
 
 
-def _boxes_of(tensors: Mapping[str, Tensor]) -> Weights:
+def _make_reader(tensors: Mapping[str, Tensor]) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
         return tensors[name].detach()[box]
@@ -155,5 +164,5 @@ def _boxes_of(tensors: Mapping[str, Tensor]) -> Weights:
     return read
 
 
-def _whole(read: Weights, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def _read_all(read: Weights, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     return {name: read(name, tuple(x), (0,) * len(x)) for name, x in shapes.items()}

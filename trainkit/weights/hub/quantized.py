@@ -1,7 +1,7 @@
-"""Folders whose matrices are in fp8 with a scale for each block, read as what they stand for.
+"""Read folders whose matrices are in fp8 with a scale for each block.
 
 DeepSeek-AI, "DeepSeek-V3" (2024), section 3.3: a matrix `X.weight` in e4m3 is multiplied, block by
-block of 128 x 128 as a rule, by the elements of `X.weight_scale_inv`.
+block (usually of 128 x 128), by the elements of `X.weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.weights.hub.ropes import told
+from trainkit.weights.hub.ropes import short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,79 +19,88 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainkit.types import Weights
-    from trainkit.weights.checkpoint.stored import Stored
+    from trainkit.weights.checkpoint.tensor_files import Stored
 
 SCALES = "_scale_inv"
-"""What the name of a matrix is followed by in that of its scales."""
+"""The suffix of the name of a matrix's scales."""
 
-_CODES = "float8_e4m3fn"
-_KNOWN = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "expert_dtype": (None, "fp8")}
+_FP8 = "float8_e4m3fn"
+_SUPPORTED = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "expert_dtype": (None, "fp8")}
 
 
-def quantization_problem(said: Any) -> str | None:
-    """Say why the weights that a `quantization_config` describes cannot be read.
+def find_quantization_problem(value: Any) -> str | None:
+    """Return why the weights of a `quantization_config` cannot be read, or None.
 
     Examples:
-        >>> quantization_problem({"quant_method": "fp8", "weight_block_size": [128, 128]})
-        >>> quantization_problem({"quant_method": "gptq"})
-        "quantization_config: quant_method is 'gptq'; fp8 in blocks is what is read"
+        >>> find_quantization_problem({"quant_method": "fp8", "weight_block_size": [128, 128]})
+        >>> find_quantization_problem({"quant_method": "gptq"})
+        "quantization_config: quant_method is 'gptq'; only fp8 in blocks is supported"
     """
-    table = said if isinstance(said, Mapping) else {}
-    wrong = [key for key, allowed in _KNOWN.items() if table.get(key) not in allowed]
+    table = value if isinstance(value, Mapping) else {}
+    wrong = [key for key, allowed in _SUPPORTED.items() if table.get(key) not in allowed]
     block = table.get("weight_block_size")
     sizes = block if isinstance(block, list) and len(block) == 2 else [0]
     if any(type(size) is not int or size < 1 for size in sizes):
         wrong.append("weight_block_size")
     if not wrong:
         return None
-    what = f"{wrong[0]} is {told(table.get(wrong[0]))}"
-    return f"quantization_config: {what}; fp8 in blocks is what is read"
+    return (
+        f"quantization_config: {wrong[0]} is {short_repr(table.get(wrong[0]))}; only fp8 in blocks "
+        "is supported"
+    )
 
 
-def scales_of(
-    found: Mapping[str, Stored], names: Sequence[str], block: Sequence[int]
+def find_scales(
+    tensors: Mapping[str, Stored], names: Sequence[str], block: Sequence[int]
 ) -> tuple[dict[str, Stored], list[str]]:
-    """Return the scales of those of some matrices that are in fp8, and what is wrong with them.
+    """Return the scales of the matrices in fp8, and the problems with them.
 
     Args:
-        found: The tensors of a folder.
+        tensors: The tensors of a folder.
         names: The tensors of its model.
         block: The rows and columns of a block.
 
     Returns:
-        The scales by the names of the matrices; a sentence for each that has none of its shape.
+        The scales by the names of the matrices; a message for each matrix without matching scales.
 
     Examples:
-        >>> from trainkit.weights.checkpoint.stored import Stored
-        >>> found = {"a": Stored("float8_e4m3fn", (3, 2), ())}
-        >>> scales_of(found, ["a"], [2, 2])
-        ({}, ['a is in fp8, and there is no a_scale_inv of shape [2, 1] in floating point'])
+        >>> from trainkit.weights.checkpoint.tensor_files import Stored
+        >>> tensors = {"a": Stored("float8_e4m3fn", (3, 2), ())}
+        >>> find_scales(tensors, ["a"], [2, 2])
+        ({}, ['a is in fp8, but there is no a_scale_inv of shape [2, 1] in floating point'])
     """
     scales: dict[str, Stored] = {}
     problems: list[str] = []
     for name in names:
-        if name not in found or found[name].dtype != _CODES:
+        if name not in tensors or tensors[name].dtype != _FP8:
             continue
-        sizes = zip(found[name].shape, block, strict=False)
-        shape, held = [-(-size // part) for size, part in sizes], found.get(name + SCALES)
-        fits = held is not None and [*held.shape] == shape and len(found[name].shape) == 2
-        if held is None or not fits or not getattr(torch, held.dtype).is_floating_point:
-            wanted = f"{name}{SCALES} of shape {shape} in floating point"
-            problems.append(f"{name} is in fp8, and there is no {wanted}")
+        sizes = zip(tensors[name].shape, block, strict=False)
+        shape = [-(-size // block_size) for size, block_size in sizes]
+        scale = tensors.get(name + SCALES)
+        if (
+            scale is not None
+            and [*scale.shape] == shape
+            and len(tensors[name].shape) == 2
+            and getattr(torch, scale.dtype).is_floating_point
+        ):
+            scales[name] = scale
         else:
-            scales[name] = held
+            problems.append(
+                f"{name} is in fp8, but there is no {name}{SCALES} of shape {shape} in floating "
+                "point"
+            )
     return scales, problems
 
 
-def dequantized(weights: Weights, names: Sequence[str], block: Sequence[int]) -> Weights:
-    """Return a `Weights` function of which some matrices are multiplied by their scales, in fp32.
+def dequantize_weights(weights: Weights, names: Sequence[str], block: Sequence[int]) -> Weights:
+    """Return a `Weights` function with some matrices multiplied by their scales, in fp32.
 
-    A box is multiplied by the scales of the blocks of the whole matrix that it lies in, in the
-    memory of its fp32 values and of a row of scales for each 128 rows: any part of a matrix is the
-    same as that part of the whole.
+    A box is multiplied by the scales of the blocks of the full matrix, so any part of a matrix
+    equals that part of the whole. It takes the memory of the box in fp32.
 
     Args:
-        weights: Reads the matrices in fp8, their scales by the names with `SCALES`, and the rest.
+        weights: Reads the matrices in fp8, their scales under the names with `SCALES`, and all
+            other tensors.
         names: The matrices in fp8.
         block: The rows and columns of a block.
 
@@ -99,28 +108,28 @@ def dequantized(weights: Weights, names: Sequence[str], block: Sequence[int]) ->
         >>> stored = {"a": torch.ones(3, 2), "a_scale_inv": torch.tensor([[2.0], [5.0]])}
         >>> def read(name, shape, offset):
         ...     return stored[name][offset[0] : offset[0] + shape[0]]
-        >>> dequantized(read, ["a"], (2, 2))("a", (2, 2), (1, 0))
+        >>> dequantize_weights(read, ["a"], (2, 2))("a", (2, 2), (1, 0))
         tensor([[2., 2.],
                 [5., 5.]])
     """
-    known = {*names}
+    quantized = {*names}
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         values = weights(name, shape, offset)
-        if name not in known:
+        if name not in quantized:
             return values
         values = values.float()
         if not values.numel():
             return values
         sides = [*zip(offset, shape, block, strict=True)]
-        first = [start // part for start, _, part in sides]
-        ends = [-(-(start + size) // part) for start, size, part in sides]
-        counts = [end - begin for begin, end in zip(first, ends, strict=True)]
+        first = [start // block_size for start, _, block_size in sides]
+        ends = [-(-(start + size) // block_size) for start, size, block_size in sides]
+        counts = [end - start for start, end in zip(first, ends, strict=True)]
         grid = weights(name + SCALES, counts, first).float()
         columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1] - first[1]
         for i, scales in enumerate(grid[:, columns]):
-            begin = (first[0] + i) * block[0] - offset[0]
-            values[max(begin, 0) : begin + block[0]] *= scales
+            start = (first[0] + i) * block[0] - offset[0]
+            values[max(start, 0) : start + block[0]] *= scales
         return values
 
     return read

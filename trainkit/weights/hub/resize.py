@@ -1,4 +1,4 @@
-"""A vocabulary with more rows: the embedding and the head of a folder, box by box."""
+"""Add rows to the vocabulary: to the embedding and the head of a folder, box by box."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.parallel.materialize import listed, shapes_of
 from trainkit.types import ConfigError, Weights
 
-_ROWS = 4096
+_ROWS_PER_READ = 4096
 
 
 def resize_weights(
@@ -20,21 +20,21 @@ def resize_weights(
 ) -> Weights:
     """Return the weights of a decoder whose vocabulary has more rows.
 
-    A new row of the embedding, and of a head that is not tied to it, is the mean of the old ones,
-    so that a new token is as likely as others are on average before it has been trained (Hewitt,
-    "Initializing new word embeddings for pretrained language models", 2021). The mean is summed in
-    float64 in an order that depends on the old rows alone: any box has the bits of the whole.
+    A new row of the embedding, and of a head that is not tied to it, is the mean of the old rows,
+    so that an untrained token is as likely as others are on average (Hewitt, "Initializing new word
+    embeddings for pretrained language models", 2021). The mean is summed in float64 in an order
+    that depends on the old rows only: any box has the bits of the full tensor.
 
     Args:
-        weights: Those of the decoder as it is, `open_folder_weights(folder)` for instance.
-        config: That decoder.
-        vocab_size: The rows that it shall have, `pad_vocab_size(tokenizer.vocab_size)` say.
-        new: Gives the new rows instead, by the names and boxes of the larger decoder:
+        weights: The weights of the decoder, such as `open_folder_weights(folder)`.
+        config: The decoder.
+        vocab_size: The new number of rows, such as `pad_vocab_size(tokenizer.vocab_size)`.
+        new: Reads the new rows instead, by the names and boxes of the larger decoder:
             `init_weights(attrs.evolve(config, vocab_size=vocab_size), seed=0)`.
 
     Returns:
-        A `Weights` function. New rows are of the old ones' dtype; those of `new` alone of its own.
-        A mean reads all old rows of its columns, 4096 at a time.
+        A `Weights` function. New rows have the dtype of the old ones; a box with rows of `new` only
+        has the dtype of `new`. A mean reads all old rows of its columns, 4096 at a time.
 
     Raises:
         ConfigError: `vocab_size` is below that of `config`: tokens would be lost.
@@ -51,45 +51,53 @@ def resize_weights(
                 [3., 4.],
                 [3., 4.]])
     """
-    had = config.vocab_size
-    if vocab_size < had:
+    old_size = config.vocab_size
+    if vocab_size < old_size:
         raise ConfigError(
-            f"resize_weights: {vocab_size} rows are asked for, and there are {had}: tokens would "
-            "be lost",
+            f"resize_weights: {vocab_size} rows are fewer than the {old_size} of the decoder: "
+            "tokens would be lost",
             where="vocab_size",
             got=vocab_size,
-            want=had,
+            want=old_size,
         )
     larger = parameter_shapes(attrs.evolve(config, vocab_size=vocab_size))
-    changed = {name for name, shape in parameter_shapes(config).items() if larger[name] != shape}
+    resized = {name for name, shape in parameter_shapes(config).items() if larger[name] != shape}
 
-    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        rows, first = (shape[0], offset[0]) if name in changed else (0, 0)
-        beyond = min(rows, max(0, first + rows - had))
-        if not beyond:
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        num_new = 0
+        if name in resized:
+            num_new = min(shape[0], max(0, offset[0] + shape[0] - old_size))
+        if not num_new:
             return weights(name, shape, offset)
-        rest, start = tuple(shape[1:]), tuple(offset[1:])
-        box = (beyond, *rest), (first + rows - beyond, *start)
+        num_old = shape[0] - num_new
+        row_shape = tuple(shape[1:])
+        row_offset = tuple(offset[1:])
         if new is None:
-            more = _mean(weights, name, had, rest, start).expand(beyond, *rest)
+            mean = _compute_mean_row(weights, name, old_size, row_shape, row_offset)
+            new_rows = mean.expand(num_new, *row_shape)
         else:
-            more = new(name, *box)
-        if beyond == rows:
-            return more
-        old = weights(name, (rows - beyond, *rest), offset)
-        return torch.cat([old, more.to(old.dtype)])
+            new_rows = new(name, (num_new, *row_shape), (offset[0] + num_old, *row_offset))
+        if not num_old:
+            return new_rows
+        old_rows = weights(name, (num_old, *row_shape), offset)
+        return torch.cat([old_rows, new_rows.to(old_rows.dtype)])
 
-    return listed(give, {**shapes_of(weights), **{name: larger[name] for name in changed}})
+    return listed(read, {**shapes_of(weights), **{name: larger[name] for name in resized}})
 
 
-def _mean(
-    weights: Weights, name: str, rows: int, rest: Sequence[int], start: Sequence[int]
+def _compute_mean_row(
+    weights: Weights, name: str, rows: int, shape: Sequence[int], offset: Sequence[int]
 ) -> Tensor:
-    """Return the mean of the rows of a matrix: elementwise sums, so that no column sees another."""
-    total, dtype = torch.zeros(tuple(rest), dtype=torch.float64), torch.float32
-    for first in range(0, rows, _ROWS):
-        part = weights(name, (min(_ROWS, rows - first), *rest), (first, *start))
-        dtype, part = part.dtype, part.double()
+    """Return the mean of the rows of a matrix.
+
+    Sums are elementwise, so the bits of a column do not depend on the other columns of the box.
+    """
+    total = torch.zeros(tuple(shape), dtype=torch.float64)
+    dtype = torch.float32
+    for first in range(0, rows, _ROWS_PER_READ):
+        part = weights(name, (min(_ROWS_PER_READ, rows - first), *shape), (first, *offset))
+        dtype = part.dtype
+        part = part.double()
         while len(part) > 1:
             half = len(part) // 2
             odd = part[2 * half :]

@@ -1,4 +1,4 @@
-"""The files of a tokenizer that a Hugging Face folder has: copied, or made of one of ours."""
+"""The tokenizer files of a Hugging Face folder: copied from one, or made from ours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COPIED = (
     "tokenizer.model",
     "vocab.json",
 )
-_MOST_BYTES = 1 << 27
+_MAX_BYTES = 1 << 27
 _ROLES = ("bos", "eos", "pad")
 
 
@@ -44,117 +44,121 @@ def make_tokenizer_files(
     template: str | None = None,
     adds_bos: bool = False,
 ) -> dict[str, bytes]:
-    """Return what a Hugging Face folder holds of a tokenizer, by the names of the files.
+    """Return the tokenizer files of a Hugging Face folder, by name.
 
-    `transformers` gives the ids with it that a run's own texts have: where BOS is `<|bos|>`, as in
-    trainkit's own tokenizers, whose documents begin with it, so do texts there. A conversation has
-    what its template writes and no more, here and in `apply_chat_template`.
+    With them `transformers` gives the ids on which a run was trained: if BOS is `<|bos|>`, as in
+    trainkit's own tokenizers, whose documents start with it, texts start with it there too. A
+    conversation is exactly what its template writes, here and in `apply_chat_template`.
 
-    Some tokenizers name a BOS and add none (GPT-2, OLMo 2, whose BOS is the token that ends a
-    document). Their families have learned that it stands before a text, as the end of the text
-    before; so do documents of a run here, which attention keeps apart (`encode_document`).
+    Some tokenizers have a BOS but do not add it (GPT-2, OLMo 2, whose BOS is also the token that
+    ends a document). Their models were trained with it in front of a text, as the end of the text
+    before; so are documents of a run here, which do not attend to each other (`encode_document`).
 
     Args:
-        name: What `open_tokenizer` takes: "bytes", a `tokenizer.json`, or a folder that has one,
-            whose files for the tokenizer and for generation are copied as they are.
-        tokenizer: What `tokenizer.json` shall hold in place of the folder's own: the same with more
-            tokens (`tokenizers.add_tokens`).
-        adds_bos: Whether the model has learned texts that begin with BOS (`Trained.adds_bos`): then
-            they do so there too, whatever the folder's own tokenizer did.
-        template: The chat template that a model has learned, as `chat.load_template` takes it: one
-            of trainkit's, or a folder. It takes the place of what the tokenizer's folder has, and
-            generation stops where it ends an answer, too; None, or that folder, leaves both.
+        name: A name for `open_tokenizer`: "bytes", a `tokenizer.json`, or a folder that has one,
+            whose files for the tokenizer and for generation are copied.
+        tokenizer: Written to `tokenizer.json` in place of the folder's: the same with more tokens
+            (`tokenizers.add_tokens`).
+        adds_bos: Whether the model was trained on texts that start with BOS (`ModelInfo.adds_bos`):
+            then texts start with it there too, whatever the folder's own tokenizer did.
+        template: The chat template of the training, for `chat.load_template`: one of trainkit's, or
+            a folder. It replaces that of the tokenizer's folder, and generation also stops where it
+            ends an answer. None, or the same folder, changes neither.
 
     Raises:
-        DataError: It is no tokenizer, or the template no template.
+        DataError: The tokenizer or the template is invalid.
         ConfigError: There is no such template.
-        ValueError: The tokenizer has no token for what ends an answer.
-        CheckpointError: A file to be copied is no plain one, or too large.
+        ValueError: The tokenizer has no token for the end of an answer.
+        CheckpointError: A file to be copied is no plain file, or too large.
 
     Examples:
         >>> sorted(make_tokenizer_files("bytes"))
         ['generation_config.json', 'tokenizer.json', 'tokenizer_config.json']
     """
-    own, path = tokenizer or open_tokenizer(name), Path(name)
-    files = {} if isinstance(own, ByteTokenizer) else _copied(path)
-    if isinstance(own, ByteTokenizer):
-        files["tokenizer.json"] = byte_tokenizer_json(own)
-        texts = dict(zip(_ROLES, (BOS, EOS, PAD), strict=True))
+    path = Path(name)
+    tok = tokenizer or open_tokenizer(name)
+    if isinstance(tok, ByteTokenizer):
+        files = {"tokenizer.json": byte_tokenizer_json(tok)}
+        texts = {"bos": BOS, "eos": EOS, "pad": PAD}
     else:
+        files = _read_files(path)
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.backend.to_str(pretty=True).encode()
-        texts = {role: own.backend.id_to_token(i) for role, i in _ids(own).items()}
-    said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    said |= {f"{role}_token": text for role, text in texts.items()}
-    files.setdefault("tokenizer_config.json", _json(said))
-    ids = {f"{role}_token_id": i for role, i in _ids(own).items()}
-    files.setdefault("generation_config.json", _json(ids))
+        texts = {role: tok.backend.id_to_token(i) for role, i in _get_role_ids(tok).items()}
+    ids = {f"{role}_token_id": i for role, i in _get_role_ids(tok).items()}
+    tokens = {f"{role}_token": text for role, text in texts.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    files.setdefault("tokenizer_config.json", _format_json(config))
+    files.setdefault("generation_config.json", _format_json(ids))
     adds_bos = "bos" in texts and (adds_bos or texts["bos"] == BOS)
-    if isinstance(own, HFTokenizer) and adds_bos and not own.adds_bos:
+    if isinstance(tok, HFTokenizer) and adds_bos and not tok.adds_bos:
         _add_bos(files, texts["bos"], ids["bos_token_id"])
     if template is not None and not (path.is_dir() and Path(template) == path):
-        _put_template(files, template, own)
+        _set_template(files, template, tok)
     elif (path / MORE_TEMPLATES).is_dir():
-        _put_sources(files, read_template_sources(path))
+        _set_sources(files, read_template_sources(path))
     return files
 
 
-def _copied(path: Path) -> dict[str, bytes]:
+def _read_files(path: Path) -> dict[str, bytes]:
     """Return the files of a tokenizer: those of a folder, or one `tokenizer.json`."""
-    names = _COPIED if path.is_dir() else ()
-    there = {each: path / each for each in names if (path / each).is_file()}
-    there["tokenizer.json"] = path / "tokenizer.json" if path.is_dir() else path
-    return {each: bytes(read_bounded(p, _MOST_BYTES, shared=True)) for each, p in there.items()}
+    paths = {"tokenizer.json": path}
+    if path.is_dir():
+        paths = {name: path / name for name in _COPIED if (path / name).is_file()}
+        paths["tokenizer.json"] = path / "tokenizer.json"  # an error if it is missing
+    return {name: bytes(read_bounded(p, _MAX_BYTES, shared=True)) for name, p in paths.items()}
 
 
-def _put_template(
+def _set_template(
     files: dict[str, bytes], template: str, tokenizer: ByteTokenizer | HFTokenizer
 ) -> None:
-    """Put a template in the place of what a tokenizer's folder has, and stop where it ends too."""
-    ends = {*find_stop_ids(tokenizer, load_template(template)), tokenizer.eos_id}
+    """Replace the chat template, and add the end of its answers to the stop ids."""
+    stop_ids = {*find_stop_ids(tokenizer, load_template(template)), tokenizer.eos_id}
     native = JINJA_SOURCES.get(template)
-    _put_sources(
+    _set_sources(
         files, read_template_sources(Path(template)) if native is None else {"default": native}
     )
-    said = orjson.loads(files["generation_config.json"])
-    had = said.get("eos_token_id")
-    ends |= {*had} if isinstance(had, list) else {had}
-    ids = sorted(each for each in ends if each is not None)
-    files["generation_config.json"] = _json(said | {"eos_token_id": ids})
+    generation = orjson.loads(files["generation_config.json"])
+    old = generation.get("eos_token_id")
+    stop_ids |= {*old} if isinstance(old, list) else {old}
+    generation["eos_token_id"] = sorted(i for i in stop_ids if i is not None)
+    files["generation_config.json"] = _format_json(generation)
 
 
-def _put_sources(files: dict[str, bytes], sources: Mapping[str, str]) -> None:
-    """Put chat templates, by name, in the place of those of a tokenizer's folder.
+def _set_sources(files: dict[str, bytes], sources: Mapping[str, str]) -> None:
+    """Replace the chat templates of a tokenizer's folder, by name.
 
-    Several go into `tokenizer_config.json`, since an export has no folder inside.
+    Several go into `tokenizer_config.json`, since an export has no subfolder.
     """
-    for each in ("chat_template.jinja", "chat_template.json"):
-        files.pop(each, None)
-    said = orjson.loads(files["tokenizer_config.json"])
-    had = said.pop("chat_template", None)
+    for name in ("chat_template.jinja", "chat_template.json"):
+        files.pop(name, None)
+    config = orjson.loads(files["tokenizer_config.json"])
+    had_template = config.pop("chat_template", None) is not None
     if len(sources) > 1:
-        said["chat_template"] = [{"name": k, "template": text} for k, text in sources.items()]
+        config["chat_template"] = [{"name": k, "template": text} for k, text in sources.items()]
     else:
         files["chat_template.jinja"] = next(iter(sources.values())).encode()
-    if had is not None or len(sources) > 1:
-        files["tokenizer_config.json"] = _json(said)
+    if had_template or len(sources) > 1:
+        files["tokenizer_config.json"] = _format_json(config)
 
 
 def _add_bos(files: dict[str, bytes], bos: str, bos_id: int) -> None:
-    """Let a tokenizer's files begin texts with BOS, after all that they do to them."""
-    whole, adds = orjson.loads(files["tokenizer.json"]), _begins_with_bos(bos, bos_id)
-    had = whole.get("post_processor")
-    both = {"type": "Sequence", "processors": [had, adds]}
-    files["tokenizer.json"] = _json(whole | {"post_processor": adds if had is None else both})
-    said = orjson.loads(files["tokenizer_config.json"])
-    if said.pop("add_bos_token", None) is not None:  # older classes go by it, and not by the file
-        files["tokenizer_config.json"] = _json(said | {"add_bos_token": True})
+    """Make a tokenizer's files add BOS to texts, after all their other processing."""
+    tokenizer = orjson.loads(files["tokenizer.json"])
+    processor = _make_bos_processor(bos, bos_id)
+    if (old := tokenizer.get("post_processor")) is not None:
+        processor = {"type": "Sequence", "processors": [old, processor]}
+    files["tokenizer.json"] = _format_json(tokenizer | {"post_processor": processor})
+    config = orjson.loads(files["tokenizer_config.json"])
+    # Older classes of transformers obey this flag instead of tokenizer.json.
+    if config.pop("add_bos_token", None) is not None:
+        files["tokenizer_config.json"] = _format_json(config | {"add_bos_token": True})
 
 
-def _begins_with_bos(text: str, bos_id: int) -> dict[str, Any]:
-    """Return the post-processor that begins a text, and the first of a pair, with BOS."""
+def _make_bos_processor(text: str, bos_id: int) -> dict[str, Any]:
+    """Return the post-processor that puts BOS in front of a text, and of the first of a pair."""
     bos = {"SpecialToken": {"id": text, "type_id": 0}}
-    first, second = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "type": "TemplateProcessing",
         "single": [bos, first],
@@ -163,22 +167,21 @@ def _begins_with_bos(text: str, bos_id: int) -> dict[str, Any]:
     }
 
 
-def _json(values: Mapping[str, Any]) -> bytes:
+def _format_json(values: Mapping[str, Any]) -> bytes:
     return orjson.dumps(values, option=orjson.OPT_INDENT_2)
 
 
-def _ids(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Return the ids of the roles that a tokenizer has."""
-    found = {role: getattr(tokenizer, f"{role}_id") for role in _ROLES}
-    return {role: i for role, i in found.items() if i is not None}
+def _get_role_ids(tokenizer: Tokenizer) -> Mapping[str, int]:
+    ids = {role: getattr(tokenizer, f"{role}_id") for role in _ROLES}
+    return {role: i for role, i in ids.items() if i is not None}
 
 
 def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
-    """Return a `tokenizer.json` that gives the ids of a tokenizer of bytes.
+    """Return a `tokenizer.json` with the ids of a byte tokenizer.
 
-    It is a byte-level BPE without merges; it begins texts with BOS where special tokens are added.
-    `transformers` reads `<|bos|>`, `<|eos|>` and `<|pad|>` in a text as tokens too, which are bytes
-    to ours, so that no text can end a document.
+    It is a byte-level BPE without merges that puts BOS in front of a text where special tokens are
+    added. `transformers` also reads `<|bos|>`, `<|eos|>` and `<|pad|>` in a text as tokens; for our
+    tokenizer they are bytes, so that no text can end a document.
 
     Examples:
         >>> from tokenizers import Tokenizer
@@ -194,8 +197,12 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         {"id": i, "content": text, **flags, "special": True}
         for text, i in (texts | dict(tokenizer.special_ids)).items()
     ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    level |= {"use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     model = {
         "type": "BPE",
         "dropout": None,
@@ -208,15 +215,15 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         "vocab": map_letters_to_bytes(),
         "merges": [],
     }
-    whole = {
+    tokenizer_json = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": _begins_with_bos(BOS, tokenizer.bos_id),
-        "decoder": level,
+        "pre_tokenizer": byte_level,
+        "post_processor": _make_bos_processor(BOS, tokenizer.bos_id),
+        "decoder": byte_level,
         "model": model,
     }
-    return _json(whole)
+    return _format_json(tokenizer_json)

@@ -20,30 +20,29 @@ from trainkit.text.tokenizers.special import BOS
 from trainkit.types import CheckpointError, ConfigError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
-from trainkit.weights.hub.folder import check_is_there, is_hf_folder, open_folder
+from trainkit.weights.hub.folder import check_model_path, is_hf_folder, open_folder
 
 _BASES = {"pretrain": ("base", "150", "a small base"), "finetune": ("answers", "100", "answers")}
-"""For each recipe that trains a base: its folder, its steps, and what it is called."""
+"""For each recipe that trains a base: the folder of its run, its steps, and a description."""
 
 
 @attrs.frozen(eq=False)
 class ModelInfo:
-    """What a run or a folder says of its model.
+    """The model of a run or of a Hugging Face folder, without its weights.
 
     Attributes:
         path: The checkpoint, or the Hugging Face folder.
         config: The decoder.
         name: The name of its tokenizer, for `open_tokenizer`.
         tokenizer: Its tokenizer.
-        context: The most tokens that it is meant to be given.
-        full_context: The most tokens that it is for, whatever it is to be given here: of a folder
-            its `max_position_embeddings`; of a run what its base was for, or the length of its
-            rows, if that is more.
-        adds_bos: Whether texts begin with BOS: those of a run as `learned_bos` says, those of a
-            folder where its tokenizer says so.
-        template: The name of its chat template, for `chat.load_template`; None where it has learned
-            no conversations.
-        facts: The facts of the checkpoint; of a folder none.
+        context: The maximum number of tokens of its inputs here.
+        full_context: The maximum number of tokens of the model: `max_position_embeddings` of a
+            folder; for a run that of its base, or the length of its rows if that is more.
+        adds_bos: Whether texts start with BOS: for a run see `has_learned_bos`, for a folder its
+            tokenizer decides.
+        template: The name of its chat template, for `chat.load_template`; None if it was not
+            trained on conversations.
+        facts: The facts of the checkpoint; empty for a folder.
     """
 
     path: Path
@@ -64,21 +63,21 @@ def open_model(
     context: int | None = None,
     log: Log = log_warning,
 ) -> ModelInfo:
-    """Look over a model that is to be used; its weights are not read.
+    """Read and check the configuration and the tokenizer of a model, but not its weights.
 
     Args:
         path: A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face
             folder.
-        tokenizer: What `open_tokenizer` takes; by default the run's, or the folder's own.
-        context: The most tokens that it will be given; by default a run's `full_context`, and what
-            `open_folder` says of a folder, whose `context` this is.
-        log: Called with one sentence about each checkpoint passed over.
+        tokenizer: A name for `open_tokenizer`; by default the tokenizer of the run or the folder.
+        context: The maximum number of tokens of its inputs; by default a run's `full_context`, and
+            for a folder the default of `open_folder`.
+        log: Called for each checkpoint that is passed over.
 
     Raises:
         CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
             run was trained with another tokenizer.
-        ConfigError: It is a folder of adapters alone; the tokenizer has more ids than the embedding
-            rows; positions do not reach so far as `context`; or as `open_folder`.
+        ConfigError: It is a folder of adapters only; the tokenizer has more ids than the embedding
+            has rows; `context` is beyond the model's positions; or as `open_folder`.
         DataError: There is no tokenizer.
 
     Examples:
@@ -88,36 +87,38 @@ def open_model(
         trainkit.types.CheckpointError: open_model: there is no folder /does/not/exist; a model...
     """
     path = Path(path)
-    of_folder = is_hf_folder(path)
-    if not of_folder and (path / "adapter_config.json").is_file():
+    is_folder = is_hf_folder(path)
+    if not is_folder and (path / "adapter_config.json").is_file():
         raise ConfigError(
-            f"open_model: {path} holds adapters, without the model that they belong to",
+            f"open_model: {path} has adapters without their base model",
             where=str(path),
-            want="a run, one of its checkpoints, or a whole model",
+            want="a run, one of its checkpoints, or a complete model",
             hint="name the run that trained them, or export that with --merge",
         )
-    check_is_there(path, function="open_model")
-    found = _folder(path, tokenizer, context) if of_folder else _run(path, tokenizer, log)
-    found = found if context is None else attrs.evolve(found, context=context)
-    reach = found.config.reach
-    if reach is not None and found.context > reach:
+    check_model_path(path, function="open_model")
+    info = _read_folder(path, tokenizer, context) if is_folder else _read_run(path, tokenizer, log)
+    if context is not None:
+        info = attrs.evolve(info, context=context)
+    reach = info.config.reach
+    if reach is not None and info.context > reach:
         raise ConfigError(
-            f"open_model: {found.context} tokens are asked for, and positions of {path} reach "
-            f"{reach}",
+            f"open_model: a context of {info.context} tokens was requested, but {path} has "
+            f"positions for {reach}",
             where="context",
-            got=found.context,
+            got=info.context,
             want=f"<= {reach}",
         )
-    ids, rows = found.tokenizer.vocab_size, found.config.vocab_size
-    if ids > rows:
+    num_ids = info.tokenizer.vocab_size
+    rows = info.config.vocab_size
+    if num_ids > rows:
         raise ConfigError(
-            f"open_model: the tokenizer has {ids} ids, and the embedding of {path} {rows} rows",
+            f"open_model: the tokenizer has {num_ids} ids, and the embedding of {path} {rows} rows",
             where="tokenizer",
-            got=ids,
+            got=num_ids,
             want=rows,
             hint="name the model's own tokenizer",
         )
-    return found
+    return info
 
 
 def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderConfig:
@@ -125,10 +126,10 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
 
     Args:
         path: The folder, the run (its newest checkpoint that verifies) or the checkpoint.
-        context: The most tokens that it will be given, as for `open_folder`.
+        context: The maximum number of tokens of its inputs, as for `open_folder`.
 
     Raises:
-        CheckpointError: There is nothing of the kind, or it is not of a decoder.
+        CheckpointError: There is no model, or it is not a decoder.
         ConfigError: As `open_folder`.
 
     Examples:
@@ -139,27 +140,35 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
         model...
     """
     path = Path(path)
-    check_is_there(path, function="read_model_info")
+    check_model_path(path, function="read_model_info")
     if is_hf_folder(path):
         return open_folder(path, context=context).config
     facts = checkpoints.read_facts(find_checkpoint(path), needs=("model",))
     return config_from_facts(facts["model"])
 
 
-def _folder(path: Path, name: str | None, context: int | None) -> ModelInfo:
-    folder, tokenizer = open_folder(path, context=context), open_tokenizer(name or path)
-    adds_bos = isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos
-    known = folder.context, folder.full_context, adds_bos, locate_template(path)
-    return ModelInfo(path, folder.config, name or str(path), tokenizer, *known)
+def _read_folder(path: Path, name: str | None, context: int | None) -> ModelInfo:
+    folder = open_folder(path, context=context)
+    tokenizer = open_tokenizer(name or path)
+    return ModelInfo(
+        path=path,
+        config=folder.config,
+        name=name or str(path),
+        tokenizer=tokenizer,
+        context=folder.context,
+        full_context=folder.full_context,
+        adds_bos=isinstance(tokenizer, HFTokenizer) and tokenizer.adds_bos,
+        template=locate_template(path),
+    )
 
 
-def _run(path: Path, name: str | None, log: Log) -> ModelInfo:
+def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
     path = find_checkpoint(path, log=log)
-    needs = ("model", "config.tokenizer", "config.row_length")
-    facts = checkpoints.read_facts(path, needs=needs)
+    facts = checkpoints.read_facts(path, needs=("model", "config.tokenizer", "config.row_length"))
     name = name or facts["config.tokenizer"]
     tokenizer = open_tokenizer(name)
-    got, want = tokenizer_hash(tokenizer), facts.get("tokenizer")
+    got = tokenizer_hash(tokenizer)
+    want = facts.get("tokenizer")
     if want not in (None, got):
         raise CheckpointError(
             f"open_model: {path} was trained with another tokenizer than {name}",
@@ -168,33 +177,42 @@ def _run(path: Path, name: str | None, log: Log) -> ModelInfo:
             want=want,
             hint="name the run's own",
         )
-    config, adds_bos = config_from_facts(facts["model"]), learned_bos(tokenizer, facts)
-    full = facts.get("context", facts["config.row_length"])
-    known = min(full, config.reach or full), full, adds_bos, facts.get("config.template"), facts
-    return ModelInfo(path, config, name, tokenizer, *known)
+    config = config_from_facts(facts["model"])
+    full_context = facts.get("context", facts["config.row_length"])
+    return ModelInfo(
+        path=path,
+        config=config,
+        name=name,
+        tokenizer=tokenizer,
+        context=min(full_context, config.reach or full_context),
+        full_context=full_context,
+        adds_bos=has_learned_bos(tokenizer, facts),
+        template=facts.get("config.template"),
+        facts=facts,
+    )
 
 
-def learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]) -> bool:
-    """Say whether a run has learned texts that begin with BOS, as its export then says too.
+def has_learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]) -> bool:
+    """Return whether a run was trained on texts that start with BOS.
 
-    Documents begin with it, if the tokenizer names one (`encode_document`). Conversations have what
-    their template writes; beside those a text begins as the tokenizer has it elsewhere.
+    Documents start with it if the tokenizer has one (`encode_document`). Conversations are what
+    their template writes; with a template, other texts start as the tokenizer does it elsewhere.
 
     Args:
-        tokenizer: The run's.
+        tokenizer: The tokenizer of the run.
         facts: The facts of its checkpoints.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
-        >>> learned_bos(make_byte_tokenizer(), {})
+        >>> has_learned_bos(make_byte_tokenizer(), {})
         True
     """
     if tokenizer.bos_id is None or facts.get("config.template") is None:
         return tokenizer.bos_id is not None
-    foreign = (
+    is_foreign = (
         isinstance(tokenizer, HFTokenizer) and tokenizer.special_ids.get(BOS) != tokenizer.bos_id
     )
-    return not foreign or tokenizer.adds_bos
+    return not is_foreign or tokenizer.adds_bos
 
 
 def ensure_base_run(
@@ -203,48 +221,49 @@ def ensure_base_run(
     recipe: Literal["pretrain", "finetune"] = "pretrain",
     runs: Path = Path("runs"),
 ) -> Path:
-    """Return a run to begin with: `runs/pretrain`, or `runs/base`, which is trained now if need be.
+    """Return a run to start from: `runs/pretrain`, or else `runs/base`, trained if necessary.
 
-    This is what a recipe does whose user names nothing to begin with. The small base takes a minute
-    on two cores; a second call finds it there, or goes on with it where it was stopped. What shall
-    know how to answer begins with `runs/finetune`, or `runs/answers`, alike.
+    The default of recipes without a model to start from. Training the small base takes a minute on
+    two cores; a second call finds it, or resumes it. For a model that answers, these are
+    `runs/finetune` and `runs/answers`.
 
     Args:
-        recipes: The folder in which `pretrain.py` and `finetune.py` are.
-        recipe: Which of them trains it.
-        runs: Where runs are.
+        recipes: The folder of `pretrain.py` and `finetune.py`.
+        recipe: The one that trains it.
+        runs: The folder of runs.
 
     Raises:
-        ConfigError: There is neither, and this is one process of several: training is started by
-            one process alone.
-        SystemExit: Training ended early, with its exit code; it has said why.
+        ConfigError: There is neither, and this is one process of several: only a single process
+            starts the training.
+        SystemExit: The training has failed, with its exit code, after its own error report.
 
     Effects:
-        May run the recipe in a process of its own, which prints on this one's stderr.
+        May run the recipe in another process, which prints on this one's stderr.
 
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as name:
-        ...     place = Path(name)
-        ...     (place / "pretrain/checkpoints/step_00000001").mkdir(parents=True)
-        ...     ensure_base_run(Path("recipes"), runs=place) == place / "pretrain"
+        ...     runs = Path(name)
+        ...     (runs / "pretrain/checkpoints/step_00000001").mkdir(parents=True)
+        ...     ensure_base_run(Path("recipes"), runs=runs) == runs / "pretrain"
         True
     """
-    folder, steps, what = _BASES[recipe]
-    trained, base = runs / recipe, runs / folder
-    if list_checkpoints(trained / "checkpoints"):
-        return trained
+    folder, steps, description = _BASES[recipe]
+    run = runs / recipe
+    base = runs / folder
+    if list_checkpoints(run / "checkpoints"):
+        return run
     if (base / "final.json").is_file():
         return base
     if get_world_size() > 1:
         raise ConfigError(
-            f"ensure_base_run: there is nothing to begin with: no run in {trained} or {base}",
+            f"ensure_base_run: there is no run to start from, neither {run} nor {base}",
             hint=f"python recipes/{recipe}.py trains one; or name a run or a Hugging Face folder",
         )
-    say_on_stderr(f"training {what} first, into {base}: about a minute")
+    say_on_stderr(f"training {description} first, into {base}: about a minute")
     flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
     command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
-    ended = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- ours
-    if ended.returncode:
-        raise SystemExit(ended.returncode)
+    done = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- our own recipe
+    if done.returncode:
+        raise SystemExit(done.returncode)
     return base

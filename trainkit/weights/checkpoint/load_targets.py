@@ -21,7 +21,7 @@ from trainkit.parallel.parameters import (
 from trainkit.weights.checkpoint.boxes import get_parameter_name
 from trainkit.weights.checkpoint.optimizer_internals import find_inner_optimizers
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.tensors import model_tensors, optimizer_state
+from trainkit.weights.checkpoint.run_state import model_tensors, optimizer_state
 
 
 def get_saved_name(name: str) -> str:
@@ -239,7 +239,7 @@ def _step_probe(
 ) -> dict[str, Any]:
     """Step a new optimizer, with the class and options of a group, and return its state."""
     probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    probe.grad = torch.zeros_like(probe)
+    probe.grad = torch.zeros_like(probe)  # only the keys, dtypes and shapes of the state matter
     options = {**group, "params": [probe], "fused": None, "capturable": False}
     if "param_names" in group:
         options["param_names"] = ["probe"]

@@ -20,7 +20,7 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights.checkpoint.background_save import list_save_threads
-from trainkit.weights.checkpoint.directory import mark_saved
+from trainkit.weights.checkpoint.run_id import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, point_to, write_rank
 
