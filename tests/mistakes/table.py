@@ -227,8 +227,8 @@ MISTAKES = [
         (
             "step.py",
             "an evaluation counts the batch that only computes along",
-            "torch.zeros_like(term) for name, term in found.items()",
-            "term for name, term in found.items()",
+            "torch.zeros_like(term) for name, term in terms.items()",
+            "term for name, term in terms.items()",
             "tests/test_step.py tests/post/evaluation/test_held_out.py",
         ),
         (
