@@ -299,7 +299,9 @@ def answer_questions(
         >>> from trainkit.models import build_decoder, make_decoder_config
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
-        >>> model = build_decoder(make_decoder_config("tiny", vocab_size=tokenizer.vocab_size), seed=0)
+        >>> model = build_decoder(
+        ...     make_decoder_config("tiny", vocab_size=tokenizer.vocab_size), seed=0
+        ... )
         >>> answers = answer_questions(
         ...     model,
         ...     ["1+1?", "2+2?"],
