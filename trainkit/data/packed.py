@@ -11,7 +11,6 @@ from trainkit.data.cache import load_or_pack_bins
 from trainkit.data.corpus import make_corpus
 from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.packing import bins_hash, pack_bins, report_packing
-from trainkit.text.corpora.open import hold_out
 from trainkit.types import SOLO, Bins, Sample
 
 if TYPE_CHECKING:
@@ -112,74 +111,6 @@ def split_held_out(
         for lengths in (trained, corpus.lengths - trained)
     )
     return rows, held
-
-
-def pack_corpora(
-    corpora: Mapping[str, TokenCorpus | ConcatCorpus],
-    capacity: int,
-    *,
-    one_in: int,
-    cache_dir: Path | str | None = None,
-    axis: Axis = SOLO,
-    tell: Callable[[str], object] | None = None,
-    multiple_of: int = 1,
-    seed: int | None = None,
-) -> tuple[PackedCorpus, PackedCorpus, dict[str, dict[str, Any]]]:
-    """Hold out a part of each corpus, pack both parts into rows, and join the corpora.
-
-    Each corpus is split by `corpora.hold_out`, packed by `split_held_out`, and joined by
-    `concat_packed`.
-
-    Args:
-        corpora: The corpora by name.
-        capacity: Tokens per row.
-        one_in: About one document in so many is held out.
-        cache_dir: As in `load_or_pack_bins`, and so all that follow.
-        axis: The ranks that call this together.
-        tell: Called with one sentence about each thing worth knowing.
-        multiple_of: A piece takes the next multiple of this many tokens.
-        seed: The seed of the packing.
-
-    Returns:
-        The rows to train on; those held out; and for each corpus a report of what was trained on,
-        held out, and empty.
-
-    Raises:
-        ValueError: As `split_held_out` and `concat_packed`.
-
-    Effects:
-        Those of `split_held_out`, for each corpus.
-
-    Examples:
-        >>> from trainkit.data.corpus import make_corpus
-        >>> corpora = {"a": make_corpus([[1, 2]] * 9), "b": make_corpus([[3]] * 9)}
-        >>> rows, held_out, reports = pack_corpora(corpora, 4, one_in=3)
-        >>> rows.num_rows.keys(), reports["a"]["empty_documents"]
-        (dict_keys(['a', 'b']), 0)
-    """
-    rows, held_out, reports = (
-        dict[str, PackedCorpus](),
-        dict[str, PackedCorpus](),
-        dict[str, dict[str, Any]](),
-    )
-    for name, whole in corpora.items():
-        corpus, is_held = hold_out(whole, one_in=one_in, piece=capacity)
-        rows[name], held_out[name] = split_held_out(
-            corpus,
-            is_held,
-            capacity,
-            cache_dir=cache_dir,
-            axis=axis,
-            tell=tell,
-            multiple_of=multiple_of,
-            seed=seed,
-        )
-        reports[name] = {
-            **report_packing(rows[name].bins, corpus.lengths * ~is_held),
-            "empty_documents": int((corpus.lengths == 0).sum()),
-            "held_out_documents": int(is_held.sum()),
-        }
-    return concat_packed(rows), concat_packed(held_out), reports
 
 
 def pack_examples(

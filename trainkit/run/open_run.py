@@ -269,8 +269,6 @@ def _made_on_all(run_dir: str | Path, axis: Axis) -> Iterator[Path]:
 
 
 def gather_facts(
-    stages: Sequence[nn.Module] | nn.Module,
-    ps: ParallelState,
     *,
     config: Any = None,
     model: Any = None,
@@ -285,14 +283,12 @@ def gather_facts(
     """Return what a run must be continued with, as facts for its checkpoints.
 
     Args:
-        stages: The stages, filled with the weights that the run begins with.
-        ps: The layout.
         config: The record of the run's flags; which of them count, see `config.option`.
         model: The configuration of the model, an attrs record.
         tokenizer: The tokenizer, of which a hash is kept.
         rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
         corpora: The corpora by name, if each is a part of a mixture under its name.
-        first: Where the first weights are from; see `checkpoint.hash_initial_weights`.
+        first: Where the first weights are from, for the context.
         context: The longest text that the model is trained on; where a folder that the run begins
             with says that its model is for longer ones, that counts.
         template: The name of the chat template, of which a hash is kept.
@@ -301,15 +297,10 @@ def gather_facts(
     Returns:
         {name: value}; a function, as `facts` is, if that is one.
 
-    Effects:
-        Hashes the parameters if `first` is given, and then communicates on `ps.world`.
-
     Examples:
-        >>> from torch import nn
-        >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models import make_decoder_config
         >>> model = make_decoder_config("tiny")
-        >>> facts = gather_facts(nn.Linear(1, 1), solo_parallel(), model=model, facts={"seed": 0})
+        >>> facts = gather_facts(model=model, facts={"seed": 0})
         >>> facts["model"]["width"], facts["seed"]
         (128, 0)
     """
@@ -329,19 +320,17 @@ def gather_facts(
         known["context"] = max(context, open_folder(source).full_context if is_known else 0)
     if template is not None:
         known["template"] = template_hash(template)
-    if first is not None:
-        known |= checkpoint.hash_initial_weights(first, stages, ps)
     if callable(facts):
         return lambda batches: {**known, **facts(batches)}
     return {**known, **(facts or {})}
 
 
-def _with_software(facts: checkpoint.Facts | None, software: Mapping[str, str]) -> checkpoint.Facts:
-    """Return the facts of a run and, as one of them, the code that it is run by."""
+def _add_facts(facts: checkpoint.Facts, more: Mapping[str, Any]) -> checkpoint.Facts:
+    """Return the facts of a run with some more that hold for all of it."""
 
     def facts_at(batches: int) -> Mapping[str, Any]:
-        known = facts(batches) if callable(facts) else facts or {}
-        return {**known, _SOFTWARE: software}
+        known = facts(batches) if callable(facts) else facts
+        return {**known, **more}
 
     return facts_at
 
@@ -391,8 +380,6 @@ class _Frame:
     ) -> TrainState:
         stages = modules_of(stages)
         gathered = gather_facts(
-            stages,
-            self.ps,
             config=config,
             model=model,
             tokenizer=tokenizer,
@@ -403,7 +390,10 @@ class _Frame:
             template=template,
             facts=facts,
         )
-        self.facts = _with_software(gathered, self.software)
+        own: dict[str, Any] = {_SOFTWARE: self.software}
+        if first is not None:
+            own |= checkpoint.hash_initial_weights(first, stages, self.ps)
+        self.facts = _add_facts(gathered, own)
         if changes is None:
             changes = (
                 checkpoint.ResumeRules()

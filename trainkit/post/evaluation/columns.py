@@ -35,12 +35,10 @@ from trainkit.types import (
     ConfigError,
     DataError,
     IntArray,
-    ParallelState,
     Sample,
     Stages,
     check_range,
 )
-from trainkit.weights.checkpoint.tensors import weights_hash
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -164,7 +162,6 @@ def score_reference(
     rows: PackedCorpus,
     path: Path,
     *,
-    ps: ParallelState,
     is_new: bool,
     facts: Mapping[str, Any],
     announce: Callable[[], object] = lambda: None,
@@ -179,9 +176,8 @@ def score_reference(
         stages: This rank's stages.
         rows: The rows; all documents of their corpus are scored.
         path: The token file.
-        ps: The layout.
         is_new: Whether to score, or to read the file.
-        facts: What the log-probabilities follow from beside the weights and the corpus.
+        facts: What the log-probabilities follow from beside the corpus: a hash of the weights.
         announce: Called before examples are scored, which may take some time.
         tell: Called with sentences about the work.
 
@@ -190,6 +186,23 @@ def score_reference(
 
     Effects:
         Those of `score_corpus`, if it is new.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.data.corpus import make_corpus
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.packing import pack_bins
+        >>> from trainkit.parallel import make_stages
+        >>> stages = make_stages(
+        ...     [build_decoder(make_decoder_config("tiny"), seed=0)], solo_parallel()
+        ... )
+        >>> rows = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "reference.tokens"
+        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, tell=str)
+        ...     list(found.corpus.columns)
+        ['reference_logprobs']
     """
     corpus: Any = rows.corpus
     if is_new:
@@ -200,14 +213,13 @@ def score_reference(
             return score(examples)
 
         tell(f"scoring {len(corpus.lengths)} answers with the first weights, into {path}")
-        known = {"weights": weights_hash(stages, ps), "corpus": fingerprint(corpus)}
         score_corpus(
             make_logprob_columns(score_aloud),
             corpus,
             path,
-            facts={**known, **facts},
+            facts={"corpus": fingerprint(corpus), **facts},
             context=rows.bins.capacity,
-            axis=ps.world,
+            axis=stages.world,
             tell=tell,
         )
     return PackedCorpus(open_tokens(path), rows.bins)
