@@ -261,8 +261,6 @@ def open_run(
 
 
 def gather_facts(
-    stages: Sequence[nn.Module] | nn.Module,
-    ps: ParallelState,
     *,
     config: Any = None,
     model: Any = None,
@@ -277,14 +275,12 @@ def gather_facts(
     """Return what a run must be continued with, as facts for its checkpoints.
 
     Args:
-        stages: The stages, filled with the weights that the run begins with.
-        ps: The layout.
         config: The record of the run's flags; which of them count, see `config.option`.
         model: The configuration of the model, an attrs record.
         tokenizer: The tokenizer, of which a hash is kept.
         rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
         corpora: The corpora by name, if each is a part of a mixture under its name.
-        first: Where the first weights are from; see `checkpoint.hash_initial_weights`.
+        first: Where the first weights are from, for the context.
         context: The longest text that the model is trained on; where a folder that the run begins
             with says that its model is for longer ones, that counts.
         template: The name of the chat template, of which a hash is kept.
@@ -293,15 +289,10 @@ def gather_facts(
     Returns:
         {name: value}; a function, as `facts` is, if that is one.
 
-    Effects:
-        Hashes the parameters if `first` is given, and then communicates on `ps.world`.
-
     Examples:
-        >>> from torch import nn
-        >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models import make_decoder_config
         >>> model = make_decoder_config("tiny")
-        >>> facts = gather_facts(nn.Linear(1, 1), solo_parallel(), model=model, facts={"seed": 0})
+        >>> facts = gather_facts(model=model, facts={"seed": 0})
         >>> facts["model"]["width"], facts["seed"]
         (128, 0)
     """
@@ -321,8 +312,6 @@ def gather_facts(
         known["context"] = max(context, open_folder(source).full_context if is_known else 0)
     if template is not None:
         known["template"] = template_hash(template)
-    if first is not None:
-        known |= checkpoint.hash_initial_weights(first, stages, ps)
     if callable(facts):
         return lambda batches: {**known, **facts(batches)}
     return {**known, **(facts or {})}
@@ -403,8 +392,6 @@ class _RunFunctions:
     ) -> TrainState:
         stages = modules_of(stages)
         gathered = gather_facts(
-            stages,
-            self.ps,
             config=config,
             model=model,
             tokenizer=tokenizer,
@@ -415,12 +402,15 @@ class _RunFunctions:
             template=template,
             facts=facts,
         )
+        own: dict[str, Any] = {_SOFTWARE: self.software}
+        if first is not None:
+            own |= checkpoint.hash_initial_weights(first, stages, self.ps)
 
-        def facts_with_software(batches: int) -> Mapping[str, Any]:
+        def facts_with_own(batches: int) -> Mapping[str, Any]:
             of_run = gathered(batches) if callable(gathered) else gathered
-            return {**of_run, _SOFTWARE: self.software}
+            return {**of_run, **own}
 
-        self.facts = facts_with_software
+        self.facts = facts_with_own
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()
