@@ -577,7 +577,7 @@ class _LoopFunctions:
             # No power cut then loses lines of steps that no restart repeats.
             before_commit=partial(fsync_jsonl, run.dir),
             log=run.log,
-            unsaved=self.find_unsaved,
+            get_unsaved=self.find_unsaved,
             progress=run.progress,
         )
 
