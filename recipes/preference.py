@@ -83,7 +83,7 @@ def make_loss(cfg, ps):
     """Return the loss of pairs, or with KTO of answers: a sum over them."""
     # A loss needs the log-probability of a whole answer. With --ring or --ulysses its tokens are
     # on several ranks, so it sums over these.
-    loss = getattr(tk.losses, cfg.loss)
+    loss = getattr(tk.objectives, cfg.loss)
     return loss(axis=ps.sp) if cfg.beta is None else loss(cfg.beta, axis=ps.sp)
 
 
