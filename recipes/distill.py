@@ -4,6 +4,8 @@ python recipes/distill.py                            # from runs/pretrain, or a 
 python recipes/distill.py --teacher MODEL --data FOLDER    # a Hugging Face folder, your text
 python recipes/distill.py --loss reverse --temperature 2 --hard 0.2
 torchrun --nproc-per-node 2 recipes/distill.py --teacher runs/pretrain --pp 2
+
+The frame is that of pretrain.py, whose comments explain it. The comments here are about teachers.
 """
 
 import functools
@@ -14,12 +16,13 @@ import attrs
 
 import trainkit as tk
 
+# The generalised Jensen-Shannon divergence has both KL divergences as its ends.
 BETAS = {"forward": 0.0, "js": 0.5, "reverse": 1.0}
 
 
 @attrs.frozen(kw_only=True)
 class StudentOptions:
-    """The size of the student, which has the words of its teacher."""
+    """The size of the student, which has the vocabulary of its teacher."""
 
     layers: int = attrs.field(default=2, validator=tk.config.positive)
     """Its blocks."""
@@ -46,7 +49,7 @@ class Config(tk.config.RunConfig):
     tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default the teacher's."""
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
-    """Where packings are kept for the next run; None keeps none."""
+    """Where packings are cached for the next run; None for no cache."""
     loss: Literal["forward", "reverse", "js"] = "forward"
     """KL(teacher, student), KL(student, teacher), or the Jensen-Shannon divergence of the two."""
     temperature: float = tk.config.option(1.0, tk.config.positive)
@@ -62,174 +65,241 @@ class Config(tk.config.RunConfig):
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=120)
 
 
+def choose_student(cfg, vocab_size):
+    """Return the configuration of the model that is trained."""
+    return tk.models.make_decoder_config(
+        "tiny",
+        layers=cfg.student.layers,
+        width=cfg.student.width,
+        heads=cfg.student.heads,
+        kv_heads=cfg.student.heads,
+        mlp_width=cfg.student.mlp_width,
+        vocab_size=vocab_size,
+    )
+
+
 def open_rows(cfg, run, tokenizer, template=None):
     """Return the rows to train on, and those held out: pretrain.py holds out the same."""
-    run.log(f"reading {cfg.data or 'the source of the standard library'}")
-    length = cfg.batch.row_length
-    if cfg.data:
-        whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
-    else:
-        whole = tk.corpora.open_library_corpus(tokenizer)
-    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
-    how |= {"multiple_of": cfg.batch.multiple_of}
-    return tk.data.split_held_out(corpus, is_held, length, **how)
+    corpora = tk.corpora.open_corpora(
+        (cfg.data,) if cfg.data else (), tokenizer=tokenizer, template=template, log=run.log
+    )
+    rows, held_out, _ = tk.corpora.pack_corpora(
+        corpora,
+        cfg.batch.row_length,
+        one_in=40,
+        multiple_of=cfg.batch.multiple_of,
+        seed=cfg.seed,
+        cache_dir=cfg.cache,
+        axis=run.ps.world,
+        log=run.log,
+    )
+    return rows, held_out
 
 
-def choose_student(cfg, words):
-    """Return the configuration of the model that is trained."""
-    size = attrs.asdict(cfg.student) | {"kv_heads": cfg.student.heads, "vocab_size": words}
-    return tk.models.make_decoder_config("tiny", **size)
-
-
-def build(cfg, ps, model, weights):
-    """Return this rank's stages of a model, the student or its teacher, in the run's layout."""
-    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
-    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+def build_model(cfg, ps, model, weights):
+    """Return this rank's part of a model, the student or its teacher, in the run's layout."""
+    plan = tk.parallel.make_decoder_plan(
+        cfg.layout,
+        precision=cfg.precision,
+        recompute=cfg.recompute,
+        compiled=cfg.compiled,
+        attention=cfg.attention,
+        offload=cfg.offload_activations,
+    )
     return tk.build_stages(
-        make_model,
+        functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
         plan,
         weights=weights,
         schedule=cfg.layout.schedule,
-        call=tk.models.call_routed,
+        call=tk.models.call_routed,  # serves decoders with experts and without
     )
 
 
-def soft_labels(cfg, ps, base, batch):
-    """Return the loss, teach(microbatches), which puts beside them what it needs, and facts."""
-    if cfg.hard == 1:
+def make_optimizer(cfg, stages):
+    """Return the optimizer of the student."""
+    return tk.optim.make_optimizer(
+        stages,
+        optimizer=cfg.optim.optimizer,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        options=cfg.optim.options,
+        groups=cfg.optim.groups,
+        mean=cfg.optim.mean,
+        offload=cfg.optim.offload_optimizer,
+        precision=cfg.precision,
+        seed=cfg.seed,
+    )
+
+
+def make_soft_labels(cfg, ps, base, batch):
+    """Return the loss; teach(microbatches), which adds what it needs to them; and facts."""
+    if cfg.hard == 1:  # the twin
         return tk.losses.next_token_linear, list, {}
-    teacher = build(cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world))
+    teacher = build_model(
+        cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world)
+    )
     for stage in teacher:
         stage.requires_grad_(False)
+    # A teacher's distribution over all words is large, so that it is never stored: a token keeps
+    # the teacher's last hidden state, and the loss makes logits of it a few tokens at a time. For
+    # this it needs the teacher's output matrix, which is copied once, from any forward pass.
     head = tk.parallel.make_output_head(teacher, batch)
-    soft = {"beta": BETAS[cfg.loss], "temperature": cfg.temperature}
     loss = tk.losses.add_terms(
         (tk.losses.next_token_linear, cfg.hard),
-        (tk.objectives.distillation(head, **soft), (1 - cfg.hard) * cfg.temperature**2),
+        (
+            tk.objectives.distillation(head, beta=BETAS[cfg.loss], temperature=cfg.temperature),
+            # A temperature T makes gradients 1/T^2 as large.
+            (1 - cfg.hard) * cfg.temperature**2,
+        ),
     )
 
-    def columns_of(output, _):
+    def find_hidden(output, _):
         return {"teacher_hidden": tk.types.drop_routing(output).hidden}
 
     def teach(microbatches):
-        return tk.parallel.add_columns(teacher, microbatches, columns_of)
+        return tk.parallel.add_columns(teacher, microbatches, find_hidden)
 
-    known = tk.adapters.exclude_frozen_(teacher, ps, source=base.path)
-    return loss, teach, {"weights of the teacher": known["base"]}
+    weights = tk.adapters.exclude_frozen_(teacher, ps, source=base.path)["base"]
+    return loss, teach, {"weights of the teacher": weights}
 
 
-def make_train_step(cfg, ps, model, teach, forward_backward):
+def make_train_step(cfg, ps, stages, optimizer, teach, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    (stages, optimizer), total = model, cfg.optim.schedule_steps
-    rise = {"warmup": cfg.optim.warmup, "total": total}
-    lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **rise, decay=0.4)
-    max_norm = cfg.optim.max_norm
+    lr_at = tk.schedules.warmup_stable_decay(
+        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+    )
 
     def train_step(state, batch):
-        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        per = tk.batch.scale_denominator(tokens, scale)
-        sums = forward_backward(teach(batch.microbatches), denominator=per)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        # The teacher goes first, over all microbatches of the step.
+        sums = forward_backward(
+            teach(batch.microbatches), denominator=tk.batch.scale_denominator(tokens, scale)
+        )
         tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.make_finite_check(
+        should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         lr = lr_at(state.step)
         update = tk.clip_and_step(
-            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+            stages,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.optim.max_norm,
+            should_apply=should_apply,
+            scale=scale,
         )
-        metrics = {**terms, **update.metrics, "lr": lr}
-        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+        metrics = {**terms, **update.metrics, "lr": lr, "tokens": tokens}
+        return tk.advance(state, batch, metrics, axis=ps.loss)
 
     return train_step
 
 
-def make_facts(cfg, model, tokenizer, rows):
-    """Return what a run must be continued with as it was begun, but for its teacher."""
-    facts = tk.config.make_config_facts(cfg) | tk.data.make_data_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    return facts | named
-
-
-def result(run_dir):
+def compare_with_twin(run_dir):
     """Return the held-out loss of the twin on hard labels, and of the run itself."""
     twin = tk.sinks.compare_evaluations(run_dir / "hard", "eval/loss")
     return tk.sinks.compare_evaluations(run_dir, "eval/loss") | {"before": twin["after"]}
 
 
 def train(cfg, run, base):
-    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps = run.ps
-    rows, held = open_rows(cfg, run, base.tokenizer, base.template)
+    rows, held_out = open_rows(cfg, run, base.tokenizer, base.template)
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-    how = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
-    how |= {"pad_id": base.tokenizer.pad_id or 0}
-    make_batch = functools.partial(tk.make_step_batch, rows, rows_at, **how)
-    first = make_batch(tk.Cursor(), device=ps.device).microbatches[0]
-    loss, teach, known = soft_labels(cfg, ps, base, first)
-    student = choose_student(cfg, base.config.vocab_size)
-    stages = build(cfg, ps, student, tk.models.init_weights(student, seed=cfg.seed))
-    how = {"precision": cfg.precision, "seed": cfg.seed}
-    optimizer = tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
-    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
-    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
-    train_step = make_train_step(cfg, ps, (stages, optimizer), teach, forward_backward)
-    evaluate = tk.evaluation.make_evaluator(
-        stages, held, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    make_batch = functools.partial(
+        tk.make_step_batch,
+        rows,
+        rows_at,
+        rows_per_microbatch=cfg.batch.microbatch,
+        place=ps.place,
+        pad_id=base.tokenizer.pad_id or 0,
     )
-    facts = make_facts(cfg, student, base.tokenizer, rows) | known
-    changes = tk.config.make_resume_rules(cfg, free=["files"])
-    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
+
+    first = make_batch(tk.Cursor(), device=ps.device).microbatches[0]
+    loss, teach, facts = make_soft_labels(cfg, ps, base, first)
+    student = choose_student(cfg, base.config.vocab_size)
+    weights = tk.models.init_weights(student, seed=cfg.seed)
+    stages = build_model(cfg, ps, student, weights)
+    optimizer = make_optimizer(cfg, stages)
+    run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
+    train_step = make_train_step(cfg, ps, stages, optimizer, teach, forward_backward)
+    # Held-out text is evaluated by its own tokens, for the student and its twin alike.
+    evaluate = tk.evaluation.make_evaluator(
+        stages, held_out, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    )
+
+    state = run.resume(
+        stages,
+        optimizer,
+        request=cfg.resume,
+        config=cfg,
+        model=student,
+        tokenizer=base.tokenizer,
+        rows=rows,
+        facts=facts,
+    )
 
     def replay(microbatches, *, denominator):
         return forward_backward(teach(microbatches), denominator=denominator)
 
-    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
-    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
+    stop = None
     with (
         tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
-        run.loop(state, stages, optimizer, replay=replay, **around) as loop,
+        run.loop(
+            state,
+            stages,
+            optimizer,
+            steps=cfg.steps,
+            replay=replay,
+            checkpoints=cfg.checkpoints,
+            logging=cfg.logging,
+            policy=cfg.policy,
+        ) as loop,
     ):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.record(state, metrics, batch)
-            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+            if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
         if not stop and cfg.compare and cfg.hard < 1:
-            loop.event("result", **result(run.dir))
-    if stop:
-        return tk.run.EXIT_SAVED
-    run.finish(state, stages, optimizer)
-    return 0
+            loop.event("result", facts=compare_with_twin(run.dir))
+    return run.finish(state, stages, optimizer, stop=stop)
 
 
-def runs_of(cfg):
+def plan_runs(cfg):
     """Return what is trained, one after the other: the twin on hard labels, and the run itself."""
     if not cfg.compare or cfg.hard == 1:
         return [cfg]
-    again = cfg.resume if cfg.resume == "never" else "auto"
-    twin = attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, teacher=None, resume=again)
+    resume = cfg.resume if cfg.resume == "never" else "auto"
+    twin = attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, teacher=None, resume=resume)
     return [twin, cfg]
 
 
 def main(argv=None):
-    """Read the configuration, refuse a layout that does not fit, train the twin and the student."""
+    """Read the configuration, refuse what does not fit, train the twin and the student."""
     cfg = tk.config.load_config(Config, argv)
-    path = cfg.teacher or tk.hub.ensure_base_run(Path(__file__).parent)
-    base = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
-    precision = tk.parallel.resolve_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, teacher=base.path, tokenizer=base.name, precision=precision)
+    base = tk.hub.open_model(
+        cfg.teacher or tk.hub.ensure_base_run(Path(__file__).parent),
+        tokenizer=cfg.tokenizer,
+        context=cfg.batch.row_length,
+    )
+    cfg = attrs.evolve(
+        cfg,
+        teacher=base.path,
+        tokenizer=base.name,
+        precision=tk.parallel.resolve_precision(cfg.precision),
+    )
     for model in (choose_student(cfg, base.config.vocab_size), base.config):
-        shapes = cfg.layout, model, cfg.batch
-        tk.parallel.refuse(tk.parallel.problems(*shapes, world=tk.mesh.get_world_size()))
-    for each in runs_of(cfg):
-        with tk.open_run(each.out, **each.opened) as run:
+        tk.parallel.check_layout(cfg.layout, model, cfg.batch)
+    for each in plan_runs(cfg):
+        with tk.open_run(
+            each.out, layout=each.layout, limits=each.limits, numerics=each.numerics, config=each
+        ) as run:
             if code := train(each, run, base):
                 return code
     return 0

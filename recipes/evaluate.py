@@ -55,128 +55,182 @@ class Config:
     layout: tk.Layout = tk.config.option(tk.Layout())
 
 
-def library(trained, how):
+def library(trained, add_bos):
     """Return texts of Python's library that pretrain.py holds out, and questions made of them.
 
-    Which of four endings is that of the text? Who guesses is right in 25 % of the cases.
+    Which of four endings is that of the text? Guessing is right in 25 % of the cases.
     """
     whole = tk.corpora.open_library_corpus(trained.tokenizer)
-    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
-    lengths, size = corpus.lengths * is_held, min(128, trained.context)
+    corpus, is_held_out = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
+    lengths = corpus.lengths * is_held_out
+    size = min(128, trained.context)
+    # The first `size` tokens of each document, then the next ones, and so on: 200 texts in all.
     places = [
-        (i, at) for at in range(0, 10 * size, size) for i in (lengths >= at + size).nonzero()[0]
+        (document, start)
+        for start in range(0, 10 * size, size)
+        for document in (lengths >= start + size).nonzero()[0]
     ]
     texts = [trained.tokenizer.decode(corpus.read(*place, size).tolist()) for place in places[:200]]
     endings = [text[len(text) // 2 :] for text in texts]
     questions = [
         {
             "context": text[: len(text) // 2],
+            # The right ending is the first, second, third or fourth in turn.
             "choices": [endings[(i + shift - i % 4) % len(texts)] for shift in range(4)],
             "answer": i % 4,
         }
         for i, text in enumerate(texts)
     ]
+    encode_text = functools.partial(
+        evaluation.make_text_item,
+        tokenizer=trained.tokenizer,
+        context=trained.context,
+        add_bos=add_bos,
+    )
+    encode_question = functools.partial(
+        evaluation.make_choice_item,
+        tokenizer=trained.tokenizer,
+        context=trained.context,
+        add_bos=add_bos,
+    )
     sources = {"library": tk.data.fingerprint(corpus)}
     return {
-        "perplexity": ([evaluation.make_text_item({"text": x}, **how) for x in texts], sources),
-        "choices": ([evaluation.make_choice_item(x, **how) for x in questions], sources),
+        "perplexity": ([encode_text({"text": text}) for text in texts], sources),
+        "choices": ([encode_question(question) for question in questions], sources),
     }
 
 
-def how_of(cfg, trained):
-    """Return how texts become tokens that the model is given."""
-    add_bos = trained.adds_bos if cfg.add_bos is None else cfg.add_bos
-    return {"tokenizer": trained.tokenizer, "context": trained.context, "add_bos": add_bos}
+def begins_with_bos(cfg, trained):
+    """Return whether contexts begin with BOS, as the model's training texts did."""
+    return trained.adds_bos if cfg.add_bos is None else cfg.add_bos
 
 
-def read(cfg, trained, how):
-    """Return what is asked, by kind, and of what files; bad input is refused here."""
-    readers = {"perplexity": "read_texts", "choices": "read_choices", "score": "read_texts"}
-    asked = {}
+def read(cfg, trained):
+    """Return what is to be scored, by kind, and hashes of its files; bad input is refused here."""
+    readers = {
+        "perplexity": evaluation.read_texts,
+        "choices": evaluation.read_choices,
+        "score": evaluation.read_texts,
+    }
+    found = {}
     for kind, reader in readers.items():
         if path := getattr(cfg, kind):
             sources = {}
-            asked[kind] = getattr(evaluation, reader)(path, sources=sources, **how), sources
-    return asked if asked or cfg.tasks else library(trained, how)
+            items = reader(
+                path,
+                sources=sources,
+                tokenizer=trained.tokenizer,
+                context=trained.context,
+                add_bos=begins_with_bos(cfg, trained),
+            )
+            found[kind] = items, sources
+    return found if found or cfg.tasks else library(trained, begins_with_bos(cfg, trained))
 
 
 def build(cfg, ps, trained):
-    """Return this rank's stages of the model, with its weights."""
+    """Return this rank's part of the model, with its weights."""
     plan = tk.parallel.make_decoder_plan(cfg.layout, precision=tk.Precision(compute=cfg.compute))
-    make_model = functools.partial(tk.models.Decoder, trained.config, head="hidden")
-    call = tk.models.call_routed if trained.config.experts else tk.models.call_model
-    how = {"schedule": cfg.layout.schedule, "call": call}
-    return tk.adapters.build_trained_stages(trained.path, make_model, ps, plan, **how)
+    # Of a run of adapters these are the base and the adapters.
+    return tk.adapters.build_trained_stages(
+        trained.path,
+        functools.partial(tk.models.Decoder, trained.config, head="hidden"),
+        ps,
+        plan,
+        schedule=cfg.layout.schedule,
+        call=tk.models.call_routed if trained.config.experts else tk.models.call_model,
+    )
 
 
-def bind_write(stages, trained, context):
-    """Return the function that continues prompts for lm-eval."""
-    tokenizer = trained.tokenizer
-    ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
+def make_writer(stages, trained):
+    """Return the function that continues prompts for tasks of lm-eval that ask for texts."""
 
-    def write(prompts, *, temperature, **wish):
-        how = {"context": context, "tokenizer": tokenizer, **ids, **wish}
-        sampling = tk.generation.Sampling(temperature=temperature)
-        found = tk.generation.generate(stages, prompts, sampling=sampling, **how)
+    def write(prompts, *, max_new_tokens, temperature, stop):
+        found = tk.generation.generate(
+            stages,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            context=trained.context,
+            sampling=tk.generation.Sampling(temperature=temperature),
+            stop_ids=[trained.tokenizer.eos_id],
+            stop=stop,
+            tokenizer=trained.tokenizer,
+            vocab_size=trained.tokenizer.vocab_size,
+        )
         return [completion.ids for completion in found]
 
     return write
 
 
-def evaluate(cfg, ps, trained, asked, manager):
-    """Score all that is asked, and return what it comes to; lines go to files."""
-    stages = build(cfg, ps, trained)
+def evaluate(cfg, ps, trained, found, manager):
+    """Score what was read, and return the results; a line for each item goes to a file."""
     log = tk.run.make_logger(ps.world.share).info
-    how = how_of(cfg, trained)
+    stages = build(cfg, ps, trained)
+    add_bos = begins_with_bos(cfg, trained)
+    # The log-probability of every token. Examples are packed into rows and spread over ranks.
     score = evaluation.make_scorer(stages, tokens_per_batch=cfg.batch)
-    nothing = torch.optim.SGD(tk.get_parameters(stages))
-    facts = {"model": tk.state_hash(tk.TrainState(), stages, nothing, ps), "compute": cfg.compute}
-    facts |= {name: how[name] for name in ("context", "add_bos")}
-    facts |= {"tokenizer": tk.tokenizers.tokenizer_hash(trained.tokenizer)}
-    found = {}
-    for kind, (items, sources) in asked.items():
+    # Lines that an interrupted evaluation has written are not computed again, if they follow from
+    # the same weights, texts and settings.
+    no_optimizer = torch.optim.SGD(tk.get_parameters(stages))
+    facts = {
+        "model": tk.state_hash(tk.TrainState(), stages, no_optimizer, ps),
+        "compute": cfg.compute,
+        "context": trained.context,
+        "add_bos": add_bos,
+        "tokenizer": tk.tokenizers.tokenizer_hash(trained.tokenizer),
+    }
+    results = {}
+    for kind, (items, sources) in found.items():
         line = evaluation.make_choice_record if kind == "choices" else evaluation.make_text_record
-        lines_from = functools.partial(restart, score, items, line)
         path = cfg.out / f"{kind}.jsonl"
-        had = evaluation.write_results(
-            path, lines_from, facts={**facts, "data": sources}, axis=ps.world
+        known = evaluation.write_results(
+            path,
+            functools.partial(score_from, score, items, line),
+            facts={**facts, "data": sources},
+            axis=ps.world,
         )
-        log(f"{kind}: {len(items)} lines are in {path}" + (f", {had} were there" if had else ""))
+        log(
+            f"{kind}: {len(items)} lines are in {path}" + (f", {known} were there" if known else "")
+        )
         if kind != "score":
-            results = evaluation.accuracy if kind == "choices" else evaluation.perplexity
-            found[kind] = results(evaluation.read_results(path))
+            summarize = evaluation.accuracy if kind == "choices" else evaluation.perplexity
+            results[kind] = summarize(evaluation.read_results(path))
     if cfg.tasks:
-        write = bind_write(stages, trained, how["context"])
-        model = evaluation.make_harness_model(score, **how, generate=write)
-        limits = {"shots": cfg.shots, "limit": cfg.limit}
-        found["tasks"] = evaluation.evaluate_tasks(model, cfg.tasks, manager, **limits)
-        log(f"tasks: {model.cut} contexts were cut on their left to {how['context']} tokens")
-    return found
+        model = evaluation.make_harness_model(
+            score,
+            trained.tokenizer,
+            context=trained.context,
+            add_bos=add_bos,
+            generate=make_writer(stages, trained),
+        )
+        results["tasks"] = evaluation.evaluate_tasks(
+            model, cfg.tasks, manager, shots=cfg.shots, limit=cfg.limit
+        )
+        log(f"tasks: {model.cut} contexts were cut on their left to {trained.context} tokens")
+    return results
 
 
-def restart(score, items, line, start):
+def score_from(score, items, line, start):
     """Yield the lines of items from a number on."""
     return evaluation.score_in_groups(score, items, line, start=start)
 
 
 def main(argv=None):
-    """Read what is asked, refuse what does not fit, load the model, evaluate it."""
+    """Read what to evaluate, refuse what does not fit, load the model, and evaluate it."""
     cfg = tk.config.load_config(Config, argv)
     precision = tk.parallel.resolve_precision(tk.Precision(compute=cfg.compute))
-    cfg = attrs.evolve(cfg, compute=precision.compute)
     path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
     trained = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.context)
-    world = tk.mesh.get_world_size()
-    tk.parallel.refuse(tk.parallel.problems(cfg.layout, trained.config, world=world))
+    tk.parallel.check_layout(cfg.layout, trained.config)
     name = f"{path.absolute().name}-{trained.path.name}"
-    cfg = attrs.evolve(cfg, out=cfg.out or Path("runs/evaluate") / name)
-    asked = read(cfg, trained, how_of(cfg, trained))
+    cfg = attrs.evolve(cfg, compute=precision.compute, out=cfg.out or Path("runs/evaluate") / name)
+    found = read(cfg, trained)
     manager = evaluation.open_tasks(cfg.tasks, include=cfg.include) if cfg.tasks else None
     cfg.out.mkdir(parents=True, exist_ok=True)
     with tk.parallel_session(cfg.layout) as ps:
-        found = evaluate(cfg, ps, trained, asked, manager)
+        results = evaluate(cfg, ps, trained, found, manager)
         if ps.world.index == 0:
-            text = json.dumps(found, indent=2)
+            text = json.dumps(results, indent=2)
+            # The file is replaced as a whole: a reader never sees half of it.
             with tk.files.atomic_write(cfg.out / "results.json", by="evaluate") as file:
                 file.write(f"{text}\n".encode())
             print(text)

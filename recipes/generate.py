@@ -13,7 +13,6 @@ from pathlib import Path
 import attrs
 
 import trainkit as tk
-from trainkit.post.generation import Sampling
 
 optional = attrs.validators.optional
 not_empty = attrs.validators.deep_iterable(attrs.validators.min_len(1))
@@ -49,40 +48,49 @@ class Config:
     """Continue prompts as they are, though the model has learned to answer."""
 
 
-def prompts_of(cfg, trained):
+def encode_prompts(cfg, trained):
     """Return the tokens of each prompt, what is shown before its text, and what ends one."""
     tokenizer = trained.tokenizer
     if trained.template is not None and not cfg.plain:
+        # It has learned to answer: each prompt is what a user says, and the answer is shown alone.
         template = tk.chat.load_template(trained.template)
-        asked = [[{"role": "user", "content": text}] for text in cfg.prompt]
-        prompts = [tk.chat.encode_prompt(each, tokenizer, template=template) for each in asked]
-        return prompts, [""] * len(asked), tk.chat.find_stop_ids(tokenizer, template)
+        conversations = [[{"role": "user", "content": text}] for text in cfg.prompt]
+        prompts = [tk.chat.encode_prompt(x, tokenizer, template=template) for x in conversations]
+        return prompts, [""] * len(prompts), tk.chat.find_stop_ids(tokenizer, template)
     begin = [tokenizer.bos_id] if trained.adds_bos else []
+    # A prompt needs a token. An empty one becomes EOS, behind which a new text begins.
     prompts = [[*begin, *tokenizer.encode(text)] or [tokenizer.eos_id] for text in cfg.prompt]
     return prompts, cfg.prompt, [tokenizer.eos_id]
 
 
 def write(cfg, trained, sampling):
-    """Print each prompt and what the model makes of it."""
-    make_model = functools.partial(tk.models.Decoder, trained.config)
-    (model,) = tk.adapters.build_trained_stages(trained.path, make_model, tk.solo_parallel(), [])
-    prompts, shown, stop_ids = prompts_of(cfg, trained)
-    stop_ids = {*stop_ids, *tk.chat.read_stop_ids(trained.path)}
+    """Print each prompt and how the model continues it."""
+    # The plan is empty: one process, the whole model, as it was trained.
+    stages = tk.adapters.build_trained_stages(
+        trained.path,
+        functools.partial(tk.models.Decoder, trained.config),
+        tk.solo_parallel(),
+        [],
+    )
+    prompts, shown, stop_ids = encode_prompts(cfg, trained)
     streams = cfg.stream and len(prompts) == 1
 
     def show(_, piece):
+        # A model may write control characters, which would garble the terminal.
         print(tk.sinks.escape_control_characters(piece), end="", flush=True)
 
     if streams:
         show(0, shown[0])
+    # The model is passed as a plain module: in one process that is the faster way.
     found = tk.generation.generate(
-        model,
+        stages[0],
         prompts,
         max_new_tokens=cfg.tokens,
         context=trained.context,
-        slide=True,
+        slide=True,  # past the context, the model sees the end of the text
         sampling=sampling,
-        stop_ids=stop_ids,
+        # A folder may name further tokens that end a text.
+        stop_ids={*stop_ids, *tk.chat.read_stop_ids(trained.path)},
         stop=cfg.stop,
         tokenizer=trained.tokenizer,
         vocab_size=trained.tokenizer.vocab_size,
@@ -93,11 +101,18 @@ def write(cfg, trained, sampling):
 
 
 def main(argv=None):
-    """Read the configuration, look the model over, write."""
+    """Read the configuration, look the model over, and write."""
     with tk.run.report_errors():
         cfg = tk.config.load_config(Config, argv)
-        names = [field.name for field in attrs.fields(Sampling)]
-        sampling = Sampling(**{name: getattr(cfg, name) for name in names})
+        # Made first: a flag out of its range is refused before a model is loaded.
+        sampling = tk.generation.Sampling(
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            repetition_penalty=cfg.repetition_penalty,
+            seed=cfg.seed,
+        )
         path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
         write(cfg, tk.hub.open_model(path), sampling)
 

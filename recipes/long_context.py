@@ -3,6 +3,8 @@
 python recipes/long_context.py                       # one process, on Python's own library
 torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2   # the same losses
 torchrun --nproc-per-node 4 recipes/long_context.py --ring 4 --row-length 16384
+
+The frame is that of pretrain.py, whose comments explain it. The comments here are about long rows.
 """
 
 import functools
@@ -57,97 +59,155 @@ def open_documents(cfg, tokenizer):
 
 
 def build(cfg, ps, model):
-    """Return this rank's stages of the model and their optimizer."""
-    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
-    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
-    weights = tk.models.init_weights(model, seed=cfg.seed)
-    stages = tk.build_stages(make_model, ps, plan, weights=weights, schedule=cfg.layout.schedule)
-    how = {"precision": cfg.precision, "seed": cfg.seed}
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
+    """Return this rank's part of the model, and its optimizer."""
+    # --ring and --ulysses replace attention, the only part of a decoder in which a token sees
+    # others. In a ring, keys and values travel from rank to rank, each of which holds two slices
+    # of a document, one from either end, so that all do the same work. Ulysses exchanges tokens
+    # for heads. All else is computed where a token is.
+    plan = tk.parallel.make_decoder_plan(
+        cfg.layout,
+        precision=cfg.precision,
+        recompute=cfg.recompute,
+        compiled=cfg.compiled,
+        attention=cfg.attention,
+        offload=cfg.offload_activations,
+    )
+    stages = tk.build_stages(
+        functools.partial(tk.models.Decoder, model, head="hidden"),
+        ps,
+        plan,
+        weights=tk.models.init_weights(model, seed=cfg.seed),
+        schedule=cfg.layout.schedule,
+    )
+    optimizer = tk.optim.make_optimizer(
+        stages,
+        optimizer=cfg.optim.optimizer,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        options=cfg.optim.options,
+        groups=cfg.optim.groups,
+        mean=cfg.optim.mean,
+        offload=cfg.optim.offload_optimizer,
+        precision=cfg.precision,
+        seed=cfg.seed,
+    )
+    return stages, optimizer
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    total = cfg.optim.schedule_steps
-    lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total)
-    max_norm = cfg.optim.max_norm
+    lr_at = tk.schedules.cosine(
+        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
+    )
 
     def train_step(state, batch):
-        scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        # Ranks that split a row hold different tokens of it: they count and add up theirs, as
+        # ranks that read different rows do. `ps.loss` has both.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
+        # Each of them has the gradient of its own tokens. FSDP adds these up where it shards over
+        # the ranks of a sequence too, as it does by default; this adds up the rest: --fold-sp.
         tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.make_finite_check(
+        should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
         lr = lr_at(state.step)
         update = tk.clip_and_step(
-            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+            stages,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.optim.max_norm,
+            should_apply=should_apply,
+            scale=scale,
         )
-        metrics = {**terms, **update.metrics, "lr": lr}
-        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+        metrics = {**terms, **update.metrics, "lr": lr, "tokens": tokens}
+        return tk.advance(state, batch, metrics, axis=ps.loss)
 
     return train_step
 
 
 def train(cfg, run, tokenizer, model):
-    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, batch = run.ps, cfg.batch
+    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps = run.ps
     run.log(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
     run.log(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
-    rows = tk.pack_bins(
-        corpus.lengths, batch.row_length, multiple_of=batch.multiple_of, seed=cfg.seed
+    # A document that is longer than a row continues in another one. In a row, each document is
+    # cut into equal slices for the ring, which is why its length is rounded up: multiple-of.
+    bins = tk.pack_bins(
+        corpus.lengths,
+        cfg.batch.row_length,
+        multiple_of=cfg.batch.multiple_of,
+        seed=cfg.seed,
     )
-    stages, optimizer = build(cfg, ps, model)
-    size = {"rows_per_step": batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, rows, **size))
-    facts = tk.config.make_config_facts(cfg)
-    facts |= {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= {"fingerprint": tk.data.fingerprint(corpus), "rows": tk.packing.bins_hash(rows)}
-    changes = tk.config.make_resume_rules(cfg)
-    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    loss = tk.losses.next_token_linear
-    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
-    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=batch.rows, seed=cfg.seed)
-    share = {"place": ps.place, "rows_per_microbatch": batch.microbatch}
-    pad_id = tokenizer.pad_id or 0
+    rows = tk.PackedCorpus(corpus, bins)
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    # Labels are shifted before a row is cut, so that the last token of a slice knows the first one
+    # of the next. A rank gets its slices, with the positions that they have in their documents.
     make_batch = functools.partial(
-        tk.make_step_batch, tk.PackedCorpus(corpus, rows), rows_at, pad_id=pad_id, **share
+        tk.make_step_batch,
+        rows,
+        rows_at,
+        rows_per_microbatch=cfg.batch.microbatch,
+        place=ps.place,
+        pad_id=tokenizer.pad_id or 0,
     )
-    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
-    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
+
+    stages, optimizer = build(cfg, ps, model)
+    run.describe(stages, bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
+    forward_backward = tk.make_forward_backward(
+        stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
+    )
+    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
+
+    state = run.resume(
+        stages,
+        optimizer,
+        request=cfg.resume,
+        config=cfg,
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+    )
+    stop = None
     with (
         tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
-        run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
+        run.loop(
+            state,
+            stages,
+            optimizer,
+            steps=cfg.steps,
+            replay=forward_backward,
+            checkpoints=cfg.checkpoints,
+            logging=cfg.logging,
+            policy=cfg.policy,
+        ) as loop,
     ):
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.record(state, metrics, batch)
             stop = loop.checkpoint(state)
-    if stop:
-        return tk.run.EXIT_SAVED
-    run.finish(state, stages, optimizer)
-    return 0
+    return run.finish(state, stages, optimizer, stop=stop)
 
 
 def main(argv=None):
-    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    """Read the configuration, refuse what does not fit, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
     cfg = attrs.evolve(cfg, precision=tk.parallel.resolve_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
-    vocab_size = tk.models.pad_vocab_size(tokenizer.vocab_size)
-    rope = {"rope_theta": cfg.rope_theta}
-    model = tk.models.make_decoder_config(cfg.size, vocab_size=vocab_size, **rope)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.get_world_size())
-    tk.parallel.refuse(problems)
-    with tk.open_run(cfg.out, **cfg.opened) as run:
+    model = tk.models.make_decoder_config(
+        cfg.size, num_ids=tokenizer.vocab_size, rope_theta=cfg.rope_theta
+    )
+    tk.parallel.check_layout(cfg.layout, model, cfg.batch)
+    with tk.open_run(
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+    ) as run:
         return train(cfg, run, tokenizer, model)
 
 

@@ -4,7 +4,9 @@ python recipes/moe.py                                   # one process, balanced 
 python recipes/moe.py --balance loss                    # with the auxiliary loss instead
 torchrun --nproc-per-node 2 recipes/moe.py --ep 2       # two, each with half of the experts
 python recipes/moe.py --data FOLDER --experts 32 --chosen 4     # your text, more experts
-python recipes/moe.py --data FOLDER --init MODEL        # goes on from a Hugging Face folder
+python recipes/moe.py --data FOLDER --init MODEL        # continues a Hugging Face model
+
+The frame is that of pretrain.py, whose comments explain it. The comments here are about experts.
 """
 
 import functools
@@ -33,9 +35,9 @@ class Config(tk.config.RunConfig):
     tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
-    """Where packings are kept for the next run; None keeps none."""
+    """Where packings are cached for the next run; None for no cache."""
     init: Path | None = tk.config.option(None, on_resume="allow")
-    """A Hugging Face folder of a mixture to begin with; it says what size to balance would."""
+    """A Hugging Face folder of a mixture to begin with, in place of size, experts and balance."""
     size: str = "tiny"
     """The dense size that layers get experts in; see trainkit.models.list_decoder_sizes."""
     experts: int = tk.config.option(8, tk.config.positive)
@@ -43,7 +45,7 @@ class Config(tk.config.RunConfig):
     chosen: int = tk.config.option(2, tk.config.positive)
     """How many of them a token goes to."""
     balance: Literal["bias", "loss"] = "bias"
-    """What keeps experts balanced: a bias for the choice, without a loss; or an auxiliary loss."""
+    """What balances experts: a bias of the choice, without a loss; or an auxiliary loss."""
     bias_rate: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """By how much a step moves the biases at most; it falls at the end, as the learning rate."""
     loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
@@ -51,173 +53,222 @@ class Config(tk.config.RunConfig):
     eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     prompt: str = tk.config.option("def ", on_resume="allow")
-    """What the model goes on from when it is evaluated."""
+    """What the model continues when it is evaluated."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
     """How many tokens it then writes, for you to read."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=400)
 
 
-def open_rows(cfg, run, tokenizer):
-    """Return the rows to train on, and those held out: no document is in both."""
-    run.log(f"reading {cfg.data or 'the source of the standard library'}")
-    length, template = cfg.batch.row_length, tk.chat.locate_template(cfg.init)
-    if cfg.data:
-        whole = tk.open_corpus(cfg.data, tokenizer=tokenizer, template=template)
-    else:
-        whole = tk.corpora.open_library_corpus(tokenizer)
-    corpus, is_held = tk.corpora.hold_out(whole, one_in=40, piece=length)
-    how = {"cache_dir": cfg.cache, "axis": run.ps.world, "seed": cfg.seed, "log": run.log}
-    how |= {"multiple_of": cfg.batch.multiple_of}
-    return tk.data.split_held_out(corpus, is_held, length, **how)
-
-
 def choose_model(cfg, tokenizer):
     """Return the configuration of init, or of a size with experts in all layers but the first."""
     if cfg.init:
-        known = {"vocab_size": tokenizer.vocab_size, "context": cfg.batch.row_length}
-        return tk.hub.read_init_config(cfg.init, experts=True, **known)
-    dense = tk.models.make_decoder_config(cfg.size)
-    width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8  # for one grouped multiplication
+        return tk.hub.read_init_config(
+            cfg.init,
+            experts=True,
+            vocab_size=tokenizer.vocab_size,
+            context=cfg.batch.row_length,
+        )
+    dense = tk.models.make_decoder_config(cfg.size, num_ids=tokenizer.vocab_size)
+    # A multiple of 8, which grouped matrix multiplications want.
+    width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8
     experts = tk.models.Experts(
         count=cfg.experts,
         chosen=cfg.chosen,
         width=width,
-        shared=width,
-        first=1,
+        shared=width,  # an expert that every token goes to
+        first=1,  # the first layer stays dense, as in DeepSeek's models
         scores="sigmoid",
         biased=cfg.balance == "bias",
     )
-    vocab_size = tk.models.pad_vocab_size(tokenizer.vocab_size)
-    return attrs.evolve(dense, experts=experts, vocab_size=vocab_size)
+    return attrs.evolve(dense, experts=experts)
 
 
 def build(cfg, ps, model, first):
-    """Return this rank's stages of the model and their optimizer."""
-    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
-    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
+    """Return this rank's part of the model, and its optimizer."""
+    # With --ep, experts are spread over ranks; tokens travel to their experts and back.
+    plan = tk.parallel.make_decoder_plan(
+        cfg.layout,
+        precision=cfg.precision,
+        recompute=cfg.recompute,
+        compiled=cfg.compiled,
+        attention=cfg.attention,
+        offload=cfg.offload_activations,
+    )
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if first.source and not first.own:
-        weights = tk.hub.open_folder_weights(tk.hub.open_folder(first.source), axis=ps.world)
+        weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
     stages = tk.build_stages(
-        make_model,
+        functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
         plan,
         weights=weights,
         schedule=cfg.layout.schedule,
+        # The model also returns what its routers have counted. Padding goes to no expert.
         call=tk.models.call_routed,
     )
-    how = {"precision": cfg.precision, "seed": cfg.seed}
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
+    optimizer = tk.optim.make_optimizer(
+        stages,
+        optimizer=cfg.optim.optimizer,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        options=cfg.optim.options,
+        groups=cfg.optim.groups,
+        mean=cfg.optim.mean,
+        offload=cfg.optim.offload_optimizer,
+        precision=cfg.precision,
+        seed=cfg.seed,
+    )
+    return stages, optimizer
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    shape = {"warmup": cfg.optim.warmup, "total": cfg.optim.schedule_steps, "decay": 0.4}
-    lr_at = tk.schedules.warmup_stable_decay(cfg.optim.lr, **shape)
-    rate_at = tk.schedules.warmup_stable_decay(cfg.bias_rate, **shape | {"warmup": 0})
-    max_norm = cfg.optim.max_norm
+    lr_at = tk.schedules.warmup_stable_decay(
+        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+    )
+    # The biases have a rate of their own. It falls as the learning rate does, so that the choice
+    # of experts comes to rest; it needs no warm-up.
+    bias_rate_at = tk.schedules.warmup_stable_decay(
+        cfg.bias_rate, warmup=0, total=cfg.optim.schedule_steps, decay=0.4
+    )
 
     def train_step(state, batch):
-        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        seen = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
-        per = {"loss": tokens, "balance": seen}
-        sums = forward_backward(
-            batch.microbatches, denominator=tk.batch.scale_denominator(per, scale)
-        )
+        # Two denominators: the loss is a mean over the tokens that are trained on, the balance one
+        # over all that were routed, and these include tokens without a label.
+        routed = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        denominator = tk.batch.scale_denominator({"loss": tokens, "balance": routed}, scale)
+        sums = forward_backward(batch.microbatches, denominator=denominator)
         tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        applies = tk.health.make_finite_check(
+        should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
-        lr, rate = lr_at(state.step), rate_at(state.step)
+        lr = lr_at(state.step)
         update = tk.clip_and_step(
-            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+            stages,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.optim.max_norm,
+            should_apply=should_apply,
+            scale=scale,
         )
-        load, taken = terms["load"], update.applied
-        biases = tk.models.update_routers_(stages, load, rate=rate, applied=taken)
-        shown = tk.metrics.make_expert_load_metrics(load, biases=tk.all_sum(biases, ps.pp))
-        metrics = {**terms, **shown, **update.metrics, "lr": lr}
-        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+        # After the step: an expert with less than its share of the tokens gets a larger bias, one
+        # with more a smaller. No gradient is involved. Without biases nothing moves.
+        biases = tk.models.update_routers_(
+            stages, terms["load"], rate=bias_rate_at(state.step), applied=update.applied
+        )
+        load = tk.metrics.make_expert_load_metrics(terms["load"], biases=tk.all_sum(biases, ps.pp))
+        metrics = {**terms, **load, **update.metrics, "lr": lr, "tokens": tokens}
+        return tk.advance(state, batch, metrics, axis=ps.loss)
 
     return train_step
 
 
-def sample(cfg, stages, tokenizer):
-    """Return a text that the model goes on from, and how."""
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    begin = [*bos, *tokenizer.encode(cfg.prompt)]
-    how = {"context": cfg.batch.row_length, "slide": True, "max_new_tokens": cfg.sample}
-    how["sampling"] = tk.generation.Sampling(temperature=0.7, seed=cfg.seed)
-    ids = {"stop_ids": [tokenizer.eos_id], "vocab_size": tokenizer.vocab_size}
-    (drawn,) = tk.generation.generate(stages, [begin], **how, **ids)
-    return tk.sinks.escape_control_characters(tokenizer.decode([*begin, *drawn.ids]))
-
-
-def make_facts(cfg, model, tokenizer, rows):
-    """Return what a run must be continued with as it was begun."""
-    facts = tk.config.make_config_facts(cfg) | tk.data.make_data_facts(rows)
-    named = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    own = tk.hub.open_folder(cfg.init).full_context if cfg.init else 0
-    return facts | named | {"context": max(cfg.batch.row_length, own)}
-
-
 def train(cfg, run, tokenizer, model, first):
-    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, weight = run.ps, 0.0 if model.experts.biased else cfg.loss_weight
-    rows, held = open_rows(cfg, run, tokenizer)
-    stages, optimizer = build(cfg, ps, model, first)
-    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, rows.bins, **size))
-    loss = tk.losses.add_router_losses(tk.losses.next_token_linear, balance=weight)
-    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
-    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    evaluate = tk.evaluation.make_evaluator(
-        stages, held, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps = run.ps
+    corpora = tk.corpora.open_corpora(
+        (cfg.data,) if cfg.data else (), tokenizer=tokenizer, init=cfg.init, log=run.log
+    )
+    rows, held_out, _ = tk.corpora.pack_corpora(
+        corpora,
+        cfg.batch.row_length,
+        one_in=40,
+        multiple_of=cfg.batch.multiple_of,
+        seed=cfg.seed,
+        cache_dir=cfg.cache,
+        axis=ps.world,
+        log=run.log,
     )
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-    share = {"place": ps.place, "rows_per_microbatch": cfg.batch.microbatch}
-    pad_id = tokenizer.pad_id or 0
-    make_batch = functools.partial(tk.make_step_batch, rows, rows_at, pad_id=pad_id, **share)
-    facts = make_facts(cfg, model, tokenizer, rows)
-    changes = tk.config.make_resume_rules(cfg, free=["files", "context"])
-    facts |= tk.checkpoint.hash_initial_weights(first, stages, ps)
-    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
-    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
+    make_batch = functools.partial(
+        tk.make_step_batch,
+        rows,
+        rows_at,
+        rows_per_microbatch=cfg.batch.microbatch,
+        place=ps.place,
+        pad_id=tokenizer.pad_id or 0,
+    )
+
+    stages, optimizer = build(cfg, ps, model, first)
+    run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
+    # Adds the auxiliary loss to that of the tokens, and reports the load of each expert. Where the
+    # routers have biases its weight is 0, and it is only reported.
+    loss = tk.losses.add_router_losses(
+        tk.losses.next_token_linear, balance=0.0 if model.experts.biased else cfg.loss_weight
+    )
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
+    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
+    # Held-out text is evaluated by the loss of its tokens alone, to compare with dense models.
+    evaluate = tk.evaluation.make_evaluator(
+        stages, held_out, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+    )
+
+    state = run.resume(
+        stages,
+        optimizer,
+        request=cfg.resume,
+        config=cfg,
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        first=first,
+        context=cfg.batch.row_length,
+    )
+    stop = None
     with (
         tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
-        run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop,
+        run.loop(
+            state,
+            stages,
+            optimizer,
+            steps=cfg.steps,
+            replay=forward_backward,
+            checkpoints=cfg.checkpoints,
+            logging=cfg.logging,
+            policy=cfg.policy,
+        ) as loop,
     ):
-        loop.event("packing", step=state.step, **tk.packing.report_packing(rows.bins))
+        loop.event("packing", step=state.step, facts=rows.report)
         while state.step < cfg.steps and not stop:
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.record(state, metrics, batch)
-            if len(held) and tk.schedules.is_due(state.step, cfg.eval_every, last=cfg.steps):
+            if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
-                run.log(sample(cfg, stages, tokenizer))
+                text = tk.generation.sample_text(
+                    stages,
+                    cfg.prompt,
+                    tokenizer=tokenizer,
+                    max_new_tokens=cfg.sample,
+                    context=cfg.batch.row_length,
+                    seed=cfg.seed,
+                )
+                run.log(text)
             stop = loop.checkpoint(state)
-    if stop:
-        return tk.run.EXIT_SAVED
-    run.finish(state, stages, optimizer)
-    return 0
+    return run.finish(state, stages, optimizer, stop=stop)
 
 
 def main(argv=None):
-    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    """Read the configuration, refuse what does not fit, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
-    beside = (cfg.data,) if cfg.data else ()
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
-    name = tk.tokenizers.find_tokenizer(cfg.tokenizer, beside, init=first.source)
-    precision = tk.parallel.resolve_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
-    tokenizer = tk.tokenizers.open_tokenizer(name)
+    data = (cfg.data,) if cfg.data else ()
+    cfg = attrs.evolve(
+        cfg,
+        init=first.source,
+        tokenizer=tk.tokenizers.find_tokenizer(cfg.tokenizer, data, init=first.source),
+        precision=tk.parallel.resolve_precision(cfg.precision),
+    )
+    tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
     model = choose_model(cfg, tokenizer)
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=tk.mesh.get_world_size())
-    tk.parallel.refuse(problems)
-    with tk.open_run(cfg.out, **cfg.opened) as run:
+    tk.parallel.check_layout(cfg.layout, model, cfg.batch)
+    with tk.open_run(
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+    ) as run:
         return train(cfg, run, tokenizer, model, first)
 
 

@@ -8,6 +8,8 @@ python recipes/reinforce.py --sampled answers.jsonl      # answers of another sa
 Three of four examples that the model first imitates forget to carry, and so it learns to forget as
 well; the checker knows the sums, and its rewards alone make the rarer way the usual one. Sums are
 written backwards, units first, which a small decoder learns in seconds.
+
+The frame is that of pretrain.py, whose comments explain it. The comments here are about rollouts.
 """
 
 import functools
@@ -17,7 +19,6 @@ import attrs
 import numpy as np
 
 import trainkit as tk
-from trainkit.types import ConfigError, Cursor, Sample, StepBatch
 
 
 @attrs.frozen(kw_only=True)
@@ -69,254 +70,314 @@ def check(prompt, answer):
 
 
 def make_problems(cfg):
-    """Return problems whose answers are shown, those that are asked, and those held out from both.
+    """Return examples to imitate, problems to sample answers to, and problems held out from both.
 
-    Each with an answer; those that are shown with four, of which three forget to carry.
+    Each with an answer; the examples with four, of which three forget to carry.
     """
 
-    def problem(a, b):
+    def make_problem(a, b):
         forgetful = a + b - 10 * (a % 10 + b > 9)
         return f"{a:02}+{b}=", str(a + b)[::-1], str(forgetful)[::-1]
 
-    every = [problem(a, b) for a in range(100) for b in range(5, 10)]
-    order = tk.sampling.shuffle_epochs(len(every), rows_per_step=len(every), seed=cfg.seed)
-    every = [every[row] for row in order(0)]
-    shown = [(x, y) for x, right, forgetful in every[100:400] for y in (right, *[forgetful] * 3)]
-    return shown, *([(x, right) for x, right, _ in part] for part in (every[100:], every[:100]))
-
-
-def pack(cfg, tokenizer, answered):
-    """Return rows of problems and answers, of which the answers are trained on."""
-    begin, end = [x for x in [tokenizer.bos_id] if x is not None], [tokenizer.eos_id]
-
-    def sample(problem, answer):
-        asked, said = [*begin, *tokenizer.encode(problem)], [*tokenizer.encode(answer), *end]
-        return Sample([*asked, *said], np.arange(len(asked) + len(said)) >= len(asked))
-
-    corpus = tk.data.make_corpus(sample(*pair) for pair in answered)
-    size = {"multiple_of": cfg.batch.multiple_of, "overlong": "error", "seed": cfg.seed}
-    return tk.PackedCorpus(corpus, tk.pack_bins(corpus.lengths, cfg.batch.row_length, **size))
+    problems = [make_problem(a, b) for a in range(100) for b in range(5, 10)]
+    shuffle = tk.sampling.shuffle_epochs(len(problems), rows_per_step=len(problems), seed=cfg.seed)
+    problems = [problems[row] for row in shuffle(0)]
+    examples = [
+        (problem, answer)
+        for problem, right, forgetful in problems[100:400]
+        for answer in (right, forgetful, forgetful, forgetful)
+    ]
+    held_out, asked = ([(x, right) for x, right, _ in p] for p in (problems[:100], problems[100:]))
+    return examples, asked, held_out
 
 
 def build(cfg, ps, model, path):
-    """Return this rank's stages of the model, with its weights, and their optimizer."""
-    plan = tk.parallel.make_decoder_plan(cfg.layout, **cfg.planned)
-    make_model = functools.partial(tk.models.Decoder, model, head="hidden")
-    new = functools.partial(tk.models.init_weights, model, seed=cfg.seed)
-    weights = tk.adapters.open_base_weights(path, axis=ps.world) if path else new()
+    """Return this rank's part of the model, with its weights, and its optimizer."""
+    plan = tk.parallel.make_decoder_plan(
+        cfg.layout,
+        precision=cfg.precision,
+        recompute=cfg.recompute,
+        compiled=cfg.compiled,
+        attention=cfg.attention,
+        offload=cfg.offload_activations,
+    )
+    weights = tk.models.init_weights(model, seed=cfg.seed)
+    if path:
+        weights = tk.adapters.open_base_weights(path, axis=ps.world)
     stages = tk.build_stages(
-        make_model,
+        functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
         plan,
         weights=weights,
         schedule=cfg.layout.schedule,
-        call=tk.models.call_routed,
+        call=tk.models.call_routed,  # serves decoders with experts and without
     )
-    how = {"precision": cfg.precision, "seed": cfg.seed}
-    return stages, tk.optim.make_optimizer(stages, **cfg.optim.made, **how)
+    optimizer = tk.optim.make_optimizer(
+        stages,
+        optimizer=cfg.optim.optimizer,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        options=cfg.optim.options,
+        groups=cfg.optim.groups,
+        mean=cfg.optim.mean,
+        offload=cfg.optim.offload_optimizer,
+        precision=cfg.precision,
+        seed=cfg.seed,
+    )
+    return stages, optimizer
 
 
-def bind_losses(cfg, stages):
-    """Return forward_backward: the policy gradient of what was sampled, else the cross entropy."""
-    added = tk.objectives.PolicyOptions(most_importance=2.0 if cfg.rollout.sampled else None)
-    policy = tk.objectives.policy_gradient(
-        tk.objectives.ppo_clip(*[cfg.rollout.clip] * 2), added=added
-    )
+def make_forward_backward(cfg, stages):
+    """Return forward_backward: the policy gradient of sampled answers, else the cross entropy."""
+    # PPO's objective: the gain of a token is clipped once the updates have made it 20 % likelier,
+    # or less likely, than it was when it was sampled. Answers of another sampler are weighted by
+    # how likely the trainer finds them too, twice at most.
+    clip = tk.objectives.ppo_clip(cfg.rollout.clip, cfg.rollout.clip)
+    sampler = tk.objectives.PolicyOptions(most_importance=2.0 if cfg.rollout.sampled else None)
+    policy = tk.objectives.policy_gradient(clip, added=sampler)
     reinforce = tk.make_forward_backward(stages, policy, reduce=cfg.layout.reduce)
     imitate = tk.make_forward_backward(
         stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
     )
 
     def forward_backward(microbatches, *, denominator):
-        was_sampled = "advantages" in microbatches[0]
-        return (reinforce if was_sampled else imitate)(microbatches, denominator=denominator)
+        run = reinforce if "advantages" in microbatches[0] else imitate
+        return run(microbatches, denominator=denominator)
 
     return forward_backward
 
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    total = cfg.optim.schedule_steps
-    lr_at = tk.schedules.cosine(cfg.optim.lr, warmup=cfg.optim.warmup, total=total, final=0.1)
-    max_norm = cfg.optim.max_norm
+    lr_at = tk.schedules.cosine(
+        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, final=0.1
+    )
 
     def train_step(state, batch):
-        scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        # The tokens of answers, over all ranks. Prompts have no labels.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
         tk.sync_sp_grads(stages, ps.sp_unfolded)
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        lr, terms["loss"] = lr_at(state.step), terms.pop("policy", terms.get("loss"))
-        applies = tk.health.make_finite_check(
+        terms["loss"] = terms.pop("policy", terms.get("loss"))
+        should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
+        lr = lr_at(state.step)
         update = tk.clip_and_step(
-            stages, optimizer, lr=lr, max_norm=max_norm, should_apply=applies, scale=scale
+            stages,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.optim.max_norm,
+            should_apply=should_apply,
+            scale=scale,
         )
-        metrics = {**terms, **update.metrics, "lr": lr}
-        return tk.advance(state, batch, {**metrics, "tokens": tokens}, axis=ps.loss)
+        metrics = {**terms, **update.metrics, "lr": lr, "tokens": tokens}
+        return tk.advance(state, batch, metrics, axis=ps.loss)
 
     return train_step
 
 
-def bind_sampler(cfg, ps, model, ask, tokenizer, problems):
+def make_sampler(cfg, ps, model, sample_answers, tokenizer, problems):
     """Return sample(number), the answers of a rollout: this model's, or those of a file."""
-    options, sampling = cfg.rollout, tk.generation.Sampling(seed=cfg.seed)
-    size = options.prompts * options.answers
-    if options.sampled:
-        records = [record for _, record in tk.corpora.read_records(options.sampled)]
+    size = cfg.rollout.prompts * cfg.rollout.answers
+    if cfg.rollout.sampled:
         return tk.generation.make_answer_reader(
-            records, tokenizer=tokenizer, size=size, vocab_size=model.vocab_size, axis=ps.world
+            cfg.rollout.sampled,
+            tokenizer=tokenizer,
+            size=size,
+            vocab_size=model.vocab_size,
+            axis=ps.world,
         )
-    how = {"rows_per_step": options.prompts, "seed": cfg.seed}
-    rows_at = tk.sampling.shuffle_epochs(len(problems), **how)
+    rows_at = tk.sampling.shuffle_epochs(
+        len(problems), rows_per_step=cfg.rollout.prompts, seed=cfg.seed
+    )
 
     def sample(number):
-        prompts = [problems[row][0] for row in rows_at(number)]
-        return ask(prompts, sampling=sampling, each=options.answers, first=number * size)
+        # The noise of an answer is a function of the seed and its number: a run that is continued
+        # samples what it would have sampled, in any layout.
+        return sample_answers(
+            [problems[row][0] for row in rows_at(number)],
+            answers_per_prompt=cfg.rollout.answers,
+            first=number * size,
+            seed=cfg.seed,
+        )
 
     return sample
 
 
-def bind_rollout(cfg, ps, stages, sample, deal):
-    """Return roll_out(number): microbatches of each update, and what the answers came to."""
-    cut = {"capacity": cfg.batch.row_length, "multiple_of": cfg.batch.multiple_of}
-    old = tk.generation.compute_old_logprobs
+def make_rollouts(cfg, ps, stages, sample, make_batch):
+    """Return roll_out(number, cursor): a batch for each update, and a report of the answers."""
 
-    def roll_out(number):
+    def roll_out(number, cursor):
+        # GRPO: an answer is as good as its reward is above the mean of the answers to the same
+        # prompt, in their standard deviations. There is no value network.
         answers = sample(number)
         checked = tk.generation.compute_rewards(check, answers, axis=ps.world)
         advantages = tk.generation.compute_advantages(answers, checked)
-        corpus = tk.generation.make_answer_corpus(answers, advantages=advantages)
-        parts = tk.generation.split_minibatches(corpus, cfg.rollout.updates, **cut)
-        rows = [deal(part, np.arange(len(part))) for part in parts]
-        # By the weights that sampled: before the first update.
-        dealt = [tk.parallel.add_columns(stages, x, old) for x in rows]
-        told = tk.generation.summarize_rollout(answers, checked)
+        # Each update takes a part of the answers. From here on they are packed and spread over
+        # ranks as any corpus is; advantages are a column beside the tokens.
+        parts = tk.generation.split_rollout(
+            answers,
+            advantages,
+            cfg.rollout.updates,
+            capacity=cfg.batch.row_length,
+            multiple_of=cfg.batch.multiple_of,
+        )
+        batches = []
+        for part in parts:
+            rows = np.arange(len(part))
+            batch = make_batch(part, lambda _, rows=rows: rows, cursor)
+            # How likely the tokens are by the weights that sampled them: before the first update.
+            microbatches = tk.generation.add_old_logprobs(stages, batch.microbatches)
+            batches.append(attrs.evolve(batch, microbatches=microbatches))
+            cursor = batch.cursor
+        report = checked.report(answers)
         if cfg.rollout.sampled:
-            every = [microbatch for part in dealt for microbatch in part]
-            told["apart"] = tk.generation.check_logprobs(every, axis=ps.world)
-        return dealt, told
+            # Refuses answers of a sampler that has other weights than the trainer.
+            every = [microbatch for batch in batches for microbatch in batch.microbatches]
+            report["apart"] = tk.generation.check_logprobs(every, axis=ps.world)
+        return batches, report
 
     return roll_out
 
 
-def bind_evaluation(cfg, ps, stages, ask, held):
+def make_evaluator(cfg, ps, stages, sample_answers, held_out, rows):
     """Return evaluate(): how many greedy answers are right, and the loss of the right ones."""
-    (problems, rows), greedy = held, tk.generation.Sampling(temperature=0.0)
-    loss = tk.evaluation.make_evaluator(
+    evaluate_loss = tk.evaluation.make_evaluator(
         stages, rows, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
     )
 
     def evaluate():
-        checked = tk.generation.compute_rewards(
-            check, ask(problems, sampling=greedy), axis=ps.world
-        )
-        success = sum(checked.rewards) / len(problems)
-        return {**loss(), "success": success, "score": -success}
+        answers = sample_answers([problem for problem, _ in held_out], temperature=0.0)
+        checked = tk.generation.compute_rewards(check, answers, axis=ps.world)
+        success = sum(checked.rewards) / len(held_out)
+        # The best checkpoints are those of the lowest score.
+        return {**evaluate_loss(), "success": success, "score": -success}
 
     return evaluate
 
 
-def bind_batches(cfg, shown, deal, roll_out):
-    """Return batches(state, event): what is trained on until weights may be saved again."""
-    rows_at = tk.sampling.shuffle_epochs(len(shown), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-
-    def batches(state, event):
-        batch = state.cursor.batch
-        if state.step < cfg.supervised:
-            dealt = [deal(shown, rows_at(batch))]
-        else:
-            number = -((cfg.supervised - batch) // cfg.rollout.updates)  # rounded up
-            dealt, told = roll_out(number)
-            event("rollout", step=state.step, rollout=number, **told)
-        return [StepBatch(x, Cursor(batch + i)) for i, x in enumerate(dealt, start=1)]
-
-    return batches
-
-
 def train(cfg, run, tokenizer, model, first, context):
-    """Go on from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps, changes = run.ps, tk.config.make_resume_rules(cfg, free=["context"])
-    shown, asked, held = make_problems(cfg)
-    shown = pack(cfg, tokenizer, shown)
+    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps = run.ps
+    examples, asked, held_out = make_problems(cfg)
+    pack = functools.partial(
+        tk.corpora.pack_examples,
+        capacity=cfg.batch.row_length,
+        tokenizer=tokenizer,
+        multiple_of=cfg.batch.multiple_of,
+        seed=cfg.seed,
+    )
+    rows = pack(examples)
     stages, optimizer = build(cfg, ps, model, first.path)
-    size = {"rows_per_step": cfg.batch.rows, "precision": cfg.precision}
-    run.log(tk.parallel.describe_run(stages, shown.bins, **size))
-    forward_backward = bind_losses(cfg, stages)
+    run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
+    forward_backward = make_forward_backward(cfg, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
-    how = {"max_new_tokens": cfg.rollout.max_new_tokens, "context": cfg.batch.row_length}
-    ask = functools.partial(tk.generation.sample_answers, stages, tokenizer=tokenizer, **how)
-    how = {"place": ps.place, "device": ps.device, "pad_id": tokenizer.pad_id or 0}
-    deal = functools.partial(
-        tk.data.make_microbatches, rows_per_microbatch=cfg.batch.microbatch, **how
+
+    sample_answers = functools.partial(
+        tk.generation.sample_answers,
+        stages,
+        tokenizer=tokenizer,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        context=cfg.batch.row_length,
     )
-    sample = bind_sampler(cfg, ps, model, ask, tokenizer, asked)
-    roll_out = bind_rollout(cfg, ps, stages, sample, deal)
-    batches = bind_batches(cfg, shown, deal, roll_out)
-    held = [problem for problem, _ in held], pack(cfg, tokenizer, held)
-    evaluate = bind_evaluation(cfg, ps, stages, ask, held)
-    facts = {"model": attrs.asdict(model), "tokenizer": tk.tokenizers.tokenizer_hash(tokenizer)}
-    facts |= tk.config.make_config_facts(cfg) | tk.checkpoint.hash_initial_weights(
-        first, stages, ps
+    make_batch = functools.partial(
+        tk.make_step_batch,
+        rows_per_microbatch=cfg.batch.microbatch,
+        place=ps.place,
+        device=ps.device,
+        pad_id=tokenizer.pad_id or 0,
     )
-    facts |= {"context": max(cfg.batch.row_length, context)}
-    state = run.resume(stages, optimizer, facts=facts, changes=changes, request=cfg.resume)
-    stop, around = None, {"steps": cfg.steps, "policy": cfg.policy}
-    around |= {"checkpoints": cfg.checkpoints, "logging": cfg.logging}
-    with run.loop(state, stages, optimizer, replay=forward_backward, **around) as loop:
+    rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
+    sample = make_sampler(cfg, ps, model, sample_answers, tokenizer, asked)
+    roll_out = make_rollouts(cfg, ps, stages, sample, make_batch)
+    evaluate = make_evaluator(cfg, ps, stages, sample_answers, held_out, pack(held_out))
+
+    state = run.resume(
+        stages,
+        optimizer,
+        request=cfg.resume,
+        config=cfg,
+        model=model,
+        tokenizer=tokenizer,
+        first=first,
+        facts={"context": max(cfg.batch.row_length, context)},
+    )
+    stop = None
+    with run.loop(
+        state,
+        stages,
+        optimizer,
+        steps=cfg.steps,
+        replay=forward_backward,
+        checkpoints=cfg.checkpoints,
+        logging=cfg.logging,
+        policy=cfg.policy,
+    ) as loop:
         if state.step == cfg.supervised == 0:
             state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
-            for batch in batches(state, loop.event):
-                begun = state.step
+            # What is trained on until weights may be saved again: a batch of examples, or all
+            # updates of a rollout, whose answers are in no checkpoint.
+            if state.step < cfg.supervised:
+                batches = [make_batch(rows, rows_at, state.cursor)]
+            else:
+                number = -((cfg.supervised - state.cursor.batch) // cfg.rollout.updates)
+                batches, report = roll_out(number, state.cursor)
+                loop.event("rollout", step=state.step, facts={"rollout": number, **report})
+            for batch in batches:
+                before = state.step
                 state, metrics = train_step(state, batch)
                 state = loop.record(state, metrics, batch)
-                if state.step <= begun:
+                if state.step <= before:
                     break  # the run went back: the rest was sampled by weights that are gone
-            done = state.step - cfg.supervised
-            if done >= 0 and tk.schedules.is_due(
-                done, cfg.eval_every, last=cfg.steps - cfg.supervised
+            if state.step >= cfg.supervised and loop.is_due(
+                state, cfg.eval_every, since=cfg.supervised
             ):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
         if not stop:
-            loop.event("result", **tk.sinks.compare_evaluations(run.dir, "eval/success"))
-    if stop:
-        return tk.run.EXIT_SAVED
-    run.finish(state, stages, optimizer)
-    return 0
+            loop.result("eval/success")  # the first and the last evaluation
+    return run.finish(state, stages, optimizer, stop=stop)
 
 
 def open_base(cfg):
-    """Return weights to begin or go on with, the tokenizer, its name, the model, its context."""
+    """Return the weights to begin with, the tokenizer, its name, the model and its context."""
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
-    if path := first.path:
-        found = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
-        first = first.resolved(found.path)
-        return first, found.tokenizer, found.name, found.config, found.full_context
-    tokenizer = tk.tokenizers.open_tokenizer(name := cfg.tokenizer or "bytes")
-    words = tk.models.pad_vocab_size(tokenizer.vocab_size)
-    model = tk.models.make_decoder_config(cfg.size, vocab_size=words)
+    if first.path:
+        base = tk.hub.open_model(first.path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
+        first = first.resolved(base.path)
+        return first, base.tokenizer, base.name, base.config, base.full_context
+    name = cfg.tokenizer or "bytes"
+    tokenizer = tk.tokenizers.open_tokenizer(name)
+    model = tk.models.make_decoder_config(cfg.size, num_ids=tokenizer.vocab_size)
     return first, tokenizer, name, model, cfg.batch.row_length
 
 
 def main(argv=None):
-    """Read the configuration, refuse a layout that does not fit, open the process groups, train."""
+    """Read the configuration, refuse what does not fit, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
     first, tokenizer, name, model, context = open_base(cfg)
-    precision = tk.parallel.resolve_precision(cfg.precision)
-    cfg = attrs.evolve(cfg, init=first.source, tokenizer=name, precision=precision)
-    world, updates = tk.mesh.get_world_size(), cfg.rollout.updates
-    problems = tk.parallel.problems(cfg.layout, model, cfg.batch, world=world)
+    cfg = attrs.evolve(
+        cfg,
+        init=first.source,
+        tokenizer=name,
+        precision=tk.parallel.resolve_precision(cfg.precision),
+    )
     counts = [cfg.steps, cfg.supervised, cfg.checkpoints.save_every]
-    if any(count % updates for count in counts):
-        what = f"--steps, --supervised and --save-every are {counts}, not multiples of --updates"
-        problems.append(ConfigError(f"{what} {updates}; a run is saved between rollouts alone"))
-    tk.parallel.refuse(problems)
-    with tk.open_run(cfg.out, **cfg.opened) as run:
+    if any(count % cfg.rollout.updates for count in counts):
+        raise ValueError(
+            f"--steps, --supervised and --save-every are {counts}, not multiples of --updates "
+            f"{cfg.rollout.updates}; a run is saved between rollouts alone"
+        )
+    tk.parallel.check_layout(cfg.layout, model, cfg.batch)
+    with tk.open_run(
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+    ) as run:
         return train(cfg, run, tokenizer, model, first, context)
 
 

@@ -11,8 +11,10 @@ import re
 
 import attrs
 import pytest
+from covering import choices_of as choices_of_case
+from covering import covering
 
-from trainkit.tools.testing import cases, covering
+from trainkit.tools.testing import cases
 from trainkit.tools.testing.builtin import cases_of_model, models_of_tier
 from trainkit.types import Layout
 
@@ -90,7 +92,7 @@ def held_by(row):
     """
     model, case = row
     has = re.split(r",? (?:with|and|in|by) ", model)
-    return cases.choices_of(case) | {*(has[1:] or has)}
+    return choices_of_case(case) | {*(has[1:] or has)}
 
 
 def seconds_of(row):

@@ -4,6 +4,9 @@ Everything takes the text of files, and is tried on texts that are written for i
 """
 
 import ast
+import io
+import re
+import tokenize
 from collections import Counter
 from functools import cache
 from itertools import chain
@@ -61,6 +64,123 @@ def refusing_share(files):
     """Return the part of all code that only refuses."""
     refusing = sum(len(refusing_lines(text)) for text in files.values())
     return refusing / sum(len(code_lines(text)) for text in files.values())
+
+
+# ------------------------------------------------------------------------------ how much to read
+
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+DIALECT = {
+    "told",
+    "tell",
+    "tells",
+    "telling",
+    "said",
+    "heard",
+    "asked",
+    "beside",
+    "dealt",
+    "deal",
+    "begun",
+    "kept",
+    "mend",
+    "whoever",
+}
+"""Words for which the field has a term, or a sentence that reads better."""
+
+
+@cache
+def tokens_of(text):
+    """Return the tokens of a text, comments and line ends included."""
+    return list(tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+def code_tokens(text):
+    """Return the number of tokens of code: names, numbers, strings and operators."""
+    lines = code_lines(text)
+    return sum(token.type not in LAYOUT and token.start[0] in lines for token in tokens_of(text))
+
+
+def comments(text):
+    """Return the number of comments."""
+    return sum(token.type == tokenize.COMMENT for token in tokens_of(text))
+
+
+def keyword_bags(text):
+    """Return the calls that unpack keywords which are not the caller's own `**options`."""
+    own = set()
+    for function in nodes_of(text):
+        if isinstance(function, DEFINITIONS) and function.args.kwarg:
+            name = function.args.kwarg.arg
+            own |= {
+                id(word)
+                for call in ast.walk(function)
+                if isinstance(call, ast.Call)
+                for word in call.keywords
+                if word.arg is None and isinstance(word.value, ast.Name) and word.value.id == name
+            }
+    return [
+        call.lineno
+        for call in nodes_of(text)
+        if isinstance(call, ast.Call)
+        for word in call.keywords
+        if word.arg is None and id(word) not in own
+    ]
+
+
+def message_pieces(text):
+    """Return the names of strings that a function uses only to put a message together."""
+    found = []
+    for function in nodes_of(text):
+        if not isinstance(function, DEFINITIONS):
+            continue
+        inside = list(ast.walk(function))
+        strings = {
+            node.targets[0].id
+            for node in inside
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and (
+                isinstance(node.value, ast.JoinedStr)
+                or (isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
+            )
+        }
+        raised = Counter(
+            name.id
+            for node in inside
+            if isinstance(node, ast.Raise)
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name)
+        )
+        read = Counter(
+            node.id
+            for node in inside
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        )
+        found += [name for name in sorted(strings) if read[name] and read[name] == raised[name]]
+    return found
+
+
+def private_functions_used_once(text):
+    """Return the private functions of a file that stand in it twice: written, and called once."""
+    words = Counter(re.findall(r"\w+", text))
+    return [
+        node.name
+        for node in nodes_of(text)[0].body
+        if isinstance(node, DEFINITIONS) and node.name.startswith("_") and words[node.name] == 2
+    ]
+
+
+def dialect_words(text):
+    """Return the words of `DIALECT` in code, comments and docstrings, also as parts of names."""
+    words = re.findall(r"[A-Za-z]+", text.replace("_", " "))
+    return [word for word in words if word.lower() in DIALECT]
 
 
 # ------------------------------------------------------------------------------ imports

@@ -69,18 +69,23 @@ def with_layers(count):
 
 def with_short_texts():
     """Patch what recipes write at their end, which takes longer than a few steps: 16 tokens."""
-    own = generation.generate
 
-    def short(*given, max_new_tokens, **how):
-        return own(*given, max_new_tokens=min(max_new_tokens, 16), **how)
+    def shortened(own):
+        def short(*given, max_new_tokens, **how):
+            return own(*given, max_new_tokens=min(max_new_tokens, 16), **how)
 
-    return mock.patch("trainkit.post.generation.generate", short)
+        return short
+
+    names = ("generate", "sample_text", "answer_questions")
+    return mock.patch.multiple(
+        "trainkit.post.generation", **{name: shortened(getattr(generation, name)) for name in names}
+    )
 
 
 def without_pictures():
     """Patch what draws a run's loss and load, which takes longer than its steps."""
     pictures = {"plot_loss": mock.DEFAULT, "plot_expert_load": mock.DEFAULT}
-    return mock.patch.multiple("trainkit.run.open_run", **pictures)
+    return mock.patch.multiple(importlib.import_module("trainkit.run.open_run"), **pictures)
 
 
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):

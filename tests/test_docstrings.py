@@ -44,7 +44,6 @@ WITHOUT_EXAMPLE = {
     "files.commit_folder": "works on the disk: atomic_folder calls it",
     "files.recover_folder": "works on the disk: atomic_folder calls it",
     "files.remove_stale_files": "works on the disk: atomic_folder calls it",
-    "files.bad_file": "a line",
     "files.convert_disk_errors": "works on the disk: write_corpus is built on it",
     "files.atomic_write": "works on the disk: write_corpus is built on it",
     "collectives.get_backends": "asks a process group: get_comm_device calls it",

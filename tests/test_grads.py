@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import find_nonfinite
-from trainkit.parallel.names import mark_tied_copy_
+from trainkit.parallel.parameters import mark_tied_copy_
 from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, Axis, Share
 
@@ -335,9 +335,9 @@ def test_a_gradient_that_was_never_reduced_is_refused():
 
 
 def summed_gradients(bucket):
-    from trainkit.parallel import reduction
+    from trainkit.parallel import grad_reduction
 
-    reduction._BUCKET_ELEMENTS = bucket
+    grad_reduction._BUCKET_ELEMENTS = bucket
     with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
         scale = ps.sp_unfolded.index + 1
         values = [torch.full((3,), 1.0), torch.full((2, 2), 2.0), torch.full((4,), 3.0)]

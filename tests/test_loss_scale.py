@@ -15,7 +15,7 @@ from trainkit.losses import next_token_linear
 from trainkit.models import Decoder, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import make_decoder_plan
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 
 FP16 = tk.Precision(compute="fp16")
@@ -140,7 +140,7 @@ def test_an_overflow_on_one_rank_skips_on_all_and_all_have_one_scale(layouts):
 def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
     own = health.get_loss_scale
     begin = lambda memory, told: own({"loss_scale": 2.0**26} | memory, told)  # noqa: E731
-    monkeypatch.setattr(health, "loss_scale", begin)
+    monkeypatch.setattr(health, "get_loss_scale", begin)
     (tmp_path / "a.txt").write_text("".join(f"word{i % 17} = {i}\n" for i in range(600)))
     flags = ["--data", tmp_path / "a.txt", *SMALL.split(), "--compute", "fp16"]
     flags += ["--prompt", "a", "--sample", 1, "--save-every", 4]

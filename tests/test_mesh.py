@@ -349,8 +349,8 @@ def fails_on_rank_one(kind):
 def test_what_fails_on_one_rank_fails_on_all_and_names_it():
     found = run_ranks(fails_on_rank_one, 2, "ours")
     assert found == [
-        ("ConfigError", "rank 1: no such thing", "mend it"),
-        ("ConfigError", "no such thing", "mend it"),
+        ("ConfigError", "rank 1: no such thing: mend it", "mend it"),
+        ("ConfigError", "no such thing: mend it", "mend it"),
     ]
     first, _ = run_ranks(fails_on_rank_one, 2, "argument")
     assert first == ("TrainkitError", "rank 1: no such number", None)

@@ -49,7 +49,7 @@ PRIVATE = [
     ),
     Private(
         "torch.ops.aten._flash_attention_forward",
-        "attention/blocks.py",
+        "attention/blocks.py parallel/recompute.py",
         "the kernel for GPUs; the public front takes no log-sum-exp in backward",
     ),
     Private(
@@ -57,7 +57,7 @@ PRIVATE = [
     ),
     Private(
         "torch._scaled_mm",
-        "parallel/fp8.py",
+        "post/adapters/float8.py",
         "products in float8: the entry that torchao 0.18 calls too",
     ),
     Private(
@@ -67,7 +67,9 @@ PRIVATE = [
     ),
     Private("torch._foreach_norm", "grads.py", "norms of all gradients in one launch"),
     Private("torch._foreach_mul_", "grads.py", "clips all gradients in one launch"),
-    Private("torch._foreach_copy_", "checkpoint/snapshot.py", "copies all boxes in one call"),
+    Private(
+        "torch._foreach_copy_", "weights/checkpoint/snapshot.py", "copies all boxes in one call"
+    ),
     Private(
         "optimizer._step_supports_amp_scaling", "grads.py", "who can skip a step on the device"
     ),
@@ -83,13 +85,13 @@ PRIVATE = [
     ),
     Private(
         "dist.distributed_c10d._resolve_process_group",
-        "testing/ledger.py",
+        "tools/testing/ledger.py",
         "the group that a functional collective names",
     ),
-    Private("boxed._type", "testing/ledger.py", "whether an argument is a group in a box"),
+    Private("boxed._type", "tools/testing/ledger.py", "whether an argument is a group in a box"),
     Private(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "parallel/cost.py testing/ledger.py",
+        "parallel/recompute_budget.py tools/testing/ledger.py",
         "sees every operator; documented nowhere else",
     ),
     Private(
@@ -105,65 +107,67 @@ PRIVATE = [
     ),
     Private(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "parallel/naming.py",
+        "parallel/parameters.py",
         "which part of a whole tensor a rank holds",
     ),
     Private(
         "torch.distributed.tensor._utils._compute_local_shape_and_global_offset",
-        "parallel/naming.py",
+        "parallel/parameters.py",
         "which part each of the others holds",
     ),
     Private(
-        "module._non_persistent_buffers_set", "parallel/naming.py", "which buffers are not saved"
+        "module._non_persistent_buffers_set",
+        "parallel/parameters.py",
+        "which buffers are not saved",
     ),
     Private(
         "module._parameters",
-        "parallel/reduction.py parallel/naming.py",
+        "parallel/grad_reduction.py parallel/parameters.py",
         "parameters behind what hides them, and every place of a shared one",
     ),
-    Private("module._buffers", "parallel/naming.py", "every place of a shared buffer"),
+    Private("module._buffers", "parallel/parameters.py", "every place of a shared buffer"),
     Private(
         "contract._get_registry",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "whether `replicate` has been applied",
     ),
     Private(
         "sharded._get_fsdp_state",
-        "parallel/reduction.py parallel/stage_forward.py",
+        "parallel/grad_reduction.py parallel/stage_forward.py",
         "everything below that begins with `state`",
     ),
     Private(
         "state._fsdp_param_group",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "the divide factor, and what reduces gradients",
     ),
     Private(
         "state._fsdp_param_groups",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "the same, where units may have several",
         since=(2, 13),
     ),
     Private("state._device", "parallel/stage_forward.py", "where an offloaded unit computes"),
-    Private("state._is_root", "parallel/reduction.py", "whose callback ends a backward pass"),
-    Private("state._lazy_init", "parallel/reduction.py", "makes a unit ready that was not entered"),
+    Private("state._is_root", "parallel/grad_reduction.py", "whose callback ends a backward pass"),
+    Private("state._lazy_init", "parallel/grad_reduction.py", "prepares an unused unit"),
     Private(
         "state._root_post_backward_final_callback",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "ends the backward passes of a step",
     ),
-    Private("unit._init_mp_dtypes", "parallel/reduction.py", "what dtype a group gives sums in"),
+    Private("unit._init_mp_dtypes", "parallel/grad_reduction.py", "the dtype that a group sums in"),
     Private(
         "unit._init_mp_dtypes",
-        "adapters/freeze.py",
+        "post/adapters/freeze.py",
         "what a group reduces in, of which all was frozen before",
     ),
     Private(
         "fsdp_param._unsharded_param",
-        "parallel/reduction.py",
+        "parallel/grad_reduction.py",
         "whether a unit was gathered, and what gets zeros where there is no gradient",
     ),
-    Private("unit._all_gather_result", "parallel/reduction.py", "whether a unit was gathered"),
-    Private("replicated._comm_hooks", "parallel/reduction.py", "whether DDP sums or averages"),
+    Private("unit._all_gather_result", "parallel/grad_reduction.py", "whether a unit was gathered"),
+    Private("replicated._comm_hooks", "parallel/grad_reduction.py", "whether DDP sums or averages"),
     Private(
         "stage._post_metadata_inference_cleanup",
         "parallel/torch_pipeline.py",
@@ -182,55 +186,54 @@ PRIVATE = [
     ),
     Private(
         "torch.distributed.pipelining._schedule_visualizer.get_schedule_ops",
-        "pictures/pipeline.py",
+        "tools/pictures/pipeline.py",
         "what torch's schedules run, for the picture",
     ),
     Private(
         "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "convert/pickled.py",
+        "weights/convert/pickled.py",
         "where a tensor lies, in the .metadata of others' checkpoints",
     ),
-    Private("torch.serialization._get_layout", "convert/pickled.py", "a name that .metadata holds"),
+    Private(
+        "torch.serialization._get_layout",
+        "weights/convert/pickled.py",
+        "a name that .metadata holds",
+    ),
     Private(
         "loaded._checkpoint_offset",
-        "convert/pickled.py",
+        "weights/convert/pickled.py",
         "where a tensor's bytes lie in its file, when none is read",
     ),
     Private(
-        "torch.ops.torch_attn._varlen_attn",
-        "parallel/recomputing.py",
-        "the kernel for packed documents, whose result is kept",
-    ),
-    Private(
         "torch.ops._c10d_functional",
-        "collectives.py parallel/recomputing.py",
+        "collectives.py parallel/recompute.py",
         "an exchange whose result selective recomputation can keep",
     ),
-    Private("torch._C", "parallel/sleeping.py", "which has the next"),
+    Private("torch._C", "parallel/offload_state.py", "which has the next"),
     Private(
         "torch._C._disabled_torch_function_impl",
-        "parallel/sleeping.py",
+        "parallel/offload_state.py",
         "what a tensor whose memory is away says of its size and kind",
     ),
     Private(
         "torch.utils._pytree.tree_iter",
-        "parallel/sleeping.py parallel/cost.py parallel/leaks.py",
+        "parallel/offload_state.py parallel/recompute_budget.py parallel/packing_leaks.py",
         "the tensors in what a block is given, a model or operator gives, an optimizer remembers",
     ),
     Private(
-        "torch.Tensor._version", "parallel/offloading.py", "whether a saved tensor has been changed"
+        "torch.Tensor._version", "parallel/offload.py", "whether a saved tensor has been changed"
     ),
-    Private("torch.UntypedStorage._cdata", "parallel/offloading.py", "which memory a tensor is in"),
-    Private("module._forward_hooks", "parallel/recomputing.py", "FSDP's, which it must not see"),
-    Private("module._forward_pre_hooks", "parallel/recomputing.py", "the same"),
+    Private("torch.UntypedStorage._cdata", "parallel/offload.py", "which memory a tensor is in"),
+    Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
+    Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
     Private(
         "torch.utils._python_dispatch._get_current_dispatch_mode",
-        "parallel/recomputing.py",
+        "parallel/recompute.py",
         "whether selective recomputation is looking on",
     ),
     Private(
         "torch.utils._python_dispatch._pop_mode_temporarily",
-        "parallel/recomputing.py",
+        "parallel/recompute.py",
         "looks away while FSDP gathers",
     ),
 ]
@@ -256,7 +259,7 @@ def things():
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.parallel import DistributedDataParallel
 
-    from trainkit.parallel.reduction import fsdp_groups
+    from trainkit.parallel.grad_reduction import fsdp_groups
 
     module, group = nn.Linear(1, 1), dist.group.WORLD
     file = io.BytesIO()
@@ -345,7 +348,7 @@ def test_every_private_name_that_trainkit_uses_is_listed_and_none_besides():
         found |= {(file, name) for name in private_names(path.read_text()) - OTHERS}
     overridden = {
         ("optim/adamw.py", "_init_group"),
-        ("parallel/reduction.py", "_init_mp_dtypes"),
+        ("parallel/grad_reduction.py", "_init_mp_dtypes"),
         ("parallel/torch_pipeline.py", "_post_metadata_inference_cleanup"),
     }
     assert sorted(found ^ (LISTED - overridden)) == []

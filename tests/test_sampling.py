@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.batch import buffer_sorted_order
 from trainkit.noise.hashing import make_key
 from trainkit.sampling import (
     MixturePhase,
     assign_rows,
+    buffer_sorted_order,
     count_epochs,
     count_steps,
     find_mixture_phase,

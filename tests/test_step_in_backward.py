@@ -13,7 +13,7 @@ import trainkit as tk
 from trainkit.grads import make_step_in_backward
 from trainkit.losses import next_token_linear
 from trainkit.models import call_routed, call_with_noise
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import LayoutCase, run_ranks
 from trainkit.tools.testing.builtin import (
     SHALLOW,

@@ -70,7 +70,6 @@ from .run import plots as plots
 from .run import sinks as sinks
 from .step import evaluate as evaluate
 from .step import forward_backward as forward_backward
-from .step import forward_only as forward_only
 from .step import make_forward_backward as make_forward_backward
 from .text import chat as chat
 from .text import corpora as corpora

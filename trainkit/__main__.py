@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         report, code = COMMANDS[options.command].run(options)
     except (ValueError, OSError, KeyboardInterrupt) as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        what = str(error) or ("interrupted" if stopped else type(error).__name__)
+        what = getattr(error, "what", str(error)) or (
+            "interrupted" if stopped else type(error).__name__
+        )
         hint = getattr(error, "hint", None)
         if is_for_people or (sys.stderr.isatty() and not sys.stdout.isatty()):
             sys.stderr.write(f"error: {what}\n" + (f"hint: {hint}\n" if hint else ""))

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Write files and folders completely or not at all; read files of a bounded size."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100  # from fcntl.h
+_RENAME_EXCHANGE = 2  # from linux/fs.h; Python has no binding of renameat2
 
 
 @contextmanager
 def atomic_write(path: Path, *, by: str) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes `path` at the end, and goes on failure.
+    """Open a temporary file that replaces `path` at the end, and is deleted on failure.
 
-    The file is locked meanwhile: `remove_stale_files` leaves it alone until its process is gone.
+    The file is locked, so that `remove_stale_files` ignores it until its process has exited.
 
     Args:
-        path: The file to make, or to replace.
-        by: Which function writes, for the message.
+        path: The file to create or replace.
+        by: The function that writes, for the message.
 
     Raises:
         DiskError: It cannot be written.
@@ -44,10 +44,10 @@ def atomic_write(path: Path, *, by: str) -> Iterator[BinaryIO]:
         Writes `path`; file and folder have reached the disk when the block has ended.
     """
     with convert_disk_errors(path, by=by):
-        for again in reversed(range(_TRIES)):
-            temporary = _beside(path)
+        for tries_left in reversed(range(_LOCK_TRIES)):
+            temporary = _make_temporary_name(path)
             file = temporary.open("xb")
-            if _locked(file.fileno(), temporary) or not again:
+            if _lock(file.fileno(), temporary) or not tries_left:
                 break
             file.close()
     try:
@@ -55,11 +55,11 @@ def atomic_write(path: Path, *, by: str) -> Iterator[BinaryIO]:
         with convert_disk_errors(path, by=by):
             file.flush()
             os.fsync(file.fileno())
-            temporary.replace(path)  # while it is locked
+            temporary.replace(path)  # still locked, or another process could remove it
             file.close()
             fsync_folder(path.parent)
     except BaseException:
-        with suppress(OSError):  # closing writes what is left, and fails again where writing failed
+        with suppress(OSError):  # closing flushes, and fails again if writing has failed
             file.close()
         temporary.unlink(missing_ok=True)
         raise
@@ -67,25 +67,24 @@ def atomic_write(path: Path, *, by: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside `path` that becomes it at the end, and goes on failure.
+    """Yield an empty temporary folder that becomes `path` at the end, and is deleted on failure.
 
-    What is written into it must have reached the disk when the block ends; then one rename makes it
-    `path`. The folder is locked meanwhile, so that another process that makes the same removes what
-    killed ones have left, and never what is still being written.
+    Its files must have reached the disk when the block ends; then one rename makes it `path`. The
+    folder is locked, so that another process which makes the same folder removes the leftovers of
+    killed processes, but never what is still being written.
 
     Args:
-        path: The folder to make.
-        by: Which function writes, for the message.
-        replace: A folder that is there changes places with the new one, in one rename, and goes
-            then. Where the kernel or the disk cannot do that (`swap_paths`), it steps aside
-            first: of a process that is killed between these two renames it lies beside `path`,
-            where the next one that makes `path` finds it.
+        path: The folder to create.
+        by: The function that writes, for the message.
+        replace: Exchange an existing folder with the new one in one rename, and then delete it. If
+            the kernel or the disk cannot do that (`swap_paths`), the old one is renamed first. If
+            the process is killed between these two renames, the next call for `path` restores it.
 
     Raises:
         DiskError: It cannot be written.
 
     Effects:
-        Makes `path`, and the folders above it; removes what killed processes left beside it.
+        Creates `path` and the folders above it; removes what killed processes left next to it.
 
     Examples:
         >>> import tempfile
@@ -99,11 +98,20 @@ def atomic_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Pat
     with convert_disk_errors(path, by=by):
         path.parent.mkdir(parents=True, exist_ok=True)
         recover_folder(path)
-        staging, handle = _locked_folder(path)
+        for tries_left in reversed(range(_LOCK_TRIES)):
+            staging = _make_temporary_name(path)
+            staging.mkdir()
+            handle = os.open(staging, os.O_RDONLY)
+            if _lock(handle, staging) or not tries_left:
+                break
+            os.close(handle)
     try:
         yield staging
         with convert_disk_errors(path, by=by):
-            (_swap if replace and path.exists() else commit_folder)(staging, path)
+            if replace and path.exists():
+                _replace_folder(staging, path)
+            else:
+                commit_folder(staging, path)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -112,10 +120,10 @@ def atomic_folder(path: Path, *, by: str, replace: bool = False) -> Iterator[Pat
 
 
 def commit_folder(staging: Path, path: Path) -> None:
-    """Give a finished folder its name: what it holds is on the disk before the name is.
+    """Rename a finished folder, after its contents have reached the disk.
 
     Raises:
-        OSError: It could not; then there is no `path`, and `staging` is still there.
+        OSError: It failed; then there is no `path`, and `staging` still exists.
 
     Effects:
         Renames a folder, and waits for the disk.
@@ -124,20 +132,20 @@ def commit_folder(staging: Path, path: Path) -> None:
     staging.rename(path)
     try:
         fsync_folder(path.parent)
-    except OSError:  # what is told to have failed must not be there
+    except OSError:  # undo the rename: what is reported as a failure must not exist
         with suppress(OSError):
             path.rename(staging)
         raise
 
 
 def swap_paths(one: Path, other: Path) -> bool:
-    """Exchange two files or folders in one rename; return False where that cannot be done.
+    """Exchange two files or folders in one rename; return False if that is not supported.
 
-    It takes Linux's `renameat2`, and a disk that knows RENAME_EXCHANGE, as ext4, xfs, btrfs and
-    tmpfs do, and NFS does not.
+    It needs Linux's `renameat2`, and a file system with RENAME_EXCHANGE: ext4, xfs, btrfs and tmpfs
+    have it, NFS does not.
 
     Raises:
-        OSError: It could not, for another reason; then both are where they were.
+        OSError: It failed for another reason; then both are where they were.
 
     Effects:
         Renames two paths of one disk.
@@ -155,8 +163,9 @@ def swap_paths(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    paths = os.fsencode(one.absolute()), os.fsencode(other.absolute())
-    if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+    first = os.fsencode(one.absolute())
+    second = os.fsencode(other.absolute())
+    if rename(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV):
@@ -164,17 +173,17 @@ def swap_paths(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(other))
 
 
-def _swap(staging: Path, path: Path) -> None:
-    """Give a finished folder the name of another, which is removed.
+def _replace_folder(staging: Path, path: Path) -> None:
+    """Replace a folder by a finished one.
 
-    Killed at any point, there is the old folder or the new one at `path`, whole, if the two can be
-    exchanged.
+    Where `swap_paths` works, there is always a complete folder at `path`, the old or the new one,
+    even if the process is killed.
     """
     fsync_folder(staging)
     if swap_paths(staging, path):
         try:
             fsync_folder(path.parent)
-        except OSError:  # what is told to have failed must not be there
+        except OSError:  # undo the rename: what is reported as a failure must not exist
             swap_paths(staging, path)
             raise
         shutil.rmtree(staging, ignore_errors=True)
@@ -190,10 +199,10 @@ def _swap(staging: Path, path: Path) -> None:
 
 
 def recover_folder(path: Path) -> None:
-    """Undo what a killed `atomic_folder` left: put the old one back, remove what nobody writes to.
+    """Clean up after a killed `atomic_folder`: restore the old folder, remove temporary ones.
 
     Effects:
-        Renames and removes folders beside `path`.
+        Renames and removes folders next to `path`.
     """
     for aside in sorted(path.parent.glob(f".{path.name}.replaced-*")):
         if path.exists():
@@ -204,68 +213,65 @@ def recover_folder(path: Path) -> None:
 
 
 def remove_stale_files(paths: Iterable[Path]) -> None:
-    """Remove what `atomic_write` and `atomic_folder` were making when their process was killed.
+    """Remove the temporary files and folders of killed processes.
 
     Effects:
-        Removes files and folders on which nobody has a lock.
+        Removes those that no process has locked.
     """
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                # Its maker holds the lock, which ends with the process however that dies.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             finally:
                 os.close(handle)
 
 
-_TRIES = 4
-"""Of making something that another process does not take for a dead one's before it is locked."""
+_LOCK_TRIES = 4
+"""Attempts to create a temporary file or folder and lock it before another process removes it."""
 
 
-def _beside(path: Path) -> Path:
+def _make_temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.staging-{secrets.token_hex(4)}")
 
 
-def _locked_folder(path: Path) -> tuple[Path, int]:
-    """Return a new folder beside a path, and the handle by which it is locked."""
-    for again in reversed(range(_TRIES)):
-        staging = _beside(path)
-        staging.mkdir()
-        handle = os.open(staging, os.O_RDONLY)
-        if _locked(handle, staging) or not again:
-            break
-        os.close(handle)
-    return staging, handle
+def _lock(handle: int, path: Path) -> bool:
+    """Lock an open file or folder, and return whether it still exists at its path.
 
-
-def _locked(handle: int, path: Path) -> bool:
-    """Lock what a handle is of, and say whether it is still at its path.
-
-    Another process's `remove_stale_files` may have taken it for dead before it was locked.
+    Another process's `remove_stale_files` may have removed it before it was locked.
     """
-    with suppress(OSError):  # not every disk has locks; then nobody takes what is made for dead
+    with suppress(OSError):  # without locks on this disk, no process can remove it either
         fcntl.flock(handle, fcntl.LOCK_EX)
     return path.exists()
 
 
 @contextmanager
 def convert_disk_errors(
-    path: Path, *, by: str, needed: int | None = None, hint: str | None = None
+    path: Path,
+    *,
+    by: str,
+    needed: int | None = None,
+    hint: str | None = None,
 ) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DiskError` that names the file and what is free."""
+    """Convert an `OSError` of the block to a `DiskError` with the file and the free space."""
     try:
         yield
     except OSError as error:
-        free, room = None, f"; the next part needs {needed} bytes" if needed else ""
-        if error.errno not in {errno.EMFILE, errno.ENFILE}:  # a full disk is another matter
+        free = None
+        space = f"; the next part needs {needed} bytes" if needed else ""
+        if error.errno not in {errno.EMFILE, errno.ENFILE}:  # too many open files: not the disk
             with suppress(OSError):
-                there = next(each for each in (path, *path.parents) if each.exists())
-                free = shutil.disk_usage(there).free
-                room += f"; {free} bytes are free{_without_inodes(there)}"
-        what = f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no code')})"
+                existing = next(x for x in (path, *path.parents) if x.exists())
+                free = shutil.disk_usage(existing).free
+                space += f"; {free} bytes are free"
+                info = os.statvfs(existing)
+                if info.f_files > 0 and info.f_favail == 0:
+                    space += ", but no inode is, which every file needs: delete some files"
+        code = errno.errorcode.get(error.errno or 0, "no code")
         raise DiskError(
-            f"{by}: cannot write {path}: {what}{room}",
+            f"{by}: cannot write {path}: {error.strerror or error} ({code}){space}",
             where=path,
             got=free,
             want=needed,
@@ -273,39 +279,33 @@ def convert_disk_errors(
         ) from error
 
 
-def _without_inodes(path: Path) -> str:
-    """Say that a disk with bytes left takes no other file, where that is so."""
-    found = os.statvfs(path)
-    is_full = found.f_files > 0 and found.f_favail == 0
-    return ", but no inode is, which every file needs: delete some files" if is_full else ""
-
-
-def read_limited(path: Path, *, most: int) -> bytes:
-    """Return the bytes of a regular file of at most `most`; what is none, or larger, is not read.
+def read_limited(path: Path, *, max_bytes: int) -> bytes:
+    """Read a regular file of at most `max_bytes`.
 
     Raises:
-        OSError: As `open` does; or it is a pipe, which might never end, or too large.
+        OSError: As from `open`; or it is not a regular file, or is larger.
 
     Examples:
         >>> from pathlib import Path
-        >>> read_limited(Path("/dev/null"), most=10)
+        >>> read_limited(Path("/dev/null"), max_bytes=10)
         Traceback (most recent call last):
         ...
         OSError: [Errno 22] is no regular file: '/dev/null'
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            what = f"has {size} bytes, where {most} are the most"
-            raise OSError(errno.EFBIG, what, str(path))
-        return file.read(most)
+        if size > max_bytes:
+            raise OSError(
+                errno.EFBIG, f"has {size} bytes, where {max_bytes} are the most", str(path)
+            )
+        return file.read(max_bytes)
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to be read, if it is a regular one; a pipe might never end.
+    """Open a regular file for reading; a pipe, for instance, might never end.
 
     Raises:
-        OSError: As `open` does; or it is no regular file.
+        OSError: As from `open`; or it is not a regular file.
 
     Examples:
         >>> from pathlib import Path
@@ -326,15 +326,15 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def find_other_writers(path: Path) -> list[str]:
-    """Return who else than this user may have written a file or folder, or can change it.
+    """Find other users who can write a file or folder, or may have written it.
 
-    Nothing that is read is ever executed, so this is about numbers that somebody else chose.
+    No file that is read is ever executed, so they can only choose its numbers.
 
     Args:
-        path: What is there; a link stands for what it leads to.
+        path: A file or folder; links are followed.
 
     Returns:
-        A sentence for each of the owner, the group and everybody, if there is something to say.
+        At most one sentence about each of the owner, the group and everybody.
 
     Examples:
         >>> import tempfile
@@ -345,19 +345,22 @@ def find_other_writers(path: Path) -> list[str]:
     """
     found = path.stat()
     mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
-    is_foreign = found.st_uid not in {os.geteuid(), 0}
-    # A group with the user's own number is the user's own: where that is usual, so is umask 002.
-    is_shared = bool(found.st_mode & stat.S_IWGRP) and found.st_gid != os.geteuid()
-    is_open = bool(found.st_mode & stat.S_IWOTH)
-    return [
-        *([f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"] if is_foreign else []),
-        *([f"{path} can be written by the group {found.st_gid} {mode}"] if is_shared else []),
-        *([f"{path} can be written by everybody {mode}"] if is_open else []),
-    ]
+    problems = []
+    if found.st_uid not in {os.geteuid(), 0}:  # root can write everywhere anyway
+        problems.append(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
+    # Systems with a private group per user, of the user's number, usually also have umask 002.
+    if found.st_mode & stat.S_IWGRP and found.st_gid != os.geteuid():
+        problems.append(f"{path} can be written by the group {found.st_gid} {mode}")
+    if found.st_mode & stat.S_IWOTH:
+        problems.append(f"{path} can be written by everybody {mode}")
+    return problems
 
 
 def fsync_folder(path: Path) -> None:
-    """Return once the names in a folder have reached the disk; raises `OSError`.
+    """Wait until the names in a folder have reached the disk.
+
+    Raises:
+        OSError: The disk fails.
 
     Effects:
         Waits for the disk.
@@ -376,9 +379,9 @@ def fsync_folder(path: Path) -> None:
 
 
 def format_toml(values: Mapping[str, Any]) -> str:
-    """Return plain values by name as the text of a TOML file.
+    """Format plain values by name as a TOML file.
 
-    TOML has no null: None is written as "None", which `config.read_config` reads as one.
+    TOML has no null: None is written as "None", which `config.read_config` reads as None.
 
     Raises:
         TypeError: A value is none of str, number, bool, None and lists of these.
@@ -389,10 +392,10 @@ def format_toml(values: Mapping[str, Any]) -> str:
         out = "runs/a"
         data = ["a", "b"]
     """
-    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {_format_value(value)}\n" for name, value in values.items())
 
 
-def _toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return '"None"'
     if isinstance(value, bool):
@@ -400,16 +403,17 @@ def _toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
+        # A JSON string is a TOML string, except that TOML forbids a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Sequence):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     raise TypeError(f"format_toml: {value!r} is no str, number, bool, None or list")
 
 
 def hide_piped_script() -> None:
-    """Let processes that Python starts look for no script "<stdin>", which came through a pipe.
+    """Keep multiprocessing from importing a script that came through a pipe.
 
-    `python - <<EOF` leaves that name, under which multiprocessing's processes would import it.
+    `python - <<EOF` sets `__main__.__file__` to "<stdin>", which child processes would look for.
 
     Effects:
         Removes `__file__` of the main module where it is "<stdin>".
@@ -423,7 +427,7 @@ def hide_piped_script() -> None:
 
 
 def redirect_to_devnull(stream: Any) -> None:
-    """Let what is written to a file from now on go nowhere, as its reader has left.
+    """Discard everything that is written to a stream from now on, because its reader has left.
 
     Effects:
         Points the descriptor of `stream` at the null device.
@@ -441,7 +445,7 @@ def redirect_to_devnull(stream: Any) -> None:
 
 
 def flush(stream: Any) -> None:
-    """Flush what was printed; where its reader has left, let the rest go nowhere.
+    """Flush a stream; if its reader has left, discard what is written from now on.
 
     Effects:
         Writes to `stream`, and never fails.
@@ -454,11 +458,11 @@ def flush(stream: Any) -> None:
     except BrokenPipeError:
         redirect_to_devnull(stream)
     except (OSError, ValueError, AttributeError):
-        return  # a full disk, a closed stream, none at all: there is nobody left to tell
+        return  # a full disk, a closed stream, or None: there is nowhere to report it
 
 
 def say(text: str, stream: Any) -> None:
-    """Write lines on a stream at once; they are lost where it is closed or has no reader.
+    """Write lines to a stream and flush it; a stream that is closed or has no reader is ignored.
 
     Effects:
         Writes to `stream`, and never fails.
@@ -473,7 +477,7 @@ def say(text: str, stream: Any) -> None:
 
 
 def say_on_stderr(text: str) -> None:
-    """Write lines on stderr at once; see `say`.
+    """Write lines to stderr and flush it; see `say`.
 
     Effects:
         Writes to stderr, and never fails.

@@ -17,18 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
-from trainkit.parallel.names import canonical_name, get_named_parameters, is_tied_copy, modules_of
-from trainkit.parallel.reduction import (
+from trainkit.parallel.grad_reduction import (
     Reduce,
     check_dense,
     check_not_averaging,
-    local_of,
-    reducers_of,
+    find_reducers,
+    get_local,
+    list_summed_at_end,
     sum_gradients_,
     sum_grads_,
-    summed_at_the_end,
+)
+from trainkit.parallel.parameters import (
+    canonical_name,
+    get_named_parameters,
+    is_tied_copy,
+    modules_of,
 )
 from trainkit.types import SOLO, Axis, ConfigError, Log, Stages, Update
 
@@ -66,7 +71,7 @@ def get_parameters(stages: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter
     """
     stages = modules_of(stages)
     for stage in stages:
-        check_not_averaging("parameters_of", reducers_of(stage))
+        check_not_averaging("parameters_of", find_reducers(stage))
     return [p for p in get_named_parameters(stages).values() if p.requires_grad]
 
 
@@ -125,7 +130,7 @@ def _local_norms(
     for grad in grads:
         if type(grad) is not Tensor:
             _sharded_over(grad)
-    parts = [local_of(grad) for grad in grads]
+    parts = [get_local(grad) for grad in grads]
     if norm_type == math.inf:  # an empty shard has no largest element, and torch refuses it
         parts = [part for part in parts if part.numel()]
     if not parts:
@@ -345,7 +350,7 @@ def _clip_grads_(
     norms = _part_norms([members for members, _ in parts], axis, norm_type, names=groups)
     norms = norms if scale is None else norms / scale
     norm = norms.view(()) if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
-    looks = on_host(norm) and scale is None  # the host knows the norm without waiting
+    looks = can_read_values(norm) and scale is None  # the host knows the norm without waiting
     refused = _not_finite(norm)
     if looks and refused:
         return norm, refused
@@ -355,7 +360,7 @@ def _clip_grads_(
             continue
         own = norm if len(parts) == 1 else norms[index]
         by = _clip_on_host(own, limit) if looks else _clip_on_device(own, limit, refused, scale)
-        grads = [local_of(p.grad) for p in members if p.grad is not None]
+        grads = [get_local(p.grad) for p in members if p.grad is not None]
         if grads and by is not None:
             torch._foreach_mul_(grads, by)
     return norm, refused
@@ -494,7 +499,7 @@ def _check_held(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    if on_host(x) and not x.ndim:
+    if can_read_values(x) and not x.ndim:
         return torch.full((), not math.isfinite(x.item()))  # torch.tensor takes twice as long
     # x - x is NaN where x is not finite; isfinite costs 4 us more on a CPU.
     return (x - x).ne(0.0)
@@ -510,7 +515,7 @@ def _step_unless(refused: Tensor, optimizer: Any) -> None:
 
 
 def _step_as_it_is(refused: Tensor, optimizer: Any) -> None:
-    if not on_host(refused) and _skips_on_device(optimizer):
+    if not can_read_values(refused) and _skips_on_device(optimizer):
         optimizer.found_inf = refused.to(torch.float32)
         try:
             optimizer.step()
@@ -671,7 +676,7 @@ def _stepping_in_backward(
     def take(p: nn.Parameter) -> None:
         (norms[p],) = _local_norms([p], 2.0, _zeros(0, [p]).dtype)
         if by is not None:
-            local_of(p.grad).mul_(by)
+            get_local(p.grad).mul_(by)
         if lr is not None:
             step(p, refused)
         p.grad = None
@@ -716,8 +721,8 @@ def _arrivals(
     reduce: Reduce,
 ) -> dict[nn.Parameter, int]:
     """Return how often gradients arrive in a step, of those that no sum over ranks comes after."""
-    found = [reducers_of(stage) for stage in stages]
-    late = {p for reducers in found for p in summed_at_the_end(reducers)}
+    found = [find_reducers(stage) for stage in stages]
+    late = {p for reducers in found for p in list_summed_at_end(reducers)}
     sharded = {p for each in found for _, module in each.fsdp for p in module.parameters()}
     once = sharded if reduce == "last" else set()
     return {p: 1 if p in once else microbatches for p in params if p not in late}
@@ -743,7 +748,7 @@ def _alone(
     """Give a function that steps one parameter, with an optimizer that meanwhile holds no other."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] if lr is None else lr * group.get("lr_scale", 1)
-    with stepping_alone(optimizer) as hold:
+    with use_single_parameter(optimizer) as hold:
 
         def step(p: nn.Parameter, refused: Tensor) -> None:
             hold(p)
@@ -851,13 +856,13 @@ def _replayed(
     finite: dict[str, Tensor] = {}
 
     def see(name: str, gradient: Tensor) -> None:
-        verdict = local_of(gradient).isfinite().all()
+        verdict = get_local(gradient).isfinite().all()
         finite[name] = finite[name] & verdict if name in finite else verdict
 
     with _gradients_seen(stages, see):
         sums = replay()
     named = get_named_parameters(stages)
-    grads = {name: local_of(p.grad) for name, p in named.items() if p.grad is not None}
+    grads = {name: get_local(p.grad) for name, p in named.items() if p.grad is not None}
     summed = [name for name, grad in reversed(grads.items()) if not grad.isfinite().all()]
     found = {
         "terms": [f"the {name}" for name, value in sums.items() if not value.isfinite().all()],
@@ -902,8 +907,8 @@ def _with_ranks(told: Sequence[Sequence[str]], words: str = "{} on {}") -> list[
     return [words.format(text, format_ranks(which)) for text, which in ranks.items()]
 
 
-def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
-    """Return ranks as a message names them.
+def format_ranks(which: Sequence[int]) -> str:
+    """Return ranks as a message names them: up to eight one by one.
 
     Examples:
         >>> format_ranks([1]), format_ranks([0, 2, 3]), format_ranks(range(64))
@@ -911,13 +916,13 @@ def format_ranks(which: Sequence[int], *, most: int = 8) -> str:
     """
     if len(which) == 1:
         return f"rank {which[0]}"
-    if len(which) > most:
+    if len(which) > 8:
         return f"{len(which)} ranks from {which[0]} to {which[-1]}"
     return f"ranks {', '.join(map(str, which[:-1]))} and {which[-1]}"
 
 
 @contextmanager
-def stepping_alone(
+def use_single_parameter(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[Callable[[nn.Parameter], None]]:
     """Give a function after which an optimizer holds one parameter, and no other; then all again.
@@ -931,7 +936,7 @@ def stepping_alone(
     Examples:
         >>> one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
         >>> optimizer = torch.optim.SGD([one, other])
-        >>> with stepping_alone(optimizer) as hold:
+        >>> with use_single_parameter(optimizer) as hold:
         ...     hold(other)
         ...     print(*(len(p) for p in optimizer.param_groups[0]["params"]))
         3

@@ -1,19 +1,20 @@
-"""Is a step good, and what follows when it is not: pure functions of numbers that ranks share.
+"""Classify steps by loss and gradient norm, and decide what to do: skip, roll back or stop.
 
-Loss and gradient norm of a step are sums over all ranks, so every rank reads the same numbers here
-and decides alike, without asking another. What a decision remembers is in `TrainState.health`,
-plain floats and lists of them, which a checkpoint holds exactly: a run that goes on from one
-decides as the run that never stopped.
+These are pure functions. Loss and gradient norm of a step are sums over all ranks, so that every
+rank computes the same decision without communication. The state of the decisions is
+`TrainState.health`, plain floats and lists of them, which checkpoints store exactly: a resumed run
+decides like one that never stopped.
 
-A step is *bad* when its loss or its gradient's norm is not finite. It is skipped, on the device:
-parameters and moments keep every bit; the step's number, its data and its learning rate are spent
-all the same. Some bad steps in a row, or one whose parameters or moments are damaged themselves,
-call for a roll-back; too many of these end the run. A step whose loss or norm lies far above those
-of the last good ones is a *spike*. A step without a trained token is *empty*, and skipped. Where
-the loss is scaled, a norm that is not finite of a finite loss says that the scale is too large: the
-step is an *overflow*, skipped, and the scale halved; at a scale of 1 or less it is bad.
+- A step is *bad* when its loss or its gradient norm is not finite. It is skipped on the device:
+  parameters and moments do not change, but its number, its data and its learning rate are used up.
+  Several bad steps in a row, or non-finite parameters or moments, cause a roll-back; too many
+  roll-backs end the run.
+- A step is a *spike* when its loss or norm is far above those of the last good steps.
+- A step is *empty* when no token is in the loss; it is skipped.
+- A step is an *overflow* when a scaled loss is finite and the norm is not: the loss scale is too
+  large. It is skipped, and the scale is halved; at a scale of 1 or less the step is bad.
 
-    applies = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
+    should_apply = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
     update = tk.clip_and_step(stages, optimizer, ..., should_apply=should_apply)
     metrics = {**terms, "grad_norm": update.norm, "skipped": ~update.applied, "tokens": tokens, ...}
 
@@ -35,42 +36,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HealthState: TypeAlias = "Mapping[str, float | Sequence[float] | Tensor]"
-"""What is remembered between steps, as `TrainState.health` holds it.
+"""The state between steps, `TrainState.health`.
 
-`skips` bad steps in a row, the first of them `first_bad`; in the whole run `skipped`, `empty`,
-`spikes`, `rollbacks`; the numbers of the last bad steps `bad_steps`, and of those before which the
-run went back, `rolled_back`; loss and norm of the last good steps, `losses` and `norms`; the next
-step's `get_loss_scale`, and how many steps it has held, `scale_held`.
+`skips`: bad steps in a row, the first of them is `first_bad`. `skipped`, `empty`, `spikes`,
+`rollbacks`: counts of the whole run. `bad_steps`: the numbers of the last bad steps. `rolled_back`:
+the numbers of the steps before which the run was rolled back. `losses`, `norms`: those of the last
+good steps. `loss_scale`: that of the next step, unchanged for `scale_held` steps.
 """
 
-_LISTED = 32  # bad steps that are remembered by number
+_MAX_LISTED = 32  # the number of bad steps that are listed
 _SIGMA = 1.4826  # the standard deviation of a normal distribution over its median deviation
-_LEAST_SPREAD = 0.02  # of the median: numbers that hardly move make no spike of a small change
+_MIN_SPREAD = 0.02  # of the median, so that a small change of steady numbers is not a spike
 
 
 @attrs.frozen(kw_only=True)
 class Policy:
-    """What is done about bad steps, spikes and a run that diverges."""
+    """The policy for bad steps and spikes."""
 
     max_skips: int = attrs.field(default=3, validator=positive)
-    """So many bad steps in a row are a roll-back; those before are skipped."""
+    """The number of bad steps in a row that causes a roll-back; those before are skipped."""
     max_rollbacks: int = attrs.field(default=3, validator=non_negative)
-    """The run stops where it would roll back once more."""
+    """The maximum number of roll-backs; instead of another one the run stops."""
     on_spike: Literal["apply", "skip"] = attrs.field(
         default="apply", validator=one_of("apply", "skip")
     )
-    """Whether a step that is a spike is taken and told, or skipped as a bad one."""
+    """Whether a spike is applied and reported, or skipped like a bad step."""
     spike_sigmas: float = attrs.field(default=10.0, validator=positive)
-    """A spike lies so many standard deviations above the median of the window."""
+    """The number of standard deviations above the median of the window that makes a spike."""
     spike_window: int = attrs.field(default=64, validator=positive)
-    """How many good steps a spike is held against."""
+    """The number of good steps in the window."""
     spike_after: int = attrs.field(default=16, validator=positive)
-    """With fewer good steps than this there is no spike."""
+    """The number of good steps before the first spike can be detected."""
 
 
 @attrs.frozen
 class StepStatus:
-    """What a step was, and why."""
+    """The class of a step, and the reason."""
 
     kind: Literal["ok", "spike", "empty", "overflow", "bad", "damaged"]
     reason: str = ""
@@ -78,10 +79,10 @@ class StepStatus:
 
 @attrs.frozen
 class Action:
-    """What follows from a step, and why.
+    """The action after a step, and the reason.
 
-    For a roll-back and a stop, `before` is the last step before trouble began: a checkpoint of it,
-    or of an earlier one, is where to go back to.
+    For a roll-back and a stop, `before` is the last step before the first bad one: the run goes
+    back to a checkpoint of it, or of an earlier step.
     """
 
     kind: Literal["apply", "skip", "rollback", "stop"]
@@ -93,11 +94,11 @@ class Action:
 
 
 def spike_limits(memory: HealthState, policy: Policy) -> tuple[float, float]:
-    """Return above which loss and above which norm a step is a spike; inf while nothing is known.
+    """Return the loss and the norm above which a step is a spike; inf with too few steps.
 
-    The limit is the median of the window and so many times its spread, which is the median distance
-    from the median: one wild value moves neither. Both limits are numbers of fp32, so that a device
-    that computes in fp32 and the host compare with the same one.
+    The limit is the median of the window plus `spike_sigmas` times its spread, the median absolute
+    deviation: an outlier changes neither much. Limits are fp32 numbers, so that the host and a
+    device that computes in fp32 compare with the same ones.
 
     Examples:
         >>> memory = {"losses": [2.0, 2.1, 1.9, 2.0], "norms": [1.0] * 4}
@@ -106,20 +107,22 @@ def spike_limits(memory: HealthState, policy: Policy) -> tuple[float, float]:
         >>> spike_limits(memory, Policy(spike_after=5))
         (inf, inf)
     """
-    return _limit(_list(memory, "losses"), policy), _limit(_list(memory, "norms"), policy)
+    losses = _get_list(memory, "losses")
+    norms = _get_list(memory, "norms")
+    return _compute_limit(losses, policy), _compute_limit(norms, policy)
 
 
 def classify_step(
     loss: float, norm: float, memory: HealthState, policy: Policy, *, tokens: float = 1
 ) -> StepStatus:
-    """Return what a step was.
+    """Classify a step by its loss and its gradient norm.
 
     Args:
         loss: The mean loss of the global batch.
         norm: The norm of the gradient before clipping.
-        memory: The health that the step began with.
-        policy: What makes a spike.
-        tokens: How many tokens of the global batch are trained on.
+        memory: The health state before the step.
+        policy: The policy that defines a spike.
+        tokens: The number of tokens in the loss of the global batch.
 
     Examples:
         >>> classify_step(2.0, math.inf, {}, Policy())
@@ -127,16 +130,16 @@ def classify_step(
         >>> classify_step(9.0, 1.0, {"losses": [2.0] * 16, "norms": [1.0] * 16}, Policy())
         StepStatus(kind='spike', reason='the loss is 9, above 2.4')
     """
-    named = (("loss", loss), ("gradient norm", norm))
-    wrong = [f"the {name} is {value}" for name, value in named if not math.isfinite(value)]
-    if wrong:
-        return StepStatus("bad", " and ".join(wrong))
+    values = (("loss", loss), ("gradient norm", norm))
+    nonfinite = [f"the {name} is {value}" for name, value in values if not math.isfinite(value)]
+    if nonfinite:
+        return StepStatus("bad", " and ".join(nonfinite))
     if not tokens:
         return StepStatus("empty", "no token of the batch is trained on")
     limits = spike_limits(memory, policy)
     high = [
         f"the {name} is {value:.6g}, above {limit:.6g}"
-        for (name, value), limit in zip(named, limits, strict=True)
+        for (name, value), limit in zip(values, limits, strict=True)
         if value > limit
     ]
     return StepStatus("spike", " and ".join(high)) if high else StepStatus("ok")
@@ -145,49 +148,50 @@ def classify_step(
 def make_finite_check(
     loss: Tensor, memory: HealthState, policy: Policy, *, tokens: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Return `applies(norm)`: the same verdict on the device, without a host sync.
+    """Return should_apply(norm), the decision of `classify_step` on the device, without a sync.
 
-    A step applies when its loss and norm are finite, when it has a token to train on, and, if the
-    policy skips spikes, when it is none.
+    A step is applied when its loss and norm are finite, when a token is in the loss, and, if the
+    policy skips spikes, when it is not a spike.
 
     Args:
         loss: The mean loss of the global batch, 0-d.
-        memory: The health that the step began with.
-        policy: What makes a spike, and whether it is skipped.
-        tokens: How many tokens of the global batch are trained on, 0-d; None asks for none.
+        memory: The health state before the step.
+        policy: The policy that defines a spike, and whether it is skipped.
+        tokens: The number of tokens in the loss of the global batch, 0-d; None does not check it.
 
     Returns:
         A function from the norm to a 0-d bool tensor, for `clip_and_step`.
 
     Examples:
         >>> import torch
-        >>> applies = make_finite_check(torch.tensor(2.0), {}, Policy(), tokens=torch.tensor(5))
-        >>> applies(torch.tensor(1.0)), applies(torch.tensor(math.nan))
+        >>> tokens = torch.tensor(5)
+        >>> should_apply = make_finite_check(torch.tensor(2.0), {}, Policy(), tokens=tokens)
+        >>> should_apply(torch.tensor(1.0)), should_apply(torch.tensor(math.nan))
         (tensor(True), tensor(False))
     """
     skips = policy.on_spike == "skip"
     limits = spike_limits(memory, policy) if skips else (math.inf, math.inf)
 
-    def applies(norm: Tensor) -> Tensor:
+    def should_apply(norm: Tensor) -> Tensor:
         # x - x is 0 where x is finite and NaN elsewhere, and NaN equals nothing.
-        verdict = ((loss - loss) + (norm - norm)).eq(0.0)
+        is_good = ((loss - loss) + (norm - norm)).eq(0.0)
         for value, limit in zip((loss, norm), limits, strict=True):
             if math.isfinite(limit):
-                # A number of fewer bits than fp32 would have the limit rounded to its own.
-                verdict = verdict & (value.float() if value.itemsize < 4 else value).le(limit)
-        return verdict if tokens is None else verdict & tokens.gt(0)
+                # torch would round the limit to the dtype of a bf16 value.
+                is_good = is_good & (value.float() if value.itemsize < 4 else value).le(limit)
+        return is_good if tokens is None else is_good & tokens.gt(0)
 
-    return applies
+    return should_apply
 
 
 # --------------------------------------------------------------------------------------- loss scale
 
 
 def get_loss_scale(memory: HealthState, precision: Precision) -> Tensor | float | None:
-    """Return what the gradients of a step shall be multiples of; None but where it is of fp16.
+    """Return the loss scale of a step for fp16, and None for other dtypes.
 
-    Gradients of fp16 below 6e-8 are 0, and above 65,504 inf: times a scale most are neither. It is
-    2^16 at first, and a power of 2 always, so that it rounds nothing.
+    Gradients of fp16 below 6e-8 are 0, and above 65,504 inf; with a scale most are neither. It is
+    2^16 at first, and always a power of 2, so that scaling does not round.
 
         scale = tk.health.get_loss_scale(state.health, precision)
         sums = forward_backward(microbatches, denominator=tk.batch.scale_denominator(tokens, scale))
@@ -195,18 +199,15 @@ def get_loss_scale(memory: HealthState, precision: Precision) -> Tensor | float 
         return tk.advance(state, batch, {**terms, **update.metrics, ...}, axis=ps.loss)
 
     Args:
-        memory: `state.health`, in which `advance` remembers the next one (`update_loss_scale`).
-        precision: What the step computes in.
+        memory: `state.health`, in which `advance` stores the next one (`update_loss_scale`).
+        precision: The precision of the step.
 
     References:
         Micikevicius et al., "Mixed precision training" (2018).
 
     Examples:
-        >>> (
-        ...     get_loss_scale({}, Precision(compute="fp16")),
-        ...     get_loss_scale({}, Precision(compute="bf16")),
-        ... )
-        (65536.0, None)
+        >>> [get_loss_scale({}, Precision(compute=x)) for x in ("fp16", "bf16")]
+        [65536.0, None]
     """
     if precision.compute != "fp16":
         return None
@@ -215,34 +216,34 @@ def get_loss_scale(memory: HealthState, precision: Precision) -> Tensor | float 
 
 
 def update_loss_scale(
-    memory: HealthState, told: Mapping[str, Any], *, interval: int = 2000
+    memory: HealthState, metrics: Mapping[str, Any], *, interval: int = 2000
 ) -> dict[str, Any]:
-    """Return the memory with the next step's loss scale, on the device, without a host sync.
+    """Update the loss scale for the next step, on the device, without a host sync.
 
-    Half of it after an overflow, twice after `interval` steps without one.
+    The scale is halved after an overflow, and doubled after `interval` steps without one.
 
     Args:
-        memory: The health that the step began with.
-        told: What became of the step: its `get_loss_scale`, and whether it `overflowed`, a 0-d bool
-            tensor that is equal on all ranks; see `Update.metrics`.
-        interval: After how many steps without an overflow the scale grows.
+        memory: The health state before the step.
+        metrics: The step's `loss_scale`, and `overflowed`, a 0-d bool tensor that is equal on all
+            ranks; see `Update.metrics`.
+        interval: The number of steps without an overflow after which the scale grows.
 
     Examples:
         >>> import torch
-        >>> told = {"loss_scale": 8.0, "overflowed": torch.tensor(True)}
-        >>> update_loss_scale({"scale_held": 9.0}, told)
+        >>> metrics = {"loss_scale": 8.0, "overflowed": torch.tensor(True)}
+        >>> update_loss_scale({"scale_held": 9.0}, metrics)
         {'scale_held': tensor(0.), 'loss_scale': tensor(4.)}
     """
-    good = told["overflowed"].logical_not()
-    before: Any = memory.get("scale_held", 0.0)
-    held = (before + 1.0) * good
-    grows = held.ge(interval)
-    scale = told["loss_scale"] * (0.5 + 0.5 * good) * (1.0 + 1.0 * grows)
-    return {**memory, "scale_held": held * grows.logical_not(), "loss_scale": scale}
+    is_good = metrics["overflowed"].logical_not()
+    num_before: Any = memory.get("scale_held", 0.0)
+    num_steps = (num_before + 1.0) * is_good
+    grows = num_steps.ge(interval)
+    scale = metrics["loss_scale"] * (0.5 + 0.5 * is_good) * (1.0 + 1.0 * grows)
+    return {**memory, "scale_held": num_steps * grows.logical_not(), "loss_scale": scale}
 
 
 def copy_loss_scale(newest: HealthState, memory: HealthState) -> dict[str, Any]:
-    """Return a memory with the loss scale of a newer one, which nobody has judged yet.
+    """Copy the loss scale of a newer health state, before the newer one is judged.
 
     Examples:
         >>> copy_loss_scale({"skips": 0.0, "loss_scale": 4.0}, {"skips": 1.0, "loss_scale": 8.0})
@@ -254,13 +255,13 @@ def copy_loss_scale(newest: HealthState, memory: HealthState) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- decision
 
 
-def choose_action(found: StepStatus, memory: HealthState, policy: Policy) -> Action:
-    """Return what follows from a step: apply it, skip it, roll back, or stop.
+def choose_action(status: StepStatus, memory: HealthState, policy: Policy) -> Action:
+    """Return the action after a step: apply it, skip it, roll back, or stop.
 
     Args:
-        found: What the step was.
-        memory: The health that the step began with.
-        policy: How many bad steps and roll-backs are borne.
+        status: The class of the step.
+        memory: The health state before the step.
+        policy: The limits of bad steps and roll-backs.
 
     Returns:
         The action, without the step to go back to.
@@ -274,17 +275,18 @@ def choose_action(found: StepStatus, memory: HealthState, policy: Policy) -> Act
         >>> choose_action(StepStatus("damaged", "weight is not finite"), {}, Policy()).kind
         'rollback'
     """
-    if found.kind in ("empty", "overflow"):
-        return Action("skip", found.reason)
-    if not _is_held_against(found, policy):
-        return Action("apply", found.reason)
-    row, rollbacks = int(_number(memory, "skips")) + 1, int(_number(memory, "rollbacks"))
-    if found.kind != "damaged" and row < policy.max_skips:
-        return Action("skip", found.reason)
-    told = found.reason if row == 1 else f"{found.reason}; {row} bad steps in a row"
+    if status.kind in ("empty", "overflow"):
+        return Action("skip", status.reason)
+    if not _counts_as_bad(status, policy):
+        return Action("apply", status.reason)
+    num_bad = int(_get_number(memory, "skips")) + 1
+    rollbacks = int(_get_number(memory, "rollbacks"))
+    if status.kind != "damaged" and num_bad < policy.max_skips:
+        return Action("skip", status.reason)
+    reason = status.reason if num_bad == 1 else f"{status.reason}; {num_bad} bad steps in a row"
     if rollbacks < policy.max_rollbacks:
-        return Action("rollback", told)
-    return Action("stop", f"{told}; after {rollbacks} roll-backs")
+        return Action("rollback", reason)
+    return Action("stop", f"{reason}; after {rollbacks} roll-backs")
 
 
 def judge_step(
@@ -295,24 +297,24 @@ def judge_step(
     seen: HealthState | None = None,
     damage: Callable[[], Sequence[str]] | None = None,
 ) -> tuple[Action, TrainState]:
-    """Return what follows from the step that led to a state, and the state that remembers it.
+    """Return the action after a step, and the state with updated health.
 
-    Whether the step was taken is read off the record, where `applies` of that step has told it; the
-    numbers say why. One that was taken although it was bad has damaged the run.
+    Whether the step was applied is in the record, as `should_apply` decided; loss and norm give the
+    reason. A bad step that was applied has damaged the run.
 
     Args:
-        state: The state after the step, whose health is as the step found it.
-        record: The step's metrics as plain values: `loss`, `grad_norm`, and where they are there
-            `tokens`, `skipped`, `get_loss_scale` and `overflowed`.
-        policy: What is done.
-        seen: The health that `make_finite_check` of this step was given, if that was an earlier
-            one: a spike that is skipped is one by the limits that the device had.
-        damage: Called after a bad step only, on all ranks; gives the names of parameters and
-            moments that are not finite, as `checkpoint.find_nonfinite_state` does. No number of
-            skips mends these.
+        state: The state after the step, with the health state before it.
+        record: The step's metrics as plain values: `loss`, `grad_norm`, and if available `tokens`,
+            `skipped`, `loss_scale` and `overflowed`.
+        policy: The policy.
+        seen: The health state that `make_finite_check` of this step got, if that was an earlier
+            one: whether a spike is skipped depends on the limits of the device.
+        damage: Called after bad steps only, on all ranks; returns the names of parameters and
+            moments that are not finite, as `checkpoint.find_nonfinite_state` does. Skipping steps
+            does not repair these.
 
     Returns:
-        The action, and the state with what is to be remembered.
+        The action, and the new state.
 
     Examples:
         >>> record = {"loss": math.nan, "grad_norm": 1.0, "tokens": 8, "skipped": 1}
@@ -322,32 +324,35 @@ def judge_step(
         >>> judge_step(TrainState(step=5), record, Policy(), damage=lambda: ["weight on rank 1"])[0]
         Action(kind='rollback', reason='the loss is nan; not finite: weight on rank 1', before=4)
     """
-    memory, values = state.health, (float(record["loss"]), float(record["grad_norm"]))
-    limits = memory if seen is None or not _skips(policy) else seen
-    found = classify_step(*values, limits, policy, tokens=record.get("tokens", 1))
-    default = found.kind in ("bad", "empty") or (found.kind == "spike" and _skips(policy))
-    skipped = bool(record.get("skipped", default))
-    found = _as_done(found, policy, skipped=skipped)
+    memory = state.health
+    loss = float(record["loss"])
+    norm = float(record["grad_norm"])
+    limits = memory if seen is None or not _skips_spikes(policy) else seen
+    status = classify_step(loss, norm, limits, policy, tokens=record.get("tokens", 1))
+    is_skipped_spike = status.kind == "spike" and _skips_spikes(policy)
+    skipped = bool(record.get("skipped", status.kind in ("bad", "empty") or is_skipped_spike))
+    status = _reconcile(status, policy, skipped=skipped)
     if skipped and record.get("overflowed") and record["loss_scale"] > 1:
-        found = StepStatus("overflow") if math.isfinite(values[0]) else found
-    if found.kind == "bad" and damage is not None:
+        status = StepStatus("overflow") if math.isfinite(loss) else status
+    if status.kind == "bad" and damage is not None:
         names = list(damage())
         if names:
-            found = StepStatus("damaged", f"{found.reason}; not finite: {', '.join(names)}")
-    asked = policy if skipped else attrs.evolve(policy, on_spike="apply")
-    action = choose_action(found, memory, asked)
-    kept = _remembered(state.step, values, found, memory, asked)
+            status = StepStatus("damaged", f"{status.reason}; not finite: {', '.join(names)}")
+    if not skipped:
+        policy = attrs.evolve(policy, on_spike="apply")
+    action = choose_action(status, memory, policy)
+    health = _update_health(state.step, (loss, norm), status, memory, policy)
     if action.kind in ("rollback", "stop"):
-        action = attrs.evolve(action, before=int(_number(kept, "first_bad")) - 1)
-    return action, attrs.evolve(state, health=kept)
+        action = attrs.evolve(action, before=int(_get_number(health, "first_bad")) - 1)
+    return action, attrs.evolve(state, health=health)
 
 
 def restore_health(saved: HealthState, live: HealthState) -> dict[str, Any]:
-    """Return the memory of a run that has gone back: the window it had then, the counts of now.
+    """Return the health state after a roll-back: the window of the checkpoint, current counts.
 
     Args:
-        saved: The health of the checkpoint that it went back to.
-        live: The health with which it went back, from `judge_step`.
+        saved: The health state of the checkpoint.
+        live: The health state before the roll-back, from `judge_step`.
 
     Examples:
         >>> live = {"skips": 3.0, "skipped": 3.0, "first_bad": 10.0, "bad_steps": [10.0, 11.0]}
@@ -355,33 +360,36 @@ def restore_health(saved: HealthState, live: HealthState) -> dict[str, Any]:
         1.0
     """
     counts = {name: live[name] for name in ("skipped", "empty", "spikes") if name in live}
+    rolled_back = [*_get_list(live, "rolled_back"), _get_number(live, "first_bad")]
     return {
         **{name: value for name, value in saved.items() if name not in ("skips", "first_bad")},
         **counts,
-        "bad_steps": list(_list(live, "bad_steps")),
-        "rollbacks": _number(live, "rollbacks") + 1.0,
-        "rolled_back": [*_list(live, "rolled_back"), _number(live, "first_bad")][-_LISTED:],
+        "bad_steps": list(_get_list(live, "bad_steps")),
+        "rollbacks": _get_number(live, "rollbacks") + 1.0,
+        "rolled_back": rolled_back[-_MAX_LISTED:],
     }
 
 
 def make_stop_error(action: Action, memory: HealthState) -> NumericsError:
-    """Return the error that ends a run, with the list of what has happened.
+    """Return the error that ends a run, with its bad steps and roll-backs.
 
     Examples:
         >>> error = make_stop_error(Action("stop", "the loss is nan", 9), {"rolled_back": [4.0]})
-        >>> error.code, str(error)
+        >>> error.code, error.what
         (67, 'training has no good step after step 9: the loss is nan; rolled back before step 4')
     """
-    steps = [int(step) for step in _list(memory, "bad_steps")]
-    went = [int(step) for step in _list(memory, "rolled_back")]
-    told = [f"training has no good step after step {action.before}: {action.reason}"]
-    told += [f"rolled back before step {', '.join(map(str, went))}"] if went else []
-    told += [f"bad steps: {', '.join(map(str, steps))}"] if steps else []
+    steps = [int(step) for step in _get_list(memory, "bad_steps")]
+    rolled_back = [int(step) for step in _get_list(memory, "rolled_back")]
+    parts = [f"training has no good step after step {action.before}: {action.reason}"]
+    if rolled_back:
+        parts.append(f"rolled back before step {', '.join(map(str, rolled_back))}")
+    if steps:
+        parts.append(f"bad steps: {', '.join(map(str, steps))}")
     return NumericsError(
-        "; ".join(told),
+        "; ".join(parts),
         where=f"step {action.before + 1}",
-        hint="look at the data and the learning rate there; go on from an earlier checkpoint, or "
-        "with more roll-backs allowed",
+        hint="look at the data and the learning rate there; resume from an earlier checkpoint, or "
+        "allow more roll-backs",
     )
 
 
@@ -399,66 +407,70 @@ def check_divergence(
     warmup: int = 10,
     name: str = "evaluation",
 ) -> tuple[str, dict[str, Any]]:
-    """Return why a run diverges, or "", and the memory to go on with; for an evaluation's loss.
+    """Detect divergence of an evaluation's loss; return the reason, or "", and the new health.
 
     The loss is smoothed, s = smoothing * loss + (1 - smoothing) * s, from the first value on. It is
-    high where s lies `rise` or more above the least s so far, or is `factor` times that. High
-    `patience` times in a row is a divergence; a loss that is not finite is one at once, and is not
-    remembered.
+    high if s is at least `rise` above the minimum of s so far, or `factor` times the minimum. The
+    run diverges if it is high `patience` times in a row, or if the loss is not finite, which does
+    not change the health state.
 
     Args:
-        loss: The new loss, the same on all ranks.
+        loss: The new loss, equal on all ranks.
         memory: `state.health`.
-        rise: How far above the best is high.
-        factor: How many times the best is high, above 1; inf never. It is not asked of a best that
-            is not positive.
+        rise: The distance from the minimum that is high.
+        factor: The multiple of the minimum that is high, above 1; inf never is. It is only used for
+            a positive minimum.
         smoothing: The weight of the new loss.
-        patience: How many high values in a row.
-        warmup: The first values that are never high.
-        name: What the four numbers are remembered under.
+        patience: The number of high values in a row.
+        warmup: The number of first values that are never high.
+        name: The prefix of the four numbers in the health state.
 
     Raises:
         ValueError: An argument is out of range.
 
     Examples:
-        >>> memory, told = {}, []
+        >>> health, diverged = {}, []
         >>> for loss in [3.0] * 10 + [9.0] * 3:
-        ...     reason, memory = check_divergence(loss, memory)
-        ...     told.append(bool(reason))
-        >>> told.index(True)
+        ...     reason, health = check_divergence(loss, health)
+        ...     diverged.append(bool(reason))
+        >>> diverged.index(True)
         12
         >>> bool(check_divergence(math.nan, {})[0])
         True
     """
     if not (rise > 0 and factor > 1 and 0 < smoothing <= 1 and patience >= 1 and warmup >= 0):
         raise ValueError(
-            "divergence: rise must be positive, factor above 1, smoothing in (0, 1], patience at "
-            f"least 1, warmup at least 0, got {rise}, {factor}, {smoothing}, {patience}, {warmup}"
+            "check_divergence: rise must be positive, factor above 1, smoothing in (0, 1], "
+            f"patience at least 1, warmup at least 0, got {rise}, {factor}, {smoothing}, "
+            f"{patience}, {warmup}"
         )
     if not math.isfinite(loss):
         return f"the {name} loss is {loss}", dict(memory)
-    seen = _number(memory, f"{name}_seen") + 1.0
-    last = _number(memory, f"{name}_smooth", loss)
+    seen = _get_number(memory, f"{name}_seen") + 1.0
+    last = _get_number(memory, f"{name}_smooth", loss)
     smooth = last + smoothing * (loss - last)
-    best = min(smooth, _number(memory, f"{name}_best", smooth))
+    best = min(smooth, _get_number(memory, f"{name}_best", smooth))
     high = smooth - best >= rise or (best > 0 and smooth / best >= factor)
-    row = _number(memory, f"{name}_high") + 1.0 if high and seen > warmup else 0.0
-    kept = {"smooth": smooth, "best": best, "seen": seen, "high": row}
-    reason = (
-        f"the smoothed {name} loss is {smooth:.6g}, its best was {best:.6g}"
-        if row >= patience
-        else ""
-    )
-    return reason, {**memory, **{f"{name}_{key}": value for key, value in kept.items()}}
+    num_high = _get_number(memory, f"{name}_high") + 1.0 if high and seen > warmup else 0.0
+    reason = ""
+    if num_high >= patience:
+        reason = f"the smoothed {name} loss is {smooth:.6g}, its best was {best:.6g}"
+    return reason, {
+        **memory,
+        f"{name}_smooth": smooth,
+        f"{name}_best": best,
+        f"{name}_seen": seen,
+        f"{name}_high": num_high,
+    }
 
 
 def stop_if_diverged(state: TrainState, loss: float, **options: Any) -> TrainState:
-    """Return a state that remembers an evaluation's loss, or end a run that has diverged.
+    """Update the state with an evaluation's loss; raise NumericsError if the run diverges.
 
     Args:
         state: The state.
-        loss: The loss over held-out data, the same on all ranks.
-        **options: Those of `check_divergence`.
+        loss: The loss over held-out data, equal on all ranks.
+        **options: The options of `check_divergence`.
 
     Raises:
         NumericsError: The loss is not finite, or has been high for too long.
@@ -479,41 +491,41 @@ def stop_if_diverged(state: TrainState, loss: float, **options: Any) -> TrainSta
 
 
 def is_among_best(score: float, memory: HealthState, *, most: int) -> tuple[bool, dict[str, Any]]:
-    """Return whether a score is among the best so far, and the memory to go on with.
+    """Return whether a score is among the best so far, and the new health state.
 
     Args:
-        score: The new score, the lower the better, the same on all ranks. One that is not finite
-            is never among the best.
-        memory: `state.health`, which remembers the best scores as `evaluation_scores`.
-        most: How many are the best.
+        score: The new score, lower is better, equal on all ranks. A score that is not finite is
+            never among the best.
+        memory: `state.health`, which has the best scores as `evaluation_scores`.
+        most: The number of best scores.
 
     Examples:
-        >>> memory, found = {}, []
+        >>> health, results = {}, []
         >>> for score in [3.0, 2.0, 2.5, 1.0]:
-        ...     is_best, memory = is_among_best(score, memory, most=1)
-        ...     found.append(is_best)
-        >>> found, memory
+        ...     is_best, health = is_among_best(score, health, most=1)
+        ...     results.append(is_best)
+        >>> results, health
         ([True, True, False, True], {'evaluation_scores': [1.0]})
     """
     if not math.isfinite(score):
         return False, dict(memory)
-    scores = sorted([*_list(memory, "evaluation_scores"), float(score)])[:most]
+    scores = sorted([*_get_list(memory, "evaluation_scores"), float(score)])[:most]
     if score not in scores:
         return False, dict(memory)
     return True, {**memory, "evaluation_scores": scores}
 
 
-# ------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------ health state
 
 
-def _number(memory: HealthState, name: str, default: float = 0.0) -> float:
+def _get_number(memory: HealthState, name: str, default: float = 0.0) -> float:
     value = memory.get(name, default)
     if isinstance(value, Sequence):
         raise TypeError(f"health: {name} must be a number, got {value!r}")
     return float(value)
 
 
-def _list(memory: HealthState, name: str) -> Sequence[float]:
+def _get_list(memory: HealthState, name: str) -> Sequence[float]:
     value = memory.get(name, ())
     if not isinstance(value, Sequence):
         raise TypeError(f"health: {name} must be a list of numbers, got {value!r}")
@@ -527,57 +539,60 @@ def _median(ordered: Sequence[float]) -> float:
     return ordered[middle - 1] / 2 + ordered[middle] / 2
 
 
-def _limit(values: Sequence[float], policy: Policy) -> float:
+def _compute_limit(values: Sequence[float], policy: Policy) -> float:
     recent = sorted(values[-policy.spike_window :])
     if len(recent) < policy.spike_after:
         return math.inf
     median = _median(recent)
     spread = _SIGMA * _median(sorted(abs(value - median) for value in recent))
-    spread = max(spread, _LEAST_SPREAD * abs(median))
-    return _as_fp32(median + policy.spike_sigmas * spread) if spread else math.inf
+    spread = max(spread, _MIN_SPREAD * abs(median))
+    return _round_to_fp32(median + policy.spike_sigmas * spread) if spread else math.inf
 
 
-def _as_fp32(x: float) -> float:
+def _round_to_fp32(x: float) -> float:
     try:
         return struct.unpack("f", struct.pack("f", x))[0]
     except OverflowError:
         return math.inf
 
 
-def _skips(policy: Policy) -> bool:
+def _skips_spikes(policy: Policy) -> bool:
     return policy.on_spike == "skip"
 
 
-def _is_held_against(found: StepStatus, policy: Policy) -> bool:
-    """Say whether a step counts towards a roll-back."""
-    return found.kind in ("bad", "damaged") or (found.kind == "spike" and _skips(policy))
+def _counts_as_bad(status: StepStatus, policy: Policy) -> bool:
+    """Return whether a step counts towards a roll-back."""
+    is_skipped_spike = status.kind == "spike" and _skips_spikes(policy)
+    return status.kind in ("bad", "damaged") or is_skipped_spike
 
 
-def _as_done(found: StepStatus, policy: Policy, *, skipped: bool) -> StepStatus:
-    """Return what a step was, in view of whether it was taken."""
-    if found.kind == "bad" and not skipped:
-        return StepStatus("damaged", f"{found.reason}; the step was taken all the same")
-    if skipped and (found.kind == "ok" or (found.kind == "spike" and not _skips(policy))):
-        return StepStatus("bad", "the step was refused, though its loss and norm are good here")
-    if found.kind == "empty" and not skipped:
-        return StepStatus("ok", found.reason)
-    return found
+def _reconcile(status: StepStatus, policy: Policy, *, skipped: bool) -> StepStatus:
+    """Correct the class of a step by whether it was applied on the device."""
+    if status.kind == "bad" and not skipped:
+        return StepStatus("damaged", f"{status.reason}; the step was applied anyway")
+    is_applied_spike = status.kind == "spike" and not _skips_spikes(policy)
+    if skipped and (status.kind == "ok" or is_applied_spike):
+        return StepStatus("bad", "the step was skipped, though its loss and norm are good here")
+    if status.kind == "empty" and not skipped:
+        return StepStatus("ok", status.reason)
+    return status
 
 
-def _remembered(
-    step: int, values: tuple[float, float], found: StepStatus, memory: HealthState, policy: Policy
+def _update_health(
+    step: int, values: tuple[float, float], status: StepStatus, memory: HealthState, policy: Policy
 ) -> dict[str, Any]:
-    kept: dict[str, Any] = dict(memory)
-    if found.kind in ("spike", "empty"):
-        name = "spikes" if found.kind == "spike" else "empty"
-        kept[name] = _number(memory, name) + 1.0
-    if _is_held_against(found, policy):
-        row = _number(memory, "skips")
-        kept["first_bad"] = _number(memory, "first_bad") if row else float(step)
-        kept |= {"skips": row + 1.0, "skipped": _number(memory, "skipped") + 1.0}
-        kept["bad_steps"] = [*_list(memory, "bad_steps"), float(step)][-_LISTED:]
-    elif found.kind not in ("empty", "overflow"):
-        kept["skips"] = 0.0
+    health: dict[str, Any] = dict(memory)
+    if status.kind in ("spike", "empty"):
+        name = "spikes" if status.kind == "spike" else "empty"
+        health[name] = _get_number(memory, name) + 1.0
+    if _counts_as_bad(status, policy):
+        num_bad = _get_number(memory, "skips")
+        health["first_bad"] = _get_number(memory, "first_bad") if num_bad else float(step)
+        health["skips"] = num_bad + 1.0
+        health["skipped"] = _get_number(memory, "skipped") + 1.0
+        health["bad_steps"] = [*_get_list(memory, "bad_steps"), float(step)][-_MAX_LISTED:]
+    elif status.kind not in ("empty", "overflow"):
+        health["skips"] = 0.0
         for name, value in zip(("losses", "norms"), values, strict=True):
-            kept[name] = [*_list(memory, name), value][-policy.spike_window :]
-    return kept
+            health[name] = [*_get_list(memory, name), value][-policy.spike_window :]
+    return health

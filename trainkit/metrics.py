@@ -1,8 +1,8 @@
-"""From the sums of a step to numbers that people read, and what the hardware made of it.
+"""Metrics of a step: all-reduced sums, records for logs, memory, FLOPs and expert loads.
 
-Ranks exchange sums, never means (`reduce_metrics`); the host reads all of them at once (`to_host`);
-model FLOPs are counted from the real lengths of documents, since a packed row costs less attention
-than one document of its length.
+Ranks exchange sums, never means (`reduce_metrics`). The host reads all metrics at once (`to_host`).
+Model FLOPs follow from the lengths of documents, because a packed row costs less attention than one
+document of its length.
 """
 
 from __future__ import annotations
@@ -28,34 +28,29 @@ from trainkit.noise.hashing import MASK64, make_key
 from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
 
 
-def reduce_metrics(
-    sums: Mapping[str, Tensor], axis: Axis, *, names: Sequence[str] | None = None
-) -> dict[str, Tensor]:
-    """Return the sums of all ranks of an axis, with one collective for all names.
+def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
+    """All-reduce sums by name, with one collective for all of them.
 
-    The values travel as one fp64 tensor, in the order of their sorted names, and come back in the
-    dtype they had. So integers are exact up to 2^53. Nothing is divided, and no host sync is made.
+    The values are sent as one fp64 tensor, in the order of their sorted names, and are returned in
+    their dtype. So integers are exact up to 2^53. Nothing is divided, and there is no host sync.
 
-    Ranks must agree on the names. With `names`, equal on all ranks, a rank that lacks a value adds
-    0, and all come back as fp64, since it does not know what they were. Without, every rank must
-    pass the same ones: ranks of up to 255 names that do not are told so (on a CPU; elsewhere all
-    values come back as NaN, since asking would wait for the device), and none waits for another.
+    Every rank must pass the same names, with a 0 where it has no value. If up to 255 names differ,
+    all ranks raise ValueError on a CPU, without a deadlock. On other devices all values are NaN,
+    because a check would need a host sync.
 
     Args:
-        sums: a tensor per name.
-        axis: the ranks to sum over.
-        names: what to return, such as `loss.terms`.
+        sums: A tensor per name.
+        axis: The ranks to sum over.
 
     Returns:
-        A new dict, in the order of `names` if given, on the device that the ranks of the axis
-        compute on. On an axis of size 1 its values are the detached inputs.
+        A new dict, on the device that the ranks of the axis compute on. On an axis of size 1 its
+        values are the detached inputs.
 
     Raises:
-        ValueError: if a value is not among `names`, or with `names` no scalar; on all ranks, if
-            ranks passed different names, or values of different shapes.
+        ValueError: On all ranks, if ranks passed different names, or values of different shapes.
 
     Effects:
-        Communicates: one all-reduce on `axis`; none if its size is 1 or `names` is empty.
+        Communicates: one all-reduce on `axis`; none if its size is 1.
 
     Examples:
         >>> import torch
@@ -63,43 +58,25 @@ def reduce_metrics(
         >>> reduce_metrics({"loss": torch.tensor(6.0)}, solo_parallel().loss)
         {'loss': tensor(6.)}
     """
-    given = {name: value.detach() if value.requires_grad else value for name, value in sums.items()}
-    if axis.count == 1 and names is None:
-        return given
-    _check_sums(sums, names)
-    if axis.count > 1:  # a rank without a value must send from the same device as the others
-        given = {name: value.to(get_compute_device(axis)) for name, value in given.items()}
-    if names is not None:
-        device = next((value.device for value in given.values()), get_compute_device(axis))
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
-        given = {name: given.get(name, nothing).double() for name in names}
-    if axis.count == 1 or not (given or names is None):
-        return given
-    totals = _totals(given, axis)
-    return {name: totals[name].to(value.dtype) for name, value in given.items()}
+    sums = {name: x.detach() if x.requires_grad else x for name, x in sums.items()}
+    if axis.count == 1:
+        return sums
+    # All ranks must send from the same device.
+    sums = {name: x.to(get_compute_device(axis)) for name, x in sums.items()}
+    totals = _sum_packed(sums, axis)
+    return {name: totals[name].to(x.dtype) for name, x in sums.items()}
 
 
-def _check_sums(sums: Mapping[str, Tensor], names: Sequence[str] | None) -> None:
-    for name, value in sums.items():
-        if value.ndim and names is not None:  # a rank that lacks it could not tell how many it adds
-            raise ValueError(
-                f"reduce_metrics: with names= {name!r} must be a scalar, got shape "
-                f"{tuple(value.shape)}"
-            )
-    if names is not None and (strange := sorted(set(sums) - set(names))):
-        raise ValueError(f"reduce_metrics: {strange} are not among the names {list(names)}")
-
-
-def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
-    """Return the fp64 totals by name, or fail alike on all ranks whose names differ."""
+def _sum_packed(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
+    """Return the fp64 totals by name; raise on all ranks if names differ."""
     names = sorted(sums)
     shapes = [str(tuple(sums[name].shape)) for name in names]
     sizes = [sums[name].numel() for name in names]
     device = get_compute_device(axis)
-    # Gloo aborts the process when sizes differ, so ranks that disagree must send equally much.
+    # Gloo aborts the process when sizes differ, so the buffer is padded to a multiple of 256.
     packed = torch.zeros(-(-(1 + sum(sizes)) // 256) * 256, dtype=torch.float64, device=device)
     key = make_key(*names, *shapes) >> 32  # 32 bits: the sum over 2^21 ranks is exact
-    packed[0].fill_(key)  # packed[0] = key would be copied from the host, and waited for
+    packed[0].fill_(key)  # packed[0] = key would be a copy from the host, with a sync
     if names:
         flat = torch.cat([sums[name].double().flatten() for name in names])
         packed[1 : 1 + len(flat)] = flat
@@ -108,21 +85,21 @@ def _totals(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
     if device.type == "cpu" and not agreed:
         raise ValueError(
             f"reduce_metrics: the ranks of {axis.name!r} passed different names, here {names}; "
-            "pass names=, the same on all of them, and what a rank lacks counts as 0"
+            "pass the same names on all of them, with a 0 where a rank has no value"
         )
     values = torch.where(agreed, total, torch.nan)[1 : 1 + sum(sizes)].split(sizes)
     return {name: x.view(sums[name].shape) for name, x in zip(names, values, strict=True)}
 
 
 def expert_load_ratio(load: Tensor) -> Tensor:
-    """Return how often the expert that was chosen most was chosen, over the mean of all.
+    """Return the load of the busiest expert over the mean load, without a host sync.
 
     Args:
-        load: `[..., E]`, how often each expert of a layer was chosen, in the whole global batch:
-            the term "load" of `losses.add_router_losses`, after `reduce_metrics`. No host sync.
+        load: `[..., E]`, how often each expert of a layer was chosen in the global batch: the term
+            "load" of `losses.add_router_losses`, after `reduce_metrics`.
 
     Returns:
-        fp64 `[...]`: 1 where all are chosen alike, E where one has all; NaN where nobody chose.
+        fp64 `[...]`: 1 for equal loads, E if one expert has all tokens; NaN without tokens.
 
     Examples:
         >>> expert_load_ratio(torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])).tolist()
@@ -132,16 +109,15 @@ def expert_load_ratio(load: Tensor) -> Tensor:
 
 
 def expert_load_entropy(load: Tensor) -> Tensor:
-    """Return the entropy of the choice of experts, as a part of the largest that there can be.
+    """Return the normalized entropy of expert loads: -sum p ln p over ln E.
 
-    Not in nats: -sum of p ln p over ln E. It falls where many experts are seldom chosen, which
-    `expert_load_ratio` does not see.
+    It falls when many experts are rarely chosen, which `expert_load_ratio` does not show.
 
     Args:
-        load: As in `expert_load_ratio`, of two experts at least.
+        load: As in `expert_load_ratio`, of at least two experts.
 
     Returns:
-        fp64 `[...]`: 1 where all are chosen alike, 0 where one has all; NaN where nobody chose.
+        fp64 `[...]`: 1 for equal loads, 0 if one expert has all tokens; NaN without tokens.
 
     Examples:
         >>> expert_load_entropy(torch.tensor([[2, 2, 0, 0], [1, 1, 1, 1], [0, 9, 0, 0]])).tolist()
@@ -154,47 +130,48 @@ def expert_load_entropy(load: Tensor) -> Tensor:
 def make_expert_load_metrics(
     load: Tensor, *, biases: Tensor | None = None, dropped: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return how balanced the experts of a step are, as scalars for its metrics.
+    """Return scalar metrics of the balance of experts in a step.
 
-    Each has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of `load`, and
-    `NAME` alone is that of the worst layer: `expert_load_ratio`, `expert_load_entropy`,
-        `expert_bias` (the
-    largest absolute value of a layer's biases) and `dropped_share` (of all choices).
+    Each metric has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of
+    `load`, and `NAME` is that of the worst layer. They are `load_over_mean` (`expert_load_ratio`),
+    `load_entropy` (`expert_load_entropy`), `expert_bias` (the largest absolute value of a layer's
+    biases) and `dropped_share` (of all choices).
 
     Args:
         load: As in `expert_load_ratio`, `[L, E]`.
-        biases: `[L, E]`, what `models.update_routers_` returns, summed over the pipeline.
+        biases: `[L, E]`, from `models.update_routers_`, summed over the pipeline.
         dropped: `[L]`, the term of that name.
 
     Examples:
-        >>> shown = make_expert_load_metrics(
-        ...     torch.tensor([[3, 1], [2, 2]]), biases=torch.zeros(2, 2)
-        ... )
-        >>> {name: round(x.item(), 2) for name, x in shown.items() if name.startswith("load")}
+        >>> metrics = make_expert_load_metrics(torch.tensor([[3, 1], [2, 2]]))
+        >>> {name: round(x.item(), 2) for name, x in metrics.items()}
         {'load_over_mean': 1.5, 'load_over_mean/0': 1.5, 'load_over_mean/1': 1.0,
          'load_entropy': 0.81, 'load_entropy/0': 0.81, 'load_entropy/1': 1.0}
     """
-    each = {"load_over_mean": expert_load_ratio(load), "load_entropy": expert_load_entropy(load)}
+    by_layer = {
+        "load_over_mean": expert_load_ratio(load),
+        "load_entropy": expert_load_entropy(load),
+    }
     if biases is not None:
-        each["expert_bias"] = biases.abs().amax(-1)
+        by_layer["expert_bias"] = biases.abs().amax(-1)
     if dropped is not None:
-        each["dropped_share"] = dropped / load.sum(-1)
-    shown: dict[str, Tensor] = {}
-    for name, x in each.items():
-        shown[name] = x.amin() if name == "load_entropy" else x.amax()
-        shown |= {f"{name}/{layer}": value for layer, value in enumerate(x)}
-    return shown
+        by_layer["dropped_share"] = dropped / load.sum(-1)
+    metrics: dict[str, Tensor] = {}
+    for name, x in by_layer.items():
+        metrics[name] = x.amin() if name == "load_entropy" else x.amax()  # of the worst layer
+        metrics |= {f"{name}/{layer}": value for layer, value in enumerate(x)}
+    return metrics
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
-    """Return metrics as Python numbers, with one transfer for all tensors of a device.
+    """Convert metrics to Python numbers, with one transfer for all tensors of a device.
 
-    Integer and bool tensors come back as int, all 64 bits of it, others as float, those with
-    dimensions as nested lists (which lines of JSON hold, and sinks of curves leave out); plain
-    numbers stay what they are.
+    Integer and bool tensors become int, with all 64 bits, others float. Tensors with dimensions
+    become nested lists, which JSON records contain and sinks of curves skip. Plain numbers do not
+    change.
 
     Args:
-        metrics: tensors and plain numbers by name.
+        metrics: Tensors and plain numbers by name.
 
     Returns:
         A new dict in the same order.
@@ -210,39 +187,41 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     numbers: dict[str, Any] = {}
     for device in {value.device for value in tensors.values()}:
-        here = {name: value for name, value in tensors.items() if value.device == device}
-        bits = torch.cat([_bits(value.detach()).flatten() for value in here.values()]).cpu().numpy()
-        ends = np.cumsum([value.numel() for value in here.values()])[:-1]
-        for (name, value), own in zip(here.items(), np.split(bits, ends), strict=True):
-            kind = np.float64 if value.is_floating_point() else np.int64
-            numbers[name] = own.view(kind).reshape(value.shape).tolist()
+        on_device = {name: value for name, value in tensors.items() if value.device == device}
+        flat = [_to_bits(value.detach()).flatten() for value in on_device.values()]
+        bits = torch.cat(flat).cpu().numpy()
+        ends = np.cumsum([value.numel() for value in on_device.values()])[:-1]
+        for (name, value), chunk in zip(on_device.items(), np.split(bits, ends), strict=True):
+            dtype = np.float64 if value.is_floating_point() else np.int64
+            numbers[name] = chunk.view(dtype).reshape(value.shape).tolist()
     return {
         name: numbers[name] if isinstance(value, Tensor) else value
         for name, value in metrics.items()
     }
 
 
-def _bits(value: Tensor) -> Tensor:
-    """Return numbers as int64: floating point by the bits of their fp64 form."""
+def _to_bits(value: Tensor) -> Tensor:
+    """Convert to int64, floating point as the bits of fp64."""
     return value.double().view(torch.int64) if value.is_floating_point() else value.long()
 
 
 def advance(
     state: TrainState, batch: StepBatch, metrics: Mapping[str, Tensor | float], *, axis: Axis
 ) -> tuple[TrainState, dict[str, Tensor | float]]:
-    """Return the counters after a step, and its metrics with what every step reports.
+    """Return the counters after a step, and its metrics with those of every step.
 
     Args:
-        state: The counters before it.
-        batch: What this rank has trained on.
-        metrics: The step's own metrics; `tokens` is what the global batch was trained on. With
-            `loss_scale` and `overflowed` among them, see `Update.metrics`, the scale moves too.
+        state: The counters before the step.
+        batch: The batch of this rank.
+        metrics: The metrics of the step; `tokens` is the number of tokens in the loss of the global
+            batch. With `loss_scale` and `overflowed`, see `Update.metrics`, the loss scale is
+            updated too.
         axis: The ranks that hold different tokens, `ps.loss`.
 
     Returns:
-        The state of the next step, whose data begin at `batch.cursor`; and the metrics with
-        `tokens_processed`, all that went through the model, `tokens_total`, trained on so far, and
-        `batch_hash` of the global batch.
+        The state of the next step, with the cursor of `batch`; and the metrics with
+        `tokens_processed`, the tokens that went through the model, `tokens_total`, those in the
+        loss so far, and `batch_hash` of the global batch.
 
     Effects:
         Communicates: one all-reduce of two numbers on `axis`.
@@ -256,18 +235,22 @@ def advance(
         >>> state.step, state.cursor.batch, metrics["tokens_total"]
         (1, 1, tensor(0))
     """
-    own = [batch_hash(batch.microbatches), count_tokens(batch.microbatches)]
-    total_hash, processed = all_sum(torch.stack(own), axis).unbind()
+    local = torch.stack([batch_hash(batch.microbatches), count_tokens(batch.microbatches)])
+    total_hash, processed = all_sum(local, axis).unbind()
     tokens: Any = state.tokens + metrics["tokens"]
-    moved = attrs.evolve(state, step=state.step + 1, tokens=tokens, cursor=batch.cursor)
+    next_state = attrs.evolve(state, step=state.step + 1, tokens=tokens, cursor=batch.cursor)
     if "overflowed" in metrics:
-        moved = attrs.evolve(moved, health=update_loss_scale(state.health, metrics))
-    counts = {"tokens_processed": processed, "tokens_total": tokens, "batch_hash": total_hash}
-    return moved, {**metrics, **counts}
+        next_state = attrs.evolve(next_state, health=update_loss_scale(state.health, metrics))
+    return next_state, {
+        **metrics,
+        "tokens_processed": processed,
+        "tokens_total": tokens,
+        "batch_hash": total_hash,
+    }
 
 
 def make_step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> dict[str, Any]:
-    """Return one line of metrics.jsonl: `make_step_records` of a single step.
+    """Return one record of metrics.jsonl: `make_step_records` of a single step.
 
     Examples:
         >>> import time
@@ -281,21 +264,21 @@ def make_step_record(metrics: Mapping[str, Tensor | float], *, begin: float) -> 
 def make_step_records(
     steps: Sequence[Mapping[str, Tensor | float]], *, begin: float
 ) -> list[dict[str, Any]]:
-    """Return lines of metrics.jsonl: metrics of steps as plain values, and what follows from them.
+    """Return records of metrics.jsonl: metrics of steps as plain values, with time and throughput.
 
-    A step has ended when its numbers have arrived on the host, not when Python has handed it to the
-    device: the clock is read after them. Of several steps, all are taken to have lasted as long.
+    A step ends when its numbers arrive on the host, not when Python has launched its kernels, so
+    the clock is read after the transfer. Several steps get equal times.
 
     Args:
-        steps: Of each step tensors and plain numbers; `tokens` is what it trained on, and
-            `tokens_processed`, if it is there, what went through the model (`count_tokens`).
-        begin: When the first of them began, with everything around it: `time.perf_counter()`.
+        steps: The metrics of each step, tensors and plain numbers; `tokens` is the number of tokens
+            in the loss, and `tokens_processed`, if present, of those that went through the model
+            (`count_tokens`).
+        begin: The start of the first step, with everything around it: `time.perf_counter()`.
 
     Returns:
         For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
-        `grad_norm_hex` and `lr_hex`, which hold every bit; `seconds`, the mean of these steps; and
-        `tokens_per_second`, of the tokens that were processed where they are known. All but the
-        last are `DelayedMetrics`.
+        `grad_norm_hex` and `lr_hex`, with every bit; `seconds`, the mean of these steps; and
+        `tokens_per_second`, of processed tokens if known. All but the last are `DelayedMetrics`.
 
     Effects:
         Waits for the device, once for all steps: see `to_host`.
@@ -307,79 +290,84 @@ def make_step_records(
         >>> second["loss_hex"], first["seconds"] == second["seconds"]
         ('0x1.0000000000000p-2', True)
     """
-    numbers = to_host({f"{i} {name}": x for i, own in enumerate(steps) for name, x in own.items()})
+    named = {f"{i} {name}": x for i, step in enumerate(steps) for name, x in step.items()}
+    numbers = to_host(named)
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)
-    own = [{name: numbers[f"{i} {name}"] for name in x} for i, x in enumerate(steps)]
-    records = [_record(values, seconds) for values in own]
+    records = [
+        _make_record({name: numbers[f"{i} {name}"] for name in step}, seconds)
+        for i, step in enumerate(steps)
+    ]
     return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
 
 
-def _record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _make_record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for name, value in numbers.items():
         record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
         if name in ("loss", "grad_norm", "lr"):
             record[f"{name}_hex"] = float(value).hex()
-    speed = tokens_per_second(record.get("tokens_processed", record["tokens"]), seconds)
-    return record | {"seconds": seconds, "tokens_per_second": speed}
+    record["seconds"] = seconds
+    processed = record.get("tokens_processed", record["tokens"])
+    record["tokens_per_second"] = tokens_per_second(processed, seconds)
+    return record
 
 
 def read_memory_stats(device: torch.device) -> dict[str, int]:
-    """Return the bytes of memory that are in use, and the most since it was last asked.
+    """Return the bytes of memory in use, and the peak since the last call.
 
-    Of an accelerator what torch has given to tensors. On a CPU what the process has of the host's
-    memory, of which the most is that since the process began: it cannot be asked for anew.
+    For an accelerator this is the memory of tensors. For a CPU it is the resident memory of the
+    process, whose peak cannot be reset: it is that since the start of the process.
 
     Args:
-        device: What this rank computes on, `ps.device`.
+        device: The device of this rank, `ps.device`.
 
     Returns:
-        "memory" and "memory_peak", in bytes, of this process alone.
+        "memory" and "memory_peak", in bytes, of this process.
 
     Effects:
-        An accelerator's peak is counted anew. Nothing waits for it.
+        Resets an accelerator's peak, without a host sync.
 
     Examples:
-        >>> found = read_memory_stats(torch.device("cpu"))
-        >>> 0 < found["memory"] <= found["memory_peak"]
+        >>> stats = read_memory_stats(torch.device("cpu"))
+        >>> 0 < stats["memory"] <= stats["memory_peak"]
         True
     """
     if device.type == "cpu":
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        most *= 1 if sys.platform == "darwin" else 1024
-        pages = Path("/proc/self/statm")
-        now = int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else most
-        # The kernel notes the most less often than it counts what there is.
-        return {"memory": now, "memory_peak": max(most, now)}
-    found = {
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+        statm = Path("/proc/self/statm")
+        now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+        # The kernel updates the peak less often than the current value.
+        return {"memory": now, "memory_peak": max(peak, now)}
+    stats = {
         "memory": torch.accelerator.memory_allocated(device),
         "memory_peak": torch.accelerator.max_memory_allocated(device),
     }
     torch.accelerator.reset_peak_memory_stats(device)
-    return found
+    return stats
 
 
 def estimate_gradient_noise(
     part_square: Tensor, part_tokens: Tensor, square: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Estimate, in one step, how noisy the gradient is: the two sides of the noise scale.
+    """Estimate the gradient noise and the signal of the noise scale from one step.
 
-    The gradient noise scale is noise / signal in tokens: a batch of about that size is where a
-    larger one begins to save few steps. Either is an unbiased estimate that may be negative, and
-    their ratio is not: average each over many steps (the scale grows in training, so by exponential
-    averages), then divide.
+    The gradient noise scale is noise / signal in tokens: beyond a batch of about this size a larger
+    one saves few steps. Both are unbiased estimates and may be negative; their ratio is not
+    unbiased. Average each over many steps first (the scale grows during training, so use an
+    exponential average), then divide.
 
-    A part is what some of a step's microbatches, or some ranks, give, drawn like the whole. To
-    measure it costs no second backward pass but one norm, and a second reduction over ranks: take
-    `forward_backward` of some microbatches, the norm of what is there, then of the others, which
-    adds to it. Gradients that `sync_sp_grads` sums cannot be measured that way, for it sums once.
+    A part is the gradient of some of the microbatches, or some of the ranks, of a step. It costs no
+    second backward pass, only a second norm and a second reduction: call `forward_backward` with
+    some microbatches, take the norm, and call it with the others, which adds to the gradient.
+    Gradients of `sync_sp_grads` cannot be measured this way, because it sums only once.
 
     Args:
-        part_square: The squared norm of the gradient of the part, divided by the same denominator
-            as the whole's, `tokens`; 0-d, or of any shape for several parts.
-        part_tokens: How many valid tokens the part has, above 0 and below `tokens`.
-        square: The squared norm of the whole gradient.
-        tokens: How many valid tokens the whole has.
+        part_square: The squared norm of the gradient of the part, with the same denominator,
+            `tokens`; 0-d, or of any shape for several parts.
+        part_tokens: The number of valid tokens of the part, above 0 and below `tokens`.
+        square: The squared norm of the full gradient.
+        tokens: The number of valid tokens of the step.
 
     Returns:
         The noise, the trace of the covariance of one token's gradient, and the signal, the squared
@@ -396,10 +384,11 @@ def estimate_gradient_noise(
         >>> batches = [{"x": torch.tensor([[1.0]])}, {"x": torch.tensor([[3.0], [4.0], [4.0]])}]
         >>> def loss(y, batch):
         ...     return y.sum(), {}
-        >>> how = {"denominator": tokens, "call": lambda model, batch: model(batch["x"])}
+        >>> def call(model, batch):
+        ...     return model(batch["x"])
         >>> squares = []
         >>> for batch in batches:
-        ...     _ = forward_backward(model, [batch], loss, **how)
+        ...     _ = forward_backward(model, [batch], loss, denominator=tokens, call=call)
         ...     squares.append(grad_norm(model.parameters()) ** 2)
         >>> estimate_gradient_noise(squares[0], torch.tensor(1), squares[1], tokens)
         (tensor(-10.6667), tensor(11.6667))
@@ -411,11 +400,11 @@ def estimate_gradient_noise(
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:
-    """Return the throughput; 0 when no time has passed.
+    """Return the throughput, or 0 for no time.
 
     Args:
-        tokens: how many tokens were processed, on all ranks.
-        seconds: how long it took.
+        tokens: The number of tokens, on all ranks.
+        seconds: The time in seconds.
 
     Examples:
         >>> tokens_per_second(1000, 0.5)
@@ -447,34 +436,35 @@ def model_flops(
     one you print.
 
     Args:
-        linear_parameters: parameters of the matrices that each token meets: the head counts, the
-            lookup of an embedding does not, and of experts only those that a token is sent to.
-        layers: attention layers.
-        heads: query heads of a layer.
-        head_dim: width of a head; the mean of that of keys and that of values.
-        lengths: tokens of each document.
-        attention: the convention.
-        window: how many keys a query sees at most; "full" counts that many for each.
+        linear_parameters: Parameters of the matrices that each token is multiplied with: the output
+            head counts, the embedding lookup does not, and of experts only those of a token.
+        layers: The number of attention layers.
+        heads: Query heads of a layer.
+        head_dim: The width of a head, the mean of keys and values.
+        lengths: Tokens of each document.
+        attention: The convention.
+        window: The maximum number of keys of a query; "full" counts that many for each.
 
     Raises:
-        ValueError: if `attention` is neither.
+        ValueError: `attention` is neither.
 
     Examples:
-        >>> shape = dict(linear_parameters=1000, layers=2, heads=4, head_dim=8)
-        >>> model_flops(**shape, lengths=[10, 20])
+        >>> from functools import partial
+        >>> flops = partial(model_flops, linear_parameters=1000, layers=2, heads=4, head_dim=8)
+        >>> flops(lengths=[10, 20])
         383520.0
-        >>> model_flops(**shape, lengths=[10, 20], attention="full")
+        >>> flops(lengths=[10, 20], attention="full")
         564000.0
-        >>> model_flops(**shape, lengths=[30], attention="full")  # one document costs more than two
+        >>> flops(lengths=[30], attention="full")  # one document costs more than two
         871200.0
-        >>> model_flops(**shape, lengths=[10, 20], window=1)  # each query sees itself alone
+        >>> flops(lengths=[10, 20], window=1)  # each query attends to itself only
         203040.0
     """
     if attention not in ("causal", "full"):
         raise ValueError(f'model_flops: attention must be "causal" or "full", got {attention!r}')
     tokens = np.asarray(lengths, dtype=np.float64)
-    seen = tokens if window is None else np.minimum(tokens, window)
-    pairs = tokens * seen if attention == "full" else seen * (2 * tokens - seen + 1) / 2
+    keys = tokens if window is None else np.minimum(tokens, window)
+    pairs = tokens * keys if attention == "full" else keys * (2 * tokens - keys + 1) / 2
     linear = 6.0 * linear_parameters * float(tokens.sum())
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
 
@@ -482,16 +472,16 @@ def model_flops(
 def model_flops_utilization(
     flops: float, seconds: float, *, peak: float, devices: int = 1
 ) -> float:
-    """Return which fraction of the devices' peak a computation reached.
+    """Return the model FLOPs utilization: the fraction of the devices' peak.
 
     Args:
-        flops: operations on all devices, from `model_flops`; the result is of the same convention.
-        seconds: how long they took.
-        peak: operations per second of one device, for instance from `peak_flops`.
-        devices: how many devices took part.
+        flops: Operations on all devices, from `model_flops`, in the same convention.
+        seconds: The time in seconds.
+        peak: Operations per second of one device, as from `peak_flops`.
+        devices: The number of devices.
 
     Raises:
-        ValueError: if seconds, peak or devices are not positive.
+        ValueError: Seconds, peak or devices are not positive.
 
     Examples:
         >>> model_flops_utilization(4e14, 2.0, peak=1e15, devices=1)
@@ -509,15 +499,14 @@ def model_flops_utilization(
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 operations per second, with fp32 accumulation, of a known device.
 
-    Figures are the makers' data sheets', without structured sparsity, at full power. The most
-    specific name counts:
-    an "H100 PCIe" is not an "H100". A part of a device (MIG) or a laptop's is unknown.
+    Numbers are from the vendors' data sheets, without structured sparsity, at full power. The most
+    specific name counts: an "H100 PCIe" is not an "H100". MIG slices and laptop GPUs are unknown.
 
     Args:
-        device_name: as `torch.cuda.get_device_name()` gives it.
+        device_name: The name from `torch.cuda.get_device_name()`.
 
     Returns:
-        Operations per second of one device, or None if it is unknown.
+        Operations per second of one device, or None for an unknown one.
 
     Examples:
         >>> peak_flops("NVIDIA H100 PCIe")
@@ -549,7 +538,7 @@ def peak_flops(device_name: str) -> float | None:
         "MI300X": 1307e12,
         "MI325X": 1307e12,
     }
-    known = [key for key in table if re.search(rf"\b{key}\b", device_name)]
-    if not known or re.search(r"\bMIG\b|Laptop", device_name):
+    matches = [key for key in table if re.search(rf"\b{key}\b", device_name)]
+    if not matches or re.search(r"\bMIG\b|Laptop", device_name):
         return None
-    return table[max(known, key=len)]
+    return table[max(matches, key=len)]

@@ -25,15 +25,14 @@ from trainkit.batch import (
 from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_device
 from trainkit.losses import average_terms
 from trainkit.models.call import call_model
-from trainkit.parallel.leaks import refuse_leaks
-from trainkit.parallel.pipeline import make_pipeline
-from trainkit.parallel.places import as_stages, places_of
-from trainkit.parallel.reduction import (
+from trainkit.parallel.grad_reduction import (
     Reduce,
     check_sums,
-    reducers_of,
+    find_reducers,
     reducing,
 )
+from trainkit.parallel.packing_leaks import refuse_leaks
+from trainkit.parallel.pipeline import make_pipeline
 from trainkit.parallel.split import schedule_kind
 from trainkit.parallel.stage_forward import (
     agree_on_kinds,
@@ -43,6 +42,7 @@ from trainkit.parallel.stage_forward import (
     share_terms,
     terms_of,
 )
+from trainkit.parallel.stage_ranks import as_stages, places_of
 from trainkit.types import (
     BATCH_TENSORS,
     SOLO,
@@ -120,7 +120,7 @@ def forward_backward(
     if reduce not in {"last", "each"}:
         check_choice(("last", "each"), "forward_backward", reduce=reduce)
     refuse_leaks("forward_backward", model, microbatches, call)
-    reducers, divisors = reducers_of(model), make_divisors(denominator)
+    reducers, divisors = find_reducers(model), make_divisors(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
@@ -197,38 +197,6 @@ def make_forward_backward(
     return run
 
 
-def forward_only(
-    model: nn.Module,
-    microbatches: Iterable[Mapping[str, Any]],
-    loss: Loss,
-    *,
-    call: Call = call_model,
-) -> dict[str, Tensor]:
-    """Return the sums of the loss's terms over some microbatches, without gradients.
-
-    Returns:
-        The terms summed over the microbatches of this rank in fp64 (integers stay integers), not
-        divided; empty without a microbatch.
-
-    Effects:
-        Puts `model` into evaluation mode and every module back into the mode it had; no gradient,
-        no generator and no parameter changes. Sharded models communicate, so their ranks must pass
-        the same number of microbatches.
-
-    Examples:
-        >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
-        >>> call = lambda model, batch: model(batch["x"])
-        >>> sums = forward_only(nn.Identity(), [{"x": torch.ones(2)}] * 3, loss, call=call)
-        >>> sums["loss"]
-        tensor(6., dtype=torch.float64)
-    """
-    sums: dict[str, Tensor] = {}
-    with evaluating([model]):
-        for batch in microbatches:
-            _add_long(sums, check_terms(loss(call(model, batch), batch), by="forward_only")[1])
-    return sums
-
-
 def evaluate(
     stages_or_model: Stages | nn.Module,
     batches: Iterable[Mapping[str, Any]],
@@ -262,8 +230,9 @@ def evaluate(
         ValueError: There is no batch on any rank.
 
     Effects:
-        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. The
-        training state is untouched: see `forward_only`.
+        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. Puts
+        the modules into evaluation mode, and each back into the mode it had; no gradient, no
+        generator and no parameter changes.
 
     Examples:
         >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})

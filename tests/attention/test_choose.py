@@ -196,7 +196,7 @@ FLAT = "torch does not take it here"
     [
         ("varlen flex sdpa", torch.bfloat16, {}, "varlen", []),
         ("varlen flex sdpa", torch.bfloat16, {"window": 8}, "varlen", []),
-        ("varlen flex", torch.bfloat16, {"softcap": 5.0}, "flex", ["it knows no soft caps"]),
+        ("varlen flex", torch.bfloat16, {"softcap": 5.0}, "flex", ["it has no soft caps"]),
         ("varlen flex", torch.float32, {}, "flex", ["fp16 and bf16", "not fp32 and heads of 64"]),
         ("flex sdpa", torch.float64, {}, "sdpa", ["fp32, fp16 and bf16", "not fp64"]),
         ("flex math", torch.bfloat16, {"head_size": 8}, "math", ["heads of 16 and more"]),
@@ -233,10 +233,10 @@ def test_when_none_fits_each_reason_is_told():
     names = ["varlen", "flash", "efficient", "cudnn", "flex"]
     with pytest.raises(ConfigError) as caught:
         choose_kernel(names, **HERE, window=8, softcap=5.0)
-    told, alone = str(caught.value), "it runs on CUDA alone"
+    told, alone = str(caught.value), "it runs only on CUDA"
     assert "heads of 16 in fp64 on cpu in a window of 8 with a soft cap of 5.0" in told
     reasons = {"varlen": alone, "efficient": alone, "cudnn": alone}
-    reasons |= {"flash": "it knows no soft caps", "flex": "torch has no backward pass of it"}
+    reasons |= {"flash": "it has no soft caps", "flex": "torch has no backward pass of it"}
     assert all(f"{name}: {reason}" in told for name, reason in reasons.items())
     with pytest.raises(ValueError, match="kernel must be"):
         choose_kernel(["flesh"], **HERE)
@@ -244,8 +244,9 @@ def test_when_none_fits_each_reason_is_told():
 
 def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypatch):
     module = sys.modules["trainkit.attention.choose"]
-    unknown = {("flash", True): "it takes no mask"}
-    monkeypatch.setattr(module, "_refusal", lambda name, *_, masked: unknown.get((name, masked)))
+    reject = lambda inputs: "it takes no mask" if inputs.window else ""  # noqa: E731
+    row = attrs.evolve(module.KERNELS["flash"], reject=reject)
+    monkeypatch.setitem(module.KERNELS, "flash", row)
     sliding = models.Sliding(window=8, full_every=2)
     config = models.make_decoder_config("tiny", vocab_size=256, layers=4, width=32, sliding=sliding)
     plan = parallel.set_attention(["flash", "math"], dtype=torch.float32)
@@ -286,7 +287,7 @@ def test_a_recipe_says_what_it_took_and_its_losses_are_those_of_another_kernel(t
         code, said = here(flags_of(out, text, *(["--attention", *names] if names else [])))
         assert code == 0, said
         runs[" ".join(names)] = column(out, "loss_hex"), said
-    line = "attention: 2 layers by flash (varlen: it runs on CUDA alone)"
+    line = "attention: 2 layers by flash (varlen: it runs only on CUDA)"
     assert line in runs["varlen flash"][1]
     assert "attention:" not in runs[""][1]
     assert runs[""][0] == runs["varlen flash"][0]  # what a CPU takes by itself
@@ -303,5 +304,5 @@ def test_ulysses_attends_by_what_was_chosen(text, tmp_path):
     ranks = [flags_of(runs[1], text, *chosen, "--ulysses", 2)]
     (code, said), _ = (found[0] for found in run_ranks(several, 2, ranks))
     assert code == 0, said
-    assert "attention: 2 layers by math (varlen: it runs on CUDA alone)" in said
+    assert "attention: 2 layers by math (varlen: it runs only on CUDA)" in said
     assert_equal_runs(runs[1], runs[0])

@@ -21,7 +21,7 @@ from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
 from trainkit.parallel import fsdp
 from trainkit.tools.testing import run_ranks
-from trainkit.weights.checkpoint.replicas import make_replica_check
+from trainkit.weights.checkpoint.replica_check import make_replica_check
 
 ROWS, LENGTH, TURNS, MAX_PART = 8, 256, 40, 0.005
 

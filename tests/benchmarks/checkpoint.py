@@ -28,7 +28,7 @@ from trainkit.noise.hashing import hash_box
 from trainkit.weights.checkpoint import verify_checkpoint
 from trainkit.weights.checkpoint.retention import Retention
 from trainkit.weights.checkpoint.save import open_saver
-from trainkit.weights.checkpoint.snapshot import bind_snapshots
+from trainkit.weights.checkpoint.snapshot import make_snapshot_taker
 
 GIB = 1 << 30
 
@@ -67,7 +67,7 @@ def seconds_in_turns(functions, turns):
 
 def blocking(model, optimizer, turns):
     """The copy that a save waits for, beside a plain copy of as many bytes."""
-    take = bind_snapshots([model], optimizer, tk.solo_parallel())
+    take = make_snapshot_taker([model], optimizer, tk.solo_parallel())
     begin = time.perf_counter()
     size = sum(file.data.nbytes for file in take(tk.TrainState(), {}).files)
     first = time.perf_counter() - begin

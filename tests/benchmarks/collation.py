@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from trainkit.batch.collate import _checked_tokens, _write_rows, collate_bins
+from trainkit.batch.collate import _view_unsigned, _write_rows, collate_bins
 from trainkit.batch.loops import copy_spans, write_spans
 from trainkit.data import PackedCorpus, make_step_batch, prefetch_batches
 from trainkit.data.corpus import TokenCorpus
@@ -83,7 +83,7 @@ def speeds(corpus, bins, rows):
     layouts = [
         _write_rows(out, corpus, bins, group, np.arange(rows), pad_id=0)[0] for group in groups[:8]
     ]
-    tokens, _ = _checked_tokens(corpus)
+    tokens, _ = _view_unsigned(corpus)
 
     def four_fields(turn):
         layout, fields = layouts[turn % len(layouts)], four.reshape(4, -1)
@@ -97,11 +97,8 @@ def speeds(corpus, bins, rows):
         name: rows * CAPACITY / seconds / 1e6
         for name, seconds in seconds_in_turns(
             {
-                "out=": lambda turn: collate_bins(
-                    corpus, bins, groups[turn % len(groups)], out=out
-                ),
+                "collate": lambda turn: collate_bins(corpus, bins, groups[turn % len(groups)]),
                 "fill 5": out.fill,
-                "new memory": lambda turn: collate_bins(corpus, bins, groups[turn % len(groups)]),
                 "fill 5 new": lambda turn: np.empty_like(out).fill(turn),
                 "four fields": four_fields,
                 "fill 4": four.fill,

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for `import measured_step`
 from measured_step import measure
 
 from trainkit.models import DecoderConfig
-from trainkit.models.sizes import make_decoder_config
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.tools.planning import Job, estimate_memory, get_hardware, list_layouts, rank_layouts
 from trainkit.types import Layout, Precision
 

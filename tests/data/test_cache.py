@@ -109,7 +109,7 @@ def test_the_second_call_does_not_pack_and_says_nothing(tmp_path):
     for _ in range(2):
         bins = kept_bins(tmp_path, fit=own_fit(calls), log=told.append)
     assert len(calls) == 1
-    assert told == [f"plan of {len(bins)} rows kept in {plan_in(tmp_path)}"]
+    assert told == [f"wrote the packing of {len(bins)} rows to {plan_in(tmp_path)}"]
 
 
 def test_mapped_bins_serve_as_others_do(tmp_path):
@@ -217,7 +217,7 @@ def test_a_fit_without_a_version_is_refused_where_its_plan_would_be_kept(tmp_pat
 
     with pytest.raises(ValueError, match="the fit foreign has no attribute `version`"):
         kept_bins(tmp_path / "cache", fit=foreign)
-    with pytest.raises(ValueError, match="give it one"):
+    with pytest.raises(ValueError, match="add one"):
         kept_bins(tmp_path / "cache", fit=functools.partial(foreign))
     assert names(tmp_path) == []
     assert_same(kept_bins(None, fit=foreign), pack_bins(LENGTHS, CAPACITY, fit=next_fit))
@@ -239,7 +239,7 @@ def assert_rebuilt(folder, before):
     assert_same(bins)
     assert is_mapped(bins)
     assert len(told) == 1
-    assert told[0].startswith(f"rebuilt the plan of {len(WANT)} rows in {folder}"), told
+    assert told[0].startswith(f"rebuilt the packing of {len(WANT)} rows in {folder}"), told
     assert plan_in(folder).read_bytes() == before
     return told[0]
 
@@ -394,7 +394,7 @@ def test_all_of_a_plan_is_on_the_disk_before_it_takes_its_place(tmp_path, monkey
     assert seen == [staging, staging, "replace", "cache"]
 
 
-WRITING = {"_keep", "replacing", "remove_stale_files", "fsync_folder"}
+WRITING = {"_write", "atomic_write", "remove_stale_files", "fsync_folder"}
 WRITERS = {cache.__file__, files.__file__}
 
 
@@ -605,7 +605,7 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
         return run
 
     if moment == "before it is locked":
-        monkeypatch.setattr(files, "_locked", removing(files._locked))
+        monkeypatch.setattr(files, "_lock", removing(files._lock))
     for name in ("replace", "rename") if moment == "before it has its name" else ():
         monkeypatch.setattr(Path, name, removing(getattr(Path, name)))
     with make(tmp_path / "made", by="test") as made:
@@ -678,12 +678,12 @@ def test_ranks_map_one_file_that_rank_0_keeps_and_fail_together(of_ranks):
     assert (len(first["told"]), second["told"]) == (1, [])
     assert first["elsewhere"][0] is True
     assert second["elsewhere"][0] is False
-    assert "does not see rank 0's plan" in second["elsewhere"][1][0]
+    assert "does not see rank 0's packing" in second["elsewhere"][1][0]
     assert first["nowhere"][0] is second["nowhere"][0] is False
     assert (len(first["nowhere"][1]), second["nowhere"][1]) == (1, [])
     for seen in (first, second):
         kind, message = seen["lengths"]
-        assert (kind, "rank 1 asks for another plan" in message) == ("DataError", True)
+        assert (kind, "rank 1 asks for another packing" in message) == ("DataError", True)
         assert "lengths_sha256" in message
         kind, message = seen["moody"]
         assert (kind, "rank 1 has other bins than rank 0" in message) == ("DataError", True)

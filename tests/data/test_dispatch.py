@@ -214,7 +214,7 @@ def test_what_fails_on_the_reading_rank_is_raised_on_all(on_two):
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks(on_two):
-    message = "dispatch: `extra` of a batch must hold tensors, ['weight'] are none"
+    message = "scatter_batches: `extra` of a batch must hold tensors, ['weight'] are none"
     first, second = (seen["broken_extra"] for seen in on_two)
     assert first == message
     assert second.startswith("rank 0")
@@ -262,4 +262,4 @@ def test_a_source_that_fails_on_one_rank_fails_on_all(on_two):
 
 def test_ranks_that_ask_for_parts_of_different_counts_are_told(on_two):
     for seen in on_two:
-        assert "parts of different counts: [(0, 1), (0, 2)]" in seen["counts"]
+        assert "shares of different counts: [(0, 1), (0, 2)]" in seen["counts"]

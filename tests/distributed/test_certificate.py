@@ -5,18 +5,13 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from covering import covering, pairs_of
 from every_pair import NARROW, held_by, pairs_of_rows, rows_of
 from hypothesis import given
 
 from trainkit.parallel.check_layout import passes_to_itself
 from trainkit.tools.testing.builtin import TIMEOUT, builtin_subjects, exact_cases, models_of_tier
-from trainkit.tools.testing.cases import (
-    LayoutCase,
-    covering,
-    make_default_cases,
-    pairs_of,
-    runs_here,
-)
+from trainkit.tools.testing.cases import LayoutCase, make_default_cases, runs_here
 from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.certify import certify_together
 from trainkit.types import Layout

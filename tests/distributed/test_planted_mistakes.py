@@ -17,16 +17,16 @@ from every_pair import ONLY_ALL, WITH_ALL
 
 import trainkit.grads
 import trainkit.models.call
+import trainkit.parallel.grad_reduction
 import trainkit.parallel.pipeline
-import trainkit.parallel.reduction
-import trainkit.parallel.tied
+import trainkit.parallel.tied_embeddings
 import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.batch.shards import spans_of_runs
 from trainkit.losses import declare_terms, next_token_linear
 from trainkit.models import RoutingTape, call_routed, call_with_noise, experts
 from trainkit.noise import counters
-from trainkit.parallel.reduction import Reduction
+from trainkit.parallel.grad_reduction import Reduction
 from trainkit.post.adapters import lowrank
 from trainkit.tools.testing import deal, train
 from trainkit.tools.testing.builtin import (
@@ -139,11 +139,11 @@ def sequence_not_summed(_ps):
 
 
 def partial_not_summed(_ps):
-    PATCH.setattr(trainkit.parallel.reduction, "sum_partial_", nothing)
+    PATCH.setattr(trainkit.parallel.grad_reduction, "sum_partial_", nothing)
 
 
 def tied_ends_not_summed(_ps):
-    PATCH.setattr(trainkit.parallel.tied, "_exchange_tied", nothing)
+    PATCH.setattr(trainkit.parallel.tied_embeddings, "_exchange_tied", nothing)
 
 
 def averaged_instead_of_summed(_ps):
@@ -275,20 +275,20 @@ def routers_counted_per_tp_rank(_ps):
 
 
 def adapters_not_summed(_ps):
-    beside = lowrank._style_beside
+    derive = lowrank._derive_style
     PATCH.setattr(
-        lowrank, "_style_beside", lambda style: attrs.evolve(beside(style), partial=False)
+        lowrank, "_derive_style", lambda style: attrs.evolve(derive(style), partial=False)
     )
 
 
 def partial_summed_twice(_ps):
-    add = trainkit.parallel.reduction.sum_partial_
+    add = trainkit.parallel.grad_reduction.sum_partial_
 
     def twice(model):
         add(model)
         add(model)
 
-    PATCH.setattr(trainkit.parallel.reduction, "sum_partial_", twice)
+    PATCH.setattr(trainkit.parallel.grad_reduction, "sum_partial_", twice)
 
 
 def parts_dropped_alike(_ps):

@@ -429,7 +429,7 @@ def test_add_terms_nests():
     ("weighted", "message"),
     [
         ([], "at least one"),
-        ([(next_token, 1.0), (next_token, 2.0)], r"name of its own, got \['loss'\]"),
+        ([(next_token, 1.0), (next_token, 2.0)], r"its own name, got \['loss'\]"),
         ([(next_token, float("nan"))], "finite, got nan"),
         ([(cross_entropy, 1.0)], "declare_terms"),
     ],
@@ -510,10 +510,10 @@ def test_by_source_joins_other_terms():
         (lambda: report_by_source([]), "different names, at least one"),
         (lambda: report_by_source(["a", "a"]), "different names"),
         (lambda: report_by_source("web"), "different names"),
-        (lambda: report_by_source(["a"], z_term), "z_term does not say what each token adds"),
+        (lambda: report_by_source(["a"], z_term), "z_term does not give the loss of each token"),
         (
             lambda: report_by_source(["a"], report_by_source(["b"])),
-            "does not say what each token adds",
+            "does not give the loss of each token",
         ),
         (
             lambda: report_by_source(["a"])(torch.zeros(1, 1, V), {"labels": LABELS[:1, :1]}),
@@ -623,7 +623,7 @@ def test_fake_labels_are_not_looked_at():
         ),
         (
             lambda: next_token((LOGITS, LOGITS), {"labels": LABELS}),
-            "got a tuple; take next_token_linear",
+            "got a tuple; use next_token_linear",
         ),
         (
             lambda: report_by_source(["a"])(LOGITS, {"labels": LABELS, "source": LABELS[:1]}),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 from strategies import packings
 
-from trainkit.batch import buffer_sorted_order
 from trainkit.packing import (
     best_fit,
     first_fit,
@@ -25,8 +24,8 @@ from trainkit.packing import (
     with_version,
 )
 from trainkit.packing.fits import read_only
-from trainkit.packing.pieces import cut, survey
-from trainkit.sampling import assign_rows, permute, shuffle_blocks
+from trainkit.packing.pieces import survey, write_pieces
+from trainkit.sampling import assign_rows, buffer_sorted_order, permute, shuffle_blocks
 from trainkit.tools.pictures.packing import _THIN, _figure, plot_packing
 from trainkit.types import Share
 
@@ -248,7 +247,7 @@ def test_balanced_rows_are_near_equal():
 
 def test_balanced_refuses_rows_that_are_no_number_of_rows():
     for rows in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="balanced: rows must be an integer of at least 1"):
+        with pytest.raises(ValueError, match="rows must be an integer of at least 1"):
             make_balanced_fit(rows)
 
 
@@ -269,7 +268,7 @@ NO_INTEGERS = [[1.7], [True], ["1"], [2**70], np.array([2**63], np.uint64), [[1]
 TAKES_INTEGERS = {
     **{fit.__name__: partial(fit, capacity=8, max_documents=None) for fit in FITS[:-1]},
     "pack_bins": partial(pack_bins, capacity=8),
-    "packing_report": partial(report_packing, pack_bins([1], 8)),
+    "report_packing": partial(report_packing, pack_bins([1], 8)),
     "permute": partial(permute, count=8, key=0),
     "buffer_sorted_order": partial(
         buffer_sorted_order, keys=np.arange(8), buffer_size=4, pack_size=2, seed=0
@@ -411,7 +410,7 @@ def test_other_arguments_may_be_beyond_64_bits(fit):
     [
         ("best_fit", "packing.best_fit"),
         ("first_fit", "packing.first_fit"),
-        ("balanced", r"packing.balanced\(rows\)"),
+        ("balanced", r"packing.make_balanced_fit\(rows\)"),
         ("bestfit", "packing.best_fit"),
         (None, "packing.best_fit"),
     ],
@@ -624,7 +623,7 @@ def test_a_fit_cannot_change_the_lengths():
 def test_every_kind_of_array_runs_the_same_compiled_code(tmp_path):
     lengths = np.array([5, 3, 9, 2] * 5)
     np.save(tmp_path / "lengths.npy", lengths)
-    expected, loops = pack_bins(lengths.tolist(), 8).documents, (cut, survey)
+    expected, loops = pack_bins(lengths.tolist(), 8).documents, (write_pieces, survey)
     before = [len(loop.signatures) for loop in loops]
     frozen = lengths.copy()
     frozen.flags.writeable = False

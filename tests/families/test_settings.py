@@ -29,7 +29,7 @@ from trainkit.post.objectives import k3
 from trainkit.types import Hidden
 from trainkit.weights.checkpoint import Retention
 
-ROOMS = ("losses", "optim", "adapters", "models", "schedules")
+ROOMS = ("losses", "optim", "post.adapters", "post.objectives", "models", "schedules")
 BAD = (math.nan, math.inf, -1, 0)
 FINITE = {-1, 0}
 
@@ -210,7 +210,7 @@ CALLS = {
     "optim.Muon": lambda: {"params": [weight()], "lr": 0.1},
     "optim.adamw": lambda: {"params": [weight()], "lr": 0.1},
     "optim.decay_groups": lambda: {"named_parameters": {"weight": weight()}, "weight_decay": 0.1},
-    "optim.make_optimizer": lambda: {"stages": [nn.Linear(2, 2)], "lr": 0.1},
+    "optim.make_optimizer": lambda: {"stages_or_model": [nn.Linear(2, 2)], "lr": 0.1},
     "optim.orthogonalize": lambda: {"matrices": torch.eye(2)},
     "optim.combine_optimizers": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
     "adapters.Lora": lambda: {"modules": ".*"},
@@ -305,7 +305,7 @@ def public_settings():
             function = getattr(module, name)
             is_one = inspect.isroutine(function) or inspect.isclass(function)
             if is_one and (found := settings_of(function)):
-                yield f"{room}.{name}", function, found
+                yield f"{module.__name__.rpartition('.')[-1]}.{name}", function, found
 
 
 FUNCTIONS = {name: (function, found) for name, function, found in public_settings()}

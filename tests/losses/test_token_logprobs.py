@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 from trainkit.batch import collate_bins
 from trainkit.collectives import sum_grad
 from trainkit.data import make_corpus
-from trainkit.losses import Shaping, linear, logprobs, make_score_loss, token_logprobs
+from trainkit.losses import Shaping, logprobs, make_score_loss, token_logprobs
 from trainkit.losses.linear import Factors
-from trainkit.losses.logprobs import logprobs_of
+from trainkit.losses.logprobs import compute_logprobs
 from trainkit.mesh import axis_from_group
 from trainkit.packing import pack_bins
 from trainkit.post.generation import Sampling, shape_logits
@@ -114,7 +114,7 @@ def test_tiles_are_no_larger_than_a_chunk_and_a_bias_has_its_gradient(bias, monk
     monkeypatch.setattr(logprobs, "logits_of", logits)
     leaves = [x for x in factors[:3] if x is not None]
     found = [
-        torch.autograd.grad(logprobs_of(factors, labels, chunk=chunk).square().sum(), leaves)
+        torch.autograd.grad(compute_logprobs(factors, labels, chunk=chunk).square().sum(), leaves)
         for chunk in (1, 3, T)
     ]
     for grads in found[:-1]:
@@ -277,15 +277,15 @@ def test_a_setting_out_of_its_range_is_refused(bad):
 def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(monkeypatch):
     hidden, weight, labels = inputs()
     calls = []
-    for home, name in ((linear, "_product"), (logprobs, "add_product_"), (torch, "sort")):
+    for home, name in ((torch, "mm"), (logprobs, "add_product_"), (torch, "sort")):
         real = getattr(home, name)
         monkeypatch.setattr(
             home, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
         )
     found = token_logprobs(hidden, weight, labels, chunk=T)
-    assert calls == ["_product"]
+    assert calls == ["mm"]
     found.sum().backward()
-    assert calls == ["_product"] * 2 + ["add_product_"] * 2  # the logits again, two gradients
+    assert calls == ["mm"] * 2 + ["add_product_"] * 2  # the logits again, two gradients
 
 
 def test_a_setting_of_another_shape_is_refused():

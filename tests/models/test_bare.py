@@ -9,8 +9,8 @@ from torch import nn
 
 from trainkit.batch import batch_from_rows
 from trainkit.models import build_decoder, call_routed, make_decoder_config
-from trainkit.models.bare import bare
 from trainkit.models.config import Experts, FeedForward, Latents, Sliding
+from trainkit.models.functional import bare
 from trainkit.post.generation import Sampling, generate
 from trainkit.types import drop_routing
 
@@ -73,7 +73,7 @@ def test_matrices_of_one_input_are_joined_where_they_are_plain_and_small(monkeyp
     assert "projected" in vars(bare(attention))
     assert "projected" not in vars(bare(model_of(KINDS["biased"]).layers["0"].attention))
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.models.bare._SMALL", 32 * 32 - 1)
+        patch.setattr("trainkit.models.functional._SMALL", 32 * 32 - 1)
         assert "projected" not in vars(bare(attention))
     attention.wk.__class__ = type("Adapted", (type(attention.wk),), {})
     assert "projected" not in vars(bare(attention))

@@ -26,8 +26,8 @@ from trainkit.models import (
 )
 from trainkit.models.config import parameter_shapes
 from trainkit.models.decoder import whole_logits
+from trainkit.models.decoder_sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
-from trainkit.models.sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import SOLO, Spans, apply_softcap
 

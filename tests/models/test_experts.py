@@ -421,7 +421,7 @@ def test_on_a_device_one_assertion_looks_at_the_choices_of_all_layers(
     monkeypatch, wrong, layer, compiled
 ):
     """With the assertion of a CPU, which raises at once."""
-    monkeypatch.setattr(experts, "on_host", lambda _: False)
+    monkeypatch.setattr(experts, "can_read_values", lambda _: False)
     look = experts.check_tape
     if compiled:
         look = torch.compile(look, backend="aot_eager", fullgraph=True)

@@ -1,12 +1,15 @@
 """Mixins in front of the class of a module that exists already."""
 
+import ast
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from trainkit.models.mixins import mix_in_, mixed_class, take_out_
+import trainkit
+from trainkit.models.mixins import mix_in_, mixed_class, take_out_, wrap_forward_
 
 
 class Doubled(nn.Module):
@@ -23,9 +26,8 @@ def layer_of(*mixins):
     layer = nn.Linear(1, 1)
     nn.init.ones_(layer.weight)
     nn.init.zeros_(layer.bias)
-    layer.shift = 1
     for mixin in mixins:
-        mix_in_(layer, mixin)
+        mix_in_(layer, mixin, shift=1)
     return layer
 
 
@@ -85,3 +87,34 @@ def test_a_mixin_that_is_taken_out_leaves_the_others(mixins, want):
 def test_a_mixin_that_is_not_there_cannot_be_taken_out():
     with pytest.raises(TypeError, match="ShiftedLinear does not have the mixin Doubled"):
         take_out_(layer_of(Shifted), Doubled)
+
+
+def test_a_wrapped_forward_belongs_to_the_copy_of_a_module_too():
+    layer = layer_of()
+    wrap_forward_(layer, lambda forward: lambda self, x: 10 * forward(self, x))
+    twin = copy.deepcopy(layer)
+    nn.init.zeros_(twin.weight)
+    assert (layer(ONE).item(), twin(ONE).item()) == (10, 0)
+
+
+def changes_of_classes(text):
+    """Return the lines that assign `__class__`, or make a class by `type(name, bases, {})`."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(x, ast.Attribute) and x.attr == "__class__" for x in targets):
+            found.append(node.lineno)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "type" and len(node.args) > 1:
+            found.append(node.lineno)
+    return found
+
+
+def test_no_other_file_changes_the_class_of_an_object_or_makes_one():
+    assert changes_of_classes("x.__class__ = A\ny = type('B', (A,), {})\nz = type(x)") == [1, 2]
+    package = Path(trainkit.__file__).parent
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if changes_of_classes(path.read_text())
+    }
+    assert found == {"models/mixins.py"}

@@ -38,7 +38,7 @@ from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import format_text
 from trainkit.tools.testing.certify import certify
 from trainkit.types import Layout, TrainState
-from trainkit.weights.checkpoint.targets import expected_state
+from trainkit.weights.checkpoint.load_targets import predict_state
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):
@@ -191,7 +191,7 @@ def test_descends_and_torchs_own_goes_the_same_way():
 
 
 def test_a_step_that_is_refused_on_the_device_changes_no_bit(monkeypatch):
-    monkeypatch.setattr("trainkit.grads.on_host", lambda _: False)
+    monkeypatch.setattr("trainkit.grads.can_read_values", lambda _: False)
     p = nn.Parameter(drawn(4, 3))
     optimizer = Muon([p], lr=0.1)
     for step in range(3):
@@ -210,7 +210,7 @@ def step_without_values(*, whole):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
-        muon.boxes_of(spread(torch.ones(4, 2), mesh, [Shard(0)]))  # known: torch asks the host
+        muon.list_boxes(spread(torch.ones(4, 2), mesh, [Shard(0)]))  # known: torch asks the host
         with FakeTensorMode():
             params = [nn.Parameter(spread(torch.ones(4, 2), mesh, [Shard(0)])) for _ in range(3)]
             optimizer = Muon([*params, nn.Parameter(torch.ones(2, 2))], lr=0.1)
@@ -299,7 +299,7 @@ def test_resumes_bit_for_bit_through_a_checkpoint(tmp_path):
         pairs = (model, optimizer), (other, resumed)
         hashes = [tk.state_hash(TrainState(), [m], o, ps) for m, o in pairs]
         assert hashes[0] == hashes[1]
-        expected = expected_state([model], optimizer)
+        expected = predict_state([model], optimizer)
         assert [{*x} for x in expected.values()] == [{"momentum_buffer"}] * 2
 
 
@@ -393,7 +393,7 @@ def set_gradient(p, whole, mesh, placements, *, missing):
     if not missing:
         p.grad = spread(whole, mesh, placements)
         return whole
-    offset, shape = muon.boxes_of(p)[1]
+    offset, shape = muon.list_boxes(p)[1]
     whole = whole.clone()
     whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = 0
     p.grad = None if dist.get_rank() == 1 else spread(whole, mesh, placements)

@@ -28,12 +28,12 @@ from trainkit.optim import (
     state_bytes,
     use_averaged_parameters,
 )
-from trainkit.optim.table import check_options, options_of
+from trainkit.optim.table import check_options, list_precision_options
 from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
 from trainkit.weights.checkpoint.facts import ResumeRules
-from trainkit.weights.checkpoint.tensors import run_tensors
+from trainkit.weights.checkpoint.run_state import get_run_tensors
 
 each = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 PS = tk.solo_parallel()
@@ -71,7 +71,7 @@ def step_once(named, optimizer, step, *, change=None):
 
 def held(named, optimizer):
     """Return copies of all parameters and all that is remembered of them."""
-    tensors = run_tensors([Named(named)], optimizer)
+    tensors = get_run_tensors([Named(named)], optimizer)
     return {name: x.detach().clone() for name, x in tensors.items()}
 
 
@@ -305,24 +305,24 @@ def test_another_optimizer_is_refused_by_name_before_anything_is_changed(fact, t
 
 # -------------------------------------------------------------------------- with another optimizer
 
-ASKED = ResumeRules(flagged=("optimizer",), allow=("optimizer",))
+ASKED = ResumeRules(ask=("optimizer",), granted=("optimizer",))
 
 
-def changed(before, after, tmp_path, steps=3, changes=None):
+def changed(before, after, tmp_path, steps=3, rules=None):
     """Save in one row, go on in another; return both, and what was told."""
     old = started(before, steps)
     stages = [Named(old[0])]
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
     new, told = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"changes": changes or ASKED, "log": told.append}
+    how = {"rules": rules or ASKED, "log": told.append}
     tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
     return old, new, told
 
 
 def test_lion_takes_over_the_moment_of_adamw(tmp_path):
     old, new, told = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
-    assert "the optimizer takes over exp_avg, drops step and exp_avg_sq (4 parameters)" in told
+    assert "the optimizer carries over exp_avg, drops step and exp_avg_sq (4 parameters)" in told
     for name, p in new[0].items():
         q = old[0][name]
         assert torch.equal(p, q)
@@ -333,7 +333,7 @@ def test_lion_takes_over_the_moment_of_adamw(tmp_path):
 
 def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(tmp_path):
     _, new, told = changed(ROWS["adamw"], ROWS["lion, bf16 moments"], tmp_path)
-    assert "the optimizer takes over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
+    assert "the optimizer carries over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
     assert all(float(state["step"]) == 3 for state in new[1].state.values())
     step_once(*new, 3)
     assert all(float(state["step"]) == 4 for state in new[1].state.values())
@@ -343,11 +343,11 @@ def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(t
 def test_a_count_begins_where_moments_that_needed_none_go_on_in_few_bits(kind, tmp_path):
     after = Row("lion", (f"moments={kind}",))
     _, new, told = changed(ROWS["lion"], after, tmp_path)
-    assert "the optimizer takes over exp_avg, begins afresh with step (4 parameters)" in told
+    assert "the optimizer carries over exp_avg, initializes step (4 parameters)" in told
     step_once(*new, 3)
     assert all(float(state["step"]) == 1 for state in new[1].state.values())
     _, back, told = changed(after, ROWS["lion"], tmp_path / "back")
-    assert "the optimizer takes over exp_avg, drops step (4 parameters)" in told
+    assert "the optimizer carries over exp_avg, drops step (4 parameters)" in told
     assert all(state.keys() == {"exp_avg"} for state in back[1].state.values())
 
 
@@ -372,7 +372,7 @@ def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
     tk.save_checkpoint(tmp_path, TrainState(step=3), [Named(old[0])], old[1], PS)
     new = made(torch.float64, seed=1)
     optimizer = Corrected(new.values(), lr=0.1)
-    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, log=print)
+    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, rules=ASKED, log=print)
     assert not any(optimizer.state.values())
 
 
@@ -381,7 +381,7 @@ def test_moments_go_from_any_number_of_bits_to_any_other(kind, tmp_path):
     for start in ("adamw", "adamw, bf16 moments", "adamw, 8-bit moments"):
         after = Row(options=(f"moments={kind}", "cautious=True"))
         old, new, told = changed(ROWS[start], after, tmp_path / start)
-        assert "the optimizer takes over step and exp_avg and exp_avg_sq (4 parameters)" in told
+        assert "the optimizer carries over step and exp_avg and exp_avg_sq (4 parameters)" in told
         as_new, as_old = fp64_moments(*new), fp64_moments(*old)
         fresh = fp64_moments(*started(after, 1))
         assert as_new.keys() == as_old.keys() == fresh.keys()
@@ -413,7 +413,7 @@ def state_kinds(optimizer):
 def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_path):
     before = attrs.evolve(ROWS["lion"], mean=0.9)
     old, new, told = changed(before, attrs.evolve(ROWS["adamw"], mean=0.9), tmp_path)
-    assert any("takes over mean, begins afresh with step and exp_avg" in line for line in told)
+    assert any("carries over mean, initializes step and exp_avg" in line for line in told)
     for name, p in new[0].items():
         assert new[1].state[p].keys() == {"mean"}
         assert torch.equal(new[1].state[p]["mean"], old[1].state[old[0][name]]["mean"])
@@ -430,9 +430,9 @@ def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_p
 @pytest.mark.parametrize(("before", "after"), [(0.9, None), (None, 0.9)])
 def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
     rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
-    asked = ResumeRules(flagged=["mean"], allow=["mean"])
-    _, new, told = changed(*rows, tmp_path, changes=asked)
-    assert any("takes over step and exp_avg and exp_avg_sq" in line for line in told)
+    asked = ResumeRules(ask=["mean"], granted=["mean"])
+    _, new, told = changed(*rows, tmp_path, rules=asked)
+    assert any("carries over step and exp_avg and exp_avg_sq" in line for line in told)
     step_once(*new, 3)
     assert all(("mean" in x) == bool(after) for x in new[1].state.values())
 
@@ -453,7 +453,7 @@ def test_the_same_optimizer_is_compared_in_full_where_another_is_allowed(tmp_pat
     path = tk.save_checkpoint(tmp_path, TrainState(step=2), [Named(named)], optimizer, PS)
     other = started(ROWS["adamw"])
     with pytest.raises(CheckpointError, match=r"optimizer/exp_avg/.* is missing"):
-        load_checkpoint(path, [Named(other[0])], other[1], changes=ASKED)
+        load_checkpoint(path, [Named(other[0])], other[1], rules=ASKED)
 
 
 def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
@@ -474,7 +474,7 @@ def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once()
     )
     found = {(x["optimizer"], x["moments"], x["rounding"]) for x in made.param_groups}
     assert found == {("Lion", "8bit", "kahan"), ("LowPrecisionAdamW", "8bit", "stochastic")}
-    with pytest.raises(ConfigError, match="muon cannot keep moments in 8bit"):
+    with pytest.raises(ConfigError, match="muon does not support moments in 8bit"):
         make_optimizer([model], **asked, optimizer="muon")
     with pytest.raises(ConfigError, match="--moments"):
         OptimizerOptions(optimizer_options=("moments=bf16",))
@@ -492,10 +492,8 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
     head, _, up, _ = made.param_groups
     assert (head["optimizer"], head["lr_scale"], head["betas"]) == ("Lion", 0.5, (0.7, 0.6))
     assert (up["optimizer"], up["moments"], up["cautious"]) == ("LowPrecisionAdamW", "bf16", True)
-    by_flags = OptimizerOptions(
-        optimizer_options=("cautious=True",), optimizer_groups=of_groups
-    ).made
-    assert (by_flags["options"], by_flags["groups"]) == ({"cautious": True}, groups)
+    by_flags = OptimizerOptions(optimizer_options=("cautious=True",), optimizer_groups=of_groups)
+    assert (by_flags.options, by_flags.groups) == ({"cautious": True}, groups)
 
 
 @pytest.mark.parametrize(
@@ -507,8 +505,14 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
             r"groups must be a mapping .* optim.parse_groups makes",
         ),
         ({"options": {"momentum": 0.9}}, "adamw has no option 'momentum'; it has betas="),
-        ({"options": {"cautious": "yes"}}, "adamw: cautious must be as False, got 'yes'"),
-        ({"options": {"betas": 0.9}}, r"adamw: betas must be as \(0.9, 0.95\), got 0.9"),
+        (
+            {"options": {"cautious": "yes"}},
+            "adamw: cautious must be of the type of False, got 'yes'",
+        ),
+        (
+            {"options": {"betas": 0.9}},
+            r"adamw: betas must be of the type of \(0.9, 0.95\), got 0.9",
+        ),
         ({"groups": {".*": {"lr_scale": "0.5"}}}, "lr_scale must be a finite number"),
         ({"groups": {".*": {"optimizer": "lino"}}}, "there is no optimizer 'lino'"),
         ({"groups": {"haed.*": {"lr_scale": 1.0}}}, "'haed.*' matches the name of no parameter"),
@@ -525,10 +529,10 @@ def test_an_expression_that_is_given_twice_is_refused():
 
 
 def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
-    with pytest.raises(ConfigError, match="schedule-free cannot keep parameters in bf16"):
-        options_of("schedule-free", Precision(storage="bf16"))
+    with pytest.raises(ConfigError, match="schedule-free does not support parameters in bf16"):
+        list_precision_options("schedule-free", Precision(storage="bf16"))
     with pytest.raises(ConfigError, match="adamw, lion, momentum, signsgd have"):
-        options_of("muon", Precision(storage="bf16"))
+        list_precision_options("muon", Precision(storage="bf16"))
 
 
 @pytest.mark.parametrize("number", ["lr_scale=nan", "lr_scale=-1", "weight_decay=inf"])

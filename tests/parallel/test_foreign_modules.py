@@ -591,7 +591,7 @@ def test_stages_that_somebody_has_cut_train_as_the_whole_model():
         said,
         (
             r"stages 0 and 1 both hold a parameter 'blocks.0.weight'; .* name it in `tied`",
-            "'embedding.weight' is said to be tied, .* it is in none",
+            "'embedding.weight' is in `tied`, .* it is in none",
             "stages 0 and 1 hold other values of 'embedding.weight'",
             "1f1b has 1 stage.s. on each rank, got 2; those with 2 are interleaved_1f1b, looped",
         ),

@@ -141,7 +141,7 @@ def test_on_one_process_offloading_is_refused_where_it_would_be_missed():
 
 def what_units_do():
     """Return for each choice whether blocks are offloaded, and whether they are freed early."""
-    from trainkit.parallel.reduction import fsdp_groups, reshards_after_forward
+    from trainkit.parallel.grad_reduction import fsdp_groups, reshards_after_forward
 
     found = {}
     with tk.parallel_session() as ps:

@@ -18,7 +18,7 @@ from trainkit.parallel import (
     sequence_parallel,
     tensor_parallel,
 )
-from trainkit.post.generation import Sampling, generate, generate_dealt
+from trainkit.post.generation import Sampling, generate, generate_sharded
 from trainkit.tools.testing import run_ranks
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
@@ -47,7 +47,7 @@ def written(degrees, number=0):
         call = make_call(stages)
         cached = generate(stages[0], PROMPTS, **how, context=11, call=call)
         of_rows = make_call(stages, sharded=True)
-        dealt = generate_dealt(stages[0], PROMPTS, **how, context=11, call=of_rows, axis=ps.dp)
+        dealt = generate_sharded(stages[0], PROMPTS, **how, context=11, call=of_rows, axis=ps.dp)
         assert dealt == cached
         slid = generate(stages[0], PROMPTS, **how, context=7, slide=True, call=call)
         anew = make_call(stages, call=call_routed if "ep" in degrees else call_model)
@@ -94,7 +94,7 @@ def skewed():
         of_rows = make_call(make_stages([model], ps), sharded=True)
         alone = generate(model, PROMPTS, **how)
         dealt = [
-            generate_dealt(model, prompts, **how, call=of_rows, axis=ps.dp)
+            generate_sharded(model, prompts, **how, call=of_rows, axis=ps.dp)
             for prompts in (PROMPTS[:1], PROMPTS)
         ]
         return together, alone, dealt
@@ -123,9 +123,9 @@ def dealt_rows(model, prompts, stop_id):
 
         how = {"max_new_tokens": 4, "context": 11, "stop_ids": [stop_id], "axis": ps.dp}
         how |= {"sampling": Sampling(seed=1), "call": CachedCall(counted)}
-        found = [generate_dealt(model, some, **how) for some in prompts]
+        found = [generate_sharded(model, some, **how) for some in prompts]
         with pytest.raises(ValueError, match="prompt 1 is empty"):  # which the other rank had
-            generate_dealt(model, [[1], []], **how)
+            generate_sharded(model, [[1], []], **how)
         return found, seen
 
 

@@ -8,7 +8,7 @@ import trainkit as tk
 from trainkit import losses, parallel
 from trainkit.batch import split_batch
 from trainkit.mesh import solo_parallel
-from trainkit.parallel.reduction import sum_partial_
+from trainkit.parallel.grad_reduction import sum_partial_
 from trainkit.tools.testing import certify, run_ranks
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.tools.testing.cases import LayoutCase

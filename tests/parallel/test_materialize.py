@@ -6,7 +6,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.parallel import fsdp, weights_from_module
-from trainkit.parallel.names import PlacedAlike
+from trainkit.parallel.parameters import PlacedAlike
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint import export_checkpoint, open_weights

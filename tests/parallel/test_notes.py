@@ -1,10 +1,13 @@
 """Notes on modules and parameters."""
 
 import copy
+import re
+from pathlib import Path
 
 import torch
 from torch import nn
 
+import trainkit
 from trainkit.parallel.notes import Note
 
 WIDTH = Note("width", default=0)
@@ -35,3 +38,13 @@ def test_a_wrapper_of_torch_compile_shows_the_note_of_its_module_which_counts_on
     assert WIDTH.read(wrapped) == 3
     assert not WIDTH.is_on(wrapped)
     assert WIDTH.read_all(wrapped) == [3]
+
+
+def test_every_note_has_its_own_name_and_no_other_file_writes_marks():
+    package = Path(trainkit.__file__).parent
+    texts = {path.name: path.read_text() for path in package.rglob("*.py")}
+    marks = {name for name, text in texts.items() if re.search(r"\"_trainkit_", text)}
+    assert marks == {"notes.py"}
+    names = re.findall(r"\bNote(?:\[.*\])?\(\s*\"(\w+)\"", "\n".join(texts.values()))
+    assert len(names) > 10
+    assert len(names) == len(set(names))

@@ -17,7 +17,7 @@ import trainkit.collectives
 import trainkit.grads
 from trainkit.losses import declare_terms, next_token_linear
 from trainkit.models import Decoder, call_with_noise, init_weights
-from trainkit.parallel import fsdp, mixed_precision, pipeline, tied
+from trainkit.parallel import fsdp, mixed_precision, pipeline, tied_embeddings
 from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.stage_forward import stage_boundary
 from trainkit.tools.testing import run_ranks
@@ -599,7 +599,7 @@ MISTAKES = {
     "last microbatch only": (pipeline, "_summed", last_alone),
     "norm as maximum": (tk.grads, "_over_ranks", largest),
     "tied copy counted twice": (tk.grads, "is_tied_copy", nothing),
-    "tied gradient not summed": (tied, "_exchange_tied", nothing),
+    "tied gradient not summed": (tied_embeddings, "_exchange_tied", nothing),
 }
 
 

@@ -14,8 +14,8 @@ from tests.measured_step import StorageCount
 from trainkit.models import Decoder, DecoderConfig, Sliding, init_weights
 from trainkit.models.config import Norms
 from trainkit.parallel import compile_blocks, recompute
-from trainkit.parallel.cost import Result, choose, fitting
 from trainkit.parallel.recompute import groups_of, read_mode
+from trainkit.parallel.recompute_budget import Result, choose, fitting
 from trainkit.types import ConfigError
 
 CONFIG = DecoderConfig(vocab_size=32, width=32, layers=2, heads=4, kv_heads=4, mlp_width=64)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import trainkit as tk
 from trainkit.losses import declare_terms
 from trainkit.parallel import fsdp, mixed_precision
-from trainkit.parallel.places import attach_axes
+from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.tools.testing import run_ranks
 
 WIDTH = 4

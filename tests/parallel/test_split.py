@@ -13,13 +13,13 @@ from whole_step import CONFIG
 import trainkit as tk
 from trainkit.models import Decoder, init_weights
 from trainkit.parallel.check_layout import passes_to_itself
-from trainkit.parallel.places import StagePlace, places_of, tied_of
 from trainkit.parallel.split import (
     SCHEDULES,
     assign_stages,
     decoder_costs,
     split_layer_ranges,
 )
+from trainkit.parallel.stage_ranks import StagePlace, places_of, tied_of
 from trainkit.parallel.stages import split_layers
 from trainkit.tools.planning import Job
 from trainkit.tools.planning.stages import part_of
@@ -145,10 +145,10 @@ def test_the_stages_of_a_decoder_are_the_decoder(count, tied):
     assert sorted(found) == sorted(names)
 
 
-def of_rank(rank, count, schedule="1f1b", **options):
+def of_rank(rank, count, schedule="1f1b", layers=4, **options):
     axis = tk.Axis("pp", tk.Share(rank, count))
     layout = attrs.evolve(tk.solo_parallel(), pp=axis)
-    config = attrs.evolve(CONFIG, layers=4, tied=True)
+    config = attrs.evolve(CONFIG, layers=layers, tied=True)
     return tk.build_stages(
         lambda: Decoder(config),
         layout,
@@ -181,6 +181,11 @@ def test_a_stage_says_where_it_stands_and_what_it_shares():
     assert places_of(stages, axis) == [StagePlace(1, (0, 1, 0, 1)), StagePlace(3, (0, 1, 0, 1))]
     assert [tied_of(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
     assert list(tk.get_named_parameters(stages))[-1] == "norm.weight"
+
+
+def test_a_rank_holds_as_many_stages_as_are_asked_for():
+    stages, axis = of_rank(1, 2, "interleaved_1f1b", layers=8, stages_per_rank=4)
+    assert [place.index for place in places_of(stages, axis)] == [1, 3, 5, 7]
 
 
 @pytest.mark.skipif(not passes_to_itself(), reason="gloo has no connection to the own rank")

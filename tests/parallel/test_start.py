@@ -9,8 +9,8 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, count_parameters, make_decoder_config
 from trainkit.packing import format_overlong_warning, pack_bins
 from trainkit.parallel import describe_run
-from trainkit.parallel.names import mark_tied_copy_
-from trainkit.parallel.places import attach_axes
+from trainkit.parallel.parameters import mark_tied_copy_
+from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.post.adapters import quantized
 from trainkit.types import Precision
 

@@ -16,9 +16,9 @@ from trainkit.collectives import all_gather_replicated, all_sum
 from trainkit.losses import declare_terms, next_token, next_token_linear
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, Latents, call_with_noise, init_weights
-from trainkit.parallel import fsdp, reduction
-from trainkit.parallel.names import get_local_box
-from trainkit.parallel.reduction import mark_partial_, sum_partial_
+from trainkit.parallel import fsdp, grad_reduction
+from trainkit.parallel.grad_reduction import mark_partial_, sum_partial_
+from trainkit.parallel.parameters import get_local_box
 from trainkit.parallel.styles import STYLES
 from trainkit.parallel.tensor_parallel import DECODER_STYLES, read_hf_styles, tensor_parallel
 from trainkit.tools.testing import RankError, run_ranks
@@ -90,10 +90,10 @@ def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_l
     text = corpus()
     with tk.parallel_session(tp=layout.tp) as ps, pytest.MonkeyPatch.context() as patch:
         if mistake == "partial sums are skipped":
-            patch.setattr("trainkit.parallel.reduction.sum_partial_", lambda _: None)
+            patch.setattr("trainkit.parallel.grad_reduction.sum_partial_", lambda _: None)
         if mistake == "partial sums are made twice":
             patch.setattr(
-                "trainkit.parallel.reduction.sum_partial_",
+                "trainkit.parallel.grad_reduction.sum_partial_",
                 lambda m: (sum_partial_(m), sum_partial_(m)),
             )
         (model,) = tk.build_stages(
@@ -255,7 +255,7 @@ def partial_sums():
         send = torch.distributed.all_reduce
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                reduction.dist, "all_reduce", lambda *a, **k: (calls.append(0), send(*a, **k))
+                grad_reduction.dist, "all_reduce", lambda *a, **k: (calls.append(0), send(*a, **k))
             )
             sum_partial_(model)
         grads = {name: p.grad for name, p in model.items()}

@@ -69,9 +69,7 @@ def promised_by_help(recipe):
 def test_what_help_promises_may_change(recipe):
     names = promised_by_help(recipe)
     assert names == {"lr", "warmup", "schedule-steps", "weight-decay", "max-norm"}
-    flagged = {
-        name.replace("_", "-") for name in make_resume_rules(loaded(recipe).Config()).flagged
-    }
+    flagged = {name.replace("_", "-") for name in make_resume_rules(loaded(recipe).Config()).ask}
     assert names | promised_on_pages() - {"linears"} <= flagged
     # Plain layers do not read linear-modules, and nothing makes torch less deterministic again.
     assert flagged - {"linear-modules", "deterministic"} <= OTHER.keys()
@@ -100,7 +98,7 @@ def test_another_value_is_refused_and_with_leave_it_is_taken_and_told(name, begu
     at = column(out, "step")[-1]
     changed = [*begun, "--steps", at + 1, "--save-every", 1000, f"--{name}", *OTHER[name]]
     code, what = refusal("pretrain", *changed)
-    assert (code, f"(--allow-change {name} goes on with that)" in what) == (66, True), what
+    assert (code, f"(--allow-change {name} resumes with it)" in what) == (66, True), what
     again = ["--resume", out / "checkpoints" / "step_00000001", "--out", out.parent / name]
     code, said = here([*changed, *again, "--allow-change", name], layers=1)
     assert code == 0, said

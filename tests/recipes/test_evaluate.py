@@ -148,5 +148,5 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
     assert 10 < found["choices"]["questions"] <= 200
     assert found["perplexity"]["documents"] == found["choices"]["questions"]
     short = open_model(tmp_path / "runs" / "pretrain", context=40)  # whose endings fit, too
-    asked = recipe.library(short, recipe.how_of(recipe.Config(), short))
+    asked = recipe.library(short, short.adds_bos)
     assert 10 < len(asked["choices"][0]) <= 200

@@ -15,7 +15,7 @@ from recipe_runs import column, here
 
 from trainkit import models, optim
 from trainkit.mesh import solo_parallel
-from trainkit.parallel import dtypes
+from trainkit.parallel import precision
 from trainkit.text.tokenizers import open_tokenizer
 from trainkit.types import TrainState
 from trainkit.weights.checkpoint import save_checkpoint
@@ -62,7 +62,7 @@ def flags_of(recipe, data, out):
 @pytest.fixture
 def fp64(monkeypatch):
     """Make models, and what `--storage fp32` stores and computes in, fp64."""
-    monkeypatch.setitem(dtypes.DTYPES, "fp32", torch.float64)
+    monkeypatch.setitem(precision.DTYPES, "fp32", torch.float64)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -46,14 +46,14 @@ def mixture(home, out, steps, names, tokenizer="t.json"):
 def test_corpora_and_a_tokenizer_that_were_renamed_give_the_same_rows(home):
     wanted, out, names = home / "whole", home / "run", ("sums", "orders")
     for flags in (mixture(home, wanted, 3, names), mixture(home, out, 1, names)):
-        code, said = here(flags, layers=1)
+        code, said = here(flags, "mixture", layers=1)
         assert code == 0, said
     moved = ("a/x", "b/x")  # of one name, each is called by its path
     for name, new in zip(names, moved, strict=True):
         (home / new).parent.mkdir()
         (home / name).rename(home / new)
     (home / "t.json").rename(home / "moved.json")
-    code, said = here(mixture(home, out, 3, moved, "moved.json"), layers=1)
+    code, said = here(mixture(home, out, 3, moved, "moved.json"), "mixture", layers=1)
     assert code == 0, said
     for name in ("batch_hash", "loss_hex"):
         assert column(out, name) == column(wanted, name)
@@ -62,16 +62,16 @@ def test_corpora_and_a_tokenizer_that_were_renamed_give_the_same_rows(home):
     assert "its config.tokenizer is" in "".join(second["messages"])
     assert first["messages"] == []
     (home / moved[0] / "7.txt").write_text("other words")
-    code, what = refusal("pretrain", *mixture(home, out, 4, moved, "moved.json"))
+    code, what = refusal("mixture", *mixture(home, out, 4, moved, "moved.json"))
     assert (code, "fingerprint of " in what, "7.txt was changed" in what) == (66, True, True), what
-    code, what = refusal("pretrain", *mixture(home, out, 4, moved[::-1], "moved.json"))
+    code, what = refusal("mixture", *mixture(home, out, 4, moved[::-1], "moved.json"))
     assert code == 66, what
 
 
 def test_conversations_that_were_renamed_go_on_and_others_do_not(home, tmp_path):
     flags = [*SMALL, "--row-length", 64, "--out", tmp_path / "run"]
     based = [*mixture(home, home / "base", 1, ("sums", "orders")), "--tokenizer", "bytes"]
-    code, said = here(based, layers=1)
+    code, said = here(based, "mixture", layers=1)
     assert code == 0, said
     flags += ["--init", home / "base"]
     old, new = home / "chats.jsonl", home / "renamed.jsonl"
@@ -90,7 +90,7 @@ def test_a_run_of_before_a_fact_was_recorded_goes_on(home, tmp_path):
     """The context and the template's hash came later; neither is asked of a run without them."""
     out, flags = tmp_path / "run", [*SMALL, "--row-length", 64, "--data", home / "chats.jsonl"]
     base = mixture(home, home / "base", 1, ("sums", "orders"))
-    code, said = here([*base, "--tokenizer", "bytes"], layers=1)
+    code, said = here([*base, "--tokenizer", "bytes"], "mixture", layers=1)
     assert code == 0, said
     flags += ["--init", home / "base", "--out", out]
     code, said = here([*flags, "--steps", 1], "finetune", layers=1)

@@ -138,7 +138,7 @@ def test_run_again_it_is_complete_and_with_more_steps_it_goes_on(whole, text, tm
     before = (out / "metrics.jsonl").read_text()
     assert "complete at step 5" in here(flags_of(out, text, 5))[1]
     assert (out / "metrics.jsonl").read_text() == before
-    assert "going on from" in here(flags_of(out, text, 8))[1]
+    assert "resuming from" in here(flags_of(out, text, 8))[1]
     assert column(out, "loss_hex") == column(whole[0], "loss_hex")
     assert column(out, "batch_hash") == column(whole[0], "batch_hash")
     assert (out / "final.json").read_text() == (whole[0] / "final.json").read_text()
@@ -181,6 +181,7 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
         seen.append(vocab_size)
         return [Completion([], "", "length")]
 
+    monkeypatch.setattr("trainkit.post.generation.generate.generate", generate)
     monkeypatch.setattr("trainkit.post.generation.generate", generate)
     here(flags_of(tmp_path / "one", text, 1))
     here(["--run", whole[0]], "generate")
@@ -362,7 +363,7 @@ def test_generate_without_a_run_says_so(tmp_path):
 
 
 def test_help_explains_every_field(capsys):
-    others = ("long_context", "moe", "evaluate", "generate")
+    others = ("long_context", "moe", "evaluate", "generate", "mixture", "reinforce")
     for name in ("pretrain", "finetune", "preference", "distill", *others):
         module = load(name)
         with pytest.raises(SystemExit) as end:
@@ -371,73 +372,6 @@ def test_help_explains_every_field(capsys):
         said = capsys.readouterr().out
         for field in config.config_to_dict(module.Config()):
             assert f"--{field.replace('_', '-')}" in said
-
-
-# ---------------------------------------------------------------- mixtures
-
-
-@pytest.fixture(scope="module")
-def lists(tmp_path_factory):
-    """Return a corpus of another kind: lines of numbers."""
-    path = tmp_path_factory.mktemp("lists") / "lists.jsonl"
-    texts = [" ".join(str(i * j) for j in range(20)) for i in range(40)]
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return path
-
-
-def mixed(out, text, lists, steps, *flags):
-    mixture = ["--data", text, lists, "--weights", 3, 1, "--anneal-step", 2]
-    mixture += ["--anneal-weights", 1, 3, "--anneal-lr", 0.5]
-    return ["--out", out, "--steps", steps, *SMALL, *mixture, *flags]
-
-
-@pytest.fixture(scope="module")
-def mixture(text, lists, tmp_path_factory):
-    """Return the directory of a run of 4 steps on two corpora, which anneals after two of them."""
-    out = tmp_path_factory.mktemp("mixture") / "run"
-    code, said = here(mixed(out, text, lists, 4))
-    assert code == 0, said
-    return out
-
-
-def test_a_mixture_reports_each_corpus_and_anneals(mixture, text, lists):
-    for row in lines(mixture):
-        parts = [row[f"loss/{corpus.stem}"] for corpus in (text, lists)]
-        assert min(parts) < row["loss"] < max(parts)
-    rates = [default_rate(step) for step in range(4)]
-    assert column(mixture, "lr") == [*rates[:2], rates[2] / 2, rates[3] / 2]
-
-
-def test_a_mixture_is_the_same_on_two_ranks_and_after_a_stop(mixture, text, lists, tmp_path):
-    run_ranks(here, 2, mixed(tmp_path, text, lists, 2))
-    here(mixed(tmp_path, text, lists, 4))
-    assert column(tmp_path, "batch_hash") == column(mixture, "batch_hash")
-    losses = column(mixture, "loss/lists")
-    assert column(tmp_path, "loss/lists") == pytest.approx(losses, rel=1e-5)
-
-
-def test_a_phase_to_come_may_change_and_one_that_has_begun_may_not(text, lists, tmp_path):
-    here(mixed(tmp_path, text, lists, 2, "--anneal-step", 100))
-    here(mixed(tmp_path, text, lists, 3, "--anneal-step", 2))
-    assert column(tmp_path, "step") == [1, 2, 3]
-    code, what = refusal("pretrain", *mixed(tmp_path, text, lists, 4, "--anneal-lr", 0.1))
-    assert (code, "phases: 2 was changed" in what) == (66, True), what
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--anneal-step", 0], "do nothing without --anneal-step"),
-        (["--weights", 1], "--weights has 1 numbers for 2 corpora"),
-        (["--weights", 1, -1], "the weight of 'lists' must be finite, 0 or more: -1.0"),
-        (["--weights", 0, 0], "at least one weight must be above 0"),
-        (["--anneal-weights", 1, 2, 3], "--anneal-weights has 3 numbers for 2 corpora"),
-    ],
-    ids=str,
-)
-def test_weights_that_do_not_fit_are_refused(flags, named, text, lists, tmp_path):
-    code, what = refusal("pretrain", *mixed(tmp_path, text, lists, 4, *flags))
-    assert (code, named in what) == (64, True), what
 
 
 def test_a_corpus_that_is_named_twice_is_refused(text, tmp_path):

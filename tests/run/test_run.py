@@ -18,7 +18,7 @@ from trainkit.run.lock import lock_run
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor, DataError, DiskError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, find_checkpoint, list_checkpoints
-from trainkit.weights.checkpoint.manifest import step_of
+from trainkit.weights.checkpoint.manifest import parse_step
 
 HOW = {"limits": Timeouts(start_timeout=60.0)}
 
@@ -114,7 +114,7 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
                 loop.checkpoint(state)
     saved = [line["step"] for line in events(folder, "save")]
     kept = list_checkpoints(folder / "checkpoints")
-    return saved, sorted(step_of(path) for path in kept)
+    return saved, sorted(parse_step(path) for path in kept)
 
 
 def test_an_evaluation_that_is_the_best_so_far_saves_though_no_save_is_due(tmp_path):

@@ -11,7 +11,7 @@ from trainkit.run import Timeouts, open_run
 from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, DataError, NumericsError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints, verify_checkpoint
-from trainkit.weights.checkpoint.manifest import step_of
+from trainkit.weights.checkpoint.manifest import parse_step
 
 HOW = {"limits": Timeouts(start_timeout=60.0)}
 LAST = 7
@@ -64,7 +64,7 @@ def fail_at(step, place, error):
 def saved_steps(folder):
     """Return the steps of the checkpoints that verify."""
     found = list_checkpoints(folder / "checkpoints")
-    return sorted(step_of(path) for path in found if not verify_checkpoint(path))
+    return sorted(parse_step(path) for path in found if not verify_checkpoint(path))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,12 @@
-"""Which kernel attends: the first of a list that takes what a model asks, and why no other does."""
+"""The table of attention kernels, and the choice of the first that fits a model.
+
+A new kernel is a row of `KERNELS` and a name in `types.Kernel`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, get_args
 
 import attrs
@@ -20,16 +24,55 @@ from trainkit.types import Attend, ConfigError, Kernel, Spans, check_choice
 
 @attrs.frozen(eq=False)
 class Chosen:
-    """A kernel, and why those that were asked for before it were not taken."""
+    """A chosen kernel, and the reason why each kernel preferred to it does not fit."""
 
     name: str
     attend: Attend
     refused: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Say both in words."""
-        why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
-        return f"{self.name} ({why})" if why else self.name
+        """Return the name, followed by the reasons in parentheses."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+        return f"{self.name} ({reasons})" if reasons else self.name
+
+
+@attrs.frozen
+class _Inputs:
+    """The queries, keys and values of a model; `head_size` is that of the widest."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_size: int
+    window: int | None
+
+    def __str__(self) -> str:
+        short = (
+            str(self.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+        )
+        return f"{short} and heads of {self.head_size}"
+
+    def make_query(self) -> Tensor:
+        return torch.empty(1, 1, 16, self.head_size, dtype=self.dtype, device=self.device)
+
+
+@attrs.frozen(eq=False)
+class KernelRow:
+    """A row of `KERNELS`: an attention kernel and the inputs that it takes.
+
+    Attributes:
+        make: From the inputs of a model to the kernel's `Attend`.
+        reject: From the inputs of a model to the reason why the kernel does not take them, or "".
+        softcap: Whether the kernel supports soft caps.
+        operators: torch's operators that it consists of, as "namespace::name", whose results
+            selective recomputation may save. None where it is compiled or written out.
+        module: The module that registers `operators` on CUDA.
+    """
+
+    make: Callable[[_Inputs], Attend]
+    reject: Callable[[_Inputs], str]
+    softcap: bool = False
+    operators: Sequence[str] = ()
+    module: str = ""
 
 
 def choose_kernel(
@@ -41,115 +84,213 @@ def choose_kernel(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Chosen:
-    """Return the first of some kernels that takes what a model asks of its attention.
+    """Return the first of some kernels that fits the attention of a model.
 
-    It is asked once, when a model is built; no step asks again.
+    Call it once, when the model is built: the choice does not depend on a batch.
 
     Args:
         names: Kernels in order of preference; see `types.Kernel`.
-        device: Where the model runs.
-        dtype: What queries, keys and values are.
-        head_size: Of the widest of them.
-        window: How many keys a query sees at most; None for all.
-        softcap: What scores are kept between; None for nothing.
+        device: The model's device.
+        dtype: The dtype of queries, keys and values.
+        head_size: The size of the widest heads.
+        window: The number of keys that a query attends to at most; None for all.
+        softcap: The bound of the scores; None for no bound.
 
     Returns:
-        Its `attend` for the model; as text, what a start should say.
+        The kernel, whose `attend` goes into the model; its text says why no other was chosen.
 
     Raises:
         ValueError: A name is unknown.
-        ConfigError: None of them does; it has each one's reason.
+        ConfigError: No kernel fits; the message has the reason for each.
 
     Examples:
-        >>> asked = {"device": "cpu", "dtype": torch.float32, "head_size": 64}
-        >>> print(choose_kernel(("varlen", "flash", "math"), **asked))
-        flash (varlen: it runs on CUDA alone)
-        >>> choose_kernel(("varlen", "flash"), **asked, softcap=50.0)
+        >>> print(
+        ...     choose_kernel(
+        ...         ("varlen", "flash", "math"), device="cpu", dtype=torch.float32, head_size=64
+        ...     )
+        ... )
+        flash (varlen: it runs only on CUDA)
+        >>> choose_kernel(
+        ...     ("varlen", "flash"), device="cpu", dtype=torch.float32, head_size=64, softcap=50.0
+        ... )
         Traceback (most recent call last):
         trainkit.types.ConfigError: attention: none of these kernels takes heads of 64 in fp32 on
-        cpu with a soft cap of 50.0: varlen: it runs on CUDA alone; flash: it knows no soft caps
+        cpu with a soft cap of 50.0: varlen: it runs only on CUDA; flash: it has no soft caps:
+        ...
     """
     refused: dict[str, str] = {}
-    device = torch.device(device)
+    inputs = _Inputs(torch.device(device), dtype, head_size, window)
     for name in names:
         check_choice(get_args(Kernel), "attention", kernel=name)
-        # On CUDA torch's attention gives flash no mask; its form for packed documents has windows.
-        packed = window is not None and (name, device.type) == ("flash", "cuda")
-        kernel = "varlen" if packed else name
-        reason = _refusal(kernel, device, dtype, head_size, masked=window is not None)
-        if not reason and softcap is not None and name not in ("flex", "sdpa", "math"):
-            reason = "it knows no soft caps"
+        row = KERNELS[name]
+        reason = row.reject(inputs)
+        if not reason and softcap is not None and not row.softcap:
+            reason = "it has no soft caps"
         if not reason:
-            return Chosen(name, _attend_of(kernel), refused)
+            return Chosen(name, row.make(inputs), refused)
         refused[name] = reason
-    seen = f" in a window of {window}" if window is not None else ""
-    seen += f" with a soft cap of {softcap}" if softcap is not None else ""
+    options = f" in a window of {window}" if window is not None else ""
+    options += f" with a soft cap of {softcap}" if softcap is not None else ""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    dtype_name, _, heads = str(inputs).partition(" and ")
     raise ConfigError(
-        f"attention: none of these kernels takes heads of {head_size} in {_short(dtype)} on "
-        f"{device.type}{seen}: {reasons or 'there are none'}",
+        f"attention: none of these kernels takes {heads} in {dtype_name} on {inputs.device.type}"
+        f"{options}: {reasons or 'there are none'}",
         where="attention",
         got=list(names),
         hint="add sdpa or math at the end, which take everything",
     )
 
 
-_BACKENDS = {
-    "flash": ("FLASH_ATTENTION",),
-    "efficient": ("EFFICIENT_ATTENTION",),
-    "cudnn": ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"),  # it refuses a document of one token
-}
+def list_operators(device: torch.device) -> list[Any]:
+    """Return torch's operators that the kernels of the table consist of.
+
+    Args:
+        device: The model's device; some operators are registered on CUDA only.
+
+    Raises:
+        AttributeError: This version of torch has no operator of such a name.
+
+    Examples:
+        >>> torch.ops.aten._flash_attention_forward in list_operators(torch.device("cpu"))
+        False
+    """
+    operators: dict[str, Any] = {}
+    for row in KERNELS.values():
+        if row.module and device.type != "cuda":
+            continue
+        if row.module:
+            import_module(row.module)
+        for name in row.operators:
+            namespace, _, operator = name.partition("::")
+            operators[name] = getattr(getattr(torch.ops, namespace), operator)
+    return list(operators.values())
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+# ------------------------------------------------------------------------------- rows of the table
 
 
-def _refusal(
-    name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, masked: bool
-) -> str:
-    """Return why a kernel does not take tensors, or an empty text."""
-    if name in ("sdpa", "math") or (name, device.type) == ("flash", "cpu"):
+def _take_all(_: _Inputs) -> str:
+    return ""
+
+
+def _reject_varlen(inputs: _Inputs) -> str:
+    if inputs.device.type != "cuda":
+        return "it runs only on CUDA"
+    if flash_takes(inputs.make_query()):
         return ""
-    if device.type != "cuda":
-        if (name, device.type) == ("flex", "cpu"):
-            return "torch has no backward pass of it for a CPU"
-        return "it runs on CUDA alone"
-    what = f"not {_short(dtype)} and heads of {head_size}"
-    if name == "flex":
-        known = dtype in (torch.float32, torch.float16, torch.bfloat16) and head_size >= 16
-        return "" if known else f"it takes fp32, fp16 and bf16, and heads of 16 and more, {what}"
-    like = torch.empty(1, 1, 16, head_size, dtype=dtype, device=device)
-    if name == "varlen":
-        must = "it takes fp16 and bf16, and heads that 8 divides up to 256, from Ampere on"
-        return "" if flash_takes(like) else f"{must}, {what}"
-    backend = torch.backends.cuda
-    takes = getattr(backend, f"can_use_{name}_attention")
-    mask = like.new_zeros(16, 16) if masked else None
-    with _only(name):
-        asked = backend.SDPAParams(like, like, like, mask, 0.0, not masked, False)
-        return "" if takes(asked) else f"torch does not take it here, {what}"
+    return (
+        f"it takes fp16 and bf16, and heads that 8 divides up to 256, from Ampere on, not {inputs}"
+    )
 
 
-def _only(name: str) -> Any:
-    """Return a context in which torch's attention has one kernel, and one for what it refuses."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415 -- with its user alone
-
-    return sdpa_kernel([getattr(SDPBackend, x) for x in _BACKENDS[name]], set_priority=True)
-
-
-def _attend_of(name: str) -> Attend:
-    if name in _BACKENDS:
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -> Tensor:
-            with _only(name):
-                return sdpa(q, k, v, spans=spans, **how)
-
-        return untraced(attend)
-    made: dict[str, Attend] = {"varlen": varlen, "sdpa": sdpa, "math": untraced(_math)}
-    return flex() if name == "flex" else made[name]
+def _reject_flex(inputs: _Inputs) -> str:
+    if inputs.device.type == "cpu":
+        return "torch has no backward pass of it for a CPU"
+    if inputs.device.type != "cuda":
+        return "it runs only on CUDA"
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    if inputs.dtype in dtypes and inputs.head_size >= 16:
+        return ""
+    return f"it takes fp32, fp16 and bf16, and heads of 16 and more, not {inputs}"
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, **how)
-    return written_out(q, k, v, spans=spans, **how | {"scale": scale})
+def _reject_flash(inputs: _Inputs) -> str:
+    if inputs.device.type == "cpu":
+        return ""
+    if _is_flash_window(inputs):
+        return _reject_varlen(inputs)
+    return _reject_backend(inputs, "flash", "FLASH_ATTENTION")
+
+
+def _reject_backend(inputs: _Inputs, name: str, *backends: str) -> str:
+    """Return why one kernel of torch's `scaled_dot_product_attention` does not take the inputs."""
+    if inputs.device.type != "cuda":
+        return "it runs only on CUDA"
+    query = inputs.make_query()
+    mask = None if inputs.window is None else query.new_zeros(16, 16)
+    is_taken = getattr(torch.backends.cuda, f"can_use_{name}_attention")
+    with _use_backends(backends):
+        params = torch.backends.cuda.SDPAParams(query, query, query, mask, 0.0, mask is None, False)
+        return "" if is_taken(params) else f"torch does not take it here, not {inputs}"
+
+
+def _is_flash_window(inputs: _Inputs) -> bool:
+    # On CUDA torch's attention gives flash no mask; its form for packed documents has windows.
+    return inputs.device.type == "cuda" and inputs.window is not None
+
+
+def _use_backends(backends: Sequence[str]) -> Any:
+    """Return a context that restricts torch's attention to some kernels, in order of preference."""
+    # Imported here: it imports torch._dynamo's part of attention, which most runs do not need.
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415
+
+    return sdpa_kernel([getattr(SDPBackend, name) for name in backends], set_priority=True)
+
+
+def _make_sdpa(_: _Inputs, *backends: str) -> Attend:
+    """Return `sdpa`, restricted to some of torch's kernels."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **options: Any) -> Tensor:
+        with _use_backends(backends):
+            return sdpa(q, k, v, spans=spans, **options)
+
+    return untraced(attend)
+
+
+def _make_flash(inputs: _Inputs) -> Attend:
+    return varlen if _is_flash_window(inputs) else _make_sdpa(inputs, "FLASH_ATTENTION")
+
+
+def _math(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    return written_out(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+
+
+KERNELS: dict[Kernel, KernelRow] = {
+    "varlen": KernelRow(
+        make=lambda _: varlen,
+        reject=_reject_varlen,
+        operators=("torch_attn::_varlen_attn",),
+        module="torch.nn.attention.varlen",
+    ),
+    "flash": KernelRow(
+        make=_make_flash,
+        reject=_reject_flash,
+        operators=(
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+        ),
+    ),
+    "efficient": KernelRow(
+        make=lambda inputs: _make_sdpa(inputs, "EFFICIENT_ATTENTION"),
+        reject=lambda inputs: _reject_backend(inputs, "efficient", "EFFICIENT_ATTENTION"),
+        operators=("aten::_scaled_dot_product_efficient_attention",),
+    ),
+    # cuDNN refuses a document of one token, which the efficient kernel takes.
+    "cudnn": KernelRow(
+        make=lambda inputs: _make_sdpa(inputs, "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"),
+        reject=lambda inputs: _reject_backend(
+            inputs, "cudnn", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"
+        ),
+        operators=("aten::_scaled_dot_product_cudnn_attention",),
+    ),
+    "flex": KernelRow(make=lambda _: flex(), reject=_reject_flex, softcap=True),
+    "sdpa": KernelRow(
+        make=lambda _: sdpa,
+        reject=_take_all,
+        softcap=True,
+        operators=("aten::_scaled_dot_product_fused_attention_overrideable",),
+    ),
+    "math": KernelRow(make=lambda _: untraced(_math), reject=_take_all, softcap=True),
+}
+"""The kernels by name."""

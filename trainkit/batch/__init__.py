@@ -1,4 +1,4 @@
-"""From rows of pieces to tensors, to parts of them, and to what is read off a batch."""
+"""Batches: collate packed pieces, shard them along the sequence, count and hash their tokens."""
 
 from trainkit.batch.batches import (
     batch_from_rows,
@@ -15,7 +15,6 @@ from trainkit.batch.batches import (
     split_batch,
     to_device,
 )
-from trainkit.batch.buffers import buffer_sorted_order
 from trainkit.batch.collate import collate_bins
 from trainkit.batch.denominators import (
     check_terms,
@@ -24,7 +23,7 @@ from trainkit.batch.denominators import (
     make_divisors,
     scale_denominator,
 )
-from trainkit.batch.samples import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
+from trainkit.batch.padded import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
@@ -40,7 +39,6 @@ __all__ = [
     "Along",
     "batch_from_rows",
     "batch_hash",
-    "buffer_sorted_order",
     "check_terms",
     "collate_bins",
     "contiguous_shard",

@@ -1,4 +1,4 @@
-"""What is done with batches that are there: cut, moved to the device, counted and hashed."""
+"""Make, split, move, count and hash batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def split_batch(batch: Batch, rows: int) -> list[Batch]:
-    """Cut a batch into microbatches of `rows` rows each; their tensors are views of the batch's.
+    """Split a batch into microbatches of `rows` rows each; their tensors are views.
 
     Args:
         batch: `[B, S]`, where `rows` divides B.
@@ -45,29 +45,36 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
     ends = np.cumsum(batch.spans.lengths)
     cuts = [0, *(np.searchsorted(ends, np.arange(rows, num_rows + 1, rows) * length) + 1).tolist()]
     tensors = {name: x.split(rows) for name, x in batch.items() if isinstance(x, torch.Tensor)}
-    parts = []
-    for part, (first, end) in enumerate(pairwise(cuts)):
+    microbatches = []
+    for i, (first, end) in enumerate(pairwise(cuts)):
         lengths = batch.spans.lengths[first:end]
-        bounds = batch.spans.cu_seqlens[first : end + 1] - part * rows * length
-        own = {name: tensors[name][part] for name in tensors if name not in batch.extra}
-        extra = {name: tensors[name][part] for name in batch.extra}
-        parts.append(Batch(**own, spans=Spans(bounds, lengths, int(lengths.max())), extra=extra))
-    return parts
+        bounds = batch.spans.cu_seqlens[first : end + 1] - i * rows * length
+        microbatches.append(
+            Batch(
+                input_ids=tensors["input_ids"][i],
+                labels=tensors["labels"][i],
+                position_ids=tensors["position_ids"][i],
+                document_ids=tensors["document_ids"][i],
+                token_index=tensors["token_index"][i],
+                spans=Spans(bounds, lengths, int(lengths.max())),
+                extra={name: tensors[name][i] for name in batch.extra},
+            )
+        )
+    return microbatches
 
 
 def make_padding_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: int = 1) -> Batch:
-    """Return a batch of row padding: it adds 0 to every sum.
+    """Return a batch of row padding, which adds 0 to every sum.
 
-    It stands for rows that a rank lacks, and is no input to try a model with: its spans are those
-    of padding, cut to about 96 tokens, across which attention does not see. `batch_from_rows` makes
-    rows of tokens of your own, `spans_from_rows` the spans of plain rows. `find_padding_rows` tells
-    blank rows from others.
+    It fills up the step of a rank that has too few rows. Do not try out a model with it: its spans
+    are short spans of padding, about 96 tokens, and attention does not cross them. Use
+    `batch_from_rows` for rows of tokens, and `spans_from_rows` for the spans of plain rows.
 
     Args:
-        rows: How many rows.
-        length: Tokens of each.
+        rows: The number of rows.
+        length: Tokens in a row.
         pad_id: The token id of padding.
-        multiple_of: What the spans of padding are multiples of, as in `pack_bins`.
+        multiple_of: The spans of padding are multiples of this, as in `pack_bins`.
 
     Raises:
         ValueError: There would be no tokens, or `multiple_of` is below 1.
@@ -90,9 +97,9 @@ def make_padding_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: 
 
 
 def find_padding_rows(batch: Mapping[str, Any]) -> Tensor:
-    """Return which rows of a batch hold nothing but padding, bool `[B]`, without a host sync.
+    """Return a mask of the rows that hold only padding, bool `[B]`, without a host sync.
 
-    Such are the rows of a `make_padding_batch`: every document id is below 0.
+    In these rows, as in those of `make_padding_batch`, every document id is below 0.
 
     Args:
         batch: A `Batch`, or any mapping with "document_ids" `[B, S]`.
@@ -116,24 +123,24 @@ def batch_from_rows(
     first_row: int = 0,
     extra: Mapping[str, Tensor] | None = None,
 ) -> Batch:
-    """Return rows that were packed elsewhere as a `Batch`.
+    """Convert rows that another program packed to a `Batch`.
 
-    Where documents begin follows from `starts`, or else from `position_ids`; with neither, each row
-    is one document.
+    Documents begin where `starts` is True, or else where `position_ids` jump. Without either, each
+    row is one document.
 
     Args:
         input_ids: int64 `[B, S]` on the host.
-        starts: bool `[B, S]`: where a document begins. A row always begins one.
-        position_ids: int64 `[B, S]`: a document begins where one is not its left neighbour's and 1.
-        padding: bool `[B, S]`: what belongs to no document; nothing by default.
-        labels: int64 `[B, S]`, the next token of each, -100 where there is none; made by
-            `shift_labels` by default.
-        first_row: The position of the first row in the global step, from which `token_index`
-            follows.
-        extra: Further tensors `[B, S, ...]`.
+        starts: bool `[B, S]`, True where a document begins. Every row begins a document.
+        position_ids: int64 `[B, S]`. A document begins where a position is not one more than that
+            of its left neighbor.
+        padding: bool `[B, S]`, True for tokens of no document; none by default.
+        labels: int64 `[B, S]`, the next token of each, -100 where there is none; by default from
+            `shift_labels`.
+        first_row: The position of the first row in the global step; `token_index` follows from it.
+        extra: More tensors `[B, S, ...]`.
 
     Returns:
-        The batch. Positions are those given, or count from 0 in each document.
+        The batch. Without `position_ids`, positions count from 0 in each document.
 
     Raises:
         ValueError: A tensor has another shape or dtype, or is not on the host; or both `starts` and
@@ -148,23 +155,28 @@ def batch_from_rows(
     if starts is not None and position_ids is not None:
         raise ValueError("batch_from_rows: give starts or position_ids, not both")
     padding = torch.zeros_like(input_ids, dtype=torch.bool) if padding is None else padding
-    given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
-    for name, x in (given | {"starts": starts, "padding": padding}).items():
-        want = torch.int64 if name in given else torch.bool
-        if x is None or (x.ndim == 2 and (x.shape, x.dtype) == (input_ids.shape, want)):
-            continue
-        must = f"must be {want} {list(input_ids.shape)} of two dimensions"
-        raise ValueError(f"batch_from_rows: {name} {must}, got {x.dtype} {list(x.shape)}")
-    begins = torch.ones_like(padding)
-    begins[:, 1:] = padding[:, 1:] != padding[:, :-1]
+    for name, x, dtype in [
+        ("input_ids", input_ids, torch.int64),
+        ("position_ids", position_ids, torch.int64),
+        ("labels", labels, torch.int64),
+        ("starts", starts, torch.bool),
+        ("padding", padding, torch.bool),
+    ]:
+        if x is not None and (x.ndim != 2 or x.shape != input_ids.shape or x.dtype != dtype):
+            raise ValueError(
+                f"batch_from_rows: {name} must be {dtype} {list(input_ids.shape)} of two "
+                f"dimensions, got {x.dtype} {list(x.shape)}"
+            )
+    is_start = torch.ones_like(padding)
+    is_start[:, 1:] = padding[:, 1:] != padding[:, :-1]
     if starts is not None:
-        begins |= starts & ~padding
+        is_start |= starts & ~padding
     if position_ids is not None:
-        begins[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & ~padding[:, 1:]
-    documents = torch.where(padding, -1, (begins & ~padding).cumsum(1) - 1)
+        is_start[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & ~padding[:, 1:]
+    documents = torch.where(padding, -1, (is_start & ~padding).cumsum(1) - 1)
     if position_ids is None:
-        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        position_ids = places - torch.where(begins, places, 0).cummax(1).values
+        columns = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        position_ids = columns - torch.where(is_start, columns, 0).cummax(1).values
     return Batch(
         input_ids,
         shift_labels(input_ids, documents) if labels is None else labels,
@@ -177,10 +189,10 @@ def batch_from_rows(
 
 
 def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
-    """Return the next token of each token of a document: -100 where there is none.
+    """Return the next token of each token, -100 where its document has none.
 
-    That is where the document id is below 0, where the next id differs, and in the last column. For
-    rows that `collate_bins` did not make.
+    A token has no label where its document id is below 0, where the next id differs, and in the
+    last column. `collate_bins` shifts labels itself; this is for rows from elsewhere.
 
     Args:
         input_ids: int64 `[B, S]`.
@@ -197,26 +209,27 @@ def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
         [[6, -100, 8, -100, -100]]
     """
     if input_ids.shape != document_ids.shape or input_ids.ndim != 2:
-        got = f"{tuple(input_ids.shape)} and {tuple(document_ids.shape)}"
-        must = "input_ids and document_ids must have one shape [B, S]"
-        raise ValueError(f"shift_labels: {must}, got {got}")
+        raise ValueError(
+            "shift_labels: input_ids and document_ids must have one shape [B, S], got "
+            f"{tuple(input_ids.shape)} and {tuple(document_ids.shape)}"
+        )
     labels = torch.full_like(input_ids, IGNORED_LABEL)
-    here, following = document_ids[:, :-1], document_ids[:, 1:]
-    goes_on = (here == following) & (here >= 0)
-    labels[:, :-1] = torch.where(goes_on, input_ids[:, 1:], IGNORED_LABEL)
+    document = document_ids[:, :-1]
+    has_next = (document == document_ids[:, 1:]) & (document >= 0)
+    labels[:, :-1] = torch.where(has_next, input_ids[:, 1:], IGNORED_LABEL)
     return labels
 
 
 def make_spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
-    """Return the spans of rows whose documents are numbered: the runs of equal ids in each row.
+    """Return the spans of rows: the runs of equal document ids in each row.
 
-    The padding of a row, id -1, is cut into short spans, so that attention to it costs little; what
-    aligns piece n, id -2 - n, lies in its span. This needs host data, because `Spans` has lengths
-    on the host: call it where the batch is made.
+    Row padding, id -1, is split into short spans, so that attention to it costs little. Alignment
+    padding of piece n, id -2 - n, lies in the span of its piece. `Spans` has lengths on the host,
+    so call this where the batch is made.
 
     Args:
         document_ids: int64 `[B, S]` on the CPU.
-        multiple_of: What the spans of padding are multiples of: 2N for a ring of N ranks.
+        multiple_of: The spans of padding are multiples of this: 2N for a ring of N ranks.
 
     Returns:
         The `Spans` over the flattened rows.
@@ -229,20 +242,22 @@ def make_spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
         array([2, 1, 1, 4])
     """
     if document_ids.device.type != "cpu" or document_ids.ndim != 2:
-        got = f"{tuple(document_ids.shape)} on {document_ids.device}"
-        raise ValueError(f"spans: document_ids must be [B, S] on the host, got {got}")
+        raise ValueError(
+            "spans: document_ids must be [B, S] on the host, got "
+            f"{tuple(document_ids.shape)} on {document_ids.device}"
+        )
     pieces = torch.where(document_ids < -1, -2 - document_ids, document_ids)
     return spans_of_runs(pieces.numpy(), multiple_of=multiple_of)
 
 
 def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return how many tokens of a step this rank trains on, without a host sync.
+    """Return the number of labels of a step on this rank that are not ignored, without a host sync.
 
     Args:
         microbatches: `Batch`es, or any mappings with "labels".
 
     Returns:
-        An int64 scalar on the labels' device; sum it over the `loss` axis for the denominator of
+        An int64 scalar on the labels' device. Its sum over the `loss` axis is the denominator of
         the step.
 
     Raises:
@@ -253,23 +268,23 @@ def count_valid_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         tensor(1)
     """
     _check_microbatches("count_valid_tokens", microbatches)
-    # Added one by one, which for the usual one costs nothing; stacking costs 3 us on a CPU.
+    # A running sum costs nothing for the usual single microbatch; stacking costs 3 us on a CPU.
     first, *rest = [(batch["labels"] != IGNORED_LABEL).sum() for batch in microbatches]
     return functools.reduce(torch.add, rest, first) if rest else first
 
 
 def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return the sum of the weights of the labels that this rank trains on, without a host sync.
+    """Return the sum of the weights of the labels on this rank, without a host sync.
 
-    The denominator of `losses.weighted_next_token`, once it is summed over the `loss` axis: 0.3 is
-    0.3.
+    Summed over the `loss` axis it is the denominator of `losses.weighted_next_token`, and may be
+    below 1.
 
     Args:
         microbatches: `Batch`es, or any mappings with "labels" and floating "weights" of their
             shape.
 
     Returns:
-        An fp64 scalar on their device.
+        An fp64 scalar on the weights' device.
 
     Raises:
         ValueError: There is no microbatch, or one has no weights.
@@ -281,29 +296,29 @@ def count_weights(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
     """
     _check_microbatches("count_weights", microbatches)
 
-    def own(batch: Mapping[str, Any]) -> Tensor:
+    def sum_weights(batch: Mapping[str, Any]) -> Tensor:
         if "weights" not in batch:
-            has = f"it has {', '.join(batch)}"
-            raise ValueError(f'count_weights: a microbatch has no "weights" ({has})')
-        kept = batch["weights"].masked_fill(batch["labels"] == IGNORED_LABEL, 0)
-        return kept.double().sum()
+            raise ValueError(
+                f'count_weights: a microbatch has no "weights" (it has {", ".join(batch)})'
+            )
+        return batch["weights"].masked_fill(batch["labels"] == IGNORED_LABEL, 0).double().sum()
 
-    return functools.reduce(torch.add, map(own, microbatches))
+    return functools.reduce(torch.add, map(sum_weights, microbatches))
 
 
 def count_documents(microbatches: Sequence[Mapping[str, Any]], *, halves: bool = False) -> Tensor:
-    """Return how many documents of a step begin on this rank, without a host sync.
+    """Return the number of documents of a step that begin on this rank, without a host sync.
 
-    A document is counted where its first token lies, of position 0, so that every layout counts
-    each once: also where its tokens are dealt over several ranks.
+    The rank with the first token of a document, position 0, counts it. So every layout counts a
+    document once, even one whose tokens are sharded over several ranks.
 
     Args:
         microbatches: `Batch`es, or any mappings with "document_ids" and "position_ids".
-        halves: Whether documents 2j and 2j + 1 of a row are a pair, of which the first counts.
+        halves: Whether documents 2j and 2j + 1 of a row are a pair; a pair counts once.
 
     Returns:
-        An int64 scalar on their device; summed over the `loss` axis it is the denominator of losses
-        of sequences, and with halves that of losses of pairs.
+        An int64 scalar on the ids' device. Summed over the `loss` axis it is the denominator of
+        losses of sequences, and with `halves` that of losses of pairs.
 
     Raises:
         ValueError: There is no microbatch.
@@ -316,23 +331,22 @@ def count_documents(microbatches: Sequence[Mapping[str, Any]], *, halves: bool =
     """
     _check_microbatches("count_documents", microbatches)
 
-    def own(batch: Mapping[str, Any]) -> Tensor:
+    def count(batch: Mapping[str, Any]) -> Tensor:
         ids = batch["document_ids"]
-        begins = (batch["position_ids"] == 0) & (ids >= 0)
-        return (begins & (ids % 2 == 0) if halves else begins).sum()
+        is_first = (batch["position_ids"] == 0) & (ids >= 0)
+        return (is_first & (ids % 2 == 0) if halves else is_first).sum()
 
-    return functools.reduce(torch.add, map(own, microbatches))
+    return functools.reduce(torch.add, map(count, microbatches))
 
 
 def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return how many tokens of a step this rank works on, trained on or not, without a host sync.
+    """Return the number of tokens of a step on this rank, in the loss or not, without a host sync.
 
     Args:
         microbatches: `Batch`es, or any mappings with "document_ids".
 
     Returns:
-        An int64 scalar on their device, without padding: neither that of rows nor what aligns
-        pieces.
+        An int64 scalar on the ids' device; neither row nor alignment padding counts.
 
     Raises:
         ValueError: There is no microbatch.
@@ -350,7 +364,7 @@ def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
-    """Return the batch with all its tensors on a device; itself when it is there already.
+    """Return the batch with all its tensors on a device; itself when it is already there.
 
     Examples:
         >>> batch = make_padding_batch(1, 4)
@@ -358,7 +372,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
         True
     """
     device = torch.device(device)
-    # A copy to the host that does not block may be read before it has arrived.
+    # A non-blocking copy to the host may be read before it has arrived.
     non_blocking = device.type != "cpu"
     tensors = [x for x in batch.values() if isinstance(x, torch.Tensor)]
     if all(x.device == device for x in tensors) and device.type == "cpu":
@@ -367,29 +381,29 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Return the batch with a function applied to each of its tensors, `cu_seqlens` among them.
+    """Return the batch with a function applied to each of its tensors, including `cu_seqlens`.
 
     Examples:
         >>> map_tensors(make_padding_batch(1, 2), lambda x: x + 1).labels
         tensor([[-99, -99]])
     """
-    own = attrs.evolve(batch.spans, cu_seqlens=function(batch.spans.cu_seqlens))
-    return each_tensor(batch, function, spans=own)
+    spans = attrs.evolve(batch.spans, cu_seqlens=function(batch.spans.cu_seqlens))
+    return each_tensor(batch, function, spans=spans)
 
 
 def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return the hash of what a step trains on, on this rank, without a host sync.
+    """Return the hash of a step's tokens on this rank, without a host sync.
 
-    A sum modulo 2^64 over tokens, row padding left out, of a hash of (field, index in the global
-    step, value) for input ids, labels, positions and `extra`, but for what `make_microbatches` and
-    `add_noise_keys` add. So hashes of ranks and microbatches add up to the global batch's,
-    whichever way it was dealt, and blank rows add 0.
+    It is a sum modulo 2^64, over all tokens but row padding, of a hash of (field, index in the
+    global step, value). The fields are the input ids, labels, positions and `extra`, without those
+    that `make_microbatches` and `add_noise_keys` add. The hashes of ranks and microbatches add up
+    to that of the global batch in every layout, and padding rows add 0.
 
     Args:
         microbatches: `Batch`es.
 
     Returns:
-        An int64 scalar on the batches' device, which wraps around; read modulo 2^64.
+        An int64 scalar on the batches' device, which wraps around: read it modulo 2^64.
 
     Raises:
         ValueError: There is no microbatch.
@@ -399,21 +413,22 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         tensor(0)
     """
     _check_microbatches("batch_hash", microbatches)
-    return torch.stack([_hash_of(batch) for batch in microbatches]).sum()
+    return torch.stack([_hash_batch(batch) for batch in microbatches]).sum()
 
 
-def _hash_of(batch: Mapping[str, Any]) -> Tensor:
+def _hash_batch(batch: Mapping[str, Any]) -> Tensor:
     index = batch["token_index"] * to_int64(GOLDEN)
     total = torch.zeros_like(index)
     for name in ("input_ids", "labels", "position_ids"):
         total += mix_bits_tensor(mix_bits_tensor(index + to_int64(make_key(name))) + batch[name])
     for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
-        total += _hash_of_column(name, batch[name], batch["token_index"])
+        total += _hash_column(name, batch[name], batch["token_index"])
     return torch.where(batch["document_ids"] != -1, total, 0).sum()
 
 
-def _hash_of_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
+def _hash_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
     """Return the sum over the inner dimension of the hashes of values, int64 `[B, S]`."""
+    # The bits of a float are hashed, so that the hash sees every difference: 0.0 is not -0.0.
     bits = values.view(_BITS[values.dtype.itemsize]) if values.is_floating_point() else values
     bits = bits.reshape(*token_index.shape, -1)
     width = bits.shape[2]
@@ -425,8 +440,9 @@ def _hash_of_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _check_microbatches(where: str, microbatches: Sequence[Mapping[str, Any]]) -> None:
+def _check_microbatches(function: str, microbatches: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(microbatches, Mapping) or len(microbatches) == 0:
-        got = "one batch" if len(microbatches) else "none"
-        must = "microbatches must be a sequence of at least one batch"
-        raise ValueError(f"{where}: {must}, got {got}")
+        raise ValueError(
+            f"{function}: microbatches must be a sequence of at least one batch, "
+            f"got {'one batch' if len(microbatches) else 'none'}"
+        )

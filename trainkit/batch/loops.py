@@ -1,6 +1,6 @@
-"""The compiled loops of `collate_bins`: where the spans of a batch lie, its fields and columns.
+"""The compiled loops of `collate_bins`.
 
-Whatever the bins hold, no loop reaches beyond an array.
+No loop reads or writes outside an array, whatever the bins hold.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from trainkit.noise.jit import jit
 from trainkit.types import IGNORED_LABEL
 
 SpanTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
-"""Where the spans of a batch lie and what is in them: a column for each; its rows are named below.
+"""The spans of a batch, one column each, with the rows that are named below.
 
-All the padding of a row is one column here; attention is told of shorter spans (`cut_padding`).
+The padding of a row is one column here; attention gets shorter spans of it (`cut_padding`).
 
-`BEGIN`: where a span begins in the batch. `LENGTH`: its length with padding. `SIZE`: its tokens (0
-for row padding). `NUMBER`: its document id (-1 for row padding). `DOCUMENT` and `SOURCE`: the
-document in the corpus, and the token in the corpus from which it begins.
+`BEGIN`: the first token of a span in the batch. `LENGTH`: its length with padding. `SIZE`: its
+number of tokens, 0 for row padding. `NUMBER`: its document id, -1 for row padding. `DOCUMENT` and
+`SOURCE`: its document in the corpus, and its first token in the corpus.
 """
 BEGIN, LENGTH, SIZE, NUMBER, DOCUMENT, SOURCE = range(6)
 
@@ -34,129 +34,144 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
     capacity: int,
     multiple_of: int,
 ) -> Any:
-    """Return the `SpanTable` of rows, and -1 or the number of the first row that is wrong.
+    """Return the `SpanTable` of rows, and the index of the first row that is wrong, or -1.
 
-    The spans of a row are its pieces as they come, then what is left of it.
+    The spans of a row are its pieces in order, then its padding.
     """
     documents, starts, lengths = pieces
     count = rows.size
-    for number in range(rows.size):
-        if rows[number] < -1 or rows[number] >= offsets.size - 1:
-            return np.empty((6, 0), np.int64), number
-        if rows[number] >= 0:
-            first, end = offsets[rows[number]], offsets[rows[number] + 1]
+    for index in range(rows.size):
+        if rows[index] < -1 or rows[index] >= offsets.size - 1:
+            return np.empty((6, 0), np.int64), index
+        if rows[index] >= 0:
+            first, end = offsets[rows[index]], offsets[rows[index] + 1]
             if first < 0 or end < first or end > documents.size:
-                return np.empty((6, 0), np.int64), number
+                return np.empty((6, 0), np.int64), index
             count += end - first
-    table = np.empty((6, count), np.int64)
+    table = np.zeros((6, count), np.int64)
     span = 0
-    for number in range(rows.size):
-        row, filled = rows[number], 0
+    for index in range(rows.size):
+        row = rows[index]
+        filled = 0
         first, end = (offsets[row], offsets[row + 1]) if row >= 0 else (0, 0)
         for piece in range(first, end):
             document, start, length = documents[piece], starts[piece], lengths[piece]
             if document < 0 or document >= corpus_offsets.size - 1 or start < 0 or length < 1:
-                return table, number
+                return table, index
             source = corpus_offsets[document] + start
             padded = (length + multiple_of - 1) // multiple_of * multiple_of
             last = min(corpus_offsets[document + 1], num_tokens)
             if source < 0 or source + length > last or filled + padded > capacity:
-                return table, number
-            table[BEGIN, span], table[LENGTH, span] = number * capacity + filled, padded
-            table[SIZE, span], table[NUMBER, span] = length, piece - first
-            table[DOCUMENT, span], table[SOURCE, span] = document, source
+                return table, index
+            table[BEGIN, span] = index * capacity + filled
+            table[LENGTH, span] = padded
+            table[SIZE, span] = length
+            table[NUMBER, span] = piece - first
+            table[DOCUMENT, span] = document
+            table[SOURCE, span] = source
             filled += padded
             span += 1
         if filled < capacity:
-            table[BEGIN, span], table[LENGTH, span] = (
-                number * capacity + filled,
-                capacity - filled,
-            )
-            table[SIZE, span], table[NUMBER, span] = 0, -1
-            table[DOCUMENT, span], table[SOURCE, span] = -1, 0
+            table[BEGIN, span] = index * capacity + filled
+            table[LENGTH, span] = capacity - filled
+            table[NUMBER, span] = -1
+            table[DOCUMENT, span] = -1
             span += 1
     return table[:, :span].copy(), -1
 
 
 @jit
 def write_fields(fields: Any, table: Any, rows: Any, positions: Any, pad_id: int) -> None:
-    """Write all that does not depend on tokens."""
-    _write_index(fields[4], rows, positions)
+    """Write everything that does not depend on tokens."""
+    _write_token_index(fields[4], rows, positions)
     write_spans(fields[:4], table, pad_id)
 
 
 @jit
 def write_spans(fields: Any, table: Any, pad_id: int) -> None:
-    """Write positions, documents and padding."""
+    """Write positions, document ids and padding."""
+    # One loop per field: a loop that writes to one array at a time runs at the memory's speed.
     ids, labels, position_ids, document_ids = fields
-    begins, ends = table[BEGIN], table[BEGIN] + table[LENGTH]
-    for span in range(begins.size):
-        part = position_ids[begins[span] : ends[span]]
-        for i in range(part.size):
-            part[i] = i
-    for span in range(begins.size):
-        number, end = table[NUMBER, span], begins[span] + table[SIZE, span]
-        document_ids[begins[span] : end] = number
-        document_ids[end : ends[span]] = -2 - number  # -1 for that of a row, whose number is -1
-    for span in range(begins.size):
+    starts = table[BEGIN]
+    ends = table[BEGIN] + table[LENGTH]
+    for span in range(starts.size):
+        positions = position_ids[starts[span] : ends[span]]
+        for i in range(positions.size):
+            positions[i] = i
+    for span in range(starts.size):
+        number = table[NUMBER, span]
+        end = starts[span] + table[SIZE, span]
+        document_ids[starts[span] : end] = number
+        document_ids[end : ends[span]] = -2 - number  # -1 in row padding, whose number is -1
+    for span in range(starts.size):
         size = table[SIZE, span]
-        ids[begins[span] + size : ends[span]] = pad_id
-        labels[begins[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
+        ids[starts[span] + size : ends[span]] = pad_id
+        labels[starts[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
 
 
 @jit
-def _write_index(token_index: Any, rows: Any, positions: Any) -> None:
+def _write_token_index(token_index: Any, rows: Any, positions: Any) -> None:
     capacity = token_index.size // rows.size
     for row in range(rows.size):
-        part, first = token_index[row * capacity : (row + 1) * capacity], positions[row] * capacity
+        target = token_index[row * capacity : (row + 1) * capacity]
+        first = positions[row] * capacity
         if rows[row] < 0:
-            part[:] = -1
+            target[:] = -1
         else:
-            for i in range(part.size):
-                part[i] = first + i
+            for i in range(target.size):
+                target[i] = first + i
 
 
 @jit
 def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
-    """Copy tokens into ids and, one place to the left, into labels; return the largest."""
+    """Copy tokens into ids and, one place to the left, into labels; return the largest token."""
     largest = tokens.dtype.type(0)
     for span in range(table.shape[1]):
-        begin, size, first = table[BEGIN, span], table[SIZE, span], table[SOURCE, span]
-        part, source = ids[begin : begin + size], tokens[first : first + size]
-        for i in range(part.size):
-            part[i] = source[i]
+        start = table[BEGIN, span]
+        size = table[SIZE, span]
+        first = table[SOURCE, span]
+        target, source = ids[start : start + size], tokens[first : first + size]
+        for i in range(target.size):
+            target[i] = source[i]
             largest = max(largest, source[i])
-        part, source = labels[begin : begin + max(size - 1, 0)], source[1:]
-        for i in range(part.size):
-            part[i] = source[i]
+        target, source = labels[start : start + max(size - 1, 0)], source[1:]
+        for i in range(target.size):
+            target[i] = source[i]
     return largest
 
 
 @jit
 def mask_labels(labels: Any, trained: Any, table: Any) -> None:
-    """Ignore the labels that ask for tokens which are not trained."""
+    """Ignore the labels that are outside the loss mask."""
     for span in range(table.shape[1]):
-        begin, size, first = table[BEGIN, span], table[SIZE, span], table[SOURCE, span]
-        part = labels[begin : begin + max(size - 1, 0)]
-        asked_for = trained[first + 1 : first + size]
-        for i in range(part.size):
-            part[i] = part[i] if asked_for[i] else IGNORED_LABEL
+        start = table[BEGIN, span]
+        size = table[SIZE, span]
+        first = table[SOURCE, span]
+        target = labels[start : start + max(size - 1, 0)]
+        mask = trained[first + 1 : first + size]
+        for i in range(target.size):
+            target[i] = target[i] if mask[i] else IGNORED_LABEL
 
 
 @jit
 def clear_column(out: Any, table: Any, width: int, shift: int) -> None:
-    """Write 0 where a column of `width` values a token has none: the last `shift` of each piece."""
+    """Write 0 where a column has no value: in padding and at the last `shift` tokens of a piece.
+
+    A column has `width` values per token.
+    """
     for span in range(table.shape[1]):
-        begin, end = table[BEGIN, span], table[BEGIN, span] + table[LENGTH, span]
-        out[(begin + max(table[SIZE, span] - shift, 0)) * width : end * width] = 0
+        start = table[BEGIN, span]
+        end = start + table[LENGTH, span]
+        out[(start + max(table[SIZE, span] - shift, 0)) * width : end * width] = 0
 
 
 @jit
 def copy_column(out: Any, values: Any, table: Any, width: int, shift: int) -> None:
-    """Copy a column's values, `width` a token, `shift` places to the left inside each piece."""
+    """Copy the values of a column, `width` per token, `shift` places to the left in each piece."""
     for span in range(table.shape[1]):
-        begin, first = table[BEGIN, span] * width, (table[SOURCE, span] + shift) * width
+        start = table[BEGIN, span] * width
+        first = (table[SOURCE, span] + shift) * width
         size = max(table[SIZE, span] - shift, 0) * width
-        part, source = out[begin : begin + size], values[first : first + size]
-        for i in range(part.size):
-            part[i] = source[i]
+        target, source = out[start : start + size], values[first : first + size]
+        for i in range(target.size):
+            target[i] = source[i]

@@ -1,4 +1,4 @@
-"""Trees of tensors: cut into microbatches, and put together again."""
+"""Split trees of tensors into microbatches, and concatenate them again."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from trainkit.types import check_range
 
 @attrs.frozen
 class Along:
-    """Along which dimension a tensor is cut; with `stack` each part is one slice without it."""
+    """The dimension to split along; with `stack` each part is one slice without it."""
 
     dim: int = 0
     stack: bool = False
 
 
 def shard_tree(tree: Any, count: int, *, spec: Any = Along(), even: bool = True) -> list[Any]:
-    """Cut a tree of tensors and lists into microbatches.
+    """Split a tree of tensors and lists into microbatches.
 
-    Dicts and tuples are structure, and every part has the same. A tensor is cut along one
-    dimension, a list by its length; scalars, 0-d tensors among them, go into every part. This is
-    for what runs alongside the batches; a `Batch`, whose spans have to be cut too, is cut by
-    `split_batch`.
+    Dicts and tuples are the structure of the tree, and every part has the same one. Tensors are
+    split along a dimension and lists by their length. Scalars and 0-d tensors go into every part.
+    Use it for inputs that accompany the batches. For a `Batch`, whose spans have to be split too,
+    use `split_batch`.
 
     Args:
-        tree: Dicts, tuples, tensors, lists, and scalars (numbers, texts, None).
+        tree: Dicts, tuples, tensors, lists, and scalars (numbers, strings, None).
         count: The number of parts.
-        spec: An `Along` for the whole tree, or None for what goes into every part as it is, or
-            dicts and tuples as in the tree with such inside.
-        even: Refuse what `count` does not divide. Without it the sizes of parts differ by at most
-            one, larger ones first, and may be 0.
+        spec: An `Along` for the whole tree, or None for values that go into every part unchanged,
+            or dicts and tuples as in the tree with these as leaves.
+        even: Raise ValueError for a size that `count` does not divide. Otherwise the sizes of parts
+            differ by at most one, larger ones first, and may be 0.
 
     Returns:
-        `count` trees; their tensors are views, through which gradients go.
+        `count` trees; their tensors are views, through which gradients flow.
 
     Raises:
-        ValueError: A leaf is no such thing, has no such dimension or does not divide, or the spec
-            is of another structure; the message names the place in the tree.
+        ValueError: A leaf has another type, lacks the dimension or does not divide, or the spec has
+            another structure than the tree; the message names the path in the tree.
 
     Examples:
         >>> parts = shard_tree({"x": torch.arange(4), "names": ["a", "b"], "scale": 2}, 2)
@@ -53,25 +53,25 @@ def shard_tree(tree: Any, count: int, *, spec: Any = Along(), even: bool = True)
     The idea is d9d's, for the state of its pipelines.
     """
     check_range("shard_tree", at_least=1, count=count)
-    return _shards(tree, count, spec, even, "the tree")
+    return _split(tree, count, spec, even, "the tree")
 
 
 def unshard_tree(parts: Sequence[Any], *, spec: Any = Along()) -> Any:
-    """Put microbatches of trees together again: the inverse of `shard_tree`.
+    """Concatenate microbatches of trees: the inverse of `shard_tree`.
 
-    Tensors are concatenated along the spec's dimension, or stacked where it says so; lists are
-    joined. 0-d tensors, such as the loss of each part, are stacked to one entry per part.
+    Tensors are concatenated along the dimension of the spec, or stacked with `stack`; lists are
+    concatenated. 0-d tensors, such as the loss of each part, are stacked to one entry per part.
 
     Args:
         parts: At least one tree, all of one structure.
-        spec: As in `shard_tree`. Where it is None the first part's value stands for all.
+        spec: As in `shard_tree`. Where it is None the value of the first part is taken.
 
     Returns:
-        One tree; its tensors are new.
+        One tree with new tensors.
 
     Raises:
-        ValueError: The parts or the spec differ in structure, tensors do not fit together, or a
-            scalar differs between parts; the message names the place in the tree.
+        ValueError: The parts or the spec differ in structure, shapes of tensors do not fit, or a
+            scalar differs between parts; the message names the path in the tree.
 
     Examples:
         >>> parts = [{"x": torch.ones(2), "loss": torch.tensor(float(i))} for i in range(2)]
@@ -80,114 +80,117 @@ def unshard_tree(parts: Sequence[Any], *, spec: Any = Along()) -> Any:
     """
     if isinstance(parts, Mapping) or len(parts) == 0:
         raise ValueError("unshard_tree: parts must be a sequence of at least one tree")
-    return _whole(list(parts), spec, "the tree")
+    return _concat(list(parts), spec, "the tree")
 
 
-# ----------------------------------------------------------------------------------------- to parts
+# ----------------------------------------------------------------------------------- split a tree
 
 
-def _shards(tree: Any, count: int, spec: Any, even: bool, place: str) -> list[Any]:
-    inner = _inner("shard_tree", tree, spec, place)
-    if inner is not None:
-        cut = {
-            name: _shards(tree[name], count, own, even, f"{place}[{name!r}]")
-            for name, own in inner.items()
+def _split(tree: Any, count: int, spec: Any, even: bool, path: str) -> list[Any]:
+    children = _get_child_specs("shard_tree", tree, spec, path)
+    if children is not None:
+        split = {
+            name: _split(tree[name], count, child, even, f"{path}[{name!r}]")
+            for name, child in children.items()
         }
-        rows = [{name: parts[i] for name, parts in cut.items()} for i in range(count)]
-        return rows if isinstance(tree, dict) else [tuple(row.values()) for row in rows]
-    _check_leaf("shard_tree", tree, place)
+        parts = [{name: values[i] for name, values in split.items()} for i in range(count)]
+        return parts if isinstance(tree, dict) else [tuple(part.values()) for part in parts]
+    _check_leaf("shard_tree", tree, path)
     if spec is not None and isinstance(tree, torch.Tensor) and tree.ndim > 0:
-        return _cut(tree, count, spec, even, place)
+        return _split_tensor(tree, count, spec, even, path)
     if spec is None or not isinstance(tree, list):
         return [tree] * count
     if spec.stack:
-        raise ValueError(f"shard_tree: {place} is a list, of which nothing can be stacked")
-    ends = _ends(len(tree), count, even, place)
+        raise ValueError(f"shard_tree: {path} is a list, which stack=True cannot split")
+    ends = _get_ends(len(tree), count, even, path)
     return [tree[first:end] for first, end in pairwise([0, *ends])]
 
 
-def _cut(tensor: torch.Tensor, count: int, spec: Along, even: bool, place: str) -> list[Any]:
-    if not -tensor.ndim <= spec.dim < tensor.ndim:
-        what = f"{place} has no dimension {spec.dim}, it is {tuple(tensor.shape)}"
-        raise ValueError(f"shard_tree: {what}")
-    size = tensor.shape[spec.dim]
+def _split_tensor(x: torch.Tensor, count: int, spec: Along, even: bool, path: str) -> list[Any]:
+    if not -x.ndim <= spec.dim < x.ndim:
+        raise ValueError(f"shard_tree: {path} has no dimension {spec.dim}, it is {tuple(x.shape)}")
+    size = x.shape[spec.dim]
     if not spec.stack:
-        return list(tensor.tensor_split(_ends(size, count, even, place)[:-1], spec.dim))
+        return list(x.tensor_split(_get_ends(size, count, even, path)[:-1], spec.dim))
     if size != count:
-        must = f"dimension {spec.dim} must have one slice for each of the {count} parts"
-        raise ValueError(f"shard_tree: {place} is {tuple(tensor.shape)}: {must}")
-    return list(tensor.unbind(spec.dim))
+        raise ValueError(
+            f"shard_tree: {path} is {tuple(x.shape)}: dimension {spec.dim} must have one slice for "
+            f"each of the {count} parts"
+        )
+    return list(x.unbind(spec.dim))
 
 
-def _ends(size: int, count: int, even: bool, place: str) -> list[int]:
+def _get_ends(size: int, count: int, even: bool, path: str) -> list[int]:
     if even and size % count:
-        what = f"{size} entries of {place} do not divide into {count} parts"
-        raise ValueError(f"shard_tree: {what}; even=False allows parts that differ by one")
+        raise ValueError(
+            f"shard_tree: {size} entries of {path} do not divide into {count} parts; even=False "
+            "allows parts that differ by one"
+        )
     small, larger = divmod(size, count)
     return [small * part + min(part, larger) for part in range(1, count + 1)]
 
 
-# --------------------------------------------------------------------------------------- to a whole
+# ------------------------------------------------------------------------------- concatenate trees
 
 
-def _whole(parts: list[Any], spec: Any, place: str) -> Any:
+def _concat(parts: list[Any], spec: Any, path: str) -> Any:
     first = parts[0]
-    inner = _inner("unshard_tree", first, spec, place)
-    kinds = [_structure(part) for part in parts]
-    differs = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if differs is not None:
-        what = f"is {kinds[0]} in part 0 and {kinds[differs]} in part {differs}"
-        raise ValueError(f"unshard_tree: {place} {what}")
-    if inner is not None:
-        found = {
-            name: _whole([part[name] for part in parts], own, f"{place}[{name!r}]")
-            for name, own in inner.items()
+    children = _get_child_specs("unshard_tree", first, spec, path)
+    structures = [_describe_structure(part) for part in parts]
+    for i, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ValueError(
+                f"unshard_tree: {path} is {structures[0]} in part 0 and {structure} in part {i}"
+            )
+    if children is not None:
+        tree = {
+            name: _concat([part[name] for part in parts], child, f"{path}[{name!r}]")
+            for name, child in children.items()
         }
-        return found if isinstance(first, dict) else tuple(found.values())
-    _check_leaf("unshard_tree", first, place)
+        return tree if isinstance(first, dict) else tuple(tree.values())
+    _check_leaf("unshard_tree", first, path)
     if spec is None:
         return first
     if isinstance(first, torch.Tensor):
-        return _joined(parts, spec, place)
+        try:
+            if first.ndim == 0:
+                return torch.stack(parts)
+            return torch.stack(parts, spec.dim) if spec.stack else torch.cat(parts, spec.dim)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"unshard_tree: {path} cannot be put together along dimension {spec.dim}: "
+                f"{[tuple(part.shape) for part in parts]}"
+            ) from error
     if isinstance(first, list):
         return [entry for part in parts for entry in part]
     if any(part != first for part in parts):
-        raise ValueError(f"unshard_tree: {place} is a scalar that differs between parts: {parts}")
+        raise ValueError(f"unshard_tree: {path} is a scalar that differs between parts: {parts}")
     return first
-
-
-def _joined(parts: list[torch.Tensor], spec: Along, place: str) -> torch.Tensor:
-    try:
-        if parts[0].ndim == 0:
-            return torch.stack(parts)
-        return torch.stack(parts, spec.dim) if spec.stack else torch.cat(parts, spec.dim)
-    except (RuntimeError, IndexError) as error:
-        shapes = [tuple(part.shape) for part in parts]
-        what = f"{place} cannot be put together along dimension {spec.dim}: {shapes}"
-        raise ValueError(f"unshard_tree: {what}") from error
 
 
 # ---------------------------------------------------------------------------------------- structure
 
 
-def _inner(where: str, tree: Any, spec: Any, place: str) -> dict[Any, Any] | None:
-    """Return the spec of each child of a node; None for a leaf."""
+def _get_child_specs(function: str, tree: Any, spec: Any, path: str) -> dict[Any, Any] | None:
+    """Return the spec of each child of a node, or None for a leaf."""
+    # A named tuple is a leaf, and refused: it could not be rebuilt from a tuple.
     is_node = isinstance(tree, dict) or type(tree) is tuple
     if spec is None or isinstance(spec, Along):
-        return dict.fromkeys(_names(tree), spec) if is_node else None
-    if not is_node or _structure(spec) != _structure(tree):
-        what = f"{place} is {_structure(tree)}, and its spec is {_structure(spec)}"
-        must = "a spec is an Along, None, or of the tree's structure"
-        raise ValueError(f"{where}: {what}; {must}")
-    return {name: spec[name] for name in _names(tree)}
+        return dict.fromkeys(_get_names(tree), spec) if is_node else None
+    if not is_node or _describe_structure(spec) != _describe_structure(tree):
+        raise ValueError(
+            f"{function}: {path} is {_describe_structure(tree)}, and its spec is "
+            f"{_describe_structure(spec)}; a spec is an Along, None, or of the tree's structure"
+        )
+    return {name: spec[name] for name in _get_names(tree)}
 
 
-def _names(node: Any) -> list[Any]:
+def _get_names(node: Any) -> list[Any]:
     return list(node if isinstance(node, dict) else range(len(node)))
 
 
-def _structure(node: Any) -> str:
-    """Return what must be equal between parts: the kind of a node, and its children's names."""
+def _describe_structure(node: Any) -> str:
+    """Describe the properties that must be equal between parts: the type and the children."""
     if isinstance(node, dict):
         return f"a dict of {', '.join(sorted(map(repr, node)))}"
     if type(node) is tuple:
@@ -197,9 +200,10 @@ def _structure(node: Any) -> str:
     return "a list" if isinstance(node, list) else "no dict, tuple, list or tensor"
 
 
-def _check_leaf(where: str, leaf: Any, place: str) -> None:
-    kinds = (torch.Tensor, list, bool, int, float, str, bytes, type(None))
-    if not isinstance(leaf, kinds):
-        what = f"{place} is a {type(leaf).__name__}, which cannot be cut"
-        mend = "make it tensors, lists, dicts, tuples and scalars (split_batch cuts a Batch)"
-        raise ValueError(f"{where}: {what}; {mend}")  # noqa: TRY004 -- as of all arguments
+def _check_leaf(function: str, leaf: Any, path: str) -> None:
+    types = (torch.Tensor, list, bool, int, float, str, bytes, type(None))
+    if not isinstance(leaf, types):
+        raise ValueError(  # noqa: TRY004 -- as for all bad arguments
+            f"{function}: {path} is a {type(leaf).__name__}, which cannot be cut; make it tensors, "
+            "lists, dicts, tuples and scalars (split_batch splits a Batch)"
+        )

@@ -1,4 +1,4 @@
-"""Data: from packed corpora, or a stream, to the microbatches of a step on one rank."""
+"""Data: packed corpora, and the microbatches of a step on one rank."""
 
 import lazy_loader
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from trainkit.data.mapped import MappedFile
+    from trainkit.data.memory_map import MappedFile
     from trainkit.types import Column, Corpus, IntArray
 
 DTYPES = ("uint8", "uint16", "uint32")
@@ -115,6 +115,7 @@ def make_corpus(
         vocab_size=vocab_size,
         columns=check_columns("make_corpus", columns),
     )
+    # Checked last: documents may be a generator, whose number is known only now.
     if names is not None and len(names) != len(corpus.offsets) - 1:
         raise ValueError(f"make_corpus: {len(names)} names for {len(corpus.offsets) - 1} documents")
     return attrs.evolve(corpus, names=names)
@@ -160,6 +161,7 @@ def collect_documents(
 
 
 def _read_only_array(data: bytearray, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    # A view of the byte array, without a copy; read-only, as mapped corpora are.
     return np.frombuffer(memoryview(data).toreadonly(), dtype)
 
 
@@ -185,6 +187,7 @@ def iterate_documents(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
             if mask is not None:
                 yield Sample(ids, mask[start:end].view(np.bool_), values)
             elif values:
+                # Columns without a mask: a `Sample` needs one, and every token may be a label.
                 yield Sample(ids, np.ones(len(ids), np.bool_), values)
             else:
                 yield ids

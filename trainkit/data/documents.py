@@ -92,25 +92,14 @@ def check_document(
         DataError: The ids, the loss mask or the columns are wrong.
     """
     is_sample = isinstance(document, Sample)
+    # A corpus stores the mask of all its tokens or none, so its documents must agree.
     if has_mask is not None and is_sample != has_mask:
         raise DataError(
             f"{origin} is {'a' if is_sample else 'no'} Sample, unlike those before it: "
             "either all documents of a corpus have a loss mask, or none has",
             where=origin,
         )
-    ids = np.asarray(document.tokens if is_sample else document)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise DataError(
-            f"{origin} must be integers in one dimension, got {ids.dtype} {ids.shape}",
-            where=origin,
-        )
-    if ids.size and (ids.min() < 0 or ids.max() >= limit):
-        worst = int(((ids < 0) | (ids >= limit)).argmax())
-        raise DataError(
-            f"{origin} has token {ids[worst]} at {worst}, outside [0, {limit})",
-            where=origin,
-            got=int(ids[worst]),
-        )
+    ids = _check_ids(document.tokens if is_sample else document, limit, origin)
     actual = (document.columns if is_sample else None) or {}
     if actual.keys() != columns.keys():
         raise DataError(
@@ -133,7 +122,25 @@ def check_document(
             f"got {trained.dtype} {trained.shape}",
             where=origin,
         )
+    # Booleans are stored as bytes of 0 and 1, so a view will do.
     return Document(ids, trained.view(np.uint8), values)
+
+
+def _check_ids(given: ArrayLike, limit: int, origin: str) -> np.ndarray[Any, Any]:
+    ids = np.asarray(given)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise DataError(
+            f"{origin} must be integers in one dimension, got {ids.dtype} {ids.shape}",
+            where=origin,
+        )
+    if ids.size and (ids.min() < 0 or ids.max() >= limit):
+        worst = int(((ids < 0) | (ids >= limit)).argmax())
+        raise DataError(
+            f"{origin} has token {ids[worst]} at {worst}, outside [0, {limit})",
+            where=origin,
+            got=int(ids[worst]),
+        )
+    return ids
 
 
 def _format_names(columns: Mapping[str, Any]) -> str:
@@ -152,6 +159,7 @@ def _check_values(
         raise DataError(
             f"{origin} is no array of {dtype} {shape}: {error}", where=origin
         ) from error
+    # An empty list becomes an array of float64 `(0,)`, whatever the column's dtype and shape.
     if not length and not values.size:
         return np.empty(shape, dtype)
     if values.shape != shape or values.dtype.kind not in ("iuf" if dtype.kind == "f" else "iu"):

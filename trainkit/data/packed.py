@@ -1,4 +1,4 @@
-"""What there is to read: a corpus and its rows, or several as one table of rows."""
+"""Packed corpora: a corpus with its rows, split into training and held-out rows, or several."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 
 from trainkit.data.cache import load_or_pack_bins
-from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint
-from trainkit.packing import bins_hash
+from trainkit.data.concat import ConcatCorpus, concat_corpora, fingerprint
+from trainkit.packing import bins_hash, report_packing
 from trainkit.types import SOLO, Bins, Log, log_info
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class PackedCorpus:
-    """A corpus and the rows that it is packed into: what there is to read.
+    """A corpus and the rows that it is packed into.
 
     Attributes:
         corpus: All documents.
-        bins: The rows, the same on all ranks.
-        num_rows: For rows of several sources, how many there are of each, by name; they follow one
-            another in this order. Batches then carry "source", the number of each token's source.
+        bins: The rows, equal on all ranks.
+        num_rows: The number of rows of each source by name, where there are several; rows are in
+            this order. Batches then have "source", the index of each token's source.
     """
 
     corpus: Corpus
@@ -41,14 +41,21 @@ class PackedCorpus:
     @num_rows.validator
     def _check_num_rows(self, _: Any, num_rows: Mapping[str, int] | None) -> None:
         if num_rows is not None and sum(num_rows.values()) != len(self.bins):
-            must = f"num_rows must add up to the {len(self.bins)} rows of bins"
-            raise ValueError(f"Packed: {must}, got {dict(num_rows)}")
+            raise ValueError(
+                f"PackedCorpus: num_rows must add up to the {len(self.bins)} rows of bins, got "
+                f"{dict(num_rows)}"
+            )
 
     def __len__(self) -> int:
         return len(self.bins)
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """How full the rows are: the result of `report_packing`."""
+        return report_packing(self.bins)
+
     def source_of(self, rows: ArrayLike) -> IntArray | None:
-        """Return the number of the source of each row, or None without `num_rows`."""
+        """Return the index of the source of each row, or None without `num_rows`."""
         if self.num_rows is None:
             return None
         return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
@@ -66,22 +73,22 @@ def split_held_out(
     multiple_of: int = 1,
     seed: int | None = None,
 ) -> tuple[PackedCorpus, PackedCorpus]:
-    """Pack a corpus into rows to train on and rows that are held out: no document is in both.
+    """Pack a corpus into training rows and held-out rows; no document is in both.
 
     Args:
         corpus: The corpus.
-        held_out: Which documents are held out, bool `[N]`: `corpora.held_out_documents`, or
+        held_out: A mask of the held-out documents, bool `[N]`: `corpora.held_out_documents`, or
             `corpora.hold_out`.
         capacity: Tokens per row.
-        cache_dir: As in `load_or_pack_bins`, and so all that follow.
+        cache_dir: As in `load_or_pack_bins`, like all arguments that follow.
         axis: The ranks that call this together.
-        log: Called with one sentence about each thing worth knowing.
-        overlong: What becomes of a document longer than the capacity.
-        multiple_of: A piece takes the next multiple of this many tokens.
+        log: Called with a sentence when a packing is written or damaged.
+        overlong: The policy for documents longer than the capacity.
+        multiple_of: Pieces are padded to a multiple of this many tokens.
         seed: The seed of the packing.
 
     Returns:
-        The rows to train on, and those held out.
+        The training rows and the held-out rows.
 
     Raises:
         ValueError: As `load_or_pack_bins`.
@@ -89,7 +96,7 @@ def split_held_out(
         DiskError: As `load_or_pack_bins`.
 
     Effects:
-        Those of `load_or_pack_bins`, twice: it keeps two plans, and communicates on `axis`.
+        Those of `load_or_pack_bins`, twice: it writes two packings, and communicates on `axis`.
 
     Examples:
         >>> from trainkit.data.corpus import make_corpus
@@ -97,26 +104,37 @@ def split_held_out(
         >>> rows.bins[0], held.bins[0]
         ([(0, 0, 2), (2, 0, 2)], [(1, 0, 1)])
     """
-    how: dict[str, Any] = {"axis": axis, "log": log, "overlong": overlong, "seed": seed}
-    how |= {"content": fingerprint(corpus), "multiple_of": multiple_of}
-    trained = np.where(held_out, 0, corpus.lengths)
-    rows, held = (
-        PackedCorpus(corpus, load_or_pack_bins(cache_dir, lengths, capacity, **how))
-        for lengths in (trained, corpus.lengths - trained)
-    )
-    return rows, held
+    content = fingerprint(corpus)
+
+    def pack(lengths: IntArray) -> PackedCorpus:
+        bins = load_or_pack_bins(
+            cache_dir,
+            lengths,
+            capacity,
+            content=content,
+            axis=axis,
+            log=log,
+            overlong=overlong,
+            multiple_of=multiple_of,
+            seed=seed,
+        )
+        return PackedCorpus(corpus, bins)
+
+    # A document of length 0 gives no piece, so that both packings use the corpus' own numbers.
+    training_lengths = np.where(held_out, 0, corpus.lengths)
+    return pack(training_lengths), pack(corpus.lengths - training_lengths)
 
 
 def make_data_facts(packed: PackedCorpus) -> dict[str, Any]:
-    """Return what a run must be continued with of what it reads, as facts for its checkpoints.
+    """Return the facts of a run about its data, which a resumed run compares.
 
     Args:
         packed: A corpus in memory, or one of token files, and its rows.
 
     Returns:
-        "files", a hash of each by name, "fingerprint" of the corpus and a hash of its "rows". The
-        fingerprint is that of all that is in the files, which may be renamed: see
-            `make_resume_rules`.
+        "files", a hash of each by name, the "fingerprint" of the corpus and a hash of its "rows".
+        The fingerprint is of the content of the files, which may be renamed: see
+        `make_resume_rules`.
 
     Examples:
         >>> from trainkit.data.corpus import make_corpus
@@ -126,27 +144,30 @@ def make_data_facts(packed: PackedCorpus) -> dict[str, Any]:
         (['files', 'fingerprint', 'rows'], {})
     """
     corpus: Any = packed.corpus
-    facts = {"files": corpus.sources, "fingerprint": fingerprint(corpus)}
-    return facts | {"rows": bins_hash(packed.bins)}
+    return {
+        "files": corpus.sources,
+        "fingerprint": fingerprint(corpus),
+        "rows": bins_hash(packed.bins),
+    }
 
 
 def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
-    """Join corpora that are packed each on its own into one table of rows.
+    """Concatenate separately packed corpora into one table of rows.
 
-    Packing each alone keeps a row to one corpus, so that a mixture of rows is one of tokens, as far
-    as rows are full. No token is copied. Of one corpus no table is copied either; those of several
-    are written anew, in memory of this process: 8 bytes for each document, 24 for each piece and 8
-    for each row, also where the bins are mapped from a plan that processes share.
+    With separate packing a row has documents of one corpus, so that a mixture of rows is a mixture
+    of tokens, as far as rows are full. No token is copied. The table of a single corpus is not
+    copied either. Several tables are copied to memory of this process: 8 bytes for each document,
+    24 for each piece and 8 for each row, even where the bins are mapped from a shared file.
 
     Args:
-        packed: Each by name, with bins of one `capacity` and `multiple_of`.
+        packed: The corpora by name, with bins of equal `capacity` and `multiple_of`.
 
     Returns:
-        All rows; those of each corpus follow those of the one before, and `num_rows` counts them.
+        All rows, corpus after corpus; `num_rows` counts them.
 
     Raises:
-        ValueError: There is no corpus, the bins differ in their measures, or bins name a document
-            that their corpus does not have.
+        ValueError: There is no corpus, the bins differ in capacity or multiple_of, or bins name a
+            document that their corpus does not have.
 
     Examples:
         >>> from trainkit.data.corpus import make_corpus
@@ -163,55 +184,55 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
     """
     if not packed:
         raise ValueError("concat_packed: there is no corpus to join")
-    _check_measures({name: part.bins for name, part in packed.items()})
+    (first_name, first), *others = packed.items()
+    for name, other in others:
+        for field in ("capacity", "multiple_of"):
+            expected, actual = getattr(first.bins, field), getattr(other.bins, field)
+            if actual != expected:
+                raise ValueError(
+                    f"concat_packed: bins must have one {field}: {first_name!r} has {expected}, "
+                    f"{name!r} has {actual}; pack them with the same one"
+                )
     for name, part in packed.items():
-        last, documents = part.bins.documents.max(initial=-1), len(part.corpus.offsets) - 1
-        if last >= documents:
-            what = f"the bins of {name!r} hold document {last}, its corpus has {documents}"
-            raise ValueError(f"concat_packed: {what}; pack this corpus' own lengths")
-    corpora: list[Any] = [part.corpus for part in packed.values()]
-    tables = [part.bins for part in packed.values()]
+        last = part.bins.documents.max(initial=-1)
+        num_documents = len(part.corpus.offsets) - 1
+        if last >= num_documents:
+            raise ValueError(
+                f"concat_packed: the bins of {name!r} hold document {last}, its corpus has "
+                f"{num_documents}; pack the lengths of this corpus"
+            )
     num_rows = {name: len(part) for name, part in packed.items()}
-    if len(tables) == 1:
-        return PackedCorpus(_as_joined(corpora[0]), tables[0], num_rows)
-    bins = _join_bins(tables, [len(corpus.offsets) - 1 for corpus in corpora])
-    return PackedCorpus(concat_corpora(corpora), bins, num_rows)
+    corpora: list[Any] = [part.corpus for part in packed.values()]
+    if others:
+        bins = _concat_bins(
+            [part.bins for part in packed.values()], [len(corpus.offsets) - 1 for corpus in corpora]
+        )
+        return PackedCorpus(concat_corpora(corpora), bins, num_rows)
+    corpus = corpora[0]
+    if not isinstance(corpus, ConcatCorpus):
+        # Not concat_corpora, which would copy the offsets.
+        corpus = ConcatCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
+    return PackedCorpus(corpus, first.bins, num_rows)
 
 
-def _as_joined(corpus: TokenCorpus | ConcatCorpus) -> ConcatCorpus:
-    """Return one corpus as a joined one, with its own offsets instead of a copy."""
-    if isinstance(corpus, ConcatCorpus):
-        return corpus
-    return ConcatCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
-
-
-def _join_bins(tables: Sequence[Bins], documents: Sequence[int]) -> Bins:
-    """Return the rows of several bins, whose corpora have so many documents, one after the other.
+def _concat_bins(tables: Sequence[Bins], num_documents: Sequence[int]) -> Bins:
+    """Concatenate the rows of several bins, given the number of documents of each corpus.
 
     Each array is written once, in place: tables of 10^9 documents leave no room for a second copy.
     """
     pieces = np.cumsum([0, *(len(bins.documents) for bins in tables)]).tolist()
     rows = np.cumsum([0, *(len(bins) for bins in tables)]).tolist()
-    first_documents = np.cumsum([0, *documents]).tolist()
-    offsets, numbers = np.zeros(rows[-1] + 1, np.int64), np.empty(pieces[-1], np.int64)
+    first_documents = np.cumsum([0, *num_documents]).tolist()
+    offsets = np.zeros(rows[-1] + 1, np.int64)
+    documents = np.empty(pieces[-1], np.int64)
     for i, bins in enumerate(tables):
         np.add(bins.offsets[1:], pieces[i], out=offsets[rows[i] + 1 : rows[i + 1] + 1])
-        np.add(bins.documents, first_documents[i], out=numbers[pieces[i] : pieces[i + 1]])
+        np.add(bins.documents, first_documents[i], out=documents[pieces[i] : pieces[i + 1]])
     return Bins(
-        offsets,
-        numbers,
-        np.concatenate([bins.starts for bins in tables]),
-        np.concatenate([bins.lengths for bins in tables]),
+        offsets=offsets,
+        documents=documents,
+        starts=np.concatenate([bins.starts for bins in tables]),
+        lengths=np.concatenate([bins.lengths for bins in tables]),
         capacity=tables[0].capacity,
         multiple_of=tables[0].multiple_of,
     )
-
-
-def _check_measures(bins: Mapping[str, Bins]) -> None:
-    (first, one), *others = bins.items()
-    for name, other in others:
-        for measure in ("capacity", "multiple_of"):
-            have, want = getattr(other, measure), getattr(one, measure)
-            if have != want:
-                what = f"bins must have one {measure}: {first!r} has {want}, {name!r} has {have}"
-                raise ValueError(f"concat_packed: {what}; pack them alike")

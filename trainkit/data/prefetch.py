@@ -1,4 +1,4 @@
-"""Step batches made ahead of the step that needs them, in a thread."""
+"""Prefetch step batches in a thread."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(eq=False)
-class _Line:
-    """What a thread and its consumer share: batches in order, each with when it has arrived."""
+class _Channel:
+    """The state that the thread and its consumer share: batches in order, each with its event."""
 
-    made: queue.SimpleQueue[tuple[StepBatch | BaseException | None, torch.cuda.Event | None]]
+    batches: queue.SimpleQueue[tuple[StepBatch | BaseException | None, torch.cuda.Event | None]]
     room: threading.Semaphore
     closed: threading.Event
 
 
 class NextBatch(Protocol):
-    """Return the next batch, or with a cursor the one there: another place begins anew."""
+    """Return the next batch, or the one at a cursor."""
 
     def __call__(self, cursor: Cursor | None = None) -> StepBatch | None: ...
 
@@ -46,33 +46,33 @@ def prefetch_batches(
     device: torch.device | str | None = None,
     timeout: float = 120.0,
 ) -> Iterator[NextBatch]:
-    """Yield `next_batch()`, which gives the batches of `make_batch` that a thread makes ahead.
+    """Yield `next_batch()`, which returns the batches of `make_batch` from a background thread.
 
-    Batch and cursor are those that `make_batch` gives when it is called step by step: a checkpoint
-    holds the cursor of the last batch that was used, and what was made ahead is made again.
-    `next_batch(cursor)` gives the batch at a cursor: what is ahead, if it begins there, and after a
-    jump (a roll-back) what is made from there on.
+    Batches and cursors are those of calling `make_batch` step by step. A checkpoint holds the
+    cursor of the last batch that was used, and prefetched batches are made again after a resume.
+    `next_batch(cursor)` returns the batch at a cursor: the prefetched one if it begins there, and
+    after a jump (a roll-back) a new one.
 
     Args:
-        make_batch: Makes the batch at a cursor, whose `cursor` is where the next one begins; None
-            says that the source has ended. It runs in the thread only, one call at a time.
-        cursor: Where the first batch begins.
-        ahead: How many batches may be ready or in the making at a time.
-        device: Where the batches shall be. To a CUDA device they go through pinned memory, on a
-            stream of their own.
-        timeout: How long `next_batch` waits, in seconds.
+        make_batch: Returns the batch at a cursor, with the cursor of the next one; None at the end
+            of the source. It runs in the thread only, one call at a time.
+        cursor: The cursor of the first batch.
+        ahead: The number of batches that may be ready or in preparation at a time.
+        device: The device of the batches. They go to a CUDA device through pinned memory, on their
+            own stream.
+        timeout: The time that `next_batch` waits, in seconds.
 
     Yields:
-        `next_batch`, for one thread; it gives None from the end of the source on. What `make_batch`
-        raised it raises in place of that batch, the same object, and at every call from there on.
+        `next_batch`, for one thread; it returns None from the end of the source on. An error of
+        `make_batch` is raised in place of its batch, as the same object, and at every later call.
 
     Raises:
-        ValueError: `ahead` is below 1, or `timeout` not above 0.
+        ValueError: `ahead` is below 1, or `timeout` is not above 0.
         DataError: From `next_batch`: no batch came in time.
 
     Effects:
-        Runs a thread until the block is left, which waits for the batch in the making, at most for
-        `timeout`, and not for one that `next_batch` gave up.
+        Runs a thread until the end of the block, which waits at most `timeout` for the batch in
+        preparation, and not at all after a timeout.
 
     Examples:
         >>> from trainkit.types import Cursor
@@ -85,40 +85,46 @@ def prefetch_batches(
         2
     """
     if ahead < 1 or not timeout > 0:
-        must = "ahead must be at least 1 and timeout above 0"
-        raise ValueError(f"prefetch: {must}, got ahead={ahead}, timeout={timeout}")
-    start = partial(_start, make_batch, ahead=ahead, device=_with_index(device))
-    (line, thread), place = start(cursor), cursor
-    ended: list[BaseException | None] = []
-    given_up = closed = False
+        raise ValueError(
+            "prefetch_batches: ahead must be at least 1 and timeout above 0, got "
+            f"ahead={ahead}, timeout={timeout}"
+        )
+    start = partial(_start, make_batch, ahead=ahead, device=_add_index(device))
+    channel, thread = start(cursor)
+    next_cursor = cursor
+    end: list[BaseException | None] = []  # the error or the None that ended the batches
+    is_timed_out = is_closed = False
 
     def next_batch(cursor: Cursor | None = None) -> StepBatch | None:
-        nonlocal line, thread, place, given_up
-        if closed:
-            raise ValueError("prefetch: next_batch was called after its block")
-        if cursor is not None and cursor != place:
-            _close(line, thread, 0 if given_up else timeout)
-            (line, thread), place, given_up = start(cursor), cursor, False
-            ended.clear()
-        if not ended:
+        nonlocal channel, thread, next_cursor, is_timed_out
+        if is_closed:
+            raise ValueError("prefetch_batches: next_batch was called after its block")
+        if cursor is not None and cursor != next_cursor:
+            _close(channel, thread, 0 if is_timed_out else timeout)
+            channel, thread = start(cursor)
+            next_cursor = cursor
+            is_timed_out = False
+            end.clear()
+        if not end:
             try:
-                made, arrival = line.made.get(timeout=timeout)
+                batch, arrival = channel.batches.get(timeout=timeout)
             except queue.Empty:
-                given_up, made, arrival = True, _timeout_error(place, timeout), None
-            if isinstance(made, StepBatch):
-                line.room.release()
-                place = made.cursor
-                return _received(made, arrival)
-            ended.append(made)
-        if ended[0] is not None:
-            raise ended[0]
+                is_timed_out = True
+                batch, arrival = _make_timeout_error(next_cursor, timeout), None
+            if isinstance(batch, StepBatch):
+                channel.room.release()
+                next_cursor = batch.cursor
+                return _synchronize(batch, arrival)
+            end.append(batch)
+        if end[0] is not None:
+            raise end[0]
         return None
 
     try:
         yield next_batch
     finally:
-        closed = True
-        _close(line, thread, 0 if given_up else timeout)
+        is_closed = True
+        _close(channel, thread, 0 if is_timed_out else timeout)
 
 
 def _start(
@@ -127,37 +133,37 @@ def _start(
     *,
     ahead: int,
     device: torch.device | None,
-) -> tuple[_Line, threading.Thread]:
+) -> tuple[_Channel, threading.Thread]:
     """Start a thread that makes the batches from a cursor on."""
-    line = _Line(queue.SimpleQueue(), threading.Semaphore(ahead), threading.Event())
+    channel = _Channel(queue.SimpleQueue(), threading.Semaphore(ahead), threading.Event())
     thread = threading.Thread(
         target=_fill,
-        args=(line, make_batch, cursor, device),
+        args=(channel, make_batch, cursor, device),
         name="trainkit-prefetch",
-        daemon=True,  # one that hangs must not keep the process
+        daemon=True,  # a thread that hangs must not keep the process alive
     )
     thread.start()
-    return line, thread
+    return channel, thread
 
 
-def _close(line: _Line, thread: threading.Thread, patience: float) -> None:
-    line.closed.set()
-    line.room.release()
-    thread.join(patience)
+def _close(channel: _Channel, thread: threading.Thread, timeout: float) -> None:
+    channel.closed.set()
+    channel.room.release()
+    thread.join(timeout)
 
 
-def _timeout_error(cursor: Cursor, timeout: float) -> DataError:
+def _make_timeout_error(cursor: Cursor, timeout: float) -> DataError:
     return DataError(
-        f"prefetch: timeout: the thread that makes batches did not make batch {cursor.batch} in "
-        f"{timeout:g} s",
+        f"prefetch_batches: timeout: the thread that makes batches did not make batch "
+        f"{cursor.batch} in {timeout:g} s",
         where=f"batch {cursor.batch}",
         want=f"{timeout:g} s",
         hint="see whether its files can still be read, or raise `timeout`",
     )
 
 
-def _with_index(device: torch.device | str | None) -> torch.device | None:
-    """Say which CUDA device is meant: a new thread's current one need not be this thread's."""
+def _add_index(device: torch.device | str | None) -> torch.device | None:
+    """Add the current index to a CUDA device; the new thread may have another current device."""
     device = None if device is None else torch.device(device)
     if device is not None and device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -165,66 +171,64 @@ def _with_index(device: torch.device | str | None) -> torch.device | None:
 
 
 def _fill(
-    line: _Line,
+    channel: _Channel,
     make_batch: Callable[[Cursor], StepBatch | None],
     cursor: Cursor,
     device: torch.device | None,
 ) -> None:
-    """Put batches into the line while there is room, until it is closed, or there are no more."""
+    """Put batches into the channel while there is room, until it is closed or they end."""
     try:
         stream = None
         if device is not None and device.type == "cuda":
             torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)
-        while line.room.acquire() and not line.closed.is_set():
+        while channel.room.acquire() and not channel.closed.is_set():
             batch = make_batch(cursor)
             if batch is None:
-                line.made.put((None, None))
+                channel.batches.put((None, None))
                 return
             cursor = batch.cursor
-            line.made.put(_sent(batch, device, stream))
+            channel.batches.put(_send(batch, device, stream))
     except BaseException as error:  # noqa: BLE001 (the consumer raises it)
-        line.made.put((error, None))
+        channel.batches.put((error, None))
 
 
-def _sent(
+def _send(
     batch: StepBatch, device: torch.device | None, stream: torch.cuda.Stream | None
 ) -> tuple[StepBatch, torch.cuda.Event | None]:
-    """Send a batch to the device; with a stream, return an event that says when it has arrived."""
+    """Copy a batch to the device; with a stream, return the event of its arrival."""
     if device is None:
         return batch, None
     if stream is None:
-        return _moved(batch, device), None
-    pinned = [map_tensors(part, _pinned) for part in batch.microbatches]
-    # make_batch may itself put tensors on the device, and does so on this thread's own stream.
+        return _move(batch, device), None
+    pinned = [map_tensors(microbatch, _pin) for microbatch in batch.microbatches]
+    # make_batch may itself put tensors on the device, on the current stream of this thread.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        moved = _moved(attrs.evolve(batch, microbatches=pinned), device)
+        moved = _move(attrs.evolve(batch, microbatches=pinned), device)
         arrival = torch.cuda.Event()
         arrival.record(stream)
     return moved, arrival
 
 
-def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
-    return attrs.evolve(
-        batch, microbatches=[to_device(part, device) for part in batch.microbatches]
-    )
+def _move(batch: StepBatch, device: torch.device) -> StepBatch:
+    return attrs.evolve(batch, microbatches=[to_device(x, device) for x in batch.microbatches])
 
 
-def _pinned(x: Tensor) -> Tensor:
+def _pin(x: Tensor) -> Tensor:
     return x.pin_memory() if x.device.type == "cpu" else x
 
 
-def _received(batch: StepBatch, arrival: torch.cuda.Event | None) -> StepBatch:
-    """Make the consumer's stream wait for a batch, and its memory wait for that stream."""
+def _synchronize(batch: StepBatch, arrival: torch.cuda.Event | None) -> StepBatch:
+    """Make the consumer's stream wait for a batch, and keep its memory for that stream."""
     if arrival is not None and batch.microbatches:
         stream = torch.cuda.current_stream(batch.microbatches[0].input_ids.device)
         stream.wait_event(arrival)
 
-        def hold(x: Tensor) -> Tensor:
+        def record(x: Tensor) -> Tensor:
             x.record_stream(stream)
             return x
 
-        for part in batch.microbatches:
-            map_tensors(part, hold)
+        for microbatch in batch.microbatches:
+            map_tensors(microbatch, record)
     return batch

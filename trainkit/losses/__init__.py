@@ -1,4 +1,4 @@
-"""Losses: sums over the tokens that are trained on, and how they combine for a training step."""
+"""Losses as sums over tokens, and their combinations for a training step."""
 
 from trainkit.losses.experts import add_router_losses
 from trainkit.losses.linear import LabelColumns, OfScores, TokenScores, linear_cross_entropy

@@ -1,9 +1,9 @@
-"""Cross entropy straight from hidden states and the output weight, without ever holding all logits.
+"""Cross entropy from hidden states and the output weight, without materializing all logits.
 
-The logits of a batch are its largest tensor by far: 2,048 tokens by 131,072 words take 1 GiB, and
-the plain path holds three of them. Here they exist for one chunk of tokens at a time. Each chunk's
-gradient is computed while its logits are there, in the forward pass, so that backward has nothing
-left to do but multiply by the incoming scalar.
+The logits of a batch are its largest tensor by far: 2,048 tokens with a vocabulary of 131,072 take
+1 GiB, and the plain path needs three of them. Here they exist for one chunk of tokens at a time.
+The gradient of a chunk is computed in the forward pass, while its logits exist, so that backward
+only multiplies by the incoming scalar.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.losses.logits import check_labels, cure_of, sum_and_parts, summed_cross_entropy
+from trainkit.losses.logits import (
+    check_labels,
+    get_column_hint,
+    sum_and_parts,
+    summed_cross_entropy,
+)
 from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
 from trainkit.losses.softmax import (
     Scores,
     accumulation_dtype,
-    entropies_of,
+    compute_entropies,
     make_vocabulary_axis,
     run_untraced,
     scores_,
@@ -31,9 +36,9 @@ from trainkit.types import IGNORED_LABEL, SOLO, Axis, VocabularyAxis, apply_soft
 
 
 class Factors(NamedTuple):
-    """Hidden states `[..., D]`, the output weight and its bias: whole, or this rank's rows of them.
+    """Hidden states `[..., D]`, the output weight and its bias, full or this rank's rows.
 
-    With a `softcap` c the logits are c * tanh of the product divided by c (`types.capped`).
+    With a `softcap` c the logits are c * tanh of the product divided by c (`apply_softcap`).
     """
 
     hidden: Tensor
@@ -43,14 +48,16 @@ class Factors(NamedTuple):
 
 
 class TokenScores:
-    """What the logits of T tokens come to: `losses`, `normalizers` and `entropies`, `[T]` each.
+    """The scores of T tokens: `losses`, `normalizers` and `entropies`, `[T]` each.
 
-    `losses` are the cross entropies of the labels, `normalizers` the log-sum-exps of the logits.
-    Where the label is -100, a loss is 0. Entropies cost a walk over the logits, if they are asked.
+    `losses` are the cross entropies of the labels, 0 where the label is -100. `normalizers` are the
+    log-sum-exps of the logits. Entropies are computed on first use, in one pass over the logits.
     """
 
     def __init__(self, losses: Tensor, normalizers: Tensor, measure: Callable[[], Tensor]) -> None:
-        self.losses, self.normalizers, self._measure = losses, normalizers, measure
+        self.losses = losses
+        self.normalizers = normalizers
+        self._measure = measure
 
     @cached_property
     def entropies(self) -> Tensor:
@@ -59,15 +66,15 @@ class TokenScores:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What a term may have used: losses, normalizers, and entropies if any has asked."""
-        own = [self.losses, self.normalizers]
-        return [*own, self.entropies] if "entropies" in vars(self) else own
+        """The tensors that terms may depend on; entropies only if a term has used them."""
+        used = [self.losses, self.normalizers]
+        return [*used, self.entropies] if "entropies" in vars(self) else used
 
 
 class LabelColumns(Mapping[str, Tensor]):
-    """The columns of a batch that hold a value for each label, by name.
+    """The columns of a batch with a value for each label, by name.
 
-    Where a token is ignored, what is read is 0, whatever the batch holds there. What is not read is
+    Values of ignored tokens read as 0, whatever the batch has there. Columns that are not read are
     not copied.
 
     Examples:
@@ -81,24 +88,28 @@ class LabelColumns(Mapping[str, Tensor]):
     """
 
     def __init__(self, columns: Mapping[str, Tensor], ignored: Tensor | None = None) -> None:
-        self._columns, self._ignored = columns, ignored
-        self._read = dict[str, Tensor]()
+        self._columns = columns
+        self._ignored = ignored
+        self._cache = dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._columns:
-            has = ", ".join(self) or "no column"
-            what = f'the batch has no "{name}" for each of its labels (it has {has})'
-            raise ValueError(f"{what}; {cure_of(name)}")
-        if name not in self._read:
-            own = self._columns[name]
-            self._read[name] = own if self._ignored is None else _cleared(own, self._ignored)
-        return self._read[name]
+            raise ValueError(
+                f'the batch has no "{name}" for each of its labels (it has '
+                f"{', '.join(self) or 'no column'}); {get_column_hint(name)}"
+            )
+        if name not in self._cache:
+            x = self._columns[name]
+            if self._ignored is not None:
+                x = x.masked_fill(self._ignored.view(-1, *(1,) * (x.ndim - 1)), 0)
+            self._cache[name] = x
+        return self._cache[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a column, or something else where there is none."""
+        """Return a column, or `default` if there is none."""
         return self[name] if name in self._columns else default
 
     def __iter__(self) -> Iterator[str]:
@@ -109,13 +120,13 @@ class LabelColumns(Mapping[str, Tensor]):
 
 
 OfScores = Callable[[TokenScores, LabelColumns], Tensor]
-"""From the scores of T tokens and what stands beside them in the batch to what each adds, `[T]`."""
+"""`OfScores(scores, columns) -> values`: a term of the loss of T tokens, `[T]`."""
 
 OfLogits = Callable[[Tensor, slice, bool], Tensor]
-"""From logits `[T, V]` and which tokens they are of, to values `[T or 1, K]`.
+"""`OfLogits(logits, rows, gradient) -> values`: from logits `[T, V]` of rows to `[T or 1, K]`.
 
-With True as the third argument, the logits are overwritten by the gradient of the sum of the first
-column; else they may hold anything afterwards.
+With `gradient` it overwrites the logits with the gradient of the sum of the first column; without,
+they may hold anything afterwards.
 """
 
 _SMALL = 2**22  # elements, 16 MiB of fp32: logits below this are not worth splitting further
@@ -133,34 +144,33 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(hidden @ weight.T, labels)` without holding all logits at once.
 
-    The loss and the weight's gradient are accumulated in fp32 (fp64 stays fp64); gradients are cast
-    to the dtype of their input once, at the end. Only the gradients that are needed are computed,
-    none under `torch.no_grad()`. Ignored tokens are treated as in `cross_entropy`; they cost their
-    share of the time, since leaving them out would need a host sync. Factors in bf16 are multiplied
-    as they are on CUDA, with fp32 results, and in fp32 elsewhere. Under autocast the inputs are
-    cast first, as a linear layer would.
+    The loss and the gradient of the weight are accumulated in fp32 (fp64 stays fp64); gradients are
+    cast to the dtype of their input once, at the end. Only the gradients that are needed are
+    computed, none under `torch.no_grad()`. Ignored tokens are handled as in `cross_entropy`, and
+    cost as much time as others, because dropping them would need a host sync. Factors in bf16 are
+    multiplied in bf16 on CUDA, with fp32 results, and in fp32 elsewhere. Under autocast the inputs
+    are cast first, as by a linear layer.
 
-    A soft cap is applied to each chunk's logits, which takes as much memory once more.
+    A soft cap on the logits needs the memory of a second chunk.
 
-    Chunks have no second derivative, and run as they are inside `torch.compile`, which would
-    otherwise keep several of them at a time.
+    Chunks have no second derivative. They are not traced by `torch.compile`, which would keep
+    several of them at a time.
 
-    Over an `axis` of several ranks, the gradient of `hidden` is this rank's part, of its words
-    alone. Let `hidden` come from `collectives.all_gather` or go through `collectives.sum_grad`:
-    these sum it, once.
+    Over an `axis` of several ranks, the gradient of `hidden` is the addend of this rank's part of
+    the vocabulary. Use a `hidden` from `collectives.all_gather` or `collectives.sum_grad`, which
+    sum it once.
 
     Args:
-        hidden: What enters the output layer, `[..., D]`, equal on all ranks of the axis.
+        hidden: The input of the output layer, `[..., D]`, equal on all ranks of the axis.
         weight: The output layer's weight `[V, D]`, same dtype and device; or this rank's rows of it
-            `[V_r, D]`, in rank order: as many as it has, which may be none.
+            `[V_r, D]`, in rank order; a rank may have none.
         labels: The next token of each position among all V words, int64 `[...]`; -100 is ignored.
         bias: The output layer's bias `[V]` or `[V_r]`, of the same dtype.
-        softcap: What logits are kept between by tanh, above 0.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`, or a
-            `make_vocabulary_axis`.
-        chunk: Tokens whose logits exist at a time. By default D / 2, so that they take half of the
-            memory of the weight's gradient, or as many as fit into 16 MiB, if that is more; and if
-            all fit into that, the plain path is taken, which has less overhead.
+        softcap: The bound of the logits, above 0, applied with tanh.
+        axis: The axis over which the vocabulary is sharded: `ps.tp`, or a `make_vocabulary_axis`.
+        chunk: The number of tokens whose logits exist at a time. The default is D / 2, half of the
+            memory of the weight's gradient, or the number that fits into 16 MiB if that is more. If
+            all tokens fit into 16 MiB the plain path is used, which has less overhead.
 
     Returns:
         A scalar, fp32 or fp64, equal on all ranks of the axis.
@@ -217,9 +227,10 @@ def cast_factors(
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> Factors:
-    """Refuse factors that do not fit, and cast them under autocast as a linear layer would.
+    """Check factors, and cast them under autocast as a linear layer does.
 
-    The arguments are those of `linear_cross_entropy`; `where` is who asks, for the message.
+    The arguments are those of `linear_cross_entropy`; `where` is the calling function, for the
+    message.
 
     Raises:
         ValueError: As `linear_cross_entropy`.
@@ -236,29 +247,39 @@ def cast_factors(
     """
     check_labels(where, hidden, labels, words=make_vocabulary_axis(weight, axis).total)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        must = f"(vocabulary, {hidden.shape[-1]}) for hidden states of shape {tuple(hidden.shape)}"
-        raise ValueError(f"{where}: weight must have shape {must}, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"{where}: weight must have shape (vocabulary, {hidden.shape[-1]}) for hidden states "
+            f"of shape {tuple(hidden.shape)}, got {tuple(weight.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        must = f"({len(weight)},) for a weight of shape {tuple(weight.shape)}"
-        raise ValueError(f"{where}: bias must have shape {must}, got {tuple(bias.shape)}")
+        raise ValueError(
+            f"{where}: bias must have shape ({len(weight)},) for a weight of shape "
+            f"{tuple(weight.shape)}, got {tuple(bias.shape)}"
+        )
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
     if len(dtypes) > 1 and not autocast:
-        got = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"{where}: hidden, weight and bias must have one dtype, got {got}")
+        raise ValueError(
+            f"{where}: hidden, weight and bias must have one dtype, got "
+            f"{', '.join(sorted(map(str, dtypes)))}"
+        )
     if chunk is not None:
         check_range(where, at_least=1, chunk=chunk)
     if softcap is not None:
         check_range(where, above=0, softcap=softcap)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
-    cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return Factors(*cast, softcap)
+    return Factors(
+        hidden=hidden.to(dtype),
+        weight=weight.to(dtype),
+        bias=None if bias is None else bias.to(dtype),
+        softcap=softcap,
+    )
 
 
 def linear_sum(
     factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> Tensor:
-    """Return `linear_cross_entropy` of factors that `cast_factors` has looked at.
+    """Return `linear_cross_entropy` of factors from `cast_factors`.
 
     Effects:
         Communicates as `linear_cross_entropy`.
@@ -270,11 +291,11 @@ def linear_sum(
         tensor(2.7726)
     """
     if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
-        return summed_cross_entropy("", _whole_logits(factors), labels)
+        return summed_cross_entropy("", _compute_logits(factors), labels)
     return linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)[0]
 
 
-def _whole_logits(factors: Factors) -> Tensor:
+def _compute_logits(factors: Factors) -> Tensor:
     hidden, weight, bias, softcap = factors
     return apply_softcap(nn.functional.linear(hidden, weight, bias), softcap)
 
@@ -282,7 +303,7 @@ def _whole_logits(factors: Factors) -> Tensor:
 def linear_sum_and_parts(
     factors: Factors, labels: Tensor, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `linear_cross_entropy`, and each token's part of it, detached.
+    """Return `linear_cross_entropy`, and the detached loss of each token.
 
     Effects:
         Communicates as `linear_cross_entropy`.
@@ -294,7 +315,7 @@ def linear_sum_and_parts(
         (tensor(2.7726), tensor([1.3863, 0.0000, 1.3863]))
     """
     if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
-        return sum_and_parts("", _whole_logits(factors), labels, axis)
+        return sum_and_parts("", _compute_logits(factors), labels, axis)
     total, parts = linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)
     return total, parts.view(labels.shape)
 
@@ -304,27 +325,28 @@ def linear_terms(
     labels: Tensor,
     terms: Sequence[tuple[OfScores, float]],
     *,
-    beside: Mapping[str, Tensor] | None = None,
+    batch: Mapping[str, Any] | None = None,
     shaping: Shaping = UNSHAPED,
     axis: Axis = SOLO,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of several terms of the same logits, and each token's, `[T, K]`.
+    """Return the weighted sum of several terms of the same logits, and the terms `[T, K]`.
 
-    All come out of one pass over the chunks; the values are unweighted and detached. A term of
-    weight 0 is only measured. Ignored tokens add 0, whatever stands beside them.
+    All terms are computed in one pass over the chunks. Those that are returned are unweighted and
+    detached. A term of weight 0 is only reported. Ignored tokens add 0, whatever their columns
+    hold.
 
     Args:
-        factors: What logits are made of, whole or this rank's part.
+        factors: The factors of the logits, full or this rank's rows.
         labels: int64 `[...]`.
-        terms: What each token adds, and how much of it counts in the sum.
-        beside: Columns of the batch, `[..., *]`; others are left out.
-        shaping: How logits are shaped first.
-        axis: The axis over which the vocabulary is cut.
+        terms: Functions of tokens with their weights in the sum.
+        batch: A mapping with columns `[..., *]`; other entries are not used.
+        shaping: Sampling settings to apply to the logits.
+        axis: The axis over which the vocabulary is sharded.
         chunk: As in `linear_cross_entropy`.
 
     Effects:
-        Communicates as `token_logprobs`, and once more where entropies are asked.
+        Communicates as `token_logprobs`, and once more for entropies.
 
     Examples:
         >>> import torch
@@ -335,24 +357,33 @@ def linear_terms(
         tensor([[1.3863, 1.9218],
                 [0.0000, 0.0000]])
     """
-    columns, how = columns_of(beside or {}, labels), shaping.flat("linear_terms", labels)
+    columns = select_columns(batch or {}, labels)
+    flat_shaping = shaping.flat("linear_terms", labels)
     labels = labels.flatten()
 
     def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-        own, here = labels[rows], how.of(rows)
-        found = scores_(shaped_(logits, here, axis), own, axis)
-        scores = _leaves(found, logits, own, axis, gradient)
-        part = {name: x[rows] for name, x in columns.items()}
+        chunk_labels = labels[rows]
+        chunk_shaping = flat_shaping.of(rows)
+        scores = scores_(shaped_(logits, chunk_shaping, axis), chunk_labels, axis)
+        leaves = _make_leaves(scores, logits, chunk_labels, axis, gradient)
+        chunk_columns = {name: x[rows] for name, x in columns.items()}
         with torch.set_grad_enabled(gradient):
-            total, values = weigh_terms(terms, scores, part, own)
-            whole = total.sum()
-        if gradient and whole.requires_grad:
-            asked = {"allow_unused": True, "materialize_grads": True}
-            d_losses, *others = torch.autograd.grad(whole, scores.leaves, **asked)
-            d_losses = here.known(d_losses, found.losses)
-            curved = (scores.entropies.detach(), others[1]) if len(others) > 1 else None
-            slopes_(logits, own, axis, d_losses, others[0], scale=found.scale, curved=curved)
-            unshaped_slopes_(logits, here)
+            total, values = weigh_terms(terms, leaves, chunk_columns, chunk_labels)
+            total_sum = total.sum()
+        if gradient and total_sum.requires_grad:
+            d_losses, d_normalizers, *d_entropies = torch.autograd.grad(
+                total_sum, leaves.leaves, allow_unused=True, materialize_grads=True
+            )
+            slopes_(
+                logits,
+                chunk_labels,
+                axis,
+                chunk_shaping.known(d_losses, scores.losses),
+                d_normalizers,
+                scale=scores.scale,
+                curved=(leaves.entropies.detach(), d_entropies[0]) if d_entropies else None,
+            )
+            unshaped_slopes_(logits, chunk_shaping)
         elif gradient:
             logits.zero_()
         return torch.stack([total, *values], dim=-1).detach()
@@ -360,19 +391,20 @@ def linear_terms(
     return linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
 
 
-def _leaves(
-    found: Scores, logits: Tensor, labels: Tensor, axis: Axis, gradient: bool
+def _make_leaves(
+    scores: Scores, logits: Tensor, labels: Tensor, axis: Axis, gradient: bool
 ) -> TokenScores:
-    """Return scores as leaves of a graph; what a label that is ignored has is no number of it."""
+    """Convert scores to leaves of a graph, with losses of 0 at ignored labels."""
 
     def measure() -> Tensor:
         with torch.no_grad():
-            entropies = entropies_of(logits, found.scale, axis)
+            entropies = compute_entropies(logits, scores.scale, axis)
         return entropies.requires_grad_(gradient)
 
-    losses = found.losses.masked_fill(labels == IGNORED_LABEL, 0)
-    leaves = [x.requires_grad_(gradient) for x in (losses, found.normalizers)]
-    return TokenScores(leaves[0], leaves[1], measure)
+    losses = scores.losses.masked_fill(labels == IGNORED_LABEL, 0)
+    return TokenScores(
+        losses.requires_grad_(gradient), scores.normalizers.requires_grad_(gradient), measure
+    )
 
 
 def weigh_terms(
@@ -383,7 +415,7 @@ def weigh_terms(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the weighted sum of terms and each term, `[T]` each, with zeros at ignored labels.
 
-    What stands beside an ignored token is not looked at: it may be NaN.
+    Columns may be NaN at ignored tokens.
 
     Examples:
         >>> one = torch.ones(2)
@@ -394,23 +426,19 @@ def weigh_terms(
         (tensor([1., 0.]), [tensor([0.5000, 0.0000])])
     """
     ignored = labels == IGNORED_LABEL
-    known = LabelColumns(columns, ignored)
-    values = [term(scores, known).masked_fill(ignored, 0) for term, _ in terms]
+    label_columns = LabelColumns(columns, ignored)
+    values = [term(scores, label_columns).masked_fill(ignored, 0) for term, _ in terms]
     weighted = [w * x for (_, w), x in zip(terms, values, strict=True) if w]
     total = torch.stack(weighted).sum(0) if weighted else torch.zeros_like(scores.losses)
     return total, [x.to(total.dtype) for x in values]
 
 
-def _cleared(x: Tensor, ignored: Tensor) -> Tensor:
-    return x.masked_fill(ignored.view(-1, *(1,) * (x.ndim - 1)), 0)
-
-
-def columns_of(batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:
-    """Return those tensors of a batch that begin with the dimensions of the labels, one for each.
+def select_columns(batch: Mapping[str, Any], labels: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a batch whose first dimensions are those of the labels, flattened.
 
     Examples:
         >>> batch = {"weights": torch.ones(2, 3), "spans": None, "scale": torch.ones(1)}
-        >>> {name: x.shape for name, x in columns_of(batch, torch.zeros(2, 3)).items()}
+        >>> {name: x.shape for name, x in select_columns(batch, torch.zeros(2, 3)).items()}
         {'weights': torch.Size([6])}
     """
     dims = labels.ndim
@@ -446,17 +474,16 @@ def squared_normalizer(scores: TokenScores, _: LabelColumns) -> Tensor:
 def linear_in_chunks(
     factors: Factors, compute: OfLogits, *, axis: Axis = SOLO, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the first column of what is computed of logits, and the other columns.
+    """Apply a function to the logits of one chunk after another.
 
     Args:
-        factors: What logits are made of, whole or this rank's part.
-        compute: What makes values and the gradient of their first column of the logits of a chunk.
-        axis: The axis over which the vocabulary is cut: all ranks take the same chunks.
+        factors: The factors of the logits, full or this rank's rows.
+        compute: Computes values of the logits of a chunk, and the gradient of the first column.
+        axis: The axis over which the vocabulary is sharded; all ranks use the same chunks.
         chunk: As in `linear_cross_entropy`.
 
     Returns:
-        A scalar that can be differentiated, and detached values, those of all chunks one after
-        another.
+        The differentiable sum of the first column, and the other columns, detached, of all chunks.
 
     Effects:
         Communicates as `compute` does.
@@ -470,36 +497,38 @@ def linear_in_chunks(
         tensor(3.)
     """
     hidden, weight, bias, softcap = factors
-    how: dict[str, Any] = {"chunk": chunk or chunk_of(weight, axis), "softcap": softcap}
-    walk = partial(_chunk_by_chunk, compute=compute, **how)
-    return run_untraced(_InChunks, hidden.flatten(0, -2), weight, bias, walk)
+    run_chunks = partial(
+        _run_chunks, compute=compute, chunk=chunk or get_chunk_size(weight, axis), softcap=softcap
+    )
+    return run_untraced(_LinearInChunks, hidden.flatten(0, -2), weight, bias, run_chunks)
 
 
 def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
     return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
 
 
-def chunk_of(weight: Tensor, axis: Axis = SOLO) -> int:
-    """Return of how many tokens logits exist at a time, for an output weight `[V, D]`.
+def get_chunk_size(weight: Tensor, axis: Axis = SOLO) -> int:
+    """Return the default number of tokens in a chunk, for an output weight `[V, D]`.
 
-    It is the same on all ranks of an axis over which the vocabulary is cut, whatever their parts.
+    It is equal on all ranks of an axis over which the vocabulary is sharded.
 
     Effects:
-        None; `axis` only says how many words the ranks have.
+        None; of `axis` only the sizes of the ranks' shards are read.
 
     Examples:
         >>> import torch
-        >>> chunk_of(torch.zeros(4096, 8))
+        >>> get_chunk_size(torch.zeros(4096, 8))
         1024
     """
     words = axis.largest if isinstance(axis, VocabularyAxis) else len(weight)
     return max(1, weight.shape[1] // 2, _SMALL // words)
 
 
-class _InChunks(torch.autograd.Function):
-    """A sum and values beside it, with gradients of the sum that are ready when forward returns.
+class _LinearInChunks(torch.autograd.Function):
+    """A sum and further values; forward computes the gradients of the sum too.
 
-    Torch declares both methods as taking and returning anything, and so they override it unsoundly.
+    Torch declares both methods as taking and returning anything, so the type checker sees unsound
+    overrides.
     """
 
     @staticmethod
@@ -508,13 +537,14 @@ class _InChunks(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        walk: Callable[..., Any],
+        run_chunks: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        values, gradients = walk(hidden, weight, bias, needs=ctx.needs_input_grad[:3])
+        values, gradients = run_chunks(hidden, weight, bias, needs=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
-        ctx.dtype, beside = weight.dtype, values[:, 1:]
-        ctx.mark_non_differentiable(beside)
-        return values[:, 0].sum(), beside
+        ctx.dtype = weight.dtype
+        others = values[:, 1:]
+        ctx.mark_non_differentiable(others)
+        return values[:, 0].sum(), others
 
     @staticmethod
     @once_differentiable
@@ -528,16 +558,16 @@ class _InChunks(torch.autograd.Function):
 
 
 def cuts(size: int, part: int) -> list[slice]:
-    """Return the parts of so many tokens or words, at least one.
+    """Split `size` tokens or words into chunks of `part`; there is at least one.
 
     Examples:
         >>> cuts(5, 3)
         [slice(0, 3, None), slice(3, 5, None)]
     """
-    return [slice(begin, min(begin + part, size)) for begin in range(0, max(1, size), part)]
+    return [slice(start, min(start + part, size)) for start in range(0, max(1, size), part)]
 
 
-def _chunk_by_chunk(
+def _run_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -547,26 +577,30 @@ def _chunk_by_chunk(
     softcap: float | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return values and the gradients that are needed; hidden `[N, D]`, weight `[V, D]`."""
-    dtype, exact = weight.dtype, accumulation_dtype(weight)
+    """Return the values of all chunks and the gradients that are needed.
+
+    `hidden` is `[N, D]`, `weight` `[V, D]`.
+    """
+    dtype = weight.dtype
+    exact = accumulation_dtype(weight)
     factors = exact_factors(Factors(hidden, weight, bias, softcap))
     hidden, weight = factors[:2]
     d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
     d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
-    # One buffer for all chunks: fresh memory for each would be cleared by the system each time.
+    # One buffer for all chunks: the system has to clear fresh memory, for each chunk again.
     buffer = hidden.new_empty(min(chunk, len(hidden)) * len(weight), dtype=exact)
     values = []
     for rows in cuts(len(hidden), chunk):
-        logits, steep = logits_of(factors, rows, slice(None), buffer, needs_slope=any(needs))
-        values.append(compute(logits, rows, any(needs)))
-        if steep is not None:
-            logits.mul_(steep)
-        slopes = logits.to(weight.dtype)
+        logits, d_softcap = logits_of(factors, rows, slice(None), buffer, needs_slope=any(needs))
+        values.append(compute(logits, rows, any(needs)))  # logits become their gradient
+        if d_softcap is not None:
+            logits.mul_(d_softcap)
+        d_logits = logits.to(weight.dtype)
         if d_hidden is not None:
-            torch.mm(slopes, weight, out=d_hidden[rows])
+            torch.mm(d_logits, weight, out=d_hidden[rows])
         if d_weight is not None:
-            add_product_(d_weight, slopes.t(), hidden[rows])
+            add_product_(d_weight, d_logits.t(), hidden[rows])
         if d_bias is not None:
             d_bias.add_(logits.sum(0))
     return torch.cat(values), (
@@ -577,14 +611,14 @@ def _chunk_by_chunk(
 
 
 def logits_maker(factors: Factors) -> Callable[..., Tensor]:
-    """Return a function that makes the logits of some tokens, in one buffer for all calls.
+    """Return make(rows, words), which computes logits in one buffer for all calls.
 
     Args:
-        factors: Hidden states `[N, D]` and what makes logits of them, whole or this rank's part.
+        factors: Hidden states `[N, D]` with the weight, full or this rank's rows.
 
     Returns:
-        From the numbers of tokens, and of words if not all are asked, to their logits, fp32 or
-        fp64, that may be overwritten; the first call asks for the most.
+        A function from slices of tokens and of words (all by default) to their logits, fp32 or
+        fp64, which may be overwritten. The first call must be the largest.
 
     Examples:
         >>> import torch
@@ -592,23 +626,21 @@ def logits_maker(factors: Factors) -> Callable[..., Tensor]:
         >>> make(slice(0, 2)).shape, make(slice(2, 3), slice(0, 2)).shape
         (torch.Size([2, 4]), torch.Size([1, 2]))
     """
-    known, exact, buffers = (
-        exact_factors(factors),
-        accumulation_dtype(factors.weight),
-        list[Tensor](),
-    )
+    exact = accumulation_dtype(factors.weight)
+    factors = exact_factors(factors)
+    buffers: list[Tensor] = []
 
     def make(rows: slice, words: slice = slice(None)) -> Tensor:
         if not buffers:
-            size = len(known.hidden[rows]) * len(known.weight[words])
-            buffers.append(known.hidden.new_empty(size, dtype=exact))
-        return logits_of(known, rows, words, buffers[0], needs_slope=False)[0]
+            size = len(factors.hidden[rows]) * len(factors.weight[words])
+            buffers.append(factors.hidden.new_empty(size, dtype=exact))
+        return logits_of(factors, rows, words, buffers[0], needs_slope=False)[0]
 
     return make
 
 
 def exact_factors(factors: Factors) -> Factors:
-    """Return factors as they are multiplied: only CUDA multiplies bf16 into fp32.
+    """Convert factors to the dtype they are multiplied in: only CUDA multiplies bf16 into fp32.
 
     Examples:
         >>> import torch
@@ -625,14 +657,14 @@ def exact_factors(factors: Factors) -> Factors:
 def logits_of(
     factors: Factors, rows: slice, words: slice, buffer: Tensor, *, needs_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits of some tokens and words, in a buffer, and the derivative of their cap.
+    """Compute logits of some tokens and words in a buffer, and the derivative of their soft cap.
 
     Args:
-        factors: Those of `exact_factors`.
-        rows: Which tokens.
-        words: Which words.
+        factors: Factors from `exact_factors`.
+        rows: The tokens.
+        words: The words.
         buffer: fp32 or fp64 `[N]`, large enough.
-        needs_slope: Whether the derivative is asked.
+        needs_slope: Whether to compute the derivative.
 
     Effects:
         Overwrites the buffer.
@@ -645,27 +677,19 @@ def logits_of(
                 [2., 2.]]), None)
     """
     hidden, weight = factors.hidden[rows], factors.weight[words]
-    own = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-    logits = _product(hidden, weight.t(), out=own)
+    out = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    if hidden.dtype == out.dtype:
+        logits = torch.mm(hidden, weight.t(), out=out)
+    else:  # bf16 factors on CUDA, with fp32 logits
+        logits = torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     if factors.bias is not None:
         logits.add_(factors.bias[words])
-    cap = factors.softcap
-    return logits, None if cap is None else _capped_(logits, cap, needs_slope=needs_slope)
-
-
-def _capped_(logits: Tensor, softcap: float, *, needs_slope: bool) -> Tensor | None:
-    """Apply a soft cap to logits in place, and return its derivative there if it is needed."""
-    logits.div_(softcap).tanh_()
+    if factors.softcap is None:
+        return logits, None
+    logits.div_(factors.softcap).tanh_()
     slope = 1 - logits.square() if needs_slope else None
-    logits.mul_(softcap)
-    return slope
-
-
-def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """Write a @ b into `out`, which is fp32 for bf16 factors (CUDA only)."""
-    if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
-    return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    logits.mul_(factors.softcap)
+    return logits, slope
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,10 +1,10 @@
-"""Losses over logits, cross entropy and the z-loss, as sums over the tokens that are trained on.
+"""Cross entropy and z-loss of logits, as sums over the tokens in the loss.
 
-A sum can be added up over microbatches, ranks and pipeline stages; dividing is left to the one
-place that knows the number of trained tokens in the whole global batch.
+Sums add up over microbatches, ranks and pipeline stages. One place divides, where the number of
+tokens in the global batch is known.
 
-Each takes an `axis`, for logits of which every rank has the part of its own words, in rank order.
-The result is then equal on all ranks, and what is sent does not grow with the vocabulary.
+Each function takes an `axis` for logits that are sharded over the vocabulary, in rank order. The
+result is equal on all ranks, and communication does not grow with the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch.denominators import on_host
-from trainkit.losses.softmax import make_vocabulary_axis, scores_of_logits
+from trainkit.batch.denominators import can_read_values
+from trainkit.losses.softmax import compute_scores, make_vocabulary_axis
 from trainkit.types import IGNORED_LABEL, SOLO, Axis
 
 
@@ -27,23 +27,23 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
     sum and to every gradient: with nothing but ignored tokens the result is a zero that is attached
     to the graph, and all gradients are zeros. No host sync.
 
-    Logits of minus infinity rule a word out. Any NaN or plus infinity, at an ignored token too,
-    makes the gradient of its row NaN, so that the gradient norm shows a model that has broken.
+    Logits of minus infinity exclude a word. A NaN or plus infinity, even at an ignored token, makes
+    the gradient of its row NaN, so that the gradient norm shows a broken model.
 
     Args:
-        logits: Scores, any floating dtype, `[..., V]`, or `[..., V_r]` of this rank's words. Ranks
-            may have unequal numbers of words, or none.
+        logits: Scores, any floating dtype, `[..., V]`, or `[..., V_r]`, this rank's shard. Shards
+            may differ in size, and may be empty.
         labels: The next token of each position among all V words, int64 `[...]`, equal on all ranks
             of the axis; -100 is ignored.
-        axis: The axis over which the vocabulary is cut, if it is: `ps.tp`. A `make_vocabulary_axis`
-            saves asking the ranks of a plain one how many words they have.
+        axis: The axis over which the vocabulary is sharded: `ps.tp`. With a `make_vocabulary_axis`
+            ranks need not exchange the sizes of their shards.
 
     Returns:
         A scalar, fp32 or fp64.
 
     Raises:
-        ValueError: The shapes do not match, the labels are not int64, the logits hold no floating
-            numbers or no word, or, on a CPU, a label is no word (on CUDA the device asserts it).
+        ValueError: The shapes do not match, the labels are not int64, the logits are not floating
+            or empty, or, on a CPU, a label is out of range (on CUDA the device asserts it).
 
     Effects:
         Communicates: two all-reduces on `axis`, of one and of two numbers per token; as
@@ -64,7 +64,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
 def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
     """Return the cross entropy of each token, differentiable; 0 where the label is -100.
 
-    For losses that weigh tokens, or go on with their log-probabilities, which are these, negated.
+    Use it for losses that weight tokens, or that use log-probabilities, which are the negative.
 
     Args:
         logits: As in `cross_entropy`.
@@ -87,11 +87,11 @@ def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO
     """
     axis = make_vocabulary_axis(logits, axis, dim=-1)
     check_labels("cross_entropy_per_token", logits, labels, words=axis.total)
-    return _each(logits, labels, axis).view(labels.shape)
+    return _compute_each(logits, labels, axis).view(labels.shape)
 
 
 def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis = SOLO) -> Tensor:
-    """Return `cross_entropy`; `where` is who asks, for the message.
+    """Return `cross_entropy`; `where` is the calling function, for the message.
 
     Effects:
         Communicates as `cross_entropy`.
@@ -104,9 +104,10 @@ def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis 
     if axis.count > 1:
         return sum_and_parts(where, logits, labels, axis)[0]
     check_shapes(where, logits, labels, words=logits.shape[-1])
-    try:  # on a CPU the kernel looks at each label anyway, and a look before costs 15 us
+    # On a CPU the kernel checks each label itself; a check before would cost 15 us.
+    try:
         return nn.functional.cross_entropy(
-            _rows(logits), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            _flatten_exact(logits), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
     except IndexError:
         check_values(where, labels, words=logits.shape[-1])
@@ -114,7 +115,7 @@ def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis 
 
 
 def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy` and each token's part of it, detached `[...]`, from one softmax.
+    """Return `cross_entropy` and the detached loss of each token `[...]`, from one softmax.
 
     Effects:
         Communicates as `cross_entropy`.
@@ -127,11 +128,12 @@ def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tup
     axis = make_vocabulary_axis(logits, axis, dim=-1)
     check_labels(where, logits, labels, words=axis.total)
     if axis.count > 1:
-        parts = _each(logits, labels, axis)
-        return parts.sum(), parts.detach().view(labels.shape)
-    rows, flat = _rows(logits).log_softmax(-1), labels.flatten()
-    total = nn.functional.nll_loss(rows, flat, ignore_index=IGNORED_LABEL, reduction="sum")
-    return total, _picked(rows.detach(), flat).view(labels.shape)
+        losses = _compute_each(logits, labels, axis)
+        return losses.sum(), losses.detach().view(labels.shape)
+    logprobs = _flatten_exact(logits).log_softmax(-1)
+    flat = labels.flatten()
+    total = nn.functional.nll_loss(logprobs, flat, ignore_index=IGNORED_LABEL, reduction="sum")
+    return total, _pick_losses(logprobs.detach(), flat).view(labels.shape)
 
 
 def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
@@ -164,28 +166,29 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
     check_labels("z_loss", logits, labels, words=axis.total)
     flat = labels.flatten()
     if axis.count == 1:
-        normalizers = _rows(logits).logsumexp(-1)
+        normalizers = _flatten_exact(logits).logsumexp(-1)
     else:
-        _, normalizers = scores_of_logits(logits.flatten(0, -2), flat, axis)
+        _, normalizers = compute_scores(logits.flatten(0, -2), flat, axis)
     return normalizers.square().masked_fill(flat == IGNORED_LABEL, 0).sum()
 
 
-def _rows(logits: Tensor) -> Tensor:
+def _flatten_exact(logits: Tensor) -> Tensor:
+    """Flatten logits to `[T, V]` in fp32 or fp64."""
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     return logits.flatten(0, -2)
 
 
-def _picked(rows: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.nll_loss(rows, labels, ignore_index=IGNORED_LABEL, reduction="none")
+def _pick_losses(logprobs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.nll_loss(logprobs, labels, ignore_index=IGNORED_LABEL, reduction="none")
 
 
-def _each(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
-    """Return each token's cross entropy, differentiable `[T]`."""
+def _compute_each(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
+    """Return the cross entropy of each token, differentiable `[T]`."""
     flat = labels.flatten()
     if axis.count == 1:
-        return _picked(_rows(logits).log_softmax(-1), flat)
-    losses, _ = scores_of_logits(logits.flatten(0, -2), flat, axis)
+        return _pick_losses(_flatten_exact(logits).log_softmax(-1), flat)
+    losses, _ = compute_scores(logits.flatten(0, -2), flat, axis)
     return losses.masked_fill(flat == IGNORED_LABEL, 0)
 
 
@@ -193,17 +196,17 @@ def _each(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
 
 
 def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> None:
-    """Refuse labels that do not belong to `x`, one label for each vector along its last dimension.
+    """Raise ValueError unless there is a valid label for each vector along the last dimension.
 
     Args:
-        function: Who asks, for the message.
+        function: The calling function, for the message.
         x: Logits or hidden states `[..., V or D]`.
         labels: int64 `[...]`.
         words: V, the size of the whole vocabulary.
 
     Raises:
-        ValueError: The shapes do not match, the labels are not int64, `x` is not floating, or there
-            is no word; and on a CPU, where looking at them costs no sync, a label is no word.
+        ValueError: The shapes do not match, the labels are not int64, `x` is not floating, or the
+            vocabulary is empty; and on a CPU, where it costs no sync, a label is out of range.
 
     Examples:
         >>> import torch
@@ -217,7 +220,7 @@ def check_labels(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
 
 
 def check_shapes(function: str, x: Tensor, labels: Tensor, *, words: int) -> None:
-    """Refuse what `check_labels` does, but for the values of labels.
+    """Check the same as `check_labels` without the values of labels.
 
     Raises:
         ValueError: As `check_labels`.
@@ -228,9 +231,10 @@ def check_shapes(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
     """
     shape = x.shape
     if len(shape) < 2 or labels.shape != shape[:-1]:
-        of = f"an input of shape {tuple(x.shape)} with two or more dimensions"
-        must = f"labels must have shape {tuple(x.shape[:-1])}, one per vector of {of}"
-        raise ValueError(f"{function}: {must}, got {tuple(labels.shape)}")
+        raise ValueError(
+            f"{function}: labels must have shape {tuple(x.shape[:-1])}, one per vector of an input "
+            f"of shape {tuple(x.shape)} with two or more dimensions, got {tuple(labels.shape)}"
+        )
     if labels.dtype != torch.int64:
         raise ValueError(f"{function}: labels must be int64, got {labels.dtype}")
     if not x.is_floating_point():
@@ -240,7 +244,7 @@ def check_shapes(function: str, x: Tensor, labels: Tensor, *, words: int) -> Non
 
 
 def check_values(function: str, labels: Tensor, *, words: int) -> None:
-    """Refuse labels on a CPU that are no word.
+    """Raise ValueError if a label on a CPU is out of range.
 
     Raises:
         ValueError: As `check_labels`.
@@ -249,26 +253,27 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
         >>> import torch
         >>> check_values("cross_entropy", torch.tensor([3, -100]), words=4)
     """
-    if on_host(labels):
+    if can_read_values(labels):
         flat = labels.flatten()
         wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
         if wrong.any():
-            place = int(wrong.nonzero()[0])
-            must = f"labels must be {IGNORED_LABEL} or in [0, {words}), the vocabulary"
-            got = f"got {int(flat[place])} at index {place} of the flattened labels"
-            mend = f"set what is not to be trained on to {IGNORED_LABEL}"
-            raise ValueError(f"{function}: {must}, {got}; {mend}")
+            index = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{function}: labels must be {IGNORED_LABEL} or in [0, {words}), the vocabulary, "
+                f"got {int(flat[index])} at index {index} of the flattened labels; set tokens that "
+                f"are not in the loss to {IGNORED_LABEL}"
+            )
 
 
-_CURES = {
-    "labels": "collate_bins makes them, and shift_labels those of rows of your own",
-    "document_ids": "collate_bins and batch_from_rows make them: each token's document "
-    "in its row, below 0 for padding",
-    "position_ids": "collate_bins and batch_from_rows make them: the place of each token in its "
+# What makes the columns that losses read, for messages.
+_COLUMN_HINTS = {
+    "labels": "collate_bins makes them, and shift_labels those of your own rows",
+    "document_ids": "collate_bins and batch_from_rows make them: the document of each token in its "
+    "row, below 0 for padding",
+    "position_ids": "collate_bins and batch_from_rows make them: the position of each token in its "
     "document, from 0",
     "old_logprobs": "parallel.add_columns(stages, microbatches, "
-    "generation.compute_old_logprobs) adds it, "
-    "before the first update",
+    "generation.compute_old_logprobs) adds it, before the first update",
     "sampler_logprobs": "generation.make_answer_corpus adds it where answers have logprobs",
     "advantages": "generation.make_answer_corpus adds it",
     "reference_logprobs": "evaluation.score_corpus with make_logprob_columns writes it",
@@ -281,21 +286,21 @@ _CURES = {
 }
 
 
-def cure_of(name: str) -> str:
-    """Return what gives a batch the column of that name, for messages.
+def get_column_hint(name: str) -> str:
+    """Return a sentence about how a batch gets a column, for messages.
 
     Examples:
-        >>> cure_of("kl"), cure_of("mine")
+        >>> get_column_hint("kl"), get_column_hint("mine")
         ('objectives.add_reference_point adds it', 'put a tensor of the shape of the labels ...')
     """
-    return _CURES.get(name, "put a tensor of the shape of the labels under this name")
+    return _COLUMN_HINTS.get(name, "put a tensor of the shape of the labels under this name")
 
 
 def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
     """Return a tensor of a batch.
 
     Raises:
-        ValueError: It has none of that name; the message says what makes one.
+        ValueError: The batch has none of that name; the message says what makes one.
 
     Examples:
         >>> read_field("mine", {"input_ids": 0}, "labels")
@@ -308,5 +313,5 @@ def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
     except KeyError:
         raise ValueError(
             f'{where}: the batch has no "{name}" (it has {", ".join(batch) or "nothing"}); '
-            f"{cure_of(name)}"
+            f"{get_column_hint(name)}"
         ) from None

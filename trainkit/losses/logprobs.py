@@ -1,13 +1,13 @@
 """Log-probabilities of labels from hidden states and the output weight, without all logits.
 
-How they go on, into a loss of whole answers, is not known before backward, which makes the logits
-again. Both passes take tiles: all words of some tokens where a sampler has left words out, else
-some words of many tokens.
+Their use, in a loss over whole answers, is not known before backward, which computes the logits
+again. Both passes work on tiles: some words of many tokens, or all words of some tokens where a
+sampler excludes words.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from trainkit.losses.linear import (
     Factors,
     add_product_,
     cast_factors,
-    chunk_of,
     cuts,
     exact_factors,
+    get_chunk_size,
     logits_maker,
     logits_of,
 )
@@ -53,31 +53,29 @@ def token_logprobs(
 ) -> Tensor:
     """Return the log-probability of each label, differentiable; 0 where the label is -100.
 
-    It is the one by which a sampler with these settings has drawn the label; see
-    `generation.Sampling`, whose order and code it shares. Without settings it is the cross entropy
-    of `hidden @ weight.T`, negated. How the log-probabilities go on is not known before
-    backward, which computes the logits again, one product more than `linear_cross_entropy`; they
-    exist for some words of many tokens at a time. Where words are left out, they exist for all
-    words of some tokens, and are gathered on `axis`. A label that is left out has the
-    log-probability -inf, and no gradient.
+    It is the log-probability with which a sampler with these settings draws the label; see
+    `generation.Sampling`, which uses the same order and code. Without settings it is the negative
+    cross entropy of `hidden @ weight.T`. Backward computes the logits again, one product more than
+    `linear_cross_entropy`; they exist for some words of many tokens at a time. If the settings
+    exclude words, logits exist for all words of some tokens, and are gathered on `axis`. An
+    excluded label has the log-probability -inf, and no gradient.
 
     Args:
         hidden: As in `linear_cross_entropy`, `[..., D]`.
         weight: `[V, D]`, or this rank's rows of it, `[V_r, D]`.
         labels: int64 `[...]`.
         bias: `[V]`, or this rank's part of it.
-        temperature: What logits are divided by, above 0; a number, or a tensor `[...]` with one for
-            each label, as the three that follow. Where the label is -100, a tensor may hold
-            anything.
-        top_k: How many of the likeliest words may be drawn; of equals there may be more.
-        top_p: The likeliest words that together have this much.
-        min_p: Words that are at least this likely, relative to the likeliest.
-        softcap: What logits are kept between by tanh, before all else.
-        axis: The axis over which the vocabulary is cut. Over several ranks the gradient of `hidden`
-            is this rank's part, of its words alone: let `hidden` come from `collectives.all_gather`
-            or go through `collectives.sum_grad`, which sum it, once.
-        chunk: Not more logits exist at a time than so many tokens have. By default those that fit
-            into 16 MiB, and where words are left out as in `linear_cross_entropy`.
+        temperature: The divisor of the logits, above 0: a number, or a tensor `[...]` with one for
+            each label, like the next three. A tensor may hold anything where the label is -100.
+        top_k: The number of most likely words that may be drawn; with ties there may be more.
+        top_p: The total probability of the most likely words that may be drawn.
+        min_p: The minimum probability of a word, relative to the most likely one.
+        softcap: The bound of the logits, applied with tanh before everything else.
+        axis: The axis over which the vocabulary is sharded. Over several ranks the gradient of
+            `hidden` is the addend of this rank's shard: use a `hidden` from
+            `collectives.all_gather` or `collectives.sum_grad`, which sum it once.
+        chunk: The logits that exist at a time are at most those of this many tokens. By default
+            they fit into 16 MiB; if words are excluded, as in `linear_cross_entropy`.
 
     Returns:
         fp32 or fp64 `[...]`, equal on all ranks of the axis.
@@ -86,8 +84,8 @@ def token_logprobs(
         ValueError: As `linear_cross_entropy`, or a setting has another shape than the labels.
 
     Effects:
-        Communicates as `linear_cross_entropy`, and gathers the logits of a chunk on `axis` where
-        words are left out.
+        Communicates as `linear_cross_entropy`, and all-gathers the logits of a chunk on `axis` if
+        words are excluded.
 
     Examples:
         >>> import torch
@@ -109,10 +107,10 @@ def token_logprobs(
         chunk=chunk,
     )
     shaping = Shaping(temperature, top_k, top_p, min_p)
-    return logprobs_of(factors, labels, shaping=shaping, axis=axis, chunk=chunk)
+    return compute_logprobs(factors, labels, shaping=shaping, axis=axis, chunk=chunk)
 
 
-def logprobs_of(
+def compute_logprobs(
     factors: Factors,
     labels: Tensor,
     *,
@@ -130,21 +128,29 @@ def logprobs_of(
 
     Examples:
         >>> import torch
-        >>> logprobs_of(Factors(torch.zeros(2, 8), torch.zeros(4, 8)), torch.tensor([0, -100]))
+        >>> compute_logprobs(Factors(torch.zeros(2, 8), torch.zeros(4, 8)), torch.tensor([0, -100]))
         tensor([-1.3863,  0.0000])
     """
     hidden, weight, bias, softcap = factors
-    flat, how = labels.flatten(), shaping.flat("token_logprobs", labels)
-    asked = flat, axis, how, softcap, chunk
-    found = run_untraced(_EachToken, hidden.flatten(0, -2), weight, bias, asked)
-    return found.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
+    flat = labels.flatten()
+    options = _Options(flat, axis, shaping.flat("token_logprobs", labels), softcap, chunk)
+    logprobs = run_untraced(_TokenLogprobs, hidden.flatten(0, -2), weight, bias, options)
+    return logprobs.masked_fill(flat == IGNORED_LABEL, 0).view(labels.shape)
 
 
-class _EachToken(torch.autograd.Function):
+class _Options(NamedTuple):
+    labels: Tensor
+    axis: Axis
+    shaping: Shaping
+    softcap: float | None
+    chunk: int | None
+
+
+class _TokenLogprobs(torch.autograd.Function):
     """Log-probabilities of tokens; backward computes the logits again, some words at a time.
 
-    A softmax goes on from word to word, so that tiles of logits stay in a processor's cache, and
-    what is added to the weight's gradient is written once.
+    The softmax is accumulated over words, so that tiles of logits stay in a processor's cache, and
+    the gradient of the weight is written once.
     """
 
     @staticmethod
@@ -153,21 +159,22 @@ class _EachToken(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        asked: tuple[Tensor, Axis, Shaping, float | None, int | None],
+        options: _Options,
     ) -> Tensor:
-        labels, axis, shaping, softcap, chunk = asked
-        tiles = _tiles(len(hidden), weight, axis, chunk, whole_rows=shaping.filters)
+        labels, axis, shaping, softcap, chunk = options
+        tiles = _make_tiles(len(hidden), weight, axis, chunk, whole_rows=shaping.filters)
         make = logits_maker(Factors(hidden, weight, bias, softcap))
         scores = []
         for rows, parts in tiles:
-            found, own = list[Partial](), labels[rows]
+            partials: list[Partial] = []
             for words in parts:
                 logits = shaped_(make(rows, words), shaping.of(rows), axis)
-                found.append(partial_scores_(logits, words, own, axis, of=len(weight)))
-            scores.append(whole_scores(found, axis))
+                partials.append(partial_scores_(logits, words, labels[rows], axis, of=len(weight)))
+            scores.append(whole_scores(partials, axis))
         losses, normalizers = (torch.cat(x) for x in zip(*scores, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers)
-        ctx.how = axis, shaping, softcap, tiles
+        ctx.options = options
+        ctx.tiles = tiles
         return -losses
 
     @staticmethod
@@ -176,33 +183,33 @@ class _EachToken(torch.autograd.Function):
         ctx: Any, d_logprobs: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, losses, normalizers = ctx.saved_tensors
-        axis, shaping, softcap, tiles = ctx.how
-        factors, exact = (
-            exact_factors(Factors(hidden, weight, bias, softcap)),
-            accumulation_dtype(weight),
-        )
-        like = {"dtype": exact, "device": weight.device}
+        _, axis, shaping, softcap, _ = ctx.options
+        factors = exact_factors(Factors(hidden, weight, bias, softcap))
+        exact = accumulation_dtype(weight)
         d_hidden, d_weight, d_bias = (
-            torch.zeros(x.shape, **like) if needs else None
+            torch.zeros(x.shape, dtype=exact, device=weight.device) if needs else None
             for x, needs in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
-        (rows, (words, *_)), *_ = tiles  # the largest
-        buffer = torch.empty((rows.stop - rows.start) * (words.stop - words.start), **like)
-        for rows, parts in tiles:
-            inputs, here = factors.hidden[rows], shaping.of(rows)
-            d = here.known(-d_logprobs[rows], losses[rows])[:, None]
+        (rows, (words, *_)), *_ = ctx.tiles  # the largest tile
+        size = (rows.stop - rows.start) * (words.stop - words.start)
+        buffer = torch.empty(size, dtype=exact, device=weight.device)
+        for rows, parts in ctx.tiles:
+            tile_shaping = shaping.of(rows)
+            d_losses = tile_shaping.known(-d_logprobs[rows], losses[rows])[:, None]
             for words in parts:
-                logits, steep = logits_of(factors, rows, words, buffer, needs_slope=True)
-                shaped_(logits, here, axis).sub_(normalizers[rows, None]).exp_().mul_(d)
+                logits, d_softcap = logits_of(factors, rows, words, buffer, needs_slope=True)
+                shaped_(logits, tile_shaping, axis)
+                logits.sub_(normalizers[rows, None]).exp_().mul_(d_losses)  # softmax * d_losses
                 index, own = own_words(labels[rows, None], len(weight), axis, part=words)
-                unshaped_slopes_(add_to_own_(logits, index, -d * own), here)
-                if steep is not None:
-                    logits.mul_(steep)
-                slopes = logits.to(factors.weight.dtype)
+                add_to_own_(logits, index, -d_losses * own)
+                unshaped_slopes_(logits, tile_shaping)
+                if d_softcap is not None:
+                    logits.mul_(d_softcap)
+                d_logits = logits.to(factors.weight.dtype)
                 if d_hidden is not None:
-                    add_product_(d_hidden[rows], slopes, factors.weight[words])
+                    add_product_(d_hidden[rows], d_logits, factors.weight[words])
                 if d_weight is not None:
-                    add_product_(d_weight[words], slopes.t(), inputs)
+                    add_product_(d_weight[words], d_logits.t(), factors.hidden[rows])
                 if d_bias is not None:
                     d_bias[words].add_(logits.sum(0))
         gradients = d_hidden, d_weight, d_bias
@@ -210,30 +217,30 @@ class _EachToken(torch.autograd.Function):
 
 
 Tiles = list[tuple[slice, list[slice]]]
-"""Tokens, and the parts of the words that their logits are cut into."""
+"""Slices of tokens, each with the slices of words of its logits."""
 
-_TILE = 2**22  # logits, 16 MiB of fp32, which stay in a third cache
-_ROWS = 2048  # tokens of a tile: with fewer, less is done with each word's weight once it is there
+_TILE = 2**22  # logits, 16 MiB of fp32, which fit an L3 cache
+_ROWS = 2048  # tokens of a tile: with fewer, each row of the weight is loaded too often
 
 
-def _tiles(
+def _make_tiles(
     tokens: int, weight: Tensor, axis: Axis, chunk: int | None, *, whole_rows: bool
 ) -> Tiles:
-    """Return tiles with as many logits as `chunk` tokens have, or fewer that stay in a cache.
+    """Split the logits into tiles of at most those of `chunk` tokens, which fit a cache.
 
-    Ranks have the same rows, and each its own parts of its words.
+    Ranks have the same slices of tokens, and each its slices of its words.
     """
     words = axis.largest if isinstance(axis, VocabularyAxis) else max(1, len(weight))
     if whole_rows:
-        rows, part = chunk or chunk_of(weight, axis), words
+        rows, part = chunk or get_chunk_size(weight, axis), words
     else:
-        most = min(_TILE, chunk * words) if chunk else _TILE
-        rows = max(1, min(tokens, _ROWS, most))
-        part = max(1, most // rows)
-    return [(own, cuts(len(weight), part)) for own in cuts(tokens, rows)]
+        size = min(_TILE, chunk * words) if chunk else _TILE
+        rows = max(1, min(tokens, _ROWS, size))
+        part = max(1, size // rows)
+    return [(tokens_slice, cuts(len(weight), part)) for tokens_slice in cuts(tokens, rows)]
 
 
 def _elements(tiles: Tiles) -> int:
-    """Return how many logits the largest tile has."""
+    """Return the number of logits of the largest tile."""
     (rows, (words, *_)), *_ = tiles
     return (rows.stop - rows.start) * (words.stop - words.start)

@@ -1,7 +1,7 @@
-"""What a sampler does to logits before it draws, so that a trainer can score what was drawn.
+"""Sampling settings applied to logits, for samplers and for trainers that score samples.
 
-Their meaning and their order are those of `transformers` (5.23): temperature first, then what is
-left out, which gets the logit -inf. Each value is a number, or a tensor with one for each row.
+Meaning and order are those of `transformers` (5.23): temperature first, then the filters, which set
+the logits of excluded words to -inf. A setting is a number, or a tensor with one for each row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.losses.softmax import gather_words, words_of_rank
 from trainkit.types import IGNORED_LABEL, Axis
 
@@ -22,11 +22,11 @@ Each = float | Tensor
 
 
 class Shaping(NamedTuple):
-    """How logits are shaped, as by `generation.Sampling`; as it stands here, not at all.
+    """Sampling settings, as in `generation.Sampling`; the defaults change nothing.
 
-    Each is a number or a tensor per token, for rows of which some were drawn otherwise: then 1, V,
-    1 and 0 are what changes nothing. Where the label is -100 a tensor may hold anything, as a
-    column of a batch does: those tokens are not shaped.
+    A setting is a number, or a tensor with one per token, where tokens were sampled differently;
+    then 1, V, 1 and 0 change nothing. A tensor may hold anything where the label is -100; those
+    tokens are not changed.
     """
 
     temperature: Each = 1.0
@@ -36,34 +36,33 @@ class Shaping(NamedTuple):
 
     @property
     def filters(self) -> bool:
-        """Whether any word may be left out."""
-        all_left = self.top_k is None and _is(self.top_p, 1.0) and _is(self.min_p, 0.0)
-        return not all_left
+        """Whether any word may be excluded."""
+        return not (self.top_k is None and _is(self.top_p, 1.0) and _is(self.min_p, 0.0))
 
     def flat(self, where: str, labels: Tensor) -> Shaping:
         """Return the shaping of flattened tokens, which is the identity where a label is -100.
 
         Raises:
-            ValueError: A tensor has another shape than the labels, `top_k` holds no integers, or a
-                number is out of its range; on a CPU, also one in a tensor beside a trained label.
+            ValueError: A tensor has another shape than the labels, `top_k` is not integers, or a
+                number is out of range; on a CPU, also one in a tensor at a label that counts.
         """
         settings = zip(_RANGES, self, strict=True)
-        return Shaping(*(_flat(where, name, x, labels) for name, x in settings))
+        return Shaping(*(_flatten_setting(where, name, x, labels) for name, x in settings))
 
     def of(self, rows: slice) -> Shaping:
-        """Return the shaping of some of the tokens, which are flattened."""
+        """Return the shaping of some of the flattened tokens."""
         parts: Any = (x[rows] if isinstance(x, Tensor) else x for x in self)
         return Shaping(*parts)
 
     def known(self, d_losses: Tensor, losses: Tensor) -> Tensor:
-        """Return derivatives of losses without those of labels that are left out."""
+        """Return the derivatives of losses, with 0 for labels that are excluded."""
         return d_losses.masked_fill(losses == torch.inf, 0) if self.filters else d_losses
 
 
 UNSHAPED = Shaping()
 
 
-# Which values a setting may have, in words too, and the one that changes nothing.
+# The valid values of a setting, described too, and the value that changes nothing.
 _RANGES: dict[str, tuple[Callable[[Any], Any], str, float]] = {
     "temperature": (
         lambda x: (x > 0) & (x < math.inf),
@@ -80,7 +79,7 @@ _RANGES: dict[str, tuple[Callable[[Any], Any], str, float]] = {
 }
 
 
-def _flat(where: str, name: str, x: Any, labels: Tensor) -> Any:
+def _flatten_setting(where: str, name: str, x: Any, labels: Tensor) -> Any:
     """Return a setting of flattened tokens: a number, or a tensor with the identity at -100."""
     is_valid, valid_range, identity = _RANGES[name]
     if not isinstance(x, Tensor):
@@ -97,37 +96,36 @@ def _flat(where: str, name: str, x: Any, labels: Tensor) -> Any:
             raise ValueError(f"{where}: top_k must hold integers, got {x.dtype}")
         x = x.long()
     x = x.expand(labels.shape).masked_fill(labels == IGNORED_LABEL, identity).flatten()
-    if on_host(x) and not (valid := is_valid(x)).all():
-        place = int((~valid).nonzero()[0])
+    if can_read_values(x) and not (valid := is_valid(x)).all():
+        index = int((~valid).nonzero()[0])
         raise ValueError(
-            f"{where}: {name} must be {valid_range}, got {x[place].item():g} at index {place} of "
+            f"{where}: {name} must be {valid_range}, got {x[index].item():g} at index {index} of "
             "the flattened labels"
         )
     return x
 
 
-def shaped_(logits: Tensor, how: Shaping, axis: Axis) -> Tensor:
-    """Shape logits `[T, V_r]`, of which each rank has those of its words.
+def shaped_(logits: Tensor, shaping: Shaping, axis: Axis) -> Tensor:
+    """Apply sampling settings to sharded logits `[T, V_r]`.
 
     Effects:
-        Overwrites `logits` and returns them. Where words are left out, the logits are gathered on
-        `axis`.
+        Overwrites `logits` and returns them. If words may be excluded, all-gathers them on `axis`.
 
     Examples:
         >>> from trainkit.types import SOLO
         >>> shaped_(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(0.5, top_k=2), SOLO).tolist()
         [[-inf, 6.0, 4.0]]
     """
-    if not _is(how.temperature, 1.0):
-        logits.div_(_column(how.temperature))
-    if not how.filters:
+    if not _is(shaping.temperature, 1.0):
+        logits.div_(_column(shaping.temperature))
+    if not shaping.filters:
         return logits
-    left = words_of_rank(filtered(gather_words(logits, axis), how), axis)
-    return logits.masked_fill_(left == -torch.inf, -torch.inf)
+    local = words_of_rank(filtered(gather_words(logits, axis), shaping), axis)
+    return logits.masked_fill_(local == -torch.inf, -torch.inf)
 
 
-def unshaped_slopes_(slopes: Tensor, how: Shaping) -> Tensor:
-    """Turn the gradient of shaped logits `[T, V_r]` into that of the logits.
+def unshaped_slopes_(slopes: Tensor, shaping: Shaping) -> Tensor:
+    """Convert the gradient of shaped logits `[T, V_r]` to that of the logits.
 
     Effects:
         Overwrites `slopes` and returns them.
@@ -136,37 +134,37 @@ def unshaped_slopes_(slopes: Tensor, how: Shaping) -> Tensor:
         >>> unshaped_slopes_(torch.ones(1, 2), Shaping(temperature=0.5))
         tensor([[2., 2.]])
     """
-    return slopes if _is(how.temperature, 1.0) else slopes.div_(_column(how.temperature))
+    return slopes if _is(shaping.temperature, 1.0) else slopes.div_(_column(shaping.temperature))
 
 
-def reshaped(logits: Tensor, how: Shaping) -> Tensor:
+def reshaped(logits: Tensor, shaping: Shaping) -> Tensor:
     """Return shaped logits `[R, V]`, differentiable.
 
     Examples:
         >>> reshaped(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(0.5, top_k=2)).tolist()
         [[-inf, 6.0, 4.0]]
     """
-    return filtered(
-        logits if _is(how.temperature, 1.0) else scale_temperature(logits, how.temperature), how
-    )
+    if not _is(shaping.temperature, 1.0):
+        logits = scale_temperature(logits, shaping.temperature)
+    return filtered(logits, shaping)
 
 
-def filtered(logits: Tensor, how: Shaping) -> Tensor:
-    """Leave words out of logits `[R, V]` that a temperature has been applied to, in order.
+def filtered(logits: Tensor, shaping: Shaping) -> Tensor:
+    """Apply top_k, top_p and min_p, in this order, to logits `[R, V]` after the temperature.
 
     Examples:
         >>> filtered(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(top_k=2)).tolist()
         [[-inf, 3.0, 2.0]]
     """
-    if how.top_k is not None:
-        logits = filter_top_k(logits, how.top_k)
-    if not _is(how.top_p, 1.0):
-        logits = filter_top_p(logits, how.top_p)
-    return logits if _is(how.min_p, 0.0) else filter_min_p(logits, how.min_p)
+    if shaping.top_k is not None:
+        logits = filter_top_k(logits, shaping.top_k)
+    if not _is(shaping.top_p, 1.0):
+        logits = filter_top_p(logits, shaping.top_p)
+    return logits if _is(shaping.min_p, 0.0) else filter_min_p(logits, shaping.min_p)
 
 
 def scale_temperature(logits: Tensor, value: Each) -> Tensor:
-    """Divide logits by a temperature above 0: below 1 likely tokens become likelier.
+    """Divide logits by a temperature above 0; below 1 likely tokens become more likely.
 
     Examples:
         >>> scale_temperature(torch.tensor([[1.0, 2.0]]), 0.5).tolist()
@@ -176,7 +174,7 @@ def scale_temperature(logits: Tensor, value: Each) -> Tensor:
 
 
 def filter_top_k(logits: Tensor, k: int | Tensor) -> Tensor:
-    """Leave out tokens that are less likely than the k-th; of equals there may be more than k.
+    """Exclude tokens that are less likely than the k-th; with ties more than k remain.
 
     Examples:
         >>> filter_top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2).tolist()
@@ -185,38 +183,38 @@ def filter_top_k(logits: Tensor, k: int | Tensor) -> Tensor:
         [[-inf, 3.0, -inf], [1.0, 3.0, 2.0]]
     """
     words = logits.shape[-1]
-    if isinstance(k, Tensor):  # the largest k is not known without waiting for the device
-        places = k.clamp(1, words).unsqueeze(-1) - 1
-        least = logits.sort(descending=True).values.gather(-1, places)
+    if isinstance(k, Tensor):  # a sort, because the largest k is not known without a host sync
+        index = k.clamp(1, words).unsqueeze(-1) - 1
+        least = logits.sort(descending=True).values.gather(-1, index)
     else:
         least = logits.topk(min(k, words)).values[:, -1:]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def filter_top_p(logits: Tensor, p: Each) -> Tensor:
-    """Leave out the least likely tokens, as long as they have at most 1 - p together.
+    """Exclude the least likely tokens, up to a total probability of 1 - p.
 
     Examples:
         >>> filter_top_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.8).exp().tolist()[0][2]
         0.0
     """
-    rising, order = logits.sort()
+    ascending, order = logits.sort()
     p = _column(p)
-    out = (rising.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)
-    out[:, -1] = False
-    return logits.masked_fill(out.scatter(1, order, out), -torch.inf)
+    excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)
+    excluded[:, -1] = False  # the most likely token always remains
+    return logits.masked_fill(excluded.scatter(1, order, excluded), -torch.inf)
 
 
 def filter_min_p(logits: Tensor, p: Each) -> Tensor:
-    """Leave out tokens that are less likely than the likeliest times p.
+    """Exclude tokens whose probability is below p times that of the most likely token.
 
     Examples:
         >>> filter_min_p(torch.tensor([[0.6, 0.3, 0.1]]).log(), 0.4).exp().tolist()[0][2]
         0.0
     """
-    chances = logits.softmax(-1)
-    least = _column(p) * chances.amax(-1, keepdim=True)
-    return logits.masked_fill(chances < least, -torch.inf)
+    probabilities = logits.softmax(-1)
+    minimum = _column(p) * probabilities.amax(-1, keepdim=True)
+    return logits.masked_fill(probabilities < minimum, -torch.inf)
 
 
 def _column(x: Each) -> Each:

@@ -1,8 +1,7 @@
-"""The loss of each corpus of a mixture, from the same forward pass."""
+"""Report the loss of each corpus of a mixture."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> NamedLoss:
-    """Return a loss that also reports the loss of each corpus: the same sum, and two sums more.
+    """Return a loss that also reports the loss of each corpus.
 
-    For each name there are the terms `loss/{name}`, the sum over the tokens of that corpus, and
-    `loss/{name}/count`, how many were trained on, or their weights if the loss is weighted.
-    Dividing one by the other, after both have been summed over microbatches and ranks, gives the
-    mean per token; 0 / 0 says that a step had none.
-    Nothing is computed twice, and no host sync is made.
+    For each name there are two more terms: `loss/{name}`, the sum over the tokens of that corpus,
+    and `loss/{name}/count`, their number, or their weights if the loss is weighted. The ratio of
+    both, after summation over microbatches and ranks, is the mean per token; it is 0 / 0 for a step
+    without such tokens. Nothing is computed twice, without a host sync.
 
     Args:
-        names: What the sources are called, in the order of their numbers in `batch["source"]`
-            (int64 `[B, S]`). Tokens of other numbers are in the loss alone.
-        loss: `next_token`, `next_token_linear`, `weighted`, or any that has a `per_token`.
+        names: The names of the sources, in the order of their indices in `batch["source"]` (int64
+            `[B, S]`). Tokens of other sources are in the total loss only.
+        loss: `next_token`, `next_token_linear`, `weighted_next_token`, or any loss with a
+            `per_token`.
 
     Raises:
-        ValueError: There is no name, one comes twice or ends in "count", or the loss does not know
-            its parts; later, a batch has no "source".
+        ValueError: There is no name, a name is repeated or ends in "count", or the loss has no
+            `per_token`; later, a batch has no "source".
 
     Examples:
         >>> loss = report_by_source(["web", "code"])
@@ -48,43 +47,48 @@ def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> Name
     per_token = getattr(loss, "per_token", None)
     first, *rest = loss.terms
     if per_token is None or rest not in ([], [f"{first}/count"]):
-        what = f"{getattr(loss, '__name__', loss)} does not say what each token adds"
-        mend = "take next_token or next_token_linear, or declare_terms(name, per_token=...)"
-        others = "add other terms outside: add_terms((report_by_source(...), 1.0), ...)"
-        raise ValueError(f"report_by_source: {what}; {mend}, and {others}")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if isinstance(names, str) or not names or twice:
+        raise ValueError(
+            f"report_by_source: {getattr(loss, '__name__', loss)} does not give the loss of each "
+            "token; use next_token or next_token_linear, or declare_terms(name, per_token=...), "
+            "and add other terms outside: add_terms((report_by_source(...), 1.0), ...)"
+        )
+    has_repeated = len(set(names)) < len(names)
+    if isinstance(names, str) or not names or has_repeated:
         raise ValueError(
             f"report_by_source: names must be different names, at least one, got {names!r}"
         )
     counts = [source for source in names if source.split("/")[-1] == "count"]
-    if counts:  # loss/count would be taken for the denominator of loss
+    if counts:  # loss/count is the denominator of loss
         raise ValueError(
             f"report_by_source: {counts} must not be called count, which ends denominators"
         )
-    own = tuple(f"{first}/{source}{end}" for source in names for end in ("", "/count"))
+    source_terms = tuple(f"{first}/{source}{end}" for source in names for end in ("", "/count"))
 
-    @declare_terms(*loss.terms, *own)
+    @declare_terms(*loss.terms, *source_terms)
     def loss_by_source(output: Any, batch: Mapping[str, Any]) -> Terms:
         if "source" not in batch:
-            mend = "make_step_batch and make_eval_batches add it where PackedCorpus has num_rows"
-            raise ValueError(f'report_by_source: the batch has no "source"; {mend}')
+            raise ValueError(
+                'report_by_source: the batch has no "source"; make_step_batch and '
+                "make_eval_batches add it where PackedCorpus has num_rows"
+            )
         labels = read_field("report_by_source", batch, "labels")
-        want, got = tuple(labels.shape), tuple(batch["source"].shape)
-        if got != want:
-            must = f"must have the shape of labels {want}, one for each token"
-            raise ValueError(f"report_by_source: source {must}, got {got}")
-        total, parts, counted = per_token(output, batch)
-        sums, counts = (_sums(x, batch["source"], len(names)) for x in (parts, counted))
-        values = [value for pair in zip(sums, counts, strict=True) for value in pair]
-        whole = dict(zip(loss.terms, (total.detach(), counted.sum()), strict=False))
-        return total, {**whole, **dict(zip(own, values, strict=True))}
+        if batch["source"].shape != labels.shape:
+            raise ValueError(
+                f"report_by_source: source must have the shape of labels {tuple(labels.shape)}, "
+                f"one for each token, got {tuple(batch['source'].shape)}"
+            )
+        total, losses, counts = per_token(output, batch)
+        source_sums = _sum_by_source(losses, batch["source"], len(names))
+        source_counts = _sum_by_source(counts, batch["source"], len(names))
+        values = [x for pair in zip(source_sums, source_counts, strict=True) for x in pair]
+        terms = dict(zip(loss.terms, (total.detach(), counts.sum()), strict=False))
+        return total, {**terms, **dict(zip(source_terms, values, strict=True))}
 
     return loss_by_source
 
 
-def _sums(parts: Tensor, source: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return each source's sum of parts, added in the same order every time."""
-    numbers = torch.arange(count, device=source.device).view(-1, 1)
-    own = source.flatten() == numbers  # [count, N]; index_add_ would add in any order on CUDA
-    return torch.where(own, parts.flatten(), 0).sum(-1).unbind()
+def _sum_by_source(parts: Tensor, source: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return the sum of parts of each source, in a deterministic order."""
+    index = torch.arange(count, device=source.device).view(-1, 1)
+    mask = source.flatten() == index  # [count, N]; index_add_ adds in any order on CUDA
+    return torch.where(mask, parts.flatten(), 0).sum(-1).unbind()

@@ -1,9 +1,8 @@
-"""Weights that make a weighted sum of tokens a mean of means, still with one denominator.
+"""Token weights that turn a weighted sum into a sum of means, with one denominator.
 
-Each token weighs 1 over the tokens that its unit has, wherever they lie: so
-    `losses.weighted_next_token`, and
-other losses that are weighted, add up the means of units, and `batch.count_weights` counts these.
-A unit without a trained token is in neither.
+A unit is a microbatch or a document. Each token gets the weight 1 / (tokens of its unit), counted
+over all ranks. Then `losses.weighted_next_token`, or another weighted loss, is the sum of the means
+of units, and `batch.count_weights` is their number. Units without a token in the loss do not count.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from trainkit.types import IGNORED_LABEL, Axis, Batch
 def weight_by_microbatch(
     microbatches: Sequence[Mapping[str, Any]], *, axis: Axis
 ) -> list[Mapping[str, Any]]:
-    """Weigh tokens so that the loss is the mean of the means of microbatches, as elsewhere.
+    """Weight tokens so that the loss is the mean of the means of microbatches.
 
-    The result depends on how a step is cut into microbatches: it is there to repeat the numbers of
-    systems that compute so, and for nothing else.
+    The result depends on how a step is split into microbatches. Use it only to reproduce the
+    numbers of systems that average this way.
 
     Args:
         microbatches: Mappings with "labels"; with "weights" their means are weighted.
-        axis: The ranks over which the tokens of a microbatch are dealt: `ps.sp`.
+        axis: The ranks over which the tokens of a microbatch are sharded: `ps.sp`.
 
     Returns:
-        The same with "weights" (fp64) that add up to 1 in each that has a trained token.
+        The microbatches with "weights" (fp64) that sum to 1 in each that has a token in the loss.
 
     Effects:
         Communicates: one all-reduce on `axis` for each.
@@ -46,7 +45,7 @@ def weight_by_microbatch(
     """
     labels = [read_field("weight_by_microbatch", batch, "labels") for batch in microbatches]
     return [
-        _weighed(batch, x, torch.zeros_like(x), 1, axis=axis)
+        _weight_by_unit(batch, x, torch.zeros_like(x), 1, axis=axis)
         for batch, x in zip(microbatches, labels, strict=True)
     ]
 
@@ -54,17 +53,18 @@ def weight_by_microbatch(
 def weight_by_document(
     microbatches: Sequence[Mapping[str, Any]], *, axis: Axis
 ) -> list[Mapping[str, Any]]:
-    """Weigh tokens so that the loss is a mean of the means of documents: each counts once.
+    """Weight tokens so that the loss is the mean of the means of documents.
 
-    The sum over answers of the mean over their tokens is the one of GRPO (Shao et al. 2024); a
-    denominator of `batch.count_documents` counts empty answers too, `batch.count_weights` does not.
+    The sum over answers of the mean over their tokens is the loss of GRPO (Shao et al. 2024). As a
+    denominator, `batch.count_documents` counts empty answers too, `batch.count_weights` does not.
 
     Args:
         microbatches: Mappings with "labels" and "document_ids".
-        axis: The ranks over which the tokens of a document are dealt: `ps.sp`.
+        axis: The ranks over which the tokens of a document are sharded: `ps.sp`.
 
     Returns:
-        The same with "weights" (fp64) that add up to 1 in each document with a trained token.
+        The microbatches with "weights" (fp64) that sum to 1 in each document with a token in the
+        loss.
 
     Effects:
         Communicates: one all-reduce on `axis` for each.
@@ -75,34 +75,33 @@ def weight_by_document(
         >>> weight_by_document([{"labels": labels, "document_ids": ids}], axis=SOLO)[0]["weights"]
         tensor([[0.5000, 0.5000, 1.0000, 0.0000]], dtype=torch.float64)
     """
-
-    def units(batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+    weighted = []
+    for batch in microbatches:
+        labels = read_field("weight_by_document", batch, "labels")
         ids = read_field("weight_by_document", batch, "document_ids")
-        most = ids.shape[1] * axis.count
+        # A row cannot have more documents than tokens, over all ranks of the axis.
+        max_documents = ids.shape[1] * axis.count
         rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-        return rows * most + ids.clamp(min=0), len(ids) * most
-
-    return [
-        _weighed(batch, read_field("weight_by_document", batch, "labels"), *units(batch), axis=axis)
-        for batch in microbatches
-    ]
+        units = rows * max_documents + ids.clamp(min=0)
+        weighted.append(_weight_by_unit(batch, labels, units, len(ids) * max_documents, axis=axis))
+    return weighted
 
 
-def _weighed(
+def _weight_by_unit(
     batch: Mapping[str, Any], labels: Tensor, units: Tensor, count: int, *, axis: Axis
 ) -> Any:
-    """Return a batch whose tokens weigh 1 over the weight of their unit, a number below a count."""
-    kept = (labels != IGNORED_LABEL).double()
+    """Divide the weight of each token by the sum over its unit, an index below `count`."""
+    weights = (labels != IGNORED_LABEL).double()
     if "weights" in batch:
-        kept = torch.where(kept > 0, batch["weights"].double(), 0)
+        weights = torch.where(weights > 0, batch["weights"].double(), 0)
     units = units.flatten()
-    sums = kept.new_zeros(count).scatter_add(0, units, kept.flatten())
-    own = all_sum(sums, axis)[units].view(kept.shape)
-    return add_column(batch, "weights", torch.where(own == 0, 0, kept / own))
+    sums = weights.new_zeros(count).scatter_add(0, units, weights.flatten())
+    unit_weights = all_sum(sums, axis)[units].view(weights.shape)
+    return add_column(batch, "weights", torch.where(unit_weights == 0, 0, weights / unit_weights))
 
 
 def add_column(batch: Mapping[str, Any], name: str, column: Tensor) -> Mapping[str, Any]:
-    """Return a batch, or a mapping, that holds a tensor more.
+    """Return a batch, or a mapping, with one more tensor.
 
     Examples:
         >>> add_column({"labels": torch.tensor([[1]])}, "kl", torch.tensor([[0.5]]))

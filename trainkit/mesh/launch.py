@@ -152,25 +152,22 @@ def describe_launch(env: Mapping[str, str]) -> list[str]:
 
 
 _version = cache(version)  # 10 ms for every session
+_OLDEST_TORCH = (2, 11)  # the oldest release that trainkit is tested with
 
 
-def require_torch(found: str | None = None, *, least: tuple[int, int] = (2, 11)) -> None:
-    """Return if torch is recent enough; say so before anything of it is used if it is not.
-
-    Args:
-        found: A version; by default that of the torch that is installed.
-        least: The oldest release that trainkit is tested with.
+def require_torch() -> None:
+    """Check that the installed torch is recent enough, before anything of it is used.
 
     Raises:
-        ConfigError: It is older.
+        ConfigError: It is older than the oldest release that trainkit is tested with.
 
     Examples:
-        >>> require_torch("2.13.0+cpu")
+        >>> require_torch()
     """
-    found = _version("torch") if found is None else found
+    found = _version("torch")
     numbers = re.match(r"([0-9]+)\.([0-9]+)", found)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < least:
-        oldest = ".".join(map(str, least))
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
         raise ConfigError(
             f"require_torch: torch {found} is too old; trainkit needs {oldest} or newer, the "
             "oldest that its numbers are tested with",

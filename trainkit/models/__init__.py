@@ -9,7 +9,6 @@ model, `cache` is what generation keeps of a text, `bare` runs a module in fewer
 buffers but those of a router, which a step moves and a checkpoint holds.
 """
 
-from trainkit.models.cache import KVCache
 from trainkit.models.call import (
     CachedCall,
     RoutingTape,
@@ -33,6 +32,12 @@ from trainkit.models.config import (
     count_parameters,
 )
 from trainkit.models.decoder import Decoder, build_decoder
+from trainkit.models.decoder_sizes import (
+    config_from_facts,
+    list_decoder_sizes,
+    make_decoder_config,
+    pad_vocab_size,
+)
 from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import (
     ExpertMlp,
@@ -42,7 +47,8 @@ from trainkit.models.experts import (
     update_expert_bias,
     update_routers_,
 )
-from trainkit.models.initial import init_weights
+from trainkit.models.init_weights import init_weights
+from trainkit.models.kv_cache import KVCache
 from trainkit.models.layers import make_norm
 from trainkit.models.routers import (
     Routing,
@@ -51,12 +57,6 @@ from trainkit.models.routers import (
     expert_capacity,
     sigmoid_topk,
     softmax_topk,
-)
-from trainkit.models.sizes import (
-    config_from_facts,
-    list_decoder_sizes,
-    make_decoder_config,
-    pad_vocab_size,
 )
 from trainkit.models.upcycling import upcycle_weights
 

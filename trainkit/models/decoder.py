@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from trainkit.attention.varlen import varlen
 from trainkit.losses.softmax import gather_words, make_vocabulary_axis
-from trainkit.models.cache import KVCache
 from trainkit.models.call import RoutingTape
 from trainkit.models.config import DecoderConfig
 from trainkit.models.experts import Balance, ExpertMlp, check_tape, preload_
-from trainkit.models.initial import init_weights
-from trainkit.models.latent import LatentAttention
+from trainkit.models.init_weights import init_weights
+from trainkit.models.kv_cache import KVCache
+from trainkit.models.latent_attention import LatentAttention
 from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm
 from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotated
 from trainkit.noise import counters

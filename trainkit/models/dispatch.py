@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_to_all_rows
-from trainkit.models.routers import on_host
 from trainkit.types import SOLO, Axis
 
 
@@ -215,7 +215,8 @@ class _InOrder(torch.autograd.Function):
         ctx.save_for_backward(inverse)
         ctx.chosen = max(len(order) // max(len(x), 1), 1)
         rows = x.index_select(0, order // ctx.chosen)  # faster than x[...] on a CPU
-        if on_host(counts):  # most often there are none, and no pass over all rows is needed
+        # Most often there are no such rows, and a pass over all rows is saved.
+        if can_read_values(counts):
             rows[int(counts.sum()) :] = 0
             return rows
         is_nobodys = torch.arange(len(rows), device=x.device) >= counts.sum()

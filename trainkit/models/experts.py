@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trainkit.batch.denominators import can_read_values
 from trainkit.models.call import RoutingTape
 from trainkit.models.config import Experts
 from trainkit.models.dispatch import (
@@ -28,7 +29,6 @@ from trainkit.models.routers import (
     add_jitter,
     apply_capacity,
     expert_capacity,
-    on_host,
     sigmoid_topk,
     softmax_topk,
 )
@@ -126,7 +126,7 @@ def check_tape(
         got = f"{x.dtype} {list(x.shape)}"
         if fits := x.dtype == torch.int64 and x.shape == shape:
             right = _are_distinct(x, is_token.flatten(), experts.count)
-            if not on_host(x):
+            if not can_read_values(x):
                 unread.append(right)
             elif not right:
                 fits, seen = False, x[is_token.flatten()]
@@ -255,7 +255,7 @@ class ExpertWeights(nn.Module):
             ValueError: Counts are not those of the experts held here; or, which is looked at on a
                 CPU alone, do not sum to the rows.
         """
-        of_all = not on_host(counts) or int(counts.sum()) == len(rows)
+        of_all = not can_read_values(counts) or int(counts.sum()) == len(rows)
         if len(counts) != len(self.gate) or not of_all:
             got = f"{len(rows)} rows, and counts for {len(counts)} experts, {counts.tolist()}"
             want = f"of the {len(self.gate)} that are here, which sum to the rows"
@@ -346,7 +346,7 @@ class ExpertMlp(nn.Module):
             seen = add_jitter(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
         places = is_token.flatten()
         # Most batches have no padding, and a pass over all scores is saved where that can be seen.
-        padded = not on_host(places) or not bool(places.all())
+        padded = not can_read_values(places) or not bool(places.all())
         routing, logits = self.router(seen, places if padded else None, known)
         tape.choices[self.name] = routing.indices
         kept = (

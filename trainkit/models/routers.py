@@ -159,11 +159,6 @@ def _without_padding(
     return Routing(weights, indices, counts_of(indices, experts), shares)
 
 
-def on_host(x: Tensor) -> bool:
-    """Say whether values may be read: they are on the CPU, and no graph is being made of them."""
-    return x.is_cpu and not torch.compiler.is_compiling()
-
-
 def _of_tokens(x: Tensor, is_token: Tensor | None, value: int) -> Tensor:
     """Return `x` with `value` for padding."""
     return x if is_token is None else x.masked_fill(~is_token.unsqueeze(-1), value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import DecoderConfig, Experts, parameter_shapes
-from trainkit.models.initial import init_weights
+from trainkit.models.init_weights import init_weights
 from trainkit.types import ConfigError, Weights, check_range
 
 

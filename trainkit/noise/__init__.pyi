@@ -7,7 +7,6 @@ from .counters import normal as normal
 from .counters import seed_generators as seed_generators
 from .counters import split_keys as split_keys
 from .counters import to_int64 as to_int64
-from .counters import uniform as uniform
 from .counters import uniform_symmetric as uniform_symmetric
 from .hashing import hash_box as hash_box
 from .hashing import hash_counters as hash_counters

@@ -1,7 +1,7 @@
 """Counter-based random numbers: functions of a seed, a name and an index.
 
-There is no generator state to save, to seed per rank, or to advance in the right order: a number
-depends on the seed, a name and an index, so every layout, and every resumed run, sees the same
+There is no generator state to save, to seed per rank, or to advance in the right order. A number
+depends on the seed, a name and an index, so that every layout and every resumed run gets the same
 ones. The idea is that of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
 3" (SC 2011).
 """
@@ -23,7 +23,7 @@ from trainkit.types import Share
 
 
 def to_int64(key: int) -> int:
-    """Return the int64 that has the bits of a 64-bit key, which is how torch holds it.
+    """Return the int64 with the bits of a 64-bit key, for torch, which computes with no uint64.
 
     Examples:
         >>> to_int64(2**64 - 1), to_int64(7)
@@ -34,7 +34,7 @@ def to_int64(key: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 right and fill with zeros, as for unsigned numbers."""
+    """Shift int64 right with zeros from the left, as for unsigned numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -50,28 +50,17 @@ def mix_bits_tensor(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(*parts: int | str) -> float:
-    """Return the uniform number in [0, 1) that belongs to a seed, names and indices.
-
-    Examples:
-        >>> uniform(0, "sample", 17) == uniform(0, "sample", 17)
-        True
-    """
-    return (int(mix_bits(np.uint64(make_key(*parts)))) >> 11) * 2.0**-53
-
-
 @jit
 def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
     """Fill out[row, column] from row_keys[row] and the column's index (Box and Muller, 1958).
 
-    Scalar fp64 arithmetic, rounded to fp32 once: vectorised logarithms may differ in the last bit
-    between the body of an array and its end, and then a shard would differ from the same part of
-    the whole.
+    Scalar fp64 arithmetic, rounded to fp32 once: vectorized logarithms may differ in the last bit
+    between the body of an array and its end, and then a shard would differ from the full tensor.
     """
     for row in range(out.shape[0]):
         for column in range(out.shape[1]):
-            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
-            bits = mix_bits(row_keys[row] + place)
+            step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
+            bits = mix_bits(row_keys[row] + step)
             more = mix_bits(bits + np.uint64(0x9E3779B97F4A7C15))
             radius = math.sqrt(-2.0 * math.log((float(bits >> np.uint64(11)) + 0.5) * 2.0**-53))
             angle = 2.0 * math.pi * float(more >> np.uint64(11)) * 2.0**-53
@@ -82,8 +71,8 @@ def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
 def _fill_symmetric(out: Any, row_keys: Any, first_column: int) -> None:
     for row in range(out.shape[0]):
         for column in range(out.shape[1]):
-            place = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
-            bits = mix_bits(row_keys[row] + place)
+            step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
+            bits = mix_bits(row_keys[row] + step)
             out[row, column] = float(bits >> np.uint64(11)) * 2.0**-52 - 1.0
 
 
@@ -107,13 +96,13 @@ def _mix_array(x: Any) -> Any:
 def normal(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) -> Tensor:
     """Return standard normal numbers for one box of a tensor.
 
-    An element is a function of the key and of its position in the whole tensor, so any box holds
-    exactly the bits that the whole tensor has there, whatever its shape and whoever fills it.
+    An element is a function of the key and of its position in the full tensor, so that every box
+    holds exactly the bits of the full tensor, in any layout.
 
     Args:
         key: The tensor's 64-bit key, for instance `make_key(seed, name)`.
         shape: The shape of the box; a scalar's is `()`.
-        offset: Where the box begins in the whole tensor; zeros by default.
+        offset: The offset of the box in the full tensor; zeros by default.
 
     Returns:
         An fp32 tensor of `shape` on the CPU.
@@ -123,7 +112,7 @@ def normal(key: int, shape: Sequence[int], offset: Sequence[int] | None = None) 
         >>> torch.equal(normal(make_key(0, "w"), (2, 3), (1, 2)), whole[1:3, 2:5])
         True
     """
-    return _filled(_fill_normal, key, shape, offset)
+    return _fill_box(_fill_normal, key, shape, offset)
 
 
 def uniform_symmetric(
@@ -138,10 +127,10 @@ def uniform_symmetric(
         >>> bool((whole.abs() <= 1).all())
         True
     """
-    return _filled(_fill_symmetric, key, shape, offset)
+    return _fill_box(_fill_symmetric, key, shape, offset)
 
 
-def _filled(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
+def _fill_box(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
     shape_, offset_ = tuple(shape) or (1,), tuple(offset or (0,) * max(len(shape), 1))
     if len(shape_) != len(offset_):
         raise ValueError(f"noise: shape {shape_} and offset {offset_} differ in length")
@@ -171,13 +160,13 @@ def make_token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
 
 
 def split_keys(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Return the keys that tokens have at numbered places that share a name, as experts do.
+    """Return the keys of tokens at numbered modules that share a name, such as experts.
 
-    A token's keys at two numbers differ, and so does all noise drawn from them.
+    The keys of a token differ between numbers, and so does all noise from them.
 
     Args:
         keys: int64 `[...]`, from `make_token_keys`.
-        numbers: int64 `[..., k]`, for each token those of k places in the whole model.
+        numbers: int64 `[..., k]`, the numbers of k modules for each token.
 
     Returns:
         int64 `[..., k]`.
@@ -193,13 +182,13 @@ def split_keys(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> Tensor:
-    """Return 53 random bits for each feature of each token at a place in the model.
+    """Return 53 random bits for each feature of each token in a module.
 
     Args:
         keys: int64 `[...]`, from `make_token_keys`.
-        name: The place in the whole model.
-        features: How many features there are, or how many of them are asked for.
-        first: The index of the first of these in the whole model.
+        name: The name of the module in the whole model.
+        features: The number of features, all or a shard.
+        first: The index of the first of them among all features.
 
     Returns:
         int64 `[..., features]`, below 2^53.
@@ -220,9 +209,9 @@ def dropout(
 ) -> Tensor:
     """Set elements to zero with probability `p` and scale the rest by 1 / (1 - p).
 
-    Whether an element is dropped is a function of its token's key, the name of the place in the
-    model and the index of the feature. So recomputation, and any cut into rows, microbatches and
-    shards of the sequence or of the features, drops the same.
+    Whether an element is dropped is a function of its token's key, the name of the module and the
+    index of the feature. So recomputation, and every split into rows, microbatches and shards of
+    the sequence or of the features, drops the same elements.
 
     Args:
         x: `[..., D]`, floating point; or a part of the features, `[..., D / N]`.
@@ -260,8 +249,8 @@ def dropout(
     features, first = x.shape[-1], offset or 0
     if (features != width and offset is None) or not 0 <= first <= width - features:
         raise ValueError(
-            f"dropout: x has {features} of the {width} features at {name!r}; say with offset=, in "
-            f"[0, {width - features}], which is its first (got {offset}), or every part of them "
+            f"dropout: x has {features} of the {width} features at {name!r}; give the index of "
+            f"its first as offset=, in [0, {width - features}] (got {offset}), or every shard "
             "drops the same"
         )
     if p == 0:
@@ -274,28 +263,27 @@ def dropout(
 def seed_generators(
     seed: int, *, step: int, share: Share, stage: int = 0, device: torch.device | str = "cpu"
 ) -> Iterator[None]:
-    """Seed torch's generators for a step, for models whose dropout is torch's own.
+    """Seed torch's generators for a step, for models with torch's own dropout.
 
-    `nn.Dropout`, and with it every model of others, draws from one generator per device, which no
-    checkpoint holds. Around a step's forward and backward passes this makes what it draws a
-    function of the seed, the step and the rank's place: ranks with different rows draw different
-    masks, ranks that compute the same rows (tp) the same ones, and a resumed run repeats them.
-    Microbatches follow each other in the generator. A recomputed forward pass repeats its masks as
-    long as it preserves torch's generators, which `parallel.recompute` does by default.
+    `nn.Dropout`, and with it most models, draws from one generator per device, which is in no
+    checkpoint. Around the forward and backward passes of a step, this context makes its masks a
+    function of the seed, the step and the rank: ranks with different rows draw different masks,
+    ranks with the same rows (tp) draw the same ones, and a resumed run repeats them. Microbatches
+    draw one after another. A recomputed forward pass repeats its masks as long as it preserves
+    torch's generators, which `parallel.recompute` does by default.
 
-    Which numbers a layout draws it cannot make independent of the layout: another cut into ranks,
-    microbatches or stages has other masks, as good, and not the same bits. `dropout` has no such
-    limit; a model of one's own should use it.
+    The masks still depend on the layout: another split into ranks, microbatches or stages draws
+    others, which are as good. `dropout` has no such limit; use it in your own models.
 
     Args:
         seed: The run's seed.
-        step: The step, as the counter of the run has it.
-        share: The rank's place among those that hold distinct tokens, `ps.loss.share`.
-        stage: The rank's place in the pipeline, `ps.pp.index`.
-        device: The rank's device, `ps.device`, whose generator is seeded besides the CPU's.
+        step: The step of the run.
+        share: The rank's share of the axis that holds distinct tokens, `ps.loss.share`.
+        stage: The pipeline stage, `ps.pp.index`.
+        device: The rank's device, `ps.device`; its generator is seeded together with the CPU's.
 
     Effects:
-        Seeds torch's generators, and sets them back to the state that they had, whatever happens.
+        Seeds torch's generators, and restores their state at the end, also after an error.
 
     Examples:
         >>> def drawn(step):

@@ -1,8 +1,8 @@
-"""Keys and hashes: the arithmetic under everything that must not depend on layout.
+"""Keys and hashes that do not depend on the layout.
 
 A *key* is 64 bits made from a seed and names. A *hash* of a tensor is a sum modulo 2^64 over its
-elements, so hashes of disjoint parts combine by `+`, in any order: every layout that holds the same
-values prints the same number. `mix_bits` is the finaliser of SplitMix64 (Steele, Lea and Flood,
+elements, so that hashes of disjoint boxes combine by `+`, in any order: every layout of the same
+values has the same hash. `mix_bits` is the finaliser of SplitMix64 (Steele, Lea and Flood,
 "Fast splittable pseudorandom number generators", 2014).
 """
 
@@ -25,7 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 @partial(jit, inline=True)
 def mix_bits(x: np.uint64) -> np.uint64:
-    """Return a permutation of the 64-bit numbers in which every input bit moves every output bit.
+    """Permute the 64-bit numbers so that every input bit affects every output bit.
 
     Examples:
         >>> (
@@ -58,14 +58,14 @@ def make_key(*parts: int | str) -> int:
 
 
 @jit
-def _sum_of_mixed(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) -> np.uint64:
+def _sum_hashes(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) -> np.uint64:
     """Sum mix(mix(key + index) + bits); `first` holds each row's index, `inner` its length."""
     total = np.uint64(0)
     for row in range(first.size):
         index = first[row]
         for column in range(inner):
-            place = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))
-            total += mix_bits(place + np.uint64(bits[row * inner + column]))
+            element_key = mix_bits(key + index * np.uint64(0x9E3779B97F4A7C15))
+            total += mix_bits(element_key + np.uint64(bits[row * inner + column]))
             index += stride
     return total
 
@@ -80,12 +80,12 @@ def hash_box(
     Args:
         name: The tensor's name in the whole model.
         box: The values, of any dtype of 1, 2, 4 or 8 bytes.
-        shape: The shape of the whole tensor, from which an element's global index follows.
-        offset: Where the box begins in the whole tensor.
+        shape: The shape of the full tensor, for the global index of an element.
+        offset: The offset of the box in the full tensor.
 
     Returns:
-        An int in [0, 2^64). Hashes of boxes that cover a tensor once add up (modulo 2^64) to the
-        tensor's.
+        An int in [0, 2^64). The hashes of boxes that cover a tensor once add up (modulo 2^64) to
+        the hash of the tensor.
 
     Examples:
         >>> x = np.arange(6.0).reshape(2, 3)
@@ -103,13 +103,13 @@ def hash_box(
         first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
     first += np.uint64(offset[-1])
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
-    bits.flags.writeable = False  # a view: numba compiles a loop anew for what can be written
+    bits.flags.writeable = False  # numba compiles a loop separately for writeable arrays
     key = np.uint64(make_key(name, *shape))
-    return int(_sum_of_mixed(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
+    return int(_sum_hashes(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
 
 
 def hash_counters(counters: Mapping[str, int]) -> int:
-    """Return the hash of named integers, of the same kind as `hash_box` (sums modulo 2^64).
+    """Return the hash of named integers, a sum modulo 2^64 as that of `hash_box`.
 
     Examples:
         >>> hash_counters({"step": 3}) == hash_counters({"step": 3})

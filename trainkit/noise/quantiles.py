@@ -1,8 +1,8 @@
-"""Normal numbers for a box of a tensor, made where the tensor is: each bit the same on any device.
+"""Normal random numbers for a box of a tensor, computed on its device, equal on all devices.
 
 Logarithms and cosines differ in the last bit between devices, and between the body of a vector and
-its end. A table does not: an element's 16 random bits say which of 2^16 equally likely quantiles of
-the normal distribution it is.
+its end. A table does not: the 16 random bits of an element select one of 2^16 equally likely
+quantiles of the normal distribution.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LEVELS = 1 << 16
 def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Return standard normal numbers for one box of a tensor, on the device of the key.
 
-    An element is a function of the key and of its position in the whole tensor, so any box holds
-    exactly the bits that the whole tensor has there, as with `normal`, which is made on the host
-    and has finer steps. None is further than 4.33 from 0.
+    An element is a function of the key and of its position in the full tensor, so that a box holds
+    exactly the bits of the full tensor. `normal` does the same on the host, in finer steps. No
+    number is further than 4.33 from 0.
 
     Args:
         key: int64, 0-d.
-        shape: The shape of the box, of one dimension at least.
-        offset: Where the box begins in the whole tensor.
+        shape: The shape of the box, with at least one dimension.
+        offset: The offset of the box in the full tensor.
 
     Returns:
         fp32, of `shape`.
@@ -48,16 +48,17 @@ def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int])
     for size, start in zip(shape[:-1], offset[:-1], strict=True):
         index = torch.arange(start + 1, start + 1 + size, device=key.device) * to_int64(GOLDEN)
         keys = mix_bits_tensor(keys.unsqueeze(-1) ^ index)
-    begin, end = offset[-1], offset[-1] + shape[-1]
-    words = torch.arange(begin // 4, -(-end // 4), device=key.device) * to_int64(GOLDEN)
-    hashes = mix_bits_tensor(keys.unsqueeze(-1) + words)  # four elements from each
-    bits = hashes.view(torch.int16)[..., begin % 4 : begin % 4 + shape[-1]]
-    table = _table().to(key.device)
+    start, end = offset[-1], offset[-1] + shape[-1]
+    # A hash of 64 bits serves four elements.
+    words = torch.arange(start // 4, -(-end // 4), device=key.device) * to_int64(GOLDEN)
+    hashes = mix_bits_tensor(keys.unsqueeze(-1) + words)
+    bits = hashes.view(torch.int16)[..., start % 4 : start % 4 + shape[-1]]
+    table = _make_quantiles().to(key.device)
     return nn.functional.embedding(bits.to(torch.int32) & (_LEVELS - 1), table).squeeze(-1)
 
 
 @cache
-def _table() -> Tensor:
-    """Return the quantiles, fp32 `[2^16, 1]`."""
+def _make_quantiles() -> Tensor:
+    """Return the quantiles in the middle of each of 2^16 equal intervals, fp32 `[2^16, 1]`."""
     middles = (torch.arange(_LEVELS, dtype=torch.float64) + 0.5) / _LEVELS
     return torch.special.ndtri(middles).float().unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Rounding to bf16 at random, by counters: right in the mean, which rounding to nearest is not."""
+"""Counter-based stochastic rounding to bf16, which unlike rounding to nearest is unbiased."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trainkit.noise.counters import mix_bits_tensor, row_keys, to_int64
 from trainkit.noise.hashing import GOLDEN
 from trainkit.noise.jit import jit
 
-_CHUNK = 2**22  # elements at a time: what is made of them beside takes some 20 bytes for each
+_CHUNK = 2**22  # elements at a time: temporary tensors take about 20 bytes per element
 
 
 def round_bf16_stochastic(x: Tensor, key: Tensor) -> Tensor:
-    """Round each element up or down to bf16, such that its mean over keys is the element.
+    """Round each element up or down to bf16, so that its mean over keys is the element.
 
-    An element's 16 random bits are a function of the key and of its index. One that is a bf16
-    number stays what it is, and so does one that is not finite. The others move by less than the
-    distance of their two neighbours, at most 2^-7 of them.
+    The 16 random bits of an element are a function of the key and of its index. Elements that are
+    bf16 numbers, or not finite, do not change. The others move by less than the distance of their
+    two neighbors, at most a fraction of 2^-7.
 
     Args:
         x: fp32 `[...]`.
@@ -44,37 +44,39 @@ def round_bf16_stochastic(x: Tensor, key: Tensor) -> Tensor:
         ([1.0, 1.0078125], True)
     """
     if x.dtype != torch.float32 or key.dtype != torch.int64 or key.ndim:
-        got = f"{x.dtype}, and a key {key.dtype} {tuple(key.shape)}"
-        raise ValueError(f"round_bf16_stochastic: it rounds fp32 by a key int64 (), got {got}")
+        raise ValueError(
+            "round_bf16_stochastic: it rounds fp32 by a key int64 (), got "
+            f"{x.dtype}, and a key {key.dtype} {tuple(key.shape)}"
+        )
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    parts = zip(out.view(-1).split(_CHUNK), x.reshape(-1).split(_CHUNK), strict=True)
-    for number, (rounded, part) in enumerate(parts):
-        bits = part.view(torch.int32) + _noise(part, key + number)
+    chunks = zip(out.view(-1).split(_CHUNK), x.reshape(-1).split(_CHUNK), strict=True)
+    for i, (rounded, chunk) in enumerate(chunks):
+        bits = chunk.view(torch.int32) + _draw_bits(chunk, key + i)
         high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-        rounded.copy_(torch.where(part.isfinite(), high, part.to(torch.bfloat16)))
+        rounded.copy_(torch.where(chunk.isfinite(), high, chunk.to(torch.bfloat16)))
     return out
 
 
-def _noise(part: Tensor, key: Tensor) -> Tensor:
-    """Return 16 random bits for each element, four from each hash."""
-    words = torch.arange(-(-part.numel() // 4), device=part.device) * to_int64(GOLDEN)
+def _draw_bits(chunk: Tensor, key: Tensor) -> Tensor:
+    """Return 16 random bits for each element, four elements from each hash."""
+    words = torch.arange(-(-chunk.numel() // 4), device=chunk.device) * to_int64(GOLDEN)
     hashes = mix_bits_tensor(mix_bits_tensor(key) + words)
-    return hashes.view(torch.int16)[: part.numel()].to(torch.int32) & 0xFFFF
+    return hashes.view(torch.int16)[: chunk.numel()].to(torch.int32) & 0xFFFF
 
 
 # -------------------------------------------------------------------------------- by name and index
 
 
 def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Return the keys by which `rounded_rows` rounds the rows of a box of a tensor.
+    """Return the keys with which `rounded_rows` rounds the rows of a box of a tensor.
 
     Args:
         key: The whole tensor's, for instance `key_of(seed, name)`.
         shape: The shape of the box.
-        offset: Where it begins in the whole tensor.
+        offset: The offset of the box in the full tensor.
 
     Returns:
-        int32 `[rows]`, of the box flattened to rows.
+        int32 `[rows]`, for the box flattened to rows.
 
     Examples:
         >>> whole = rounding_keys(7, (4, 6), (0, 0))
@@ -86,7 +88,7 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
 
 
 def keys_at(keys: Tensor, step: Tensor | float) -> Tensor:
-    """Return the keys of rows for one step: the host need not know which.
+    """Return the keys of rows for one step, which may be a counter on the device.
 
     Args:
         keys: int32 `[rows]`, from `rounding_keys`.
@@ -101,11 +103,11 @@ def keys_at(keys: Tensor, step: Tensor | float) -> Tensor:
         True
     """
     counted = torch.as_tensor(step, device=keys.device).to(torch.int64)
-    return _mixed_32(keys.to(torch.int64) + counted * GOLDEN_32)
+    return _mix_32(keys.to(torch.int64) + counted * GOLDEN_32)
 
 
-def _mixed_32(x: Tensor) -> Tensor:
-    """Return a hash of 32 bits that mixes well, of int64."""
+def _mix_32(x: Tensor) -> Tensor:
+    """Return a 32-bit hash of int64, without its last xor-shift (Wellons, "lowbias32")."""
     x = x & MASK_32
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK_32
     return ((x ^ (x >> 15)) * 0x846CA68B) & MASK_32
@@ -116,16 +118,16 @@ def rounded_rows(
 ) -> Tensor:
     """Round a shard to bf16 as `round_bf16_stochastic` rounds it in the full tensor.
 
-    An element's 16 random bits are a function of its row's key and of its column, so any part of a
-    tensor is rounded as it is in the whole. Each key gives 32 bits: two tensors can be rounded
-    independently by the same keys, one by the upper half and one by the lower half.
+    The 16 random bits of an element are a function of its row's key and of its column, so that
+    every shard is rounded as in the full tensor. A key gives 32 bits, so that the same keys can
+    round two tensors independently, one with the upper half and one with the lower half.
 
     Args:
         x: fp32, flat: row after row of a box; it may begin and end inside of one.
         keys: From `rounding_keys` or `keys_at`, of all rows of the box, on the device of `x`.
         columns: The length of a row of the box.
         begin: The index of `x[0]` in the flat box.
-        first: The index of the box's first column in the whole tensor.
+        first: The index of the box's first column in the full tensor.
         lower: Round by the lower half of the bits instead of the upper half.
 
     Returns:
@@ -140,50 +142,49 @@ def rounded_rows(
         True
     """
     index = torch.arange(begin, begin + x.numel(), device=x.device)
-    noise = _mixed_32(
-        keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32
-    )
+    noise = _mix_32(keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32)
     noise = (noise ^ (noise >> 16)) & 0xFFFF if lower else noise >> 16
     bits = x.view(torch.int32) + noise.to(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isfinite(), high, x.to(torch.bfloat16))
 
 
-GOLDEN_32, MASK_32 = 0x9E3779B9, 0xFFFFFFFF
+GOLDEN_32 = 0x9E3779B9
+MASK_32 = 0xFFFFFFFF
 
 
 @jit
 def fill_noise(  # noqa: PLR0917 (compiled code)
     keys: Any, step: Any, columns: int, first: int, begin: int, out: Any
 ) -> None:
-    """Fill with the random bits of `rounded_rows` at a step, in a loop that numba compiles.
+    """Fill an array with the random bits of `rounded_rows` at a step, in a compiled loop.
 
     Args:
-        keys: uint32 `[rows]`, those of `rounding_keys`; `keys_at` is computed here.
+        keys: uint32 `[rows]`, from `rounding_keys`; the loop computes `keys_at` itself.
         step: The count of steps, an int.
         columns: As in `rounded_rows`, and so are `first` and `begin`.
         first: The index of the box's first column.
         begin: The index of `out[0]` in the flat box.
-        out: uint32, flat: the upper half of each is that of `rounded_rows`, and so is the lower.
+        out: uint32, flat; both halves of each element are those of `rounded_rows`.
     """
-    # Each cast keeps a number in 32 bits, which numba widens in every operation.
+    # Numba widens uint32 to 64 bits in every operation, so each result is cast back.
     counted = np.uint32(np.uint32(step) * np.uint32(GOLDEN_32))
     done = 0
     while done < out.size:
         row, inside = divmod(begin + done, columns)
         part = out[done : done + columns - inside]
-        key = _mixed(np.uint32(keys[row] + counted))
+        key = _mix(np.uint32(keys[row] + counted))
         key = np.uint32(key + np.uint32(np.uint32(inside + first) * np.uint32(GOLDEN_32)))
         for i in range(part.size):
             part[i] = np.uint32(key + np.uint32(np.uint32(i) * np.uint32(GOLDEN_32)))
         done += part.size
     for i in range(out.size):
-        noise = _mixed(out[i])
+        noise = _mix(out[i])
         out[i] = np.uint32(noise ^ np.uint32(noise >> np.uint32(16)))
 
 
 @register_jitable
-def _mixed(x: Any) -> Any:
-    """Return `_mixed_32` of a uint32."""
+def _mix(x: Any) -> Any:
+    """Return `_mix_32` of a uint32."""
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
     return np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) * np.uint32(0x846CA68B))

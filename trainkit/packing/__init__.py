@@ -1,7 +1,7 @@
-"""Packing: which pieces of which documents fill which row.
+"""Packing: fill rows with pieces of documents.
 
-A `Fit` says which bin each piece goes to; `pack_bins` does everything around it: it cuts overlong
-documents, aligns, groups, and writes the result down as a table. Nothing here imports torch.
+A `Fit` assigns pieces to bins. `pack_bins` does everything else: it splits overlong documents,
+aligns and groups the pieces, and writes the table of rows. Nothing here imports torch.
 """
 
 from trainkit.packing.balancing import make_balanced_fit

@@ -1,4 +1,4 @@
-"""`pack_bins`: from the lengths of documents to the table of rows."""
+"""Pack documents into rows: from their lengths to a table of pieces."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainkit.noise.hashing import make_key
 from trainkit.packing.fits import (
     INT32,
     MOST_TOKENS,
+    argsort_keys,
     best_fit,
     check_whole,
     read_only,
-    sorted_by,
 )
 from trainkit.packing.pieces import (
     MOST_PIECES,
@@ -24,11 +24,11 @@ from trainkit.packing.pieces import (
     SHELF_BITS,
     align,
     count_shelves,
-    cut,
-    deal,
+    sort_into_shelves,
     sort_shelves,
     survey,
-    take_in_order,
+    write_in_order,
+    write_pieces,
 )
 from trainkit.sampling.integers import integers
 from trainkit.sampling.permutation import permute
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Overlong = Literal["split", "truncate", "drop", "error"]
 _LONGEST = 1 << 40
-"""The longest document; as the most tokens that are kept of one: all of them."""
+"""The maximum length of a document, and the limit that truncates none."""
 
 
 def pack_bins(
@@ -57,31 +57,31 @@ def pack_bins(
 ) -> Bins:
     """Pack documents into rows of `capacity` tokens.
 
-    Documents are cut into pieces, pieces are aligned, and each group of pieces is packed by `fit`.
-    Inside a row pieces keep corpus order. The result is a function of the arguments alone.
+    Documents are split into pieces, pieces are aligned, and `fit` packs each group of pieces.
+    Inside a row pieces are in corpus order. The result depends on the arguments alone.
 
     Args:
         lengths: Tokens of each document, integers `[N]`, at most 2^40 each. A document without
-            tokens gives no piece; all together may give 2^31 - 1.
-        capacity: Tokens per row, at most 2^31 - 1: a batch holds places in a row as int32.
+            tokens gives no piece. There may be at most 2^31 - 1 pieces.
+        capacity: Tokens per row, at most 2^31 - 1, because `cu_seqlens` is int32.
         fit: Which bin each piece goes to: `best_fit`, `first_fit`, `sequential`, `balanced(rows)`,
             or any other `Fit`.
-        group_size: How many consecutive pieces are packed together, so how far a document may move;
-            0 means all.
-        overlong: What becomes of a document longer than the capacity: "split" into pieces of
-            `capacity` and a rest, "truncate" to `capacity`, "drop", or "error".
-        multiple_of: In its row a piece takes the next multiple of this many tokens. A split of each
-            document over N ring ranks needs 2N.
-        max_documents: The most pieces a row may hold; None sets no limit.
-        seed: None groups neighbours, which arrive in corpus order. With a seed the documents are
-            dealt at random to groups of about `group_size` pieces, and the pieces of a group arrive
-            in random order, so that a row mixes documents from all over the corpus.
+        group_size: The number of consecutive pieces that are packed together, so how far a document
+            may move; 0 means all.
+        overlong: The policy for documents longer than the capacity: "split" into pieces of
+            `capacity` and a remainder, "truncate" to `capacity`, "drop", or "error".
+        multiple_of: Pieces are padded to a multiple of this many tokens. A ring of N ranks needs
+            2N.
+        max_documents: The maximum number of pieces in a row; None sets no limit.
+        seed: By default a group is consecutive documents in corpus order. With a seed documents go
+            to random groups of about `group_size` pieces, and the fit sees the pieces of a group in
+            random order, so that a row mixes documents from the whole corpus.
 
     Returns:
         The `Bins`.
 
     Raises:
-        ValueError: An argument is out of its range, or a document is too long and `overlong` is
+        ValueError: An argument is out of range, or a document is too long and `overlong` is
             "error".
 
     Examples:
@@ -91,25 +91,25 @@ def pack_bins(
         >>> pack_bins([11], 8)[0]
         [(0, 0, 8)]
     """
-    array = checked_lengths(lengths)
-    rule = _checked_rule(capacity, multiple_of, overlong, max_documents)
+    array = check_lengths(lengths)
+    rule = _make_rule(capacity, multiple_of, overlong, max_documents)
     _check_fit(fit)
     check_whole("pack_bins", "group_size", group_size, least=0)
     if seed is not None:
         check_whole("pack_bins", "seed", seed)
-    num_pieces, largest = _surveyed(array, rule, overlong)
-    dealt, counts = _groups(array, rule, num_pieces, int(group_size), seed)
-    chosen = array if dealt is None else read_only(array[dealt])
-    offsets, documents, starts, pieces = _packed(
-        fit, chosen, counts, rule, seed=seed, largest=largest
+    num_pieces, largest = _survey_lengths(array, rule, overlong)
+    order, counts = _make_groups(array, rule, num_pieces, int(group_size), seed)
+    grouped = array if order is None else read_only(array[order])
+    offsets, documents, starts, pieces = _pack_groups(
+        fit, grouped, counts, rule, seed=seed, largest=largest
     )
-    if dealt is not None:
-        documents[:] = dealt[documents]
+    if order is not None:
+        documents[:] = order[documents]
     return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
 
 
 def select_rows(bins: Bins, rows: ArrayLike) -> Bins:
-    """Return some rows of bins, in the order asked for, as bins of their own.
+    """Return new bins with some rows, in the given order.
 
     Args:
         bins: The table.
@@ -120,30 +120,36 @@ def select_rows(bins: Bins, rows: ArrayLike) -> Bins:
         [(2, 0, 3), (3, 0, 3), (4, 0, 2)]
     """
     rows = np.asarray(rows)
-    begins = bins.offsets[rows]
-    sizes = bins.offsets[rows + 1] - begins
+    starts = bins.offsets[rows]
+    sizes = bins.offsets[rows + 1] - starts
     offsets = np.append(0, np.cumsum(sizes))
-    pieces = np.repeat(begins - offsets[:-1], sizes) + np.arange(offsets[-1])
-    columns = (column[pieces] for column in (bins.documents, bins.starts, bins.lengths))
-    return Bins(offsets, *columns, capacity=bins.capacity, multiple_of=bins.multiple_of)
+    pieces = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+    return Bins(
+        offsets=offsets,
+        documents=bins.documents[pieces],
+        starts=bins.starts[pieces],
+        lengths=bins.lengths[pieces],
+        capacity=bins.capacity,
+        multiple_of=bins.multiple_of,
+    )
 
 
-# ---------------------------------------------------------------------------------- what is checked
+# ------------------------------------------------------------------------------------------ checks
 
 
 @attrs.frozen
 class _Rule:
-    """What a row may hold; of a document beyond the capacity at most `most` tokens are kept."""
+    """The limits of a row; documents longer than the capacity are truncated to `max_tokens`."""
 
     capacity: int
     multiple_of: int
     max_documents: int | None
-    most: int
+    max_tokens: int
 
 
-def checked_lengths(lengths: ArrayLike) -> IntArray:
-    """Return lengths in the one form that the compiled loops take: int64, contiguous, read-only."""
-    # numpy makes unsigned integers, objects or floats of integers beyond int64.
+def check_lengths(lengths: ArrayLike) -> IntArray:
+    """Convert lengths to the form of the compiled loops: int64, contiguous, read-only."""
+    # numpy converts integers beyond int64 to unsigned integers, objects or floats.
     if isinstance(lengths, Sequence) and all(type(length) is int for length in lengths):
         exact = np.asarray(lengths, object)
         _check_longest(exact, exact.max(initial=0))
@@ -154,7 +160,7 @@ def checked_lengths(lengths: ArrayLike) -> IntArray:
 
 
 def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:
-    """Refuse a document that is too long: in int64 by the survey, else before it becomes int64."""
+    """Raise ValueError if the longest document has more than 2^40 tokens."""
     if longest > _LONGEST:
         raise ValueError(
             f"pack_bins: document {int(lengths.argmax())} has {longest} tokens; the most are 2^40: "
@@ -164,13 +170,15 @@ def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:
 
 def _check_fit(fit: Fit) -> None:
     if not callable(fit):
-        known = {"best_fit", "first_fit", "sequential", "balanced"}
-        name = str(fit) if str(fit) in known else "best_fit"
-        asked = f"the function packing.{name}" + "(rows)" * (name == "balanced")
-        raise ValueError(f"pack_bins: fit must be a function, got {fit!r}: give {asked}")  # noqa: TRY004 -- as of all arguments
+        # A name, as a configuration has it, is the likely mistake.
+        name = {"first_fit": "first_fit", "next_fit": "next_fit"}.get(str(fit), "best_fit")
+        name = "make_balanced_fit(rows)" if "balanced" in str(fit) else name
+        raise ValueError(  # noqa: TRY004 -- as for all bad arguments
+            f"pack_bins: fit must be a function, got {fit!r}: give the function packing.{name}"
+        )
 
 
-def _checked_rule(
+def _make_rule(
     capacity: int, multiple_of: int, overlong: Overlong, max_documents: int | None
 ) -> _Rule:
     check_whole("pack_bins", "capacity", capacity, least=1, most=MOST_TOKENS)
@@ -185,15 +193,15 @@ def _checked_rule(
             f"pack_bins: capacity {capacity} is no multiple of multiple_of={multiple_of}; "
             f"take {' or '.join(map(str, nearest))}"
         )
-    most = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
-    check_choice(tuple(most), "pack_bins", overlong=overlong)
+    max_tokens = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
+    check_choice(tuple(max_tokens), "pack_bins", overlong=overlong)
     limit = None if max_documents is None else int(max_documents)
-    return _Rule(capacity, multiple_of, limit, most[overlong])
+    return _Rule(capacity, multiple_of, limit, max_tokens[overlong])
 
 
-def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, int]:
-    """Return the number of pieces and the longest length, after a look at every length."""
-    smallest, largest, num_pieces = survey(lengths, rule.capacity, rule.most)
+def _survey_lengths(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, int]:
+    """Check all lengths; return the number of pieces and the longest length."""
+    smallest, largest, num_pieces = survey(lengths, rule.capacity, rule.max_tokens)
     _check_longest(lengths, largest)
     if smallest < 0:
         worst = int(lengths.argmin())
@@ -217,139 +225,144 @@ def _surveyed(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple[int, 
 # ------------------------------------------------------------------------------ groups of pieces
 
 
-def _groups(
+def _make_groups(
     lengths: IntArray, rule: _Rule, num_pieces: int, group_size: int, seed: int | None
 ) -> tuple[np.ndarray[Any, Any] | None, list[int]]:
-    """Return the order in which documents come (None: as they are) and the pieces of each group."""
+    """Return the order of documents (None for corpus order) and the number of pieces per group."""
     size = group_size or num_pieces
     if seed is None or size >= num_pieces:
-        whole, rest = divmod(num_pieces, max(size, 1))
-        return None, [size] * whole + [rest] * (rest > 0)
+        num_full, remainder = divmod(num_pieces, max(size, 1))
+        return None, [size] * num_full + [remainder] * (remainder > 0)
     num_groups = -(-num_pieces // size)
-    group_of = _shuffled(lengths.size, seed, "group") * num_groups // lengths.size
-    dealt, ends = sorted_by(read_only(group_of), num_groups)
-    parts = (read_only(lengths[dealt[a:b]]) for a, b in pairwise([0, *ends.tolist()]))
-    return dealt, [survey(part, rule.capacity, rule.most)[2] for part in parts]
+    group_of = _shuffle(lengths.size, seed, "group") * num_groups // lengths.size
+    order, ends = argsort_keys(read_only(group_of), num_groups)
+    groups = (read_only(lengths[order[a:b]]) for a, b in pairwise([0, *ends.tolist()]))
+    return order, [survey(group, rule.capacity, rule.max_tokens)[2] for group in groups]
 
 
-def _shuffled(count: int, seed: int, *names: str | int) -> IntArray:
-    """Return [0, count) in an order that the seed and the names make."""
+def _shuffle(count: int, seed: int, *names: str | int) -> IntArray:
+    """Return a permutation of [0, count) that depends on the seed and the names."""
     return permute(np.arange(count), count, make_key(int(seed), "packing", *names))
 
 
-def _packed(
+def _pack_groups(
     fit: Fit, lengths: IntArray, counts: list[int], rule: _Rule, *, seed: int | None, largest: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Pack groups of so many pieces: offsets `[B+1]`; documents, starts, lengths `[P]`.
-
-    Where pieces are whole documents the lengths are what the fit is asked, and pieces are written
-    once, when it has answered.
-    """
+    """Pack groups of given numbers of pieces: offsets `[B+1]`; documents, starts, lengths `[P]`."""
     documents, pieces = np.empty((2, sum(counts)), np.int64)
-    starts = np.zeros(len(pieces), np.int64)  # whose memory is never touched if nothing is split
+    starts = np.zeros(len(pieces), np.int64)  # its memory is never touched if nothing is split
     # int32 takes half the memory of int64, and less time.
     integer = np.int32 if lengths.size < INT32 else np.int64
-    splits = rule.most > rule.capacity and largest > rule.capacity
-    whole = lengths.size == len(pieces) and largest <= rule.capacity  # pieces are the documents
-    offsets, first = [np.zeros(1, np.int64)], 0
-    place: tuple[int, int] = 0, 0
+    has_splits = rule.max_tokens > rule.capacity and largest > rule.capacity
+    # Where the pieces are the documents, the fit gets the lengths themselves, and the pieces are
+    # written once, after it has answered.
+    is_plain = lengths.size == len(pieces) and largest <= rule.capacity
+    offsets = [np.zeros(1, np.int64)]
+    first = 0
+    position: tuple[int, int] = 0, 0  # a document and a start in it
     for size in filter(None, counts):
         group = slice(first, first + size)
         columns = documents[group], starts[group], pieces[group]
-        begin, place, asked = place, (first + size, 0), lengths[group]
-        if not whole:
-            place = cut(lengths, begin[0], begin[1], rule.capacity, rule.most, *columns)
-            asked = pieces[group]
-        aligned = read_only(align(asked, rule.multiple_of))
-        arrival = None if seed is None else _shuffled(size, seed, "arrival", first)
-        bin_of = _asked(fit, aligned, rule, arrival)
-        origin = begin[0] if whole else -1
-        ends = _take_in_order(fit, bin_of, aligned, rule, origin, asked, columns)
+        start = position
+        if is_plain:
+            position = (first + size, 0)
+            group_lengths = lengths[group]
+        else:
+            position = write_pieces(
+                lengths, start[0], start[1], rule.capacity, rule.max_tokens, *columns
+            )
+            group_lengths = pieces[group]
+        aligned = read_only(align(group_lengths, rule.multiple_of))
+        arrival = None if seed is None else _shuffle(size, seed, "arrival", first)
+        bin_of = _call_fit(fit, aligned, rule, arrival)
+        origin = start[0] if is_plain else -1
+        ends = _write_in_order(fit, bin_of, aligned, rule, origin, group_lengths, columns)
         if ends is None:
-            entries = np.empty((size, 4 if splits else 3), integer)
-            ends = _sort(fit, bin_of, lengths, begin, rule, entries, columns)
+            entries = np.empty((size, 4 if has_splits else 3), integer)
+            ends = _write_sorted(fit, bin_of, lengths, start, rule, entries, columns)
         ends += first
         offsets.append(ends)
         first += size
     return np.concatenate(offsets), documents, starts, pieces
 
 
-# -------------------------------------------------------------------------------- what a fit says
+# ---------------------------------------------------------------------------- the answer of a fit
 
 
-def _asked(fit: Fit, lengths: IntArray, rule: _Rule, arrival: IntArray | None) -> IntArray:
-    """Return the bin of each piece, as the fit says when they arrive in an order of their own."""
+def _call_fit(fit: Fit, lengths: IntArray, rule: _Rule, arrival: IntArray | None) -> IntArray:
+    """Return the bin of each piece, with the pieces given to the fit in order of arrival."""
     arriving = lengths if arrival is None else read_only(lengths[arrival])
-    found = np.asarray(fit(arriving, rule.capacity, max_documents=rule.max_documents))
-    if found.shape != lengths.shape or found.dtype.kind not in "iu":
+    bins = np.asarray(fit(arriving, rule.capacity, max_documents=rule.max_documents))
+    if bins.shape != lengths.shape or bins.dtype.kind not in "iu":
         raise ValueError(
-            f"pack_bins: {_name(fit)} must return one integer per piece, for {len(lengths)} pieces "
-            f"it gave {found.dtype} {found.shape}"
+            f"pack_bins: {_get_name(fit)} must return one integer per piece, for {len(lengths)} "
+            f"pieces it gave {bins.dtype} {bins.shape}"
         )
-    found = np.ascontiguousarray(found, np.int64)
+    bins = np.ascontiguousarray(bins, np.int64)
     if arrival is None:
-        return read_only(found)
-    bin_of = np.empty_like(found)
-    bin_of[arrival] = found
+        return read_only(bins)
+    bin_of = np.empty_like(bins)
+    bin_of[arrival] = bins
     return read_only(bin_of)
 
 
-def _take_in_order(  # noqa: PLR0917 (an array is a parameter)
+def _write_in_order(  # noqa: PLR0917 (an array is a parameter)
     fit: Fit,
     bin_of: IntArray,
-    lengths: IntArray,
+    aligned: IntArray,
     rule: _Rule,
     origin: int,
-    asked: IntArray,
+    lengths: IntArray,
     columns: tuple[IntArray, IntArray, IntArray],
 ) -> IntArray | None:
-    """Write the pieces, and return where those of each bin end, if the bins come in order."""
+    """Write the pieces and return the ends of bins; None if the bins are not in order."""
     in_range = bin_of[0] == 0 <= bin_of[-1] < bin_of.size
     ends = np.empty(int(bin_of[-1]) + 1 if in_range else 0, np.int64)
     documents, _, pieces = columns
-    fullest, most = take_in_order(
-        bin_of, lengths, origin, read_only(asked), ends, documents, pieces
+    max_tokens, max_pieces = write_in_order(
+        bin_of, aligned, origin, read_only(lengths), ends, documents, pieces
     )
-    if most == 0:
+    if max_pieces == 0:
         return None
-    _check_bins(fit, fullest, most, rule)
+    _check_bins(fit, max_tokens, max_pieces, rule)
     return ends
 
 
-def _sort(  # noqa: PLR0917 (an array is a parameter)
+def _write_sorted(  # noqa: PLR0917 (an array is a parameter)
     fit: Fit,
     bin_of: IntArray,
     lengths: IntArray,
-    begin: tuple[int, int],
+    start: tuple[int, int],
     rule: _Rule,
     entries: np.ndarray[Any, Any],
     columns: tuple[IntArray, IntArray, IntArray],
 ) -> IntArray:
-    """Write the pieces from a place in a document on, sorted by bin; return where the bins end."""
+    """Write the pieces from a position on, sorted by bin; return the ends of bins."""
     places = np.zeros((bin_of.size >> SHELF_BITS) + 1, np.int64)
     ends = np.empty(count_shelves(bin_of, places), np.int64)
-    fullest = most = 0
+    max_tokens = max_pieces = 0
     if ends.size > 0:
         places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
-        deal(bin_of, lengths, *begin, rule.capacity, rule.most, places, entries)
+        sort_into_shelves(bin_of, lengths, *start, rule.capacity, rule.max_tokens, places, entries)
         order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
-        fullest, most = sort_shelves(
+        max_tokens, max_pieces = sort_shelves(
             places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
         )
-    _check_bins(fit, fullest, most, rule)
+    _check_bins(fit, max_tokens, max_pieces, rule)
     return ends
 
 
-def _check_bins(fit: Fit, fullest: int, most: int, rule: _Rule) -> None:
-    """Refuse the answer of a fit, which may be anybody's, unless every piece has a place."""
-    if most == 0:
-        raise ValueError(f"pack_bins: {_name(fit)} must number its bins from 0 without gaps")
-    if fullest > rule.capacity or (rule.max_documents is not None and most > rule.max_documents):
+def _check_bins(fit: Fit, max_tokens: int, max_pieces: int, rule: _Rule) -> None:
+    """Raise ValueError unless the answer of a fit, which may be a user's, is valid."""
+    if max_pieces == 0:
+        raise ValueError(f"pack_bins: {_get_name(fit)} must number its bins from 0 without gaps")
+    limit = rule.max_documents
+    if max_tokens > rule.capacity or (limit is not None and max_pieces > limit):
         raise ValueError(
-            f"pack_bins: {_name(fit)} put {fullest} tokens or {most} pieces into one bin of "
-            f"capacity {rule.capacity} (max_documents {rule.max_documents})"
+            f"pack_bins: {_get_name(fit)} put {max_tokens} tokens or {max_pieces} pieces into one "
+            f"bin of capacity {rule.capacity} (max_documents {limit})"
         )
 
 
-def _name(fit: Fit) -> str:
+def _get_name(fit: Fit) -> str:
     return getattr(fit, "__name__", repr(fit))

@@ -1,4 +1,4 @@
-"""The compiled loops of `pack_bins`, around the fit: from lengths to pieces, and pieces to rows."""
+"""The compiled loops of `pack_bins` before and after the fit: split documents, sort pieces."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 SHELF_BITS = 12
 SHELF = 1 << SHELF_BITS
-"""Bins that are sorted at a time: the cache holds their pieces, and a line of every shelf."""
+"""Bins that are sorted at a time: their pieces, and a line of every shelf, fit the cache."""
 MOST_PIECES = (1 << 31) - 1
-"""The most pieces of one packing: 48 GiB of documents, starts and lengths."""
+"""The maximum number of pieces: 48 GiB of documents, starts and lengths."""
 
 
 def align(lengths: IntArray, multiple_of: int) -> IntArray:
-    """Return lengths as they are in a row: the next multiples of `multiple_of`."""
+    """Round lengths up to multiples of `multiple_of`."""
     if multiple_of == 1:
         return lengths
     aligned = lengths + (multiple_of - 1)
@@ -29,50 +29,53 @@ def align(lengths: IntArray, multiple_of: int) -> IntArray:
 
 
 @jit
-def survey(lengths: Any, capacity: int, most: int) -> Any:
-    """Return the smallest length (at most 0), the largest, and the number of pieces.
+def survey(lengths: Any, capacity: int, max_tokens: int) -> Any:
+    """Return the smallest length (at max_tokens 0), the largest, and the number of pieces.
 
-    Above `MOST_PIECES` the number is only known to be above it: a sum of parts could overflow.
+    A number above `MOST_PIECES` is not exact, because the sum could overflow.
     """
     smallest = largest = num_pieces = 0
     for document in range(lengths.size):
         length = lengths[document]
-        smallest, largest = min(smallest, length), max(largest, length)
+        smallest = min(smallest, length)
+        largest = max(largest, length)
         num_pieces += 1 if length > 0 else 0
-    if largest > capacity:  # in a loop of its own: without this one the above runs on vectors
+    if largest > capacity:  # in a second loop, so that the compiler can vectorize the first
         for length in lengths:
             if length > capacity:
-                parts = (min(length, most) - 1) // capacity
+                parts = (min(length, max_tokens) - 1) // capacity
                 num_pieces = min(num_pieces + parts, MOST_PIECES + 1)
     return smallest, largest, num_pieces
 
 
 @jit
-def cut(  # noqa: PLR0917 (an array is a parameter)
+def write_pieces(  # noqa: PLR0917 (an array is a parameter)
     lengths: Any,
     document: int,
     start: int,
     capacity: int,
-    most: int,
+    max_tokens: int,
     documents: Any,
     starts: Any,
     pieces: Any,
 ) -> Any:
-    """Write the next pieces from a place in a document on; return the place after them.
+    """Write the next pieces from a position in a document on; return the position after them.
 
-    Starts of 0 are not written: the array comes with zeros.
+    Starts of 0 are not written, because the array is zeros.
     """
     piece = 0
     while piece < pieces.size:
         length = lengths[document]
         if length <= capacity:
-            documents[piece], pieces[piece] = document, length
+            documents[piece] = document
+            pieces[piece] = length
             piece += length > 0
             document += 1
         else:
-            end = min(length, most)
+            end = min(length, max_tokens)
             while start < end and piece < pieces.size:
-                documents[piece], pieces[piece] = document, min(end - start, capacity)
+                documents[piece] = document
+                pieces[piece] = min(end - start, capacity)
                 if start > 0:
                     starts[piece] = start
                 start += capacity
@@ -83,36 +86,40 @@ def cut(  # noqa: PLR0917 (an array is a parameter)
 
 
 @jit
-def take_in_order(  # noqa: PLR0917 (an array is a parameter)
-    bin_of: Any, lengths: Any, first: int, asked: Any, ends: Any, documents: Any, pieces: Any
+def write_in_order(  # noqa: PLR0917 (an array is a parameter)
+    bin_of: Any, aligned: Any, first: int, lengths: Any, ends: Any, documents: Any, pieces: Any
 ) -> Any:
-    """Write where the bins' pieces end; return the most tokens and the most pieces of a bin.
+    """Write the ends of bins; return the maximum tokens and the maximum pieces of a bin.
 
-    Zeros if the bins do not come in order, without gaps and up to the last of `ends`. Pieces that
-    are whole documents, from `first` on and as long as `asked`, are written in the same pass, which
-    takes two thirds of the time of two; `first` is -1 where they are written already.
+    Returns zeros if the bins are not in order, without gaps and up to the last of `ends`. Pieces
+    that are documents, from `first` on with these `lengths`, are written in the same pass, which
+    takes two thirds of the time of two; `first` is -1 if they are written already.
     """
-    last = tokens = count = fullest = most = 0
+    last = tokens = count = max_tokens = max_pieces = 0
     for piece in range(bin_of.size):
         bin_ = bin_of[piece]
         step = bin_ - last
         if step & -2 != 0 or bin_ >= ends.size:
             return 0, 0
-        same = step - 1  # all bits set, or 0: no branch that no processor foresees
-        tokens, count = (tokens & same) + lengths[piece], (count & same) + 1
-        fullest, most = max(fullest, tokens), max(most, count)
-        ends[bin_], last = piece + 1, bin_
+        same = step - 1  # all bits set, or 0: a branch here could not be predicted
+        tokens = (tokens & same) + aligned[piece]
+        count = (count & same) + 1
+        max_tokens = max(max_tokens, tokens)
+        max_pieces = max(max_pieces, count)
+        ends[bin_] = piece + 1
+        last = bin_
         if first >= 0:
-            documents[piece], pieces[piece] = first + piece, asked[piece]
-    return fullest, most
+            documents[piece] = first + piece
+            pieces[piece] = lengths[piece]
+    return max_tokens, max_pieces
 
 
 @jit
 def count_shelves(bin_of: Any, places: Any) -> int:
-    """Write where the pieces of each shelf of `SHELF` bins begin; `places` are zeros before.
+    """Write the starts of the pieces of each shelf of `SHELF` bins to `places`, which are zeros.
 
     Returns:
-        The number of bins: 0 if one is below 0, or as many as there are pieces.
+        The number of bins, or 0 if a bin is not in [0, number of pieces).
     """
     largest = 0
     for bin_ in bin_of:
@@ -127,30 +134,31 @@ def count_shelves(bin_of: Any, places: Any) -> int:
 
 
 @jit
-def deal(  # noqa: PLR0917 (an array is a parameter)
+def sort_into_shelves(  # noqa: PLR0917 (an array is a parameter)
     bin_of: Any,
     lengths: Any,
     document: int,
     start: int,
     capacity: int,
-    most: int,
+    max_tokens: int,
     places: Any,
     entries: Any,
 ) -> None:
-    """Write the next pieces from a place in a document on, sorted by shelf, stably.
+    """Write the next pieces from a position in a document on, stably sorted by shelf.
 
-    Of a piece: its document, its length, its bin in the shelf, and if there is a column for it,
-    which part of the document it is. `places` move to where the shelves end.
+    An entry is the document, the length, the bin in the shelf and, if there is a fourth column, the
+    index of the piece in its document. `places` move to the ends of the shelves.
     """
     for piece in range(bin_of.size):
-        end = _end(lengths[document], capacity, most)
+        end = _get_end(lengths[document], capacity, max_tokens)
         while start >= end:
             document, start = document + 1, 0
-            end = _end(lengths[document], capacity, most)
+            end = _get_end(lengths[document], capacity, max_tokens)
         shelf = bin_of[piece] >> SHELF_BITS
         place = places[shelf]
         places[shelf] = place + 1
-        entries[place, 0], entries[place, 1] = document, min(end - start, capacity)
+        entries[place, 0] = document
+        entries[place, 1] = min(end - start, capacity)
         entries[place, 2] = bin_of[piece] & (SHELF - 1)
         if entries.shape[1] > 3:
             entries[place, 3] = start // capacity
@@ -158,8 +166,8 @@ def deal(  # noqa: PLR0917 (an array is a parameter)
 
 
 @jit
-def _end(length: int, capacity: int, most: int) -> int:
-    return length if length <= capacity else min(length, most)
+def _get_end(length: int, capacity: int, max_tokens: int) -> int:
+    return length if length <= capacity else min(length, max_tokens)
 
 
 @jit
@@ -174,39 +182,41 @@ def sort_shelves(  # noqa: PLR0917 (an array is a parameter)
     starts: Any,
     pieces: Any,
 ) -> Any:
-    """Write the columns and where the bins' pieces end, each shelf sorted by bin, stably.
+    """Write the columns and the ends of bins, each shelf stably sorted by bin.
 
-    What is read here and there is one shelf, which the cache holds. `order` has room for the
-    longest.
+    Random access stays inside a shelf, which fits the cache. `order` has room for the longest
+    shelf.
 
     Returns:
-        The most tokens and the most pieces of a bin; zeros if a bin has none.
+        The maximum tokens and the maximum pieces of a bin; zeros if a bin is empty.
     """
     tokens = np.empty(SHELF, np.int64)
-    first = most = fullest = 0
+    first = max_pieces = max_tokens = 0
     for shelf in range(places.size):
-        own = ends[shelf * SHELF : (shelf + 1) * SHELF]
-        own[:], tokens[:] = 0, 0
+        shelf_ends = ends[shelf * SHELF : (shelf + 1) * SHELF]
+        shelf_ends[:], tokens[:] = 0, 0
         for entry in range(first, places[shelf]):
             length, bin_ = entries[entry, 1], entries[entry, 2]
             if multiple_of > 1:
                 length = (length + multiple_of - 1) // multiple_of * multiple_of
-            own[bin_] += 1
+            shelf_ends[bin_] += 1
             tokens[bin_] += length
         place = first
-        for bin_ in range(own.size):
-            if own[bin_] == 0:
+        for bin_ in range(shelf_ends.size):
+            if shelf_ends[bin_] == 0:
                 return 0, 0
-            most, fullest = max(most, own[bin_]), max(fullest, tokens[bin_])
-            own[bin_], place = place, place + own[bin_]
+            max_pieces = max(max_pieces, shelf_ends[bin_])
+            max_tokens = max(max_tokens, tokens[bin_])
+            shelf_ends[bin_], place = place, place + shelf_ends[bin_]
         for entry in range(first, places[shelf]):
-            place = own[entries[entry, 2]]
-            own[entries[entry, 2]] = place + 1
+            place = shelf_ends[entries[entry, 2]]
+            shelf_ends[entries[entry, 2]] = place + 1
             order[place - first] = entry
         for place in range(first, places[shelf]):
             entry = order[place - first]
-            documents[place], pieces[place] = entries[entry, 0], entries[entry, 1]
+            documents[place] = entries[entry, 0]
+            pieces[place] = entries[entry, 1]
             if entries.shape[1] > 3:
                 starts[place] = entries[entry, 3] * capacity
         first = places[shelf]
-    return fullest, most
+    return max_tokens, max_pieces

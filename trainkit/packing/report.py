@@ -1,4 +1,4 @@
-"""What a packing costs: padding, what the policies did to documents, and the work of each row."""
+"""Report a packing: padding, split and dropped documents, the cost of each row, and a hash."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, int | float]:
-    """Return what a packing costs: rows, pieces, tokens, padding of both kinds, and the efficiency.
+    """Return statistics of a packing: rows, pieces, tokens, padding and efficiency.
 
     Args:
-        bins: What `pack_bins` returned.
-        lengths: What it was given, integers `[N]`, to count what became of the documents too.
+        bins: The bins, from `pack_bins`.
+        lengths: The lengths that were packed, integers `[N]`, for statistics of documents too.
 
     Returns:
         `rows` and `pieces`; `tokens`, without padding; `alignment_padding` and `row_padding`, in
-        tokens; `efficiency`, tokens over places, which is 1 for no rows. With lengths also
-        `documents`; how many of these are `empty_documents` (no tokens), `split_documents` (several
-        pieces), `truncated_documents` (only their beginning is kept) and `dropped_documents`; and
-        `dropped_tokens`, those of the last two that are in no row.
+        tokens; `efficiency`, tokens divided by the size of all rows, 1 for no rows. With lengths
+        also the numbers of `documents`, `empty_documents` (no tokens), `split_documents` (several
+        pieces), `truncated_documents` (only their start is in a row) and `dropped_documents`; and
+        `dropped_tokens`, the tokens of the last two that are in no row.
 
     Raises:
-        ValueError: The bins were made from other lengths, or these are no integers.
+        ValueError: The bins were made from other lengths, or these are not integers.
 
     Examples:
         >>> from trainkit.packing import pack_bins
@@ -44,31 +44,32 @@ def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
         (1, 1, 3)
     """
     aligned = int(align(bins.lengths, bins.multiple_of).sum())
-    tokens, places = int(bins.lengths.sum()), len(bins) * bins.capacity
+    tokens = int(bins.lengths.sum())
+    size = len(bins) * bins.capacity
     report: dict[str, int | float] = {
         "rows": len(bins),
         "pieces": len(bins.lengths),
         "tokens": tokens,
         "alignment_padding": aligned - tokens,
-        "row_padding": places - aligned,
-        "efficiency": tokens / places if places else 1.0,
+        "row_padding": size - aligned,
+        "efficiency": tokens / size if size else 1.0,
     }
     if lengths is None:
         return report
-    return report | _fates(bins, integers("packing_report", "lengths", lengths))
+    return report | _count_documents(bins, integers("report_packing", "lengths", lengths))
 
 
 def format_overlong_warning(
     total: int, *, capacity: int, truncated: int = 0, dropped: int = 0, what: str = "documents"
 ) -> str:
-    """Return a warning of how many documents are not trained on whole; "" where all of them are.
+    """Return a warning with the number of truncated and dropped documents; "" without any.
 
     Args:
-        total: How many documents there are.
-        capacity: The most tokens of one.
-        truncated: How many lose their end.
-        dropped: How many are left out.
-        what: What a document is called.
+        total: The number of documents.
+        capacity: The maximum length of a document.
+        truncated: The number of truncated documents.
+        dropped: The number of dropped documents.
+        what: The word for documents.
 
     Examples:
         >>> format_overlong_warning(
@@ -78,22 +79,22 @@ def format_overlong_warning(
         >>> format_overlong_warning(300, capacity=256)
         ''
     """
-    found = truncated + dropped
-    if not found:
+    overlong = truncated + dropped
+    if not overlong:
         return ""
-    share = 100 * found / total
-    figure = f"{share:.0f}" if share >= 1 else f"{share:.1g}"
+    percent = 100 * overlong / total
+    figure = f"{percent:.0f}" if percent >= 1 else f"{percent:.1g}"
     return (
-        f"warning: {found:,} of {total:,} {what} are longer than {capacity:,} tokens: {figure} % "
-        f"({truncated:,} cut, {dropped:,} dropped)"
+        f"warning: {overlong:,} of {total:,} {what} are longer than {capacity:,} tokens: "
+        f"{figure} % ({truncated:,} cut, {dropped:,} dropped)"
     )
 
 
 def row_costs(bins: Bins) -> IntArray:
-    """Return what attention costs in each row: the sum over its pieces of length squared.
+    """Return the cost of attention in each row: the sum over its pieces of length squared.
 
-    Aligned lengths, since kernels work on padding too. Rows that cost the same take the same time,
-    so `make_microbatches` deals a step's rows to the ranks by it.
+    Lengths are aligned, because kernels work on padding too. Rows of equal cost take equal time, so
+    `make_microbatches` assigns rows to ranks by it.
 
     Returns:
         int64 `[B]`, in tokens squared.
@@ -103,13 +104,13 @@ def row_costs(bins: Bins) -> IntArray:
         >>> row_costs(pack_bins([4, 4, 3, 3, 2, 8], 8, group_size=0))
         array([64, 32, 22])
     """
-    # Differences of running sums: a row without pieces costs 0, and overflow of the sum cancels.
+    # With differences of running sums a row without pieces costs 0, and overflow cancels.
     sums = np.concatenate([[0], np.cumsum(align(bins.lengths, bins.multiple_of) ** 2)])
     return np.diff(sums[bins.offsets])
 
 
 def bins_hash(bins: Bins) -> str:
-    """Return a hash of what is in which row: 16 hex digits, to see that a run goes on with it.
+    """Return a hash of all rows, 16 hex digits, by which a resumed run recognizes its packing.
 
     Examples:
         >>> from trainkit.packing import pack_bins
@@ -123,22 +124,27 @@ def bins_hash(bins: Bins) -> str:
     return f"{sum(parts) & MASK64:016x}"
 
 
-def _fates(bins: Bins, lengths: IntArray) -> dict[str, int]:
-    """Count what became of the documents."""
+def _count_documents(bins: Bins, lengths: IntArray) -> dict[str, int]:
+    """Count the documents that are empty, split, truncated or dropped."""
     num_pieces = np.bincount(bins.documents, minlength=lengths.size)
-    # Through float64, which is exact up to 2^53 tokens of one document.
-    kept = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
-    if kept.size > lengths.size or (kept > lengths).any():
-        what = f"they hold document {kept.size - 1}, and there are {lengths.size}"
-        if kept.size == lengths.size:
-            wrong = int(np.argmax(kept > lengths))
-            what = f"they hold {kept[wrong]} tokens of document {wrong}, which has {lengths[wrong]}"
-        raise ValueError(f"packing_report: the bins were made from other lengths: {what}")
+    # bincount sums in float64, which is exact up to 2^53 tokens of one document.
+    packed = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
+    if packed.size > lengths.size:
+        raise ValueError(
+            "report_packing: the bins were made from other lengths: they hold document "
+            f"{packed.size - 1}, and there are {lengths.size}"
+        )
+    if (packed > lengths).any():
+        document = int(np.argmax(packed > lengths))
+        raise ValueError(
+            f"report_packing: the bins were made from other lengths: they hold {packed[document]} "
+            f"tokens of document {document}, which has {lengths[document]}"
+        )
     return {
         "documents": lengths.size,
         "empty_documents": int((lengths == 0).sum()),
         "split_documents": int((num_pieces > 1).sum()),
-        "truncated_documents": int(((kept > 0) & (kept < lengths)).sum()),
-        "dropped_documents": int(((kept == 0) & (lengths > 0)).sum()),
-        "dropped_tokens": int(lengths.sum() - kept.sum()),
+        "truncated_documents": int(((packed > 0) & (packed < lengths)).sum()),
+        "dropped_documents": int(((packed == 0) & (lengths > 0)).sum()),
+        "dropped_tokens": int(lengths.sum() - packed.sum()),
     }

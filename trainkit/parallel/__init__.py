@@ -6,23 +6,18 @@ A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel
 """
 
 from trainkit.parallel.attention import attention_line, set_attention
-from trainkit.parallel.check_layout import problems, refuse
+from trainkit.parallel.check_layout import check_layout, problems, refuse
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.ddp import average_parameters, ddp, vote_signs
-from trainkit.parallel.dtypes import (
-    DTYPES,
-    autocast_call,
-    compute_dtype,
-    mixed_precision,
-    resolve_precision,
-    set_grad_dtype,
-)
-from trainkit.parallel.experts import expert_parallel
-from trainkit.parallel.frozen import add_columns, make_output_head
+from trainkit.parallel.describe_run import describe_run
+from trainkit.parallel.expert_parallel import expert_parallel
+from trainkit.parallel.frozen_model import add_columns, make_output_head
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.generation import make_call
+from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.materialize import materialize_, weights_from_module
-from trainkit.parallel.names import (
+from trainkit.parallel.offload import copy_to_host, offload_activations
+from trainkit.parallel.offload_state import offload_state
+from trainkit.parallel.parameters import (
     Box,
     canonical_name,
     find_blocks,
@@ -30,15 +25,20 @@ from trainkit.parallel.names import (
     get_named_buffers,
     get_named_parameters,
 )
-from trainkit.parallel.offload import copy_to_host, offload_activations
-from trainkit.parallel.offload_state import offload_state
-from trainkit.parallel.places import make_stages
 from trainkit.parallel.plan import make_decoder_plan
+from trainkit.parallel.precision import (
+    DTYPES,
+    autocast_call,
+    compute_dtype,
+    mixed_precision,
+    resolve_precision,
+    set_grad_dtype,
+)
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.split import assign_stages, split_layer_ranges
+from trainkit.parallel.stage_ranks import make_stages
 from trainkit.parallel.stages import build_stages, split_layers
-from trainkit.parallel.start import describe_run
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.tensor_parallel import read_hf_styles, tensor_parallel
 from trainkit.parallel.transforms import Transform, check_plan
@@ -55,6 +55,7 @@ __all__ = [
     "average_parameters",
     "build_stages",
     "canonical_name",
+    "check_layout",
     "check_plan",
     "compile_blocks",
     "compute_dtype",

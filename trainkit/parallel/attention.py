@@ -40,27 +40,41 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
         >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
         >>> attention_line([made])
-        'attention: 2 layers by flash (varlen: it runs on CUDA alone)'
+        'attention: 2 layers by flash (varlen: it runs only on CUDA)'
     """
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
-        if ps.ring.count > 1 or not layers:
-            found = "no submodule has attributes 'attend' and 'head_size'"
-            found = f"ring = {ps.ring.count} has kernels of its own" if layers else found
+        if not layers:
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, {found}; leave attention out",
+                f"attention: {', '.join(names)} cannot be chosen, no submodule has attributes "
+                "'attend' and 'head_size'; leave attention out",
+                where="attention",
+                got=list(names),
+            )
+        if ps.ring.count > 1:
+            raise ConfigError(
+                f"attention: {', '.join(names)} cannot be chosen, ring = {ps.ring.count} has "
+                "kernels of its own; leave attention out",
                 where="attention",
                 got=list(names),
             )
         made: dict[tuple[Any, ...], Chosen] = {}
         for layer in layers:
-            how: dict[str, Any] = {x: getattr(layer, x, None) for x in ("window", "softcap")}
-            how["head_size"] = getattr(layer, "widest_head", None) or layer.head_size
-            kind = tuple(how.values())
+            window = getattr(layer, "window", None)
+            softcap = getattr(layer, "softcap", None)
+            head_size: Any = getattr(layer, "widest_head", None) or layer.head_size
+            kind = (window, softcap, head_size)
             if kind not in made:
-                made[kind] = choose_kernel(names, device=ps.device, dtype=dtype, **how)
+                made[kind] = choose_kernel(
+                    names,
+                    device=ps.device,
+                    dtype=dtype,
+                    window=window,
+                    softcap=softcap,
+                    head_size=head_size,
+                )
             vars(layer)["attend"] = made[kind].attend
             _KERNEL.write_(layer, made[kind])
         return module

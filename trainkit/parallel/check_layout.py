@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.split import SCHEDULES, assign_stages, microbatches_wanted
 from trainkit.types import BatchShape, ConfigError, Layout
@@ -37,7 +38,7 @@ def problems(
         device: The type of what it shall run on; by default a GPU where this machine has one.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> tiny, rows = (
         ...     make_decoder_config("tiny"),
         ...     BatchShape(row_length=256, rows=8, multiple_of=8),
@@ -87,6 +88,31 @@ def refuse(problems: Sequence[ConfigError]) -> None:
         what = "; and ".join(problem.what for problem in problems[:_NAMED])
         what += f"; and {more} more" if more > 0 else ""
         raise ConfigError(what, where=first.where, got=first.got, want=first.want)
+
+
+def check_layout(
+    layout: Layout,
+    model: DecoderConfig | None = None,
+    rows: BatchShape | None = None,
+    *,
+    others: Iterable[ConfigError] = (),
+) -> None:
+    """Refuse a layout that does not fit a model and its rows on the processes that there are.
+
+    Args:
+        layout: The layout.
+        model: The decoder; None where the model is another.
+        rows: What a step is fed; None where it is not known.
+        others: Problems that were found elsewhere, for one message with these.
+
+    Raises:
+        ConfigError: Something does not fit; the message names all of it.
+
+    Examples:
+        >>> check_layout(Layout(tp=1))
+    """
+    found = problems(layout, model, rows, world=get_world_size())
+    refuse([*found, *others])
 
 
 def _divisors(*numbers: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainkit.parallel.names import find_blocks
+from trainkit.parallel.parameters import find_blocks
 from trainkit.parallel.recompute import refuse_by_cost
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState

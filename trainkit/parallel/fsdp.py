@@ -15,23 +15,23 @@ from trainkit.collectives import get_backends, get_comm_device
 from trainkit.mesh import solo_parallel
 from trainkit.models.experts import ExpertMlp
 from trainkit.parallel.check_layout import problems, refuse
-from trainkit.parallel.dtypes import compute_dtype
-from trainkit.parallel.experts import dealt_layers
-from trainkit.parallel.names import canonical_name, find_blocks
-from trainkit.parallel.recompute import hide_hooks_
-from trainkit.parallel.reduction import (
-    keep_what_is_returned_,
-    local_of,
-    replicates,
-    round_gradients_,
-    sum_gradients_,
-)
-from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import (
+from trainkit.parallel.check_modules import (
     refuse_container,
     refuse_empty_parameters,
     refuse_max_norm,
 )
+from trainkit.parallel.expert_parallel import layers_over_ep
+from trainkit.parallel.grad_reduction import (
+    get_local,
+    keep_gathered_if_returned_,
+    replicates,
+    round_gradients_,
+    sum_gradients_,
+)
+from trainkit.parallel.parameters import canonical_name, find_blocks
+from trainkit.parallel.precision import compute_dtype
+from trainkit.parallel.recompute import hide_hooks_
+from trainkit.parallel.transforms import Transform
 from trainkit.types import Axis, ConfigError, Layout, ParallelState
 
 
@@ -114,7 +114,7 @@ def fsdp(
         compute = compute_dtype(module)
         summed_in = reduce_dtype if compute else None
         shard = _sharder(ps, compute, summed_in, offloads=how.cpu_offload)
-        for layer in dealt_layers(module):  # their experts are units, inside of the blocks
+        for layer in layers_over_ep(module):  # their experts are units, inside of the blocks
             experts = layer.experts
             placed = _expert_shards(experts, ps, hybrid=hybrid)
             shard(experts, **placed, reshard_after_forward=how.reshard_after_forward)
@@ -133,7 +133,7 @@ def fsdp(
                 if one is not unit and isinstance(one, nn.Module):
                     hide_hooks_(one)
         for unit in units:
-            keep_what_is_returned_(unit)
+            keep_gathered_if_returned_(unit)
         _prefetch_([*units, *last[:1]], how.prefetch)
         sum_gradients_(module)
         return module
@@ -316,7 +316,7 @@ def _expert_shards(experts: nn.Module, ps: ParallelState, *, hybrid: bool) -> di
     assert ps.expert_mesh is not None
     names = ("dp_replicate", "expert_fsdp") if hybrid else ("expert_fsdp",)
     parts = ps.expert_fsdp.count
-    sizes = [local_of(p).shape for p in experts.parameters()]
+    sizes = [get_local(p).shape for p in experts.parameters()]
     even = [dim for dim in (0, 1) if all(size[dim] % parts == 0 for size in sizes)]
     dim = even[0] if even else 0
     return {"mesh": ps.expert_mesh[names], "shard_placement_fn": lambda _: Shard(dim)}

@@ -6,15 +6,15 @@ import math
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from trainkit.parallel.names import find_blocks
-from trainkit.parallel.reduction import local_of, reducers_of
+from trainkit.models.mixins import Forward, wrap_forward_
+from trainkit.parallel.grad_reduction import find_reducers, get_local
+from trainkit.parallel.parameters import find_blocks
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
@@ -108,16 +108,14 @@ def offload_activations(
         del ps
         units = find_blocks(module, blocks, needed_by="offload")
         for unit in units:
-            bound: Any = unit.forward
-            around = _offloading(bound.__func__, shelf, first=unit is units[0])
-            unit.forward = MethodType(around, unit)
+            wrap_forward_(unit, partial(_offloading, shelf=shelf, first=unit is units[0]))
         return module
 
     shelf = _Shelf(budget, smallest, store)  # of all stages of this rank
     return Transform(apply, kind="offload")
 
 
-def _offloading(forward: Callable[..., Any], shelf: _Shelf, *, first: bool) -> Any:
+def _offloading(forward: Forward, *, shelf: _Shelf, first: bool) -> Forward:
     # Compiled are the frames inside: what they save is packed when they run.
     @torch.compiler.disable(recursive=False)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -207,9 +205,9 @@ class _Shelf:
         """Note a block whose forward pass begins, and its weights' memory."""
         self.unit = unit
         if unit not in self.gathers:  # FSDP stands later in the plan
-            inner = (module for _, module in reducers_of(unit).fsdp)
+            inner = (module for _, module in find_reducers(unit).fsdp)
             self.gathers[unit] = any(module is not unit for module in inner)
-        self.weights = {_key(local_of(p)) for p in (*unit.parameters(), *unit.buffers())}
+        self.weights = {_key(get_local(p)) for p in (*unit.parameters(), *unit.buffers())}
 
     def pack(self, x: Tensor) -> Any:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided

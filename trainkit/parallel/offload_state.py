@@ -1,4 +1,4 @@
-"""Sleep: a state lets go of its device's memory between two steps, for whoever else needs it."""
+"""Offload a training state between two steps, so that a sampler can use the device's memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter
 
 from trainkit.models.mixins import mix_in_, take_out_
-from trainkit.parallel.names import get_named_parameters
-from trainkit.parallel.reduction import local_of, reducers_of
+from trainkit.parallel.grad_reduction import find_reducers, get_local
+from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import DiskError
 
 
@@ -28,32 +28,31 @@ def offload_state(
 ) -> Iterator[int]:
     """Free the memory of parameters, buffers and optimizer state for a `with` block.
 
-    For a sampler that shares the device, say. On leaving, by an error too, all is back bit for bit,
-    in the same tensors: shards, views and what is tied stay what they are. Each rank does so for
-    itself. Inside, a forward pass, a step and a save are refused, and so is whatever else asks one
-    of these tensors for more than its size and kind, `averaged` and `print` too: their memory is
-    not there. Torch asks none of them in `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's
-    `unshard`, which may end the process.
+    This is for a sampler that shares the device. On leaving, also by an error, all is back bit for
+    bit in the same tensors: shards, views and ties stay as they are. Ranks do not communicate.
+    Inside, a forward pass, a step, a save, and every other use of the values of these tensors are
+    refused, since their memory is gone. `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's
+    `unshard` give torch no chance to refuse; they may end the process.
 
     Args:
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
-        to: "host" for host memory, pinned if a GPU frees it; what lies there anyway, as with
-            `cpu_offload`, stays. Or a folder, for a file without a name, which is gone when the
-            block, or the process, ends; then what lies in host memory goes too.
+        to: "host" for host memory, pinned if a GPU frees it; tensors that are there already, as
+            with `cpu_offload`, stay. Or a folder, for a file without a name, which disappears when
+            the block or the process ends; then tensors in host memory are offloaded too.
 
     Yields:
-        The bytes that this rank has freed. Memory that torch may not resize stays: a file's, or on
-        a CPU what numpy has seen.
+        The bytes that this rank has freed. Memory that torch may not resize stays: that of a mapped
+        file, and on a CPU of tensors that share it with numpy.
 
     Raises:
         DiskError: The folder has no room, or is none; then nothing has changed.
-        ValueError: A parameter has a gradient: sleep is between steps.
-        RuntimeError: It is asleep already.
+        ValueError: A parameter has a gradient: call this between steps.
+        RuntimeError: The state is offloaded already.
 
     Effects:
-        Resizes the memory of all these tensors to nothing, and back, and gives them another class
-        meanwhile; empties the allocator's cache on CUDA.
+        Resizes the memory of all these tensors to nothing, and back; meanwhile they have the mixin
+        `Offloaded`. Empties the allocator's cache on CUDA.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -66,10 +65,10 @@ def offload_state(
         if p.grad is not None:
             raise ValueError(f"asleep: {name} has a gradient; finish the step, or set it to None")
     for stage in stages:
-        for _, module in reducers_of(stage).fsdp:
+        for _, module in find_reducers(stage).fsdp:
             module.reshard()  # what an evaluation has left gathered
     tensors = _tensors_of(stages, optimizer)
-    memory = [local_of(x.detach()).untyped_storage() for x in tensors]
+    memory = [get_local(x.detach()).untyped_storage() for x in tensors]
     found = [*{x.data_ptr(): x for x in memory if x.nbytes() and x.resizable()}.values()]
     if to == "host":
         found = [x for x in found if x.device.type != "cpu"] or found
@@ -93,7 +92,7 @@ def offload_state(
 
 
 def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
-    """Refuse to go on with a state that is asleep.
+    """Refuse to use a state that is offloaded.
 
     Raises:
         RuntimeError: A parameter's memory is not there; the message begins with `by`.
@@ -115,18 +114,18 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
     held: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
     held += tree_iter([*optimizer.state.values()])
     found = [x for x in held if isinstance(x, Tensor)]
-    return [*{id(x): x for x in (*found, *map(local_of, found))}.values()]
+    return [*{id(x): x for x in (*found, *map(get_local, found))}.values()]
 
 
 _ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {
     getattr(Tensor, name).__get__
     for name in ("shape", "ndim", "dtype", "device", "nbytes", "requires_grad")
 }
-"""What a tensor says without its memory."""
+"""The functions of a tensor that need none of its values."""
 
 
 class Offloaded:
-    """Mixin of tensors: stands for a tensor whose memory is gone, and refuses all operations."""
+    """Mixin of tensors whose memory is gone: it refuses all operations that need values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, *given: Any) -> Any:
@@ -150,11 +149,11 @@ def _flat(memory: torch.UntypedStorage) -> Tensor:
 
 
 def _to_host(found: Sequence[torch.UntypedStorage]) -> Callable[[int], Tensor]:
-    kept = []
+    copies = []
     for x in found:
         pinned = x.device.type == "cuda"
-        kept.append(torch.empty(x.nbytes(), dtype=torch.uint8, pin_memory=pinned).copy_(_flat(x)))
-    return kept.__getitem__
+        copies.append(torch.empty(x.nbytes(), dtype=torch.uint8, pin_memory=pinned).copy_(_flat(x)))
+    return copies.__getitem__
 
 
 def _to_disk(

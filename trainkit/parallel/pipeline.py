@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batch import check_terms, divide_terms, make_divisors
-from trainkit.parallel import reduction, stage_forward
+from trainkit.parallel import grad_reduction, stage_forward
 from trainkit.parallel.check_layout import problems, refuse
-from trainkit.parallel.places import StagePlace, places_of
 from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.split import (
     SCHEDULES,
     assign_stages,
     microbatches_wanted,
 )
-from trainkit.parallel.tied import setting_aside_tied
+from trainkit.parallel.stage_ranks import StagePlace, places_of
+from trainkit.parallel.tied_embeddings import setting_aside_tied
 from trainkit.types import (
     Axis,
     Call,
@@ -63,7 +63,7 @@ class _Step:
     call: Call
     batches: Sequence[Mapping[str, Any]] = ()
     divisors: Denominator | None = None
-    reductions: Sequence[reduction.Reduction] = ()
+    reductions: Sequence[grad_reduction.Reduction] = ()
     terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
 
     def run(self, stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
@@ -80,7 +80,7 @@ class _Step:
         total, self.terms[index] = check_terms(returned, by="forward_backward")
         return divide_terms(total, self.divisors).double()
 
-    def reduction_of(self, stage: nn.Module) -> reduction.Reduction:
+    def reduction_of(self, stage: nn.Module) -> grad_reduction.Reduction:
         """Return how a stage's gradients are reduced in this step."""
         return self.reductions[[*self.stages].index(stage)]
 
@@ -94,7 +94,7 @@ def make_pipeline(
     stages: Stages,
     loss: Loss,
     *,
-    reduce: reduction.Reduce = "last",
+    reduce: grad_reduction.Reduce = "last",
 ) -> ForwardBackward:
     """Make the executor of a pipeline: `forward_backward(microbatches, denominator=...)`.
 
@@ -137,9 +137,9 @@ def make_pipeline(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
         edge = _common_edge(stages[0], microbatches)
-        reducers = [reduction.reducers_of(stage) for stage in stages]
+        reducers = [grad_reduction.find_reducers(stage) for stage in stages]
         for found in reducers:
-            reduction.check_sums(found)
+            grad_reduction.check_sums(found)
         made = schedule_for(edge, len(microbatches))
         step.batches, step.divisors = microbatches, make_divisors(denominator)
         try:
@@ -161,10 +161,10 @@ def make_pipeline(
 def _run_reducing(
     made: Any,
     step: _Step,
-    reducers: Sequence[reduction.Reducers],
+    reducers: Sequence[grad_reduction.Reducers],
     *,
     schedule: str,
-    reduce: reduction.Reduce,
+    reduce: grad_reduction.Reduce,
 ) -> None:
     """Run a schedule, and reduce the gradients of its stages."""
     from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
@@ -172,7 +172,7 @@ def _run_reducing(
     splits = SCHEDULES[schedule].splits_backward
     with ExitStack() as stack:
         step.reductions = [
-            stack.enter_context(reduction.reducing(stage, found, step.batches, reduce=reduce))
+            stack.enter_context(grad_reduction.reducing(stage, found, step.batches, reduce=reduce))
             for stage, found in zip(step.stages, reducers, strict=True)
         ]
         run_schedule(made, len(step.batches), splits_backward=splits)
@@ -183,7 +183,7 @@ def _check(
     places: Sequence[StagePlace],
     *,
     schedule: str,
-    reduce: reduction.Reduce,
+    reduce: grad_reduction.Reduce,
     axis: Axis,
 ) -> None:
     """Refuse what torch would run with wrong gradients, or not at all."""
@@ -195,7 +195,7 @@ def _check(
             where="schedule",
             got=schedule,
         )
-    found = [reduction.reducers_of(stage) for stage in stages]
+    found = [grad_reduction.find_reducers(stage) for stage in stages]
     for place, reducers in zip(places, found, strict=True):
         if reducers.ddp:
             raise ConfigError(
@@ -203,7 +203,7 @@ def _check(
                 "end of its first backward pass; use fsdp() with dp_replicate",
                 where="plan",
             )
-        reduction.check_sums(reducers)
+        grad_reduction.check_sums(reducers)
     if SCHEDULES[schedule].splits_backward and any(map(recomputes_selectively, stages)):
         raise ConfigError(
             f"make_forward_backward: the schedule {schedule} goes through a stage's graph "
@@ -218,7 +218,7 @@ def _check(
         dp_shard=max([2, *map(_ranks, wrapped)]) if wrapped else 1,
         schedule=schedule,
         reduce=reduce,
-        reshard_after_forward=any(map(reduction.reshards_after_forward, wrapped)),
+        reshard_after_forward=any(map(grad_reduction.reshards_after_forward, wrapped)),
     )
     refuse(
         problems(layout, world=layout.world, device=stage_forward.compute_device(stages[0]).type)
@@ -226,7 +226,9 @@ def _check(
 
 
 def _ranks(module: Any) -> int:
-    return max((group.mesh_info.mesh.size() for group in reduction.fsdp_groups(module)), default=1)
+    return max(
+        (group.mesh_info.mesh.size() for group in grad_reduction.fsdp_groups(module)), default=1
+    )
 
 
 def _check_microbatches(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from trainkit.parallel.attention import set_attention as chosen_attention
 from trainkit.parallel.compile import compile_blocks as compiled_blocks
-from trainkit.parallel.dtypes import DTYPES, resolve_precision
-from trainkit.parallel.dtypes import mixed_precision as precision_of
-from trainkit.parallel.experts import expert_parallel
+from trainkit.parallel.expert_parallel import expert_parallel
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.offload import offload_activations as offloaded
+from trainkit.parallel.precision import DTYPES, resolve_precision
+from trainkit.parallel.precision import mixed_precision as precision_of
 from trainkit.parallel.recompute import recompute as recomputed
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel

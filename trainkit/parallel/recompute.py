@@ -1,4 +1,4 @@
-"""Activation recomputation: keep less in forward, and compute it again in backward."""
+"""Activation recomputation: save fewer results in forward, and compute the others again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
-from types import MethodType
 from typing import Any
 
 import attrs
@@ -26,39 +24,33 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from trainkit.parallel.cost import Keeps, Priced, choose
-from trainkit.parallel.names import find_blocks
+from trainkit.attention.choose import list_operators
+from trainkit.models.mixins import Forward, wrap_forward_
 from trainkit.parallel.notes import Note
+from trainkit.parallel.parameters import find_blocks
+from trainkit.parallel.recompute_budget import Keeps, Priced, choose
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
 _MODE = Note("recompute", default="none")
-_CHOICE = Note[Keeps | None]("kept_by_cost", default=None)
+_CHOICE = Note[Keeps | None]("saved_by_cost", default=None)
 
 _OF_HOOKS = inspect.signature(checkpoint).parameters.keys() & {"respect_saved_tensors_hooks"}
 _SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
 
 # not bmm: scores of attention that is written out
 _PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm")
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-)
 _PART = r"(?:exchanges|attention|products(?:/[1-9][0-9]?)?)"
 
 
 def groups_of(device: torch.device) -> dict[Any, str]:
-    """Return the operators whose results can be kept, since they cost most, and their groups.
+    """Return the operators whose results can be saved, those that cost most, and their groups.
 
-    Products with matrices; attention by every kernel of `trainkit.attention` that is one operator;
-    exchanges of tokens between ranks. Attention that is written out (for soft caps, say) is always
-    computed again, and so is `flex`: the former's scores are many times what it is given, and the
-    latter is compiled, where torch sees no operators. A name that torch does not know is an error:
-    nobody would see that nothing is kept.
+    These are products with matrices, attention by every kernel of `trainkit.attention` that is one
+    operator, and exchanges of tokens between ranks. Attention that is written out, as for soft
+    caps, is always computed again: its scores take many times the memory of its inputs. So is
+    `flex`, which is compiled, so that torch sees no operators. A name that torch does not know is
+    an error, since otherwise nothing would be saved without notice.
 
     Args:
         device: Where the model runs; the kernel for packed documents is on CUDA alone.
@@ -71,14 +63,11 @@ def groups_of(device: torch.device) -> dict[Any, str]:
         'products'
     """
     packets = {getattr(torch.ops.aten, name): "products" for name in _PRODUCTS}
-    packets |= {getattr(torch.ops.aten, name): "attention" for name in _ATTENTION}
+    packets |= dict.fromkeys(list_operators(device), "attention")
+    packets[torch.ops.aten._flash_attention_forward] = "attention"  # noqa: SLF001 (the ring's)
     if dist.is_available():
         sent = torch.ops._c10d_functional  # noqa: SLF001 (what all_to_all_rows calls)
         packets[sent.all_to_all_single] = "exchanges"
-    if device.type == "cuda":
-        # Registers the operator; not imported above, for it imports torch._dynamo (1.1 s, 2.13).
-        import_module("torch.nn.attention.varlen")
-        packets[torch.ops.torch_attn._varlen_attn] = "attention"  # noqa: SLF001 (varlen_attn's)
     return {
         getattr(packet, name): group
         for packet, group in packets.items()
@@ -87,8 +76,8 @@ def groups_of(device: torch.device) -> dict[Any, str]:
 
 
 @attrs.frozen
-class Kept:
-    """What a mode of `recompute` keeps: of each group every so manieth result.
+class RecomputeMode:
+    """The results that a mode of `recompute` saves: every n-th of each group.
 
     With a `budget`, a fraction of the bytes, as many of them as fit.
     """
@@ -100,8 +89,8 @@ class Kept:
         return group in self.every and number % self.every[group] == 0
 
 
-def read_mode(mode: str) -> Kept | None:
-    """Return what a mode of `recompute` keeps; None if nothing is computed again.
+def read_mode(mode: str) -> RecomputeMode | None:
+    """Parse a mode of `recompute`; None if nothing is computed again.
 
     Raises:
         ConfigError: It is no mode.
@@ -111,25 +100,25 @@ def read_mode(mode: str) -> Kept | None:
         {'attention': 1, 'products': 2}
     """
     every = {"exchanges": 1, "attention": 1, "products": 1}
-    known = {"none": None, "full": Kept(), "selective": Kept(every)}
+    known = {"none": None, "full": RecomputeMode(), "selective": RecomputeMode(every)}
     if mode in known:
         return known[mode]
     if re.fullmatch(r"0\.\d*[1-9]\d*", mode):
-        return Kept(every, budget=float(mode))
+        return RecomputeMode(every, budget=float(mode))
     if not re.fullmatch(rf"{_PART}(\+{_PART})*", mode):
         raise ConfigError(
-            f'recompute must be "none", "selective" or "full"; or what is kept, {", ".join(every)} '
-            'with + between, "products/2" for every second product; or the fraction of the bytes '
-            f'to keep, such as "0.4"; got {mode!r}',
+            'recompute must be "none", "selective" or "full"; or the results to save, '
+            f'{", ".join(every)} with + between, "products/2" for every second product; or the '
+            f'fraction of the bytes to save, such as "0.4"; got {mode!r}',
             where="recompute",
             got=mode,
         )
     parts = (part.partition("/") for part in mode.split("+"))
-    return Kept({name: int(count or 1) for name, _, count in parts})
+    return RecomputeMode({name: int(count or 1) for name, _, count in parts})
 
 
 class _Policy:
-    """Numbers the operators of each group in a forward pass, and says which results are kept."""
+    """Number the operators of each group in a forward pass, and choose the results to save."""
 
     def __init__(self, groups: Mapping[Any, str], keeps: Keeps) -> None:
         self.groups, self.keeps = groups, keeps
@@ -139,10 +128,10 @@ class _Policy:
         group = self.groups.get(op)
         if group is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        at = (context.is_recompute, group)  # torch 2.11 asks in both passes, 2.13 in the first
+        at = (context.is_recompute, group)  # torch 2.11 calls it in both passes, 2.13 in one
         self.seen[at] += 1
-        kept = self.keeps(group, self.seen[at] - 1)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = self.keeps(group, self.seen[at] - 1)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts(groups: Mapping[Any, str], keeps: Keeps) -> Any:
@@ -155,18 +144,18 @@ def recompute(
     """Return the transform that recomputes the activations of each block in the backward pass.
 
     Args:
-        mode: "none" changes nothing. "full" keeps the input of a block alone. Names with + between
-            keep results as well: "attention", "exchanges" with experts on other ranks, "products"
+        mode: "none" changes nothing. "full" saves the input of a block alone. Names with + between
+            save results as well: "attention", "exchanges" with experts on other ranks, "products"
             with matrices, "products/2" every second product of a block. "selective" is all three. A
-            fraction, "0.4", keeps in each block as many of these as fit into that part of the bytes
-            that "none" keeps, those first that take most operations for each byte: exchanges,
-            attention, then products by their inner width. For that a block's first forward pass
-            runs once more, beforehand; the choice follows from shapes, so that ranks whose blocks
-            have the same ones choose the same.
+            fraction, "0.4", saves in each block as many of these as fit into that fraction of the
+            bytes of "none". Results with the most operations per byte come first: exchanges,
+            attention, then products by their inner width. To find out, a block's first forward pass
+            runs twice. The choice follows from shapes, so ranks whose blocks have the same shapes
+            make the same choice.
         blocks: The name pattern of the blocks.
-        preserve_rng_state: Restore torch's generators for the second forward pass. A foreign
-            module's own dropout needs it. Models whose randomness is a function of a counter, as
-            ours, should not pay for it: pass False.
+        preserve_rng_state: Restore torch's generators for the second forward pass, as torch's own
+            dropout needs. Models whose randomness is a function of a counter, like ours, do not:
+            pass False, which is faster.
 
     Returns:
         A transform for `build_stages`. It replaces `forward` on each block and renames nothing.
@@ -183,47 +172,53 @@ def recompute(
         >>> recompute("selective").kind
         'recompute'
     """
-    kept = read_mode(mode)
+    saved = read_mode(mode)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
-        if kept is None:
+        if saved is None:
             return module
-        groups = groups_of(ps.device) if kept.every else {}
+        groups = groups_of(ps.device) if saved.every else {}
+        wrap = partial(
+            _recompute, saved=saved, groups=groups, preserve_rng_state=preserve_rng_state
+        )
         for unit in find_blocks(module, blocks, needed_by="recompute"):
-            for name in getattr(unit, "only_added", ()) if kept.every else ():
-                _hide_(unit.get_submodule(name))
-            # A bound method, which deepcopy binds to the copy; a closure would run the original.
-            bound: Any = unit.forward
-            around = _recomputed(bound.__func__, kept, groups, preserve_rng_state)
-            unit.forward = MethodType(around, unit)
+            for name in getattr(unit, "only_added", ()) if saved.every else ():
+                part = unit.get_submodule(name)
+                if not [*part.children()]:  # with adapters it has more results than one
+                    wrap_forward_(part, _hide_from_recomputation)
+            wrap_forward_(unit, wrap)
             _MODE.write_(unit, mode)
         return module
 
     return Transform(apply, kind="recompute")
 
 
-def _recomputed(
-    forward: Callable[..., Any], kept: Kept, groups: Mapping[Any, str], preserve: bool
-) -> Any:
+def _recompute(
+    forward: Forward,
+    *,
+    saved: RecomputeMode,
+    groups: Mapping[Any, str],
+    preserve_rng_state: bool,
+) -> Forward:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        keeps: Keeps = kept
-        if kept.budget is not None:
+        keeps: Keeps = saved
+        if saved.budget is not None:
             keeps = _CHOICE.read(self) or choose(
-                forward, self, (args, kwargs), groups=groups, budget=kept.budget
+                forward, self, (args, kwargs), groups=groups, budget=saved.budget
             )
             _CHOICE.write_(self, keeps)
-        # From torch 2.14 on what is kept may pass the hooks of `offload`; asked not to, as before.
+        # From torch 2.14 on saved results can pass the hooks of `offload`; False is as before.
         options: dict[str, Any] = dict.fromkeys(_OF_HOOKS, False)
-        if kept.every:
+        if saved.every:
             options["context_fn"] = partial(_contexts, groups, keeps)
         return checkpoint(
             forward,
             self,
             *args,
             use_reentrant=False,
-            preserve_rng_state=preserve,
+            preserve_rng_state=preserve_rng_state,
             **options,
             **kwargs,
         )
@@ -231,26 +226,19 @@ def _recomputed(
     return call
 
 
-def _hide_(part: nn.Module) -> None:
-    """Hide a module whose result only a sum takes: no backward pass asks for it, so none keeps it.
-
-    With adapters it has more results than one.
-    """
-    if [*part.children()]:
-        return
-    bound: Any = part.forward
-    inner = bound.__func__
+def _hide_from_recomputation(forward: Forward) -> Forward:
+    """Return a forward pass whose result is not saved: backward does not need terms of a sum."""
 
     def call(self: nn.Module, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # which sees by itself what backward asks for
-            return inner(self, *args)
-        return _unseen(partial(inner, self), *args)
+        if torch.compiler.is_compiling():  # the compiler knows what backward needs
+            return forward(self, *args)
+        return _unseen(partial(forward, self), *args)
 
-    part.forward = MethodType(call, part)
+    return call
 
 
 def refuse_by_cost(module: nn.Module, *, by: str) -> None:
-    """Refuse a module whose blocks choose by cost what they keep: it takes a pass in plain steps.
+    """Refuse a module whose blocks choose by cost what they save, which needs an eager pass.
 
     Raises:
         ConfigError: There is one; the message begins with `by`.
@@ -260,17 +248,17 @@ def refuse_by_cost(module: nn.Module, *, by: str) -> None:
     """
     for part in module.modules():
         mode = _MODE.read(part)
-        if (kept := read_mode(mode)) is not None and kept.budget is not None:
+        if (saved := read_mode(mode)) is not None and saved.budget is not None:
             raise ConfigError(
                 f"{by}: recompute({mode!r}) chooses by cost in a pass that is not compiled; name "
-                'what is kept, as in recompute("attention+products/2")',
+                'the results to save, as in recompute("attention+products/2")',
                 where="recompute",
                 got=mode,
             )
 
 
 def recomputes_selectively(module: nn.Module) -> bool:
-    """Say whether any part of a module keeps some results and computes others again.
+    """Return whether any part of a module saves some results and computes others again.
 
     Examples:
         >>> recomputes_selectively(nn.Linear(1, 1))
@@ -305,7 +293,7 @@ def _unseen(hook: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide what a `with` block computes from selective recomputation around it, which keeps none.
+    """Hide what a `with` block computes from selective recomputation, which then saves none of it.
 
     Examples:
         >>> with unseen():

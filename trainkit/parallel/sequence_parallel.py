@@ -10,25 +10,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from trainkit.attention.blocks import BlockKernel
 from trainkit.attention.ring import ring
 from trainkit.attention.ulysses import ulysses
 from trainkit.models.experts import check_whole_documents
+from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import ConfigError, ParallelState
 
 
-def sequence_parallel(*, kernel: BlockKernel | None = None) -> Transform:
+def sequence_parallel() -> Transform:
     """Return the transform that makes attention work over `ps.ring` and `ps.ulysses`.
 
     Every submodule that holds an `Attend` in its attribute `attend`, as the decoder's attention
     does, gets one for the layout: Ulysses around the ring, or around what is there where the ring
     has size 1. Where both axes have size 1 the model is left as it is.
-
-    Args:
-        kernel: What computes a block of ring attention; by default the fastest that takes the
-            tensors.
 
     Returns:
         A transform for `build_stages`. It renames nothing.
@@ -62,7 +57,7 @@ def sequence_parallel(*, kernel: BlockKernel | None = None) -> Transform:
             )
         for unit in attending:
             attributes = vars(unit)
-            inner = attributes["attend"] if ps.ring.count == 1 else ring(ps.ring, kernel=kernel)
+            inner = attributes["attend"] if ps.ring.count == 1 else ring(ps.ring)
             attributes["attend"] = ulysses(inner, ps.ulysses)
         return module
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, broadcast
-from trainkit.parallel.dtypes import compute_dtype
-from trainkit.parallel.places import StagePlace, places_of
-from trainkit.parallel.reduction import reducers_of, reshard_
+from trainkit.parallel.grad_reduction import find_reducers, reshard_
+from trainkit.parallel.precision import compute_dtype
+from trainkit.parallel.stage_ranks import StagePlace, places_of
 from trainkit.types import Axis, Call, ConfigError, Loss, Stages
 
 
@@ -56,7 +56,7 @@ def compute_device(stage: nn.Module) -> torch.device:
         >>> compute_device(nn.Linear(1, 1))
         device(type='cpu')
     """
-    for _, module in reducers_of(stage).fsdp:
+    for _, module in find_reducers(stage).fsdp:
         return module._get_fsdp_state()._device  # noqa: SLF001 (no public way)
     return next(chain(stage.parameters(), stage.buffers()), torch.empty(0)).device
 
@@ -90,7 +90,7 @@ def evaluating(stages: Sequence[nn.Module]) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for stage in stages:
-            reshard_(reducers_of(stage))
+            reshard_(find_reducers(stage))
 
 
 def run_stage(

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from trainkit.models.call import call_model
 from trainkit.models.decoder import Decoder, decoder_stage
 from trainkit.parallel.check_layout import problems, refuse
-from trainkit.parallel.dtypes import widen_gradients_
+from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.materialize import (
-    buffers_of,
     check_fit,
-    live_buffers,
+    compute_buffers,
+    list_buffers,
     materialize_,
 )
-from trainkit.parallel.names import canonical_name, get_named_parameters, ties_of
-from trainkit.parallel.places import StagePlace, attach_axes, placed_
+from trainkit.parallel.parameters import canonical_name, find_ties, get_named_parameters
+from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
+from trainkit.parallel.stage_ranks import StagePlace, attach_axes, placed_
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import (
     Call,
     ConfigError,
@@ -142,13 +142,13 @@ def build_stages(
     config, device = model.config if known else None, ps.device.type
     refuse(problems(layout, config, world=layout.world, device=device))
     check_fit(model, weights)
-    buffers = buffers_of(make_model) if live_buffers(model) else {}
+    buffers = compute_buffers(make_model) if list_buffers(model) else {}
     if ps.pp.count == 1:
         model = _built(model, ps, plan, weights, buffers)
         return attach_axes([model], ps, schedule=schedule, call=call)
     ranks = assign_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
-    ties = ties_of(model)
+    ties = find_ties(model)
     with torch.device("meta"):
         stages = list(split(model, len(ranks)))
     tied = _check_split(names, ties, stages, len(ranks))

@@ -1,8 +1,8 @@
-"""How tensor parallelism can treat one module: which parameters are cut, and what is sent.
+"""The styles of tensor parallelism: which parameters of a module are sharded, and what is sent.
 
-A styled module's forward pass is its own, on this rank's part of its parameters, with a collective
-before or after it. That is Megatron's scheme (Shoeybi et al., 2019), and with the styles that cut
-the sequence between blocks that of Korthikanti et al. (2022).
+The forward pass of a sharded module is its own, on this rank's part of its parameters, with a
+collective before or after it. That is Megatron's scheme (Shoeybi et al., 2019), and with the styles
+that shard the sequence between blocks that of Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainkit.collectives import (
 )
 from trainkit.models.layers import WideNorm
 from trainkit.models.mixins import mix_in_
-from trainkit.parallel.names import unhide_
+from trainkit.parallel.parameters import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]
@@ -37,11 +37,16 @@ SEQUENCE_DIM = 1
 
 @attrs.frozen(eq=False)
 class ParallelStyle:
-    """How one module takes part: what it must be, what is cut, what is sent before and after.
+    """How one module is sharded, and what is sent before and after it.
 
-    `cuts` gives the dimension along which a parameter is cut; all others stay whole. `partial`
-    says that the whole ones see only a part of the work on each rank, so that their gradients must
-    be summed over ranks. `sequence` says that some hidden state is cut along the sequence.
+    Attributes:
+        kind: The class that the module must have.
+        cuts: The dimension along which a parameter is sharded; all others stay whole.
+        enter: The collective on the first input.
+        leave: The collective on the output.
+        partial: Whether the whole parameters see only a part of the work on each rank, so that
+            their gradients must be summed over ranks.
+        sequence: Whether an input or output is sharded along the sequence.
     """
 
     kind: type[nn.Module] = nn.Module
@@ -223,7 +228,6 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
         >>> type(layer).__name__
         'ShardedLinear'
     """
-    module.sharding = Sharding(names, style, axis)  # pyrefly: ignore[bad-argument-type]
     mixin = Sharded
     if style.cuts == _ROW.cuts and "bias" in names:
         mixin = ShardedRow
@@ -231,7 +235,7 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
         mixin = ShardedVocabulary
     elif issubclass(style.kind, WideNorm):
         mixin = ShardedNorm
-    mix_in_(module, mixin)
+    mix_in_(module, mixin, sharding=Sharding(names, style, axis))
 
 
 def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
@@ -252,9 +256,9 @@ def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
 
 
 def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str | None:
-    """Say by which module of a plan a gradient would be summed twice, or by nobody, or None.
+    """Return which module of a plan would sum a gradient twice, or lack a sum, or None.
 
-    It knows what styles send, not in which order modules call one another.
+    It follows from what styles send; the order in which modules call one another is not known.
 
     Args:
         module: A model or a stage of one.
@@ -291,13 +295,13 @@ def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str 
 
 
 def _is_around_a_cut(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
-    """Say whether a module holds a column and a row: what is between them is a part."""
+    """Return whether a module holds a column and a row: between them each rank has a part."""
     inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
     return _COLUMN.cuts in inside and _ROW.cuts in inside
 
 
 def style_problem(module: nn.Module, style: ParallelStyle) -> str | None:
-    """Say why a style does not fit a module, or None.
+    """Return why a style does not fit a module, or None.
 
     Examples:
         >>> style_problem(nn.RMSNorm(2), STYLES["row"])

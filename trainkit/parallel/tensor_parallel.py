@@ -17,8 +17,10 @@ from trainkit.batch.shards import contiguous_shard
 from trainkit.collectives import all_gather_replicated, sum_forward
 from trainkit.models.decoder import Decoder
 from trainkit.models.experts import ExpertMlp, check_whole_documents
-from trainkit.parallel.names import canonical_name, name_matches
-from trainkit.parallel.reduction import mark_partial_
+from trainkit.models.mixins import Forward, wrap_forward_
+from trainkit.parallel.check_modules import refuse_max_norm
+from trainkit.parallel.grad_reduction import mark_partial_
+from trainkit.parallel.parameters import canonical_name, name_matches
 from trainkit.parallel.styles import (
     STYLES,
     ParallelStyle,
@@ -28,7 +30,6 @@ from trainkit.parallel.styles import (
     sums_problem,
 )
 from trainkit.parallel.transforms import Transform
-from trainkit.parallel.unsupported import refuse_max_norm
 from trainkit.types import Axis, ConfigError, Hidden, ParallelState, RoutedOutput, VocabularyAxis
 
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
@@ -136,8 +137,8 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
         for name, (pattern, style) in named.items():
             _check_module(name, parents, pattern, style, ps.tp)
         _shard_(module, cut, ps.tp)
-        if isinstance(module.forward, MethodType):  # no function that somebody has put there
-            module.forward = MethodType(_naming_who_mixes(module.forward.__func__), module)
+        if isinstance(module.forward, MethodType):  # a user may have set a plain function
+            wrap_forward_(module, _explain_mixed_tensors)
         if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_slice_by_token(ps.tp), with_kwargs=True)
@@ -259,9 +260,10 @@ def _styles_of(
                 )
             found[name] = pattern, _style(pattern, named)
     for name, part in module.named_modules():  # an adapter is cut as its matrix is
-        owner, beside = name.rsplit(".", 2)[0], getattr(part, "style_beside", None)
-        if callable(beside) and owner in found:
-            found[name] = found[owner][0], beside(found[owner][1])
+        derive_style = getattr(part, "derive_style", None)
+        owner = name.rsplit(".", 2)[0]
+        if callable(derive_style) and owner in found:
+            found[name] = found[owner][0], derive_style(found[owner][1])
     apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
     style = STYLES["partial" if apart else "replicated"]
     return found | dict.fromkeys(sorted(own), ("experts", style))
@@ -279,7 +281,7 @@ def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
         return style
     if style not in STYLES:
         raise ConfigError(
-            f"tensor: there is no style {style!r}, asked for at {pattern!r}; there are "
+            f"tensor: there is no style {style!r}, as given for {pattern!r}; there are "
             f"{', '.join(STYLES)}",
             where=pattern,
             got=style,
@@ -306,14 +308,15 @@ def _check_module(
         dim = style.cuts.get(own)
         if dim is None:
             continue
-        count, what = parameter.shape[dim], f"dimension {dim} of '{name}.{own}' is"
-        unit = ", which does"
+        count = parameter.shape[dim]
+        text = f"dimension {dim} of '{name}.{own}' is {count}, which does"
         if size and dim == 0 and count % size == 0:
-            count, what, unit = count // size, f"{name!r} has", " heads, which do"
+            count = count // size
+            text = f"{name!r} has {count} heads, which do"
         if count % axis.count:
             raise ConfigError(
-                f"tensor: {what} {count}{unit} not divide into {axis.count} equal parts for tp = "
-                f"{axis.count}; choose tp among the divisors of {count}",
+                f"tensor: {text} not divide into {axis.count} equal parts for tp = {axis.count}; "
+                f"choose tp among the divisors of {count}",
                 where=f"{name}.{own}",
                 got=count,
                 want=f"a multiple of {axis.count}",
@@ -381,11 +384,11 @@ def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) 
         shard_(child, tuple(own), style, axis)
 
 
-def _naming_who_mixes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward pass that says which module has read the parameters of another one.
+def _explain_mixed_tensors(forward: Forward) -> Forward:
+    """Return a forward pass whose error names a module that reads parameters of another one.
 
-    A module with parameters sees the parts that this rank has while its own forward pass runs; to
-    all others they are sharded tensors, which torch does not multiply with plain ones.
+    A module's parameters are this rank's plain tensors while its own forward pass runs. To all
+    other modules they are sharded tensors, which torch does not multiply with plain ones.
     """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

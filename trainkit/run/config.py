@@ -100,7 +100,7 @@ def option(
         ... class Config(RunConfig):
         ...     rows: int = option(8, positive)
         ...     recompute: str = option("none", one_of("none", "full"), on_resume="allow")
-        >>> make_resume_rules(Config()).free[-1]
+        >>> make_resume_rules(Config()).allow[-1]
         'config.recompute'
     """
     return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
@@ -113,7 +113,7 @@ def _check_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
     if any(getattr(options, x.name) != x.default for x in fields if x.name in names):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
-        check_options(**options.made)
+        check_options(**_optimizer_arguments(options))
         if any(text.startswith("moments=") for text in options.optimizer_options):
             raise ConfigError("optimizer_options: the dtype of moments is a flag, --moments")
 
@@ -124,7 +124,7 @@ def _check_storage(config: RunConfig, _: object, precision: Precision) -> None:
     if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
         from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
 
-        check_options(**options.made, precision=precision)
+        check_options(**_optimizer_arguments(options), precision=precision)
 
 
 _not_negative = attrs.validators.optional(non_negative)
@@ -173,19 +173,30 @@ class OptimizerOptions:
     """Gradients above this norm are scaled down to it."""
 
     @property
-    def made(self) -> dict[str, Any]:
-        """What `optim.make_optimizer` is told."""
-        from trainkit.optim import parse_groups, parse_options  # noqa: PLC0415 -- it needs torch
+    def options(self) -> dict[str, Any]:
+        """The values of `optimizer_options` by name, for `optim.make_optimizer`."""
+        from trainkit.optim import parse_options  # noqa: PLC0415 -- it needs torch
 
-        return {
-            "optimizer": self.optimizer,
-            "lr": self.lr,
-            "weight_decay": self.weight_decay,
-            "options": parse_options(self.optimizer_options, optimizer=self.optimizer),
-            "groups": parse_groups(self.optimizer_groups, optimizer=self.optimizer),
-            "mean": self.mean,
-            "offload": self.offload_optimizer,
-        }
+        return parse_options(self.optimizer_options, optimizer=self.optimizer)
+
+    @property
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The values of `optimizer_groups` by pattern, for `optim.make_optimizer`."""
+        from trainkit.optim import parse_groups  # noqa: PLC0415 -- it needs torch
+
+        return parse_groups(self.optimizer_groups, optimizer=self.optimizer)
+
+
+def _optimizer_arguments(options: OptimizerOptions) -> dict[str, Any]:
+    return {
+        "optimizer": options.optimizer,
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "options": options.options,
+        "groups": options.groups,
+        "mean": options.mean,
+        "offload": options.offload_optimizer,
+    }
 
 
 @attrs.frozen(kw_only=True)
@@ -255,8 +266,8 @@ class RunConfig:
     """Compile the blocks with torch.compile."""
 
     attention: tuple[Kernel, ...] = option((), on_resume="allow")
-    """The kernel of attention, the first of these that fits: varlen, flash, efficient, cudnn, flex,
-    sdpa, math; by default varlen where it fits, and else sdpa."""
+    """Attention kernels in order of preference, of which the first that fits is used; by default
+    varlen where it fits, otherwise sdpa. See docs/howto/choose-an-attention-kernel.md."""
 
     offload_activations: int | None = option(None, _not_negative, on_resume="allow")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""
@@ -268,18 +279,6 @@ class RunConfig:
     precision: Precision = option(Precision(), _check_storage, on_resume="ask")
     numerics: Numerics = option(Numerics(), on_resume="ask")
     layout: Layout = option(Layout(), on_resume="allow")
-
-    @property
-    def planned(self) -> dict[str, Any]:
-        """What `parallel.make_decoder_plan` is told beside the layout."""
-        named = ("precision", "recompute", "compiled", "attention")
-        return {x: getattr(self, x) for x in named} | {"offload": self.offload_activations}
-
-    @property
-    def opened(self) -> dict[str, Any]:
-        """What `open_run` is told beside the directory."""
-        told = {x: getattr(self, x) for x in ("layout", "limits", "numerics")}
-        return told | {"config": config_to_dict(self)}
 
 
 # ------------------------------------------------------------------------------------ fields
@@ -343,16 +342,16 @@ def _make_record(config_type: type[T], values: Mapping[str, Any], absent: Any) -
     return config_type(**arguments)
 
 
-def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
+def make_resume_rules(config: Any, *, allow: Sequence[str] = ()) -> ResumeRules:
     """Return the rules for fields that have another value when a run is resumed; see `option`.
 
     Args:
         config: The configuration.
-        free: Other facts that may change: "files" of `make_data_facts`, for example, whose
+        allow: Other facts that may change: "files" of `make_data_facts`, for example, whose
             content the "fingerprint" identifies.
 
     Examples:
-        >>> make_resume_rules(RunConfig(allow_change=("compute",))).allow
+        >>> make_resume_rules(RunConfig(allow_change=("compute",))).granted
         ('compute',)
     """
     from trainkit.weights.checkpoint.facts import ResumeRules  # noqa: PLC0415 -- it needs torch
@@ -361,16 +360,16 @@ def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
     for name, field in _list_fields(type(config)).items():
         names[field.on_resume].append(name)
     # With "config.", since a fact "tokenizer", a hash, differs from the field, which is a path.
-    free = (*(f"config.{name}" for name in (*names["ignore"], *names["allow"])), *free)
-    return ResumeRules(free, tuple(names["ask"]), config.allow_change)
+    fields = [f"config.{name}" for name in (*names["ignore"], *names["allow"])]
+    return ResumeRules(
+        allow=(*fields, *allow), ask=tuple(names["ask"]), granted=config.allow_change
+    )
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
-def load_config(
-    config_type: type[T], argv: Sequence[str] | None = None, *, description: str | None = None
-) -> T:
+def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
     """Return the configuration of the defaults, a TOML file and the command line, in this order.
 
     Flags have dashes (`--save-every 10`), keys of a file underscores; both forms work in both
@@ -381,7 +380,6 @@ def load_config(
         config_type: An `attrs.frozen` class of plain values: str, int, float, bool, Path, None,
             Literal, and tuples of these.
         argv: The command line without the program; by default the process's own.
-        description: The text above the flags in the help; by default the class's docstring.
 
     Raises:
         ConfigError: A key or flag is unknown (the message has the nearest), a value has the wrong
@@ -411,7 +409,6 @@ def load_config(
                 config_type,
                 args=argv,
                 default=default,
-                description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
         except SystemExit as end:
@@ -575,7 +572,7 @@ def _read_tyro_error(message: str) -> str:
 def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     """Return the record of a file, with `absent` for missing fields, or raise all problems."""
     try:
-        table = _parse_toml(read_limited(Path(path), most=_MAX_BYTES).decode())
+        table = _parse_toml(read_limited(Path(path), max_bytes=_MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error

@@ -402,7 +402,7 @@ def _collect_fields(error: BaseException, run_dir: str | Path | None) -> dict[st
 def _format_what(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the last checkpoint stands"
-    text = " ".join(format_error(error, most=_MAX_FIELD - 100).split())
+    text = " ".join(format_error(error, most=_MAX_FIELD - 100, hint=False).split())
     is_plain = isinstance(error, TrainkitError | ValueError)
     if is_plain and text:
         return text

@@ -23,13 +23,17 @@ from torch import Tensor
 
 from trainkit import health
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.data.concat import fingerprint
+from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, say_on_stderr
 from trainkit.mesh import describe_launch, parallel_session
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
-from trainkit.parallel.names import modules_of
+from trainkit.parallel.describe_run import describe_run
+from trainkit.parallel.parameters import modules_of
+from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.directory import make_run_dir
-from trainkit.run.errors import report_errors
+from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.garbage import Collect, collect_manually
 from trainkit.run.limits import Timeouts
 from trainkit.run.lock import lock_run
@@ -38,13 +42,16 @@ from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
-from trainkit.run.sinks.jsonl import fsync_jsonl, read_jsonl
+from trainkit.run.sinks.jsonl import compare_evaluations, fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.watchdog import Announce, is_echo, watch_ranks
 from trainkit.schedules import is_due
+from trainkit.text.chat import template_hash
+from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
+    Bins,
     ForwardBackward,
     Layout,
     Log,
@@ -52,20 +59,27 @@ from trainkit.types import (
     NumericsError,
     ParallelState,
     PeerError,
+    Precision,
     Sink,
+    Stages,
     StepBatch,
     TrainState,
 )
 from trainkit.weights import checkpoint
 from trainkit.weights.checkpoint.guard import Guard
-from trainkit.weights.checkpoint.manifest import step_of
+from trainkit.weights.checkpoint.manifest import parse_step
 from trainkit.weights.checkpoint.save import Save
+from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainkit.data.packed import PackedCorpus
+
 _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; it is logged
+# Facts that only name what hashes of the corpus and the weights stand for.
+_NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 
 Evaluate = Callable[[], Mapping[str, float]]
@@ -96,11 +110,19 @@ class Loop:
     checkpoint: Callable[[TrainState], str | None]
     """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
     saves when a save is due, the run stops, or the step's evaluation is among the
-    `CheckpointOptions.keep_best` best (`saves`), collects garbage (`collect_manually`), and
+    `CheckpointOptions.keep_best` best (`open_saver`), collects garbage (`collect_manually`), and
     returns why the run stops, or None."""
 
+    is_due: Callable[..., bool]
+    """`is_due(state, every, since=0)`: whether to do now what is done every so many steps, counted
+    from step `since` on (never, if `every` is 0), and after the last step."""
+
     event: Callable[..., None]
-    """`event(name, **facts)` adds a line to events.jsonl."""
+    """`event(name, step=..., facts={...})` adds a line with these facts to events.jsonl."""
+
+    result: Callable[[str], None]
+    """`result("eval/loss")` adds a line with the first and the last value of an evaluation
+    (`sinks.compare_evaluations`)."""
 
 
 @attrs.frozen(eq=False)
@@ -116,6 +138,10 @@ class Run:
     log: Log
     """Prints a message on the first rank (`make_logger`)."""
 
+    describe: Callable[..., None]
+    """`describe(stages, rows.bins, rows_per_step=..., precision=...)` logs what is trained, where,
+    and on how much data (`parallel.describe_run`)."""
+
     phase: Announce
     """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
@@ -123,11 +149,13 @@ class Run:
     """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
 
     resume: Callable[..., TrainState]
-    """`state = resume(stages, optimizer, facts=..., changes=..., request="auto")`: checks that the
-    disk has room for two checkpoints (`checkpoint.check_disk_space`), resumes from the last one or
-    starts from scratch (`checkpoint.resume`), logs which, and writes config.toml. Besides `facts`,
-    checkpoints store the versions and hashes of the code (`make_code_facts`): other code resumes
-    too, and a message says so."""
+    """`state = resume(stages, optimizer, request="auto", config=..., model=..., tokenizer=...,
+    rows=..., corpora=..., first=..., context=..., template=..., facts={...})`: checks that the disk
+    has room for two checkpoints (`checkpoint.check_disk_space`), resumes from the last one or
+    starts from scratch (`checkpoint.resume`), logs which, and writes config.toml. A run resumes
+    only with the facts that it began with: all that is given here, see `gather_facts`. Checkpoints
+    also store the versions and hashes of the code (`make_code_facts`): other code resumes too, and
+    a message says so."""
 
     loop: Callable[..., AbstractContextManager[Loop]]
     """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
@@ -135,9 +163,11 @@ class Run:
     against bad numbers (`open_guarded_saver`), and collects garbage only between steps
     (`collect_manually`). Leaving it waits for the last save."""
 
-    finish: Callable[[TrainState, Iterable[nn.Module], torch.optim.Optimizer], None]
-    """`finish(state, stages, optimizer)` writes final.json (`checkpoint.write_final`), plots the
-    loss, and the load of experts if there are any, and logs how the time was spent."""
+    finish: Callable[..., int]
+    """`return finish(state, stages, optimizer, stop=stop)`: writes final.json
+    (`checkpoint.write_final`), plots the loss, and the load of experts if there are any, logs how
+    the time was spent, and returns the exit code 0. If there is a reason to stop it does none of
+    this and returns `EXIT_SAVED`: the same command resumes the run."""
 
 
 @contextlib.contextmanager
@@ -147,7 +177,7 @@ def open_run(
     layout: Layout | None = None,
     limits: Timeouts | None = None,
     numerics: Numerics | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Any = None,
 ) -> Iterator[Run]:
     """Open the process groups, with signals trapped, the directory locked and the ranks watched.
 
@@ -167,8 +197,8 @@ def open_run(
             time, and knows which rank hangs.
         numerics: The precision of arithmetic, set (`set_numerics`) and logged; by default torch's
             settings stay.
-        config: The resolved configuration, plain values by name, equal on all ranks except for
-            `out`. `resume` writes it, checkpoints store it, and sinks show it.
+        config: The resolved configuration: a record of flags, or plain values by name; equal on all
+            ranks except for `out`. `resume` writes it, checkpoints store it, and sinks show it.
 
     Yields:
         A `Run`.
@@ -187,6 +217,7 @@ def open_run(
         (1, None)
     """
     limits = limits or Timeouts()
+    config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     progress = checkpoint.SaveProgress()
     if numerics is not None:
@@ -229,6 +260,74 @@ def open_run(
             yield functions.make_run()
 
 
+def gather_facts(
+    stages: Sequence[nn.Module] | nn.Module,
+    ps: ParallelState,
+    *,
+    config: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    rows: PackedCorpus | None = None,
+    corpora: Mapping[str, Any] | None = None,
+    first: checkpoint.InitialWeights | None = None,
+    context: int | None = None,
+    template: str | None = None,
+    facts: checkpoint.Facts | None = None,
+) -> checkpoint.Facts:
+    """Return what a run must be continued with, as facts for its checkpoints.
+
+    Args:
+        stages: The stages, filled with the weights that the run begins with.
+        ps: The layout.
+        config: The record of the run's flags; which of them count, see `config.option`.
+        model: The configuration of the model, an attrs record.
+        tokenizer: The tokenizer, of which a hash is kept.
+        rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
+        corpora: The corpora by name, if each is a part of a mixture under its name.
+        first: Where the first weights are from; see `checkpoint.hash_initial_weights`.
+        context: The longest text that the model is trained on; where a folder that the run begins
+            with says that its model is for longer ones, that counts.
+        template: The name of the chat template, of which a hash is kept.
+        facts: Others by name, or a function that returns them from the number of global batches.
+
+    Returns:
+        {name: value}; a function, as `facts` is, if that is one.
+
+    Effects:
+        Hashes the parameters if `first` is given, and then communicates on `ps.world`.
+
+    Examples:
+        >>> from torch import nn
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import make_decoder_config
+        >>> model = make_decoder_config("tiny")
+        >>> facts = gather_facts(nn.Linear(1, 1), solo_parallel(), model=model, facts={"seed": 0})
+        >>> facts["model"]["width"], facts["seed"]
+        (128, 0)
+    """
+    known: dict[str, Any] = {}
+    if config is not None:
+        known |= make_config_facts(config)
+    if model is not None:
+        known["model"] = attrs.asdict(model)
+    if tokenizer is not None:
+        known["tokenizer"] = tokenizer_hash(tokenizer)
+    if rows is not None:
+        known |= make_data_facts(rows)
+    known |= {f"fingerprint of {name}": fingerprint(x) for name, x in (corpora or {}).items()}
+    if context is not None:
+        source = None if first is None else first.source
+        is_known = source is not None and is_hf_folder(source)
+        known["context"] = max(context, open_folder(source).full_context if is_known else 0)
+    if template is not None:
+        known["template"] = template_hash(template)
+    if first is not None:
+        known |= checkpoint.hash_initial_weights(first, stages, ps)
+    if callable(facts):
+        return lambda batches: {**known, **facts(batches)}
+    return {**known, **(facts or {})}
+
+
 @attrs.define(eq=False)
 class _RunFunctions:
     """The functions of a `Run`, and what they share."""
@@ -258,6 +357,7 @@ class _RunFunctions:
             dir=self.dir,
             ps=self.ps,
             log=self.log,
+            describe=self.describe,
             phase=self.phase,
             stopping=self.stopping,
             resume=self.resume,
@@ -274,22 +374,56 @@ class _RunFunctions:
         if numerics is not None:
             self.log(str(numerics))
 
+    def describe(
+        self,
+        stages: Stages | nn.Module,
+        rows: Bins,
+        *,
+        rows_per_step: int,
+        precision: Precision,
+    ) -> None:
+        self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
+
     def resume(
         self,
         stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        facts: checkpoint.Facts | None = None,
-        changes: checkpoint.ResumeRules | None = None,
         request: str | Path = "auto",
+        config: Any = None,
+        model: Any = None,
+        tokenizer: Any = None,
+        rows: PackedCorpus | None = None,
+        corpora: Mapping[str, Any] | None = None,
+        first: checkpoint.InitialWeights | None = None,
+        context: int | None = None,
+        template: str | None = None,
+        facts: checkpoint.Facts | None = None,
+        rules: checkpoint.ResumeRules | None = None,
     ) -> TrainState:
+        stages = modules_of(stages)
+        gathered = gather_facts(
+            stages,
+            self.ps,
+            config=config,
+            model=model,
+            tokenizer=tokenizer,
+            rows=rows,
+            corpora=corpora,
+            first=first,
+            context=context,
+            template=template,
+            facts=facts,
+        )
+
         def facts_with_software(batches: int) -> Mapping[str, Any]:
-            of_run = facts(batches) if callable(facts) else facts or {}
+            of_run = gathered(batches) if callable(gathered) else gathered
             return {**of_run, _SOFTWARE: self.software}
 
-        stages = modules_of(stages)
         self.facts = facts_with_software
-        changes = changes or checkpoint.ResumeRules()
+        if rules is None and config is not None:
+            rules = make_resume_rules(config, allow=_NAMES_ONLY)
+        rules = rules or checkpoint.ResumeRules()
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
@@ -299,7 +433,7 @@ class _RunFunctions:
             self.ps,
             request=request,
             facts=self.facts,
-            changes=attrs.evolve(changes, free=(*changes.free, _SOFTWARE)),
+            rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
             log=self.resume_messages.append,
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
@@ -354,7 +488,7 @@ class _RunFunctions:
             functions.event(
                 "resume", step=state.step, messages=self.resume_messages, software=self.software
             )
-            yield Loop(functions.record, functions.evaluate, functions.checkpoint, functions.event)
+            yield functions.make_loop()
             functions.end()
         functions.log_stop()
 
@@ -363,7 +497,11 @@ class _RunFunctions:
         state: TrainState,
         stages: Iterable[nn.Module] | nn.Module,
         optimizer: torch.optim.Optimizer,
-    ) -> None:
+        *,
+        stop: str | None = None,
+    ) -> int:
+        if stop:
+            return EXIT_SAVED
         self.phase("the end", allow=self.limits.start_timeout)
         checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
@@ -374,6 +512,7 @@ class _RunFunctions:
                 plot_expert_load(metrics, self.dir / "load.png")
             self.log(f"the run is in {self.dir}; its loss is plotted in {picture}")
             self.log(summarize_run(self.dir))
+        return 0
 
 
 @attrs.define(eq=False)
@@ -412,6 +551,16 @@ class _LoopFunctions:
     last_saved: int | None = None  # the step of the save that was started last
     memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
 
+    def make_loop(self) -> Loop:
+        return Loop(
+            record=self.record,
+            evaluate=self.evaluate,
+            checkpoint=self.checkpoint,
+            is_due=self.is_due,
+            event=self.write_event,
+            result=self.write_result,
+        )
+
     def open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
         """Open the saves and the guard against bad numbers; see `open_guarded_saver`."""
         run = self.run
@@ -431,7 +580,7 @@ class _LoopFunctions:
             # No power cut then loses lines of steps that no restart repeats.
             before_commit=partial(fsync_jsonl, run.dir),
             log=run.log,
-            unsaved=self.find_unsaved,
+            get_unsaved=self.find_unsaved,
             progress=run.progress,
         )
 
@@ -482,7 +631,7 @@ class _LoopFunctions:
 
     def _is_saved(self, step: int) -> bool:
         newest = checkpoint.list_checkpoints(self.run.dir / "checkpoints")[:1]
-        was_started = step == self.last_saved and [step_of(path) for path in newest] == [step]
+        was_started = step == self.last_saved and [parse_step(path) for path in newest] == [step]
         return step == self.first_step or was_started
 
     def _check_alone(
@@ -572,6 +721,17 @@ class _LoopFunctions:
         if self.run.ps.device.type == "cpu":  # the peak of the whole process never falls
             memory["memory_peak"] = max(self.memory.get("memory_peak", 0), memory["memory_peak"])
         return memory
+
+    def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
+        return is_due(state.step - since, every, last=self.steps - since)
+
+    def write_event(
+        self, name: str, *, facts: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
+        self.event(name, **more, **(facts or {}))
+
+    def write_result(self, metric: str) -> None:
+        self.event("result", **compare_evaluations(self.run.dir, metric))
 
     def end(self) -> None:
         if self.pending:

@@ -311,9 +311,7 @@ def _is_pipe(stream: Any) -> bool:
 
 
 @contextlib.contextmanager
-def open_stop_vote(
-    stop_reason: StopReason, axis: Axis, *, timeout: timedelta = timedelta(hours=1)
-) -> Iterator[StopReason]:
+def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
     """Yield `stopping()`: why the run has to stop, equal on all ranks, if any rank has a reason.
 
     A vote of one byte is posted at the end of a step and read at the end of the next, long after it
@@ -324,8 +322,6 @@ def open_stop_vote(
         stop_reason: Why this process has to stop, or None: that of `trap_signals`, or one that also
             knows of a time limit.
         axis: The ranks that stop together, `ps.world`.
-        timeout: How long a vote may wait for a late rank. It is no watchdog: rank 0 may have an
-            hour's work of its own.
 
     Yields:
         `stopping() -> str | None`, "SIGTERM on rank 3" for example; every rank must call it once
@@ -346,6 +342,8 @@ def open_stop_vote(
         'SIGTERM on rank 0'
     """
     agreed: list[str] = []  # the reason, once there is one
+    # A vote is no watchdog: rank 0 may have an hour's work of its own.
+    timeout = timedelta(hours=1)
     with _report_lost_save(agreed), open_gloo_axis(axis, name="stop", timeout=timeout) as votes:
         if votes.count == 1:
 
@@ -385,7 +383,7 @@ def _report_lost_save(agreed: Sequence[str]) -> Iterator[None]:
             raise
         raise PreemptedError(
             f"open_stop_vote: a stop was requested ({agreed[0]}), but the run could not save: "
-            f"{type(error).__name__}: {format_error(error)}",
+            f"{type(error).__name__}: {format_error(error, hint=False)}",
             where=getattr(error, "where", None),
             got=getattr(error, "got", None),
             want=getattr(error, "want", None),

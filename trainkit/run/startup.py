@@ -20,11 +20,10 @@ from trainkit.collectives import all_gather_objects
 from trainkit.types import Axis, ConfigError
 
 
-def make_code_facts(recipe: str | Path | None = None) -> dict[str, str]:
+def make_code_facts() -> dict[str, str]:
     """Return versions, and hashes of the source of trainkit and of the recipe.
 
-    Args:
-        recipe: The recipe's file; by default the script that Python was started with.
+    The recipe is the script that Python was started with.
 
     Effects:
         Reads the source files (2 MB, 30 ms), trainkit's at the first call.
@@ -33,7 +32,7 @@ def make_code_facts(recipe: str | Path | None = None) -> dict[str, str]:
         >>> sorted(make_code_facts())
         ['python', 'recipe source', 'torch', 'trainkit', 'trainkit source']
     """
-    script = recipe or getattr(sys.modules["__main__"], "__file__", None)
+    script = getattr(sys.modules["__main__"], "__file__", None)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -52,8 +52,8 @@ from trainkit.types import (
     TrainkitError,
     format_error,
 )
-from trainkit.weights.checkpoint.background_save import save_threads
-from trainkit.weights.checkpoint.manifest import list_checkpoints, step_of
+from trainkit.weights.checkpoint.background_save import list_save_threads
+from trainkit.weights.checkpoint.manifest import list_checkpoints, parse_step
 
 Announce = Callable[..., None]
 """`Announce(name, allow=seconds)`: names the next phase, and how long it may take."""
@@ -63,7 +63,7 @@ _PER_BEAT = 5  # ticks between two beats
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause of a broken connection may still become known
 # In a stack: the main thread has noticed that a peer failed, and saves.
-_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/interrupted.py"
+_SAVE_AFTER_ERROR = "/trainkit/weights/checkpoint/emergency_save.py"
 _AHEAD = 75.0  # seconds before a phase is overdue from which on the others are read
 _LOOKS = 5  # looks in a row at which a rank must be slow
 _GRACE = 25.0  # seconds for a stop, at least: most launchers kill after 30
@@ -398,7 +398,7 @@ def _measure(rank: _Watch, *, passed: float) -> None:
     written = rank.options.written
     rank.saves.advance(
         passed,
-        is_saving=bool(save_threads()),
+        is_saving=bool(list_save_threads()),
         parts=None if written is None else written(),
         is_stopping=rank.alarms.stopping > 0,
     )
@@ -564,7 +564,7 @@ def _describe_unsaved(rank: _Watch, grace: float) -> tuple[str, int]:
     run_dir = rank.team.run_dir
     steps = list[int]()
     with contextlib.suppress(OSError):
-        steps = [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
+        steps = [parse_step(path) for path in list_checkpoints(run_dir / "checkpoints")]
     last = f"the last checkpoint is step {steps[0]}" if steps else "there is no checkpoint"
     text = (
         f"was asked to stop ({rank.options.asked() or 'a signal'}), but not saved within "

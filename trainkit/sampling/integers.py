@@ -1,4 +1,4 @@
-"""Integers from outside: numpy would cut off a fraction, and let what is too large wrap around."""
+"""Check integer arguments: numpy would truncate fractions and wrap large numbers around."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ if TYPE_CHECKING:
 
 
 def integers(where: str, name: str, values: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the argument `name` of `where` as int64, or refuse what int64 does not hold exactly.
+    """Convert an argument to int64; raise ValueError if that is not exact.
+
+    Args:
+        where: The function, for the message.
+        name: The name of the argument.
+        values: Its value.
 
     Raises:
-        ValueError: The values are ragged, no integers (a bool is none), or beyond int64.
+        ValueError: The values are ragged, are not integers (a bool is not), or exceed int64.
 
     Examples:
         >>> integers("permute", "index", [3, 4])
@@ -27,8 +32,9 @@ def integers(where: str, name: str, values: ArrayLike) -> np.ndarray[Any, np.dty
     try:
         array = np.asarray(values)
     except ValueError:
-        must = f"{name} must be one list of integers, not a ragged one"
-        raise ValueError(f"{where}: {must}") from None
+        raise ValueError(
+            f"{where}: {name} must be one list of integers, not a ragged one"
+        ) from None
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{where}: {name} must be integers, got {array.dtype} {array.shape}")
     if array.size and array.dtype == np.uint64 and array.max() >> 63:
@@ -37,10 +43,10 @@ def integers(where: str, name: str, values: ArrayLike) -> np.ndarray[Any, np.dty
 
 
 def indices_below(count: int, where: str, index: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the argument `index` of `where`, int64 `[N]`, or refuse what is not in [0, count).
+    """Convert the argument `index` of a function to int64 `[N]`; check that it is in [0, count).
 
     Raises:
-        ValueError: As `integers`; or one lies outside.
+        ValueError: As `integers`; or an index lies outside.
 
     Examples:
         >>> indices_below(3, "permute", 2)
@@ -48,6 +54,7 @@ def indices_below(count: int, where: str, index: ArrayLike) -> np.ndarray[Any, n
     """
     array = np.atleast_1d(integers(where, "index", index))
     if array.size and not 0 <= array.min() <= array.max() < count:
-        what = f"indices must lie in [0, {count}), got {array.min()} to {array.max()}"
-        raise ValueError(f"{where}: {what}")
+        raise ValueError(
+            f"{where}: indices must lie in [0, {count}), got {array.min()} to {array.max()}"
+        )
     return array

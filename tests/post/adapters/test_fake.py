@@ -16,7 +16,7 @@ from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import Decoder, Experts, init_weights
 from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel import fsdp, tensor_parallel
-from trainkit.parallel.linears import told_of
+from trainkit.parallel.linear_layers import describe_linears
 from trainkit.post.adapters import (
     LINEARS,
     fake_quantize,
@@ -94,7 +94,7 @@ def test_experts_round_what_they_multiply():
     fake_quantize("nvfp4", modules="experts")(model, SOLO)
     rows, counts = normal(7, 32), torch.tensor([2, 0, 5])
     assert torch.equal(experts(rows, counts), plain(rows, counts))
-    assert told_of([model]) == "fake nvfp4 in 1 linear layer, not in router"
+    assert describe_linears([model]) == "fake nvfp4 in 1 linear layer, not in router"
     with pytest.raises(ConfigError, match="fake_quantize: 'router' is a router"):
         fake_quantize(modules="router")(model, SOLO)
 
@@ -140,7 +140,7 @@ def test_tp_that_cuts_a_block_is_refused():
 def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(linears):
     with quietly():
         pytest.importorskip("torchao")
-    _, *how = LINEARS[linears]
+    how = LINEARS[linears].args
     weights = init_weights(MODEL, seed=0)
     prepared, plain = (
         tk.build_stages(lambda: Decoder(MODEL), SOLO, plan, weights=weights)[0]
@@ -204,7 +204,7 @@ def test_names_of_a_recipe_are_those_of_the_table():
     known = attrs.fields(attrs.resolve_types(LinearOptions)).linears.type
     assert get_args(known) == tuple(LINEARS)
     assert [len(make_linear_transforms(name)) for name in LINEARS] == [0, *[1] * (len(LINEARS) - 1)]
-    with pytest.raises(ConfigError, match="linear_modules says which"):
+    with pytest.raises(ConfigError, match="linear_modules"):
         make_linear_transforms("plain", "up")
     with pytest.raises(ValueError, match="\"qat_nvfp4\", got 'fp8'"):
         make_linear_transforms("fp8")

@@ -13,11 +13,11 @@ from torch import nn
 import trainkit as tk
 from trainkit.models import Decoder, init_weights, make_decoder_config
 from trainkit.parallel import check_plan, fsdp, tensor_parallel
-from trainkit.parallel.linears import told_of
+from trainkit.parallel.linear_layers import describe_linears
 from trainkit.parallel.recompute import groups_of
 from trainkit.post.adapters import Lora, float8, lora
 from trainkit.post.adapters.fake import quietly
-from trainkit.post.adapters.float8 import _rounded, scaled_product
+from trainkit.post.adapters.float8 import _round, scaled_product
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -67,9 +67,9 @@ OF_ROWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="a CPU scales wh
 def test_the_kernel_for_gpus_multiplies_what_is_multiplied_here(one):
     random = torch.Generator().manual_seed(0)
     a, b = torch.randn(24, 40, generator=random), torch.randn(40, 32, generator=random)
-    how = {"over": [], "one": one, "powers": not one}
-    a8, a_scale = _rounded(a, 1, torch.float8_e5m2 if one else torch.float8_e4m3fn, **how)
-    b8, b_scale = _rounded(b, 0, torch.float8_e4m3fn, **how)
+    dtype = torch.float8_e5m2 if one else torch.float8_e4m3fn
+    a8, a_scale = _round(a, 1, dtype, not one, one=one, inner=SOLO.tp, outer=SOLO.tp)
+    b8, b_scale = _round(b, 0, torch.float8_e4m3fn, not one, one=one, inner=SOLO.tp, outer=SOLO.tp)
     wanted = (a8.float() @ b8.float()) * a_scale * b_scale
     with mock.patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm) as called:
         found = scaled_product(a8, b8, a_scale, b_scale)
@@ -117,7 +117,7 @@ def test_names_and_values_stay_and_what_is_left_out_is_told():
     up = model.layers["0"].mlp.up
     assert torch.equal(up.weight, weights("layers.0.mlp.up.weight", up.weight.shape, (0, 0)))
     count = 7 * config.layers
-    assert told_of([model]) == f"float8 (rowwise) in {count} linear layers, not in head"
+    assert describe_linears([model]) == f"float8 (rowwise) in {count} linear layers, not in head"
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.layers["0"].mlp.up.weight.zero_()
@@ -145,12 +145,15 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ConfigError, match=told):
             float8(modules=pattern)(model, SOLO)
     float8()(model, SOLO)
-    assert told_of([model]) == "float8 (rowwise_with_gw_hp) in 1 linear layer, not in up, head"
+    assert (
+        describe_linears([model])
+        == "float8 (rowwise_with_gw_hp) in 1 linear layer, not in up, head"
+    )
     with pytest.raises(ConfigError, match=r"'wide' has a forward pass of its own \(Float8Linear\)"):
         float8(modules="wide")(model, SOLO)
     with pytest.raises(ConfigError, match=r"float8: no linear layer can: 'up' is 24 x 16"):
         float8()(nn.ModuleDict({"up": nn.Linear(16, 24)}), SOLO)
-    with pytest.raises(ConfigError, match=r"can: '0' is .*; '1' is .*; '2' is [^;]*; and 2 more$"):
+    with pytest.raises(ConfigError, match=r"can: '0' is .*; '1' is .*; '2' is [^;]*; and 2 more"):
         float8()(nn.Sequential(*(nn.Linear(16, 24) for _ in range(5))), SOLO)
     with pytest.raises(ConfigError, match="rounded must come before tensor"):
         check_plan([tensor_parallel(), float8()], SOLO)

@@ -13,7 +13,7 @@ from trainkit.models import Decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import adamw
 from trainkit.parallel import build_stages, fsdp, mixed_precision, tensor_parallel
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Freeze,
     Lora,

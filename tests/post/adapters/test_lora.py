@@ -412,14 +412,14 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
         resume(tmp_path, TrainState(), again, other, ps, **how)
     back = resume(
-        tmp_path, TrainState(), again, other, ps, **how, changes=ResumeRules(free=["base_from"])
+        tmp_path, TrainState(), again, other, ps, **how, rules=ResumeRules(allow=["base_from"])
     )
     assert state_hash(back, again, other, ps) == state_hash(state, stages, optimizer, ps)
     wrong = build(ps, of=1, trained="head")
     facts = adapters.exclude_frozen_(wrong, ps, source="the/base")
     with pytest.raises(CheckpointError, match=r"its base is [0-9a-f]{16}, the run's is"):
         resume(tmp_path, TrainState(), wrong, optimizer_of(wrong), ps, facts=facts)
-    with pytest.raises(CheckpointError, match="holds adapters alone, of a base at the/base"):
+    with pytest.raises(CheckpointError, match="of a base at the/base"):
         adapters.open_base_weights(path)
 
 

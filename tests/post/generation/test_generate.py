@@ -8,7 +8,7 @@ from torch import nn
 from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, call_model, call_routed
 from trainkit.models.config import Experts, Latents
-from trainkit.models.sizes import make_decoder_config
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.parallel import compile_blocks, make_call, make_stages
 from trainkit.post.generation import Sampling, generate
 from trainkit.text.tokenizers import make_byte_tokenizer
@@ -268,13 +268,13 @@ class Unused(nn.Module):
         (["ab"], {}, "prompts must be rows of token ids, got 'ab'"),
         ([[1, 40]], {}, r"prompt 0 has ids from 1 to 40; the model's are in \[0, 40\)"),
         ([[-1]], {}, "prompt 0 has ids from -1 to -1"),
-        ([[1], [1, 2, 3, 4]], {}, "prompt 1 has 4 tokens, which with 1 new ones outgrow the conte"),
+        ([[1], [1, 2, 3, 4]], {}, "prompt 1 has 4 tokens, which with 1 new ones exceed the conte"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
         ([[1]], {"context": 0}, "context must be at least 1, got 0"),
         ([[1]], {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-        ([[1]], {"row_ids": [1, 2]}, "1 prompts have 2 row_ids"),
-        ([[1]], {"stop": ["x"]}, "stop is about text, and there is no tokenizer"),
-        ([[1]], {"stream": print}, "stream is about text, and there is no tokenizer"),
+        ([[1]], {"row_ids": [1, 2]}, "1 prompts but 2 row_ids"),
+        ([[1]], {"stop": ["x"]}, "stop= needs a tokenizer"),
+        ([[1]], {"stream": print}, "stream= needs a tokenizer"),
         ([[1]], {"stop": ["x", ""]}, "a stop string is empty"),
     ],
 )

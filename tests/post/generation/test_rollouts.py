@@ -16,7 +16,6 @@ from trainkit.models.config import Experts
 from trainkit.post.generation import (
     Answer,
     Rewards,
-    Sampling,
     check_logprobs,
     compute_advantages,
     compute_old_logprobs,
@@ -26,7 +25,6 @@ from trainkit.post.generation import (
     read_answers,
     sample_answers,
     split_minibatches,
-    summarize_rollout,
 )
 from trainkit.post.objectives import policy_gradient, ppo_clip
 from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
@@ -63,8 +61,8 @@ def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
     assert found.rewards == [1, 0, 0, 0, 0, 0, 1, 0]
     assert (found.raised, found.hung) == (2, 1)
     assert shown == texts  # an empty answer is one; what was cut off earns nothing
-    assert found.told == "it raised ZeroDivisionError: no for '1+1=', 'raises'"
-    report = summarize_rollout(answers, found)
+    assert found.first_failure == "it raised ZeroDivisionError: no for '1+1=', 'raises'"
+    report = found.report(answers)
     assert (report["reward"], report["empty"], report["truncated"]) == (0.25, 1, 1)
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
@@ -118,7 +116,7 @@ def test_every_answer_is_in_one_minibatch():
     parts = split_minibatches(corpus, 3, capacity=24)
     documents = [sorted(part.bins.documents.tolist()) for part in parts]
     assert documents == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-    with pytest.raises(ValueError, match=r"minibatches.*at least 1, got 12 and 0"):
+    with pytest.raises(ValueError, match=r"minibatch.*at least 1, got 12 and 0"):
         split_minibatches(corpus, 12, capacity=24)
     with pytest.raises(ValueError, match="capacity"):
         split_minibatches(corpus, 3, capacity=4)
@@ -128,15 +126,15 @@ def test_the_nth_answer_is_the_same_whatever_is_sampled_beside_it():
     model = build_decoder(
         make_decoder_config("tiny", layers=1, width=32, heads=2, kv_heads=2), seed=0
     )
-    how = {"tokenizer": BYTES, "max_new_tokens": 3, "context": 16, "sampling": Sampling(seed=3)}
+    how = {"tokenizer": BYTES, "max_new_tokens": 3, "context": 16, "seed": 3}
     prompts = ["1+1=", "22+3=", "4="]
-    whole = sample_answers(model, prompts, each=2, first=100, **how)
+    whole = sample_answers(model, prompts, answers_per_prompt=2, first=100, **how)
     assert [x.group for x in whole] == [0, 0, 1, 1, 2, 2]
     assert [x.prompt for x in whole] == [p for p in prompts for _ in range(2)]
     assert list(whole[0].ids) != list(whole[1].ids)
-    alone = sample_answers(model, prompts[1:2], each=2, first=102, **how)
+    alone = sample_answers(model, prompts[1:2], answers_per_prompt=2, first=102, **how)
     assert [x.ids for x in alone] == [x.ids for x in whole[2:4]]
-    others = sample_answers(model, prompts, each=2, first=106, **how)
+    others = sample_answers(model, prompts, answers_per_prompt=2, first=106, **how)
     assert [x.ids for x in others] != [x.ids for x in whole]
     for x in whole:
         assert x.truncated == (x.ids[-1] != BYTES.eos_id)
@@ -161,12 +159,12 @@ def test_rollouts_are_read_as_they_are_needed_and_a_list_once_more():
         read = make_answer_reader(given, tokenizer=BYTES, size=2)
         assert [[x.text, x.group] for x in read(0)] == [["0", 0], ["1", 0]]
         assert [x.text for x in read(2)] == ["4", "5"]  # a run that goes on passes over the others
-        with pytest.raises(DataError, match="rollout 3 needs answers 6 to 7, and there are 7;"):
+        with pytest.raises(DataError, match="rollout 3 needs answers 6 to 7, but there are 7;"):
             read(3)
         if given is records:
             assert [x.text for x in read(1)] == ["2", "3"]
         else:
-            with pytest.raises(DataError, match="answers 2 to 3, and the iterator is at 7;"):
+            with pytest.raises(DataError, match="answers 2 to 3, but the iterator is at 7;"):
                 read(1)
 
 
@@ -175,21 +173,21 @@ def test_rollouts_are_read_as_they_are_needed_and_a_list_once_more():
     [
         ({"answer": None}, "record 4 has answer=None"),
         ({"truncated": "false"}, "record 4 has truncated='false'; it must be true or false"),
-        ({"logprobs": None}, "has 2 tokens that logprobs are needed of, and logprobs: None"),
-        ({"logprobs": [-0.5]}, "4 has 1 log-probabilities, and its answer '2' is encoded into 2"),
-        ({"choices": [[[0, 1]]] * 5}, "has 7 tokens that choices are needed of, and choices: 5;"),
+        ({"logprobs": None}, "has 2 tokens that need logprobs, but logprobs: None"),
+        ({"logprobs": [-0.5]}, "4 has 1 log-probabilities, but its answer '2' is encoded into 2"),
+        ({"choices": [[[0, 1]]] * 5}, "has 7 tokens that need choices, but choices: 5;"),
         ({"answer": "", "truncated": True, "logprobs": []}, "has 0 tokens"),
         ({"answer": "\ud800", "logprobs": [-1.0] * 4}, "comes back from its tokens as"),
         *(
             ({"logprobs": [-0.5, bad]}, f"record 4 has the log-probability {bad!r} for token 1")
             for bad in (12, 0.3, 1e-9, math.nan, -math.inf, True, False, "-0.5", None)
         ),
-        ({"ids": [50, 257], "logprobs": [-0.5]}, "has 2 tokens that logprobs are needed of"),
-        ({"ids": [50]}, "record 4 is not truncated, and its ids end with 50; .* EOS, 257, unless"),
-        ({"ids": [50, 257], "truncated": True}, "record 4 is truncated, and its ids end with 257"),
-        ({"ids": [51, 257]}, "record 4 has the answer '2', and its ids are '3'"),
+        ({"ids": [50, 257], "logprobs": [-0.5]}, "has 2 tokens that need logprobs"),
+        ({"ids": [50]}, "record 4 is not truncated, but its ids end with 50; .* EOS, 257, unless"),
+        ({"ids": [50, 257], "truncated": True}, "record 4 is truncated, but its ids end with 257"),
+        ({"ids": [51, 257]}, "record 4 has the answer '2', but its ids decode to '3'"),
         *(
-            ({name: bad}, f"record 4 has {name}=.*; it must be a list of ids .* from 0 to 258")
+            ({name: bad}, f"record 4 has {name}=.*; it must be a list of token ids.* from 0 to 258")
             for name in ("ids", "prompt_ids")
             for bad in ([], "2", 50, [259], [-1], [50.0], [True], [None])
         ),
@@ -218,9 +216,9 @@ def test_the_tokens_that_were_drawn_are_those_that_are_trained():
         assert (found.prompt_ids, found.ids, found.text) == (drawn, ids, "123")
     text = {"prompt": "123", "answer": "123", "logprobs": logprobs}
     want = (
-        f"record 0 has 4 log-probabilities, and its answer '123' is encoded into {len(whole) + 1}"
+        f"record 0 has 4 log-probabilities, but its answer '123' is encoded into {len(whole) + 1}"
     )
-    with pytest.raises(DataError, match=f'{want} tokens.*give those that it drew as "ids"'):
+    with pytest.raises(DataError, match=f'{want} tokens.*give the sampled tokens as "ids"'):
         read_answers([text], tokenizer=tokenizer)
     other = given | {"prompt_ids": [*whole]}
     assert [x.group for x in read_answers([given, given, other], tokenizer=tokenizer)] == [0, 0, 1]
@@ -242,7 +240,7 @@ def test_a_sampler_that_is_not_the_trainer_is_refused():
     assert check_logprobs([*apart, batches[0]]) == pytest.approx(0.02)
     for wrong in (-2.5, float("nan")):
         other = batches[0] | {"old_logprobs": torch.tensor([0.0, wrong, -0.25])}
-        with pytest.raises(DataError, match=r"in the mean, and may be 0\.1"):
+        with pytest.raises(DataError, match=r"above the tolerance 0\.1"):
             check_logprobs([other, apart[1]])
 
 

@@ -10,7 +10,7 @@ from trainkit.post.generation import (
     sample_from_cdf,
     shape_logits,
 )
-from trainkit.post.generation.sampling import places_of
+from trainkit.post.generation.sampling import make_noise
 from trainkit.types import ConfigError
 
 
@@ -61,13 +61,13 @@ def test_the_end_of_the_range_is_a_token():
 
 
 def test_the_noise_of_a_place_is_its_own_and_even():
-    places = places_of([0, 1, 7], [5, 9, 0], 4000, seed=3, device=torch.device("cpu"))
+    places = make_noise([0, 1, 7], [5, 9, 0], 4000, seed=3, device=torch.device("cpu"))
     assert places.dtype == torch.float64
     assert places.unique().numel() == 12000
     assert places.min() >= 0
     assert places.max() < 1
     assert (places.mean(1) - 0.5).abs().max() < 0.02
-    again = places_of([7], [10], 10, seed=3, device=torch.device("cpu"))
+    again = make_noise([7], [10], 10, seed=3, device=torch.device("cpu"))
     assert torch.equal(again[0], places[2, 10:20])
 
 

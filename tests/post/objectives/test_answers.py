@@ -6,7 +6,7 @@ from packed_answers import cut, documents_of, drawn, make_answers, part_of, unpa
 
 from trainkit.batch import count_documents
 from trainkit.losses import average_terms, weight_by_document, weight_by_microbatch
-from trainkit.losses.logits import cure_of
+from trainkit.losses.logits import get_column_hint
 from trainkit.mesh import axis_from_group
 from trainkit.post.objectives.policy import (
     PolicyOptions,
@@ -225,7 +225,7 @@ def test_half_a_pair_is_refused_and_where_nobody_looks_it_is_nan(monkeypatch):
     for name in ("dpo", "ipo", "simpo", "orpo"):
         with pytest.raises(ValueError, match=r"document 2 of row 1 is the last one, and no pair"):
             found_of(LOSSES[name], batch)
-    monkeypatch.setattr("trainkit.post.objectives.preference.on_host", lambda _: False)
+    monkeypatch.setattr("trainkit.post.objectives.preference.can_read_values", lambda _: False)
     for name in ("dpo", "simpo"):
         total, _, d_x, _ = found_of(LOSSES[name], batch)
         assert total.isnan()
@@ -302,7 +302,7 @@ def test_a_missing_column_is_named_with_what_makes_it(name, column):
     batch = {k: v for k, v in make_answers().items() if k != column}
     with pytest.raises(ValueError, match=f'the batch has no "{column}"') as caught:
         found_of(LOSSES[name], batch)
-    assert str(caught.value).endswith(f"; {cure_of(column)}")
+    assert str(caught.value).endswith(f"; {get_column_hint(column)}")
 
 
 def test_no_other_column_is_missed():
@@ -392,7 +392,7 @@ def test_gspo_weighs_an_answer_by_the_product_of_its_tokens_importance():
 
 @pytest.mark.parametrize(
     ("bad", "what"),
-    [({"kl_weight": 0.1}, "no kl says what"), ({"most_importance": 0.0}, "must be above 0")],
+    [({"kl_weight": 0.1}, "without a kl"), ({"most_importance": 0.0}, "must be above 0")],
 )
 def test_what_would_be_added_to_no_effect_is_refused(bad, what):
     with pytest.raises(ConfigError, match=what):

@@ -20,7 +20,7 @@ from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, Share
-from trainkit.weights.checkpoint.directory import get_run_id
+from trainkit.weights.checkpoint.run_id import get_run_id
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 30

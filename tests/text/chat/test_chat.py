@@ -167,7 +167,7 @@ def test_a_weight_of_0_leaves_a_turn_out():
 
 def test_arguments_out_of_range_are_refused():
     encode = partial(encode_chat, talk("Q", "A"), BYTES)
-    with pytest.raises(ValueError, match=r"asks for the messages \[1, 2\]; there are 2"):
+    with pytest.raises(ValueError, match=r"train has the messages \[1, 2\]; there are 2"):
         encode(train=[1, 2])
     with pytest.raises(ValueError, match="numbers of messages, or a function, got 'user'"):
         encode(train="user")
@@ -421,7 +421,6 @@ def test_records_that_are_wrong_are_refused():
         encode({"messages": [*talk("Q"), {"role": "assistant"}]})
     with pytest.raises(DataError, match="'tools' is no JSON"):
         encode({"messages": talk("Q", "A"), "tools": "{"})
-    assert not make_chat_encoder(BYTES, check=False)({"messages": talk("Q")}).trained.any()
     with pytest.raises(DataError, match=r"'tools' must be a list of JSON schemas, got \[1\]"):
         encode({"messages": talk("Q", "A"), "tools": "[1]"})
     with pytest.raises(ValueError, match="10 tokens, where one is needed"):

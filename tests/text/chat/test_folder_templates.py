@@ -436,9 +436,9 @@ def test_the_ids_that_generation_stops_at_are_the_folders(folder):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"chat_template": 3}, "chat_template is no text"),
-        ({"chat_template": ["x"]}, "chat_template is no text"),
-        ({"chat_template": [{"name": "default"}]}, "chat_template is no text"),
+        ({"chat_template": 3}, "chat_template must be a text"),
+        ({"chat_template": ["x"]}, "chat_template must be a text"),
+        ({"chat_template": [{"name": "default"}]}, "chat_template must be a text"),
         ({"chat_template": "{% for %}"}, "is no Jinja"),
         ({"chat_template": "{{ messages[0].content }}", "eos_token": None}, "with no token of"),
     ],

@@ -212,7 +212,6 @@ def packings(draw):
     arguments = {
         "capacity": capacity,
         "fit": draw(st.sampled_from([best_fit, first_fit, next_fit])),
-        "group_size": draw(st.sampled_from([0, 1, 3, 100])),
         "multiple_of": multiple_of,
     }
     return lengths, arguments

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from trainkit.text.chat.encode import encode_chat, find_stop_ids
 from trainkit.text.chat.jinja import make_jinja_template
-from trainkit.text.chat.messages import checked_messages
+from trainkit.text.chat.messages import normalize_messages
 from trainkit.text.chat.templates import TEMPLATES, chatml, llama3, qwen3
 from trainkit.text.tokenizers import make_byte_tokenizer, open_tokenizer
 from trainkit.text.tokenizers.special import CHATML_SPECIAL, LLAMA3_SPECIAL, QWEN3_SPECIAL
@@ -162,7 +162,7 @@ def test_the_block_that_qwen_adds_where_there_is_no_reasoning_is_no_words_of_the
         (qwen3, [user("a"), answer("", tool_calls=[{"arguments": {}}])], "call 0 without a name"),
         (qwen3, [user("a"), answer("b", reasoning=3)], "message 1 .*reasoning that is no text"),
         (llama3, [user("a"), answer("", tool_calls=calling("f", "g"))], "message 1 .*2 tool_calls"),
-        (partial(llama3, tools=[{}]), [answer("a")], "message 0 .*has to hold the tools"),
+        (partial(llama3, tools=[{}]), [answer("a")], "message 0 .*must hold the tools"),
         (partial(llama3, tools=[{}]), [{"role": "system", "content": "a"}], "there is none"),
     ],
 )
@@ -178,14 +178,14 @@ def test_chatml_refuses_tools_that_it_cannot_show():
 
 def test_parts_of_text_are_joined_and_missing_fields_of_a_table_are_dropped():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert checked_messages([{"role": "user", "content": parts, "tool_calls": None}]) == [
+    assert normalize_messages([{"role": "user", "content": parts, "tool_calls": None}]) == [
         user("ab")
     ]
-    assert "tool_calls" not in checked_messages([user("a"), answer("b", tool_calls=[])])[1]
-    other = checked_messages([user("a"), answer("b", reasoning="c")])
+    assert "tool_calls" not in normalize_messages([user("a"), answer("b", tool_calls=[])])[1]
+    other = normalize_messages([user("a"), answer("b", reasoning="c")])
     assert other[1]["reasoning_content"] == "c"
     flat = answer(None, tool_calls=[{"name": "f", "arguments": "{}"}])
-    assert checked_messages([user("a"), flat])[1]["tool_calls"] == [
+    assert normalize_messages([user("a"), flat])[1]["tool_calls"] == [
         {"function": {"name": "f", "arguments": "{}"}}
     ]
 
@@ -369,7 +369,7 @@ def test_a_template_that_makes_much_more_than_a_conversation_holds_is_refused():
     source = "{{ 'x' * 4000000 }}{% for m in messages %}{{ m.content }}$\n{% endfor %}"
     large = make_jinja_template(source, eos_token="$", stop="$")
     messages = [user("a"), {"role": "assistant", "content": "b"}]
-    with pytest.raises(DataError, match=r"makes 400.* letters of a conversation of"):
+    with pytest.raises(DataError, match=r"renders 400.* characters from a conversation of"):
         encode_chat(messages, make_byte_tokenizer(("$",)), template=large)
     small = make_jinja_template(source.replace("4000000", "60000"), eos_token="$", stop="$")
     assert len(encode_chat(messages, make_byte_tokenizer(("$",)), template=small).tokens) > 60_000
@@ -382,7 +382,7 @@ def test_a_source_that_is_no_jinja_or_has_no_end_is_refused_at_once():
         make_jinja_template("\n{{ messages | colour }}", eos_token="$")
     with pytest.raises(ValueError, match="line 1: No test named 'blue'"):
         make_jinja_template("{{ messages is blue }}", eos_token="$")
-    with pytest.raises(ValueError, match="say what ends a turn"):
+    with pytest.raises(ValueError, match="give what ends a turn"):
         make_jinja_template("x")
 
 

@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.data.concat import concat_corpora, fingerprint
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.joined import concat_corpora, fingerprint
-from trainkit.data.mapped import check_unchanged
+from trainkit.data.memory_map import check_unchanged
 from trainkit.text.chat.encode import make_chat_encoder
-from trainkit.text.corpora.library import is_library_source, standard_library
 from trainkit.text.corpora.open import (
     held_out_documents,
     hold_out,
@@ -29,6 +28,7 @@ from trainkit.text.corpora.open import (
     open_corpus,
     open_library_corpus,
 )
+from trainkit.text.corpora.python_library import is_library_source, standard_library
 from trainkit.text.corpora.tokens import write_corpus
 from trainkit.text.tokenizers import make_byte_tokenizer, open_tokenizer, tokenizer_hash
 from trainkit.types import DataError, Sample
@@ -133,7 +133,7 @@ def test_directories_without_documents_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no documents: of its files ending in .md.* none was"):
         open_corpus(tmp_path)
     write_tree(tmp_path, {"a.txt": "a"})
-    with pytest.raises(DataError, match="none was kept"):
+    with pytest.raises(DataError, match="none is selected"):
         open_corpus(tmp_path, keep=lambda _: False)
     write_tree(tmp_path, {"a.txt": ""})
     with pytest.raises(DataError, match="none has a token"):
@@ -264,7 +264,7 @@ def test_paths_that_are_no_corpus_are_refused(tmp_path):
             open_corpus(tmp_path / name)
     write_tree(tmp_path, {"a.jsonl": ""})
     with pytest.raises(
-        DataError, match=r"a.jsonl: no documents: of its lines or rows, none was kept"
+        DataError, match=r"a.jsonl: no documents: of its lines or rows, none is selected"
     ):
         open_corpus(tmp_path / "a.jsonl")
     write_tree(tmp_path, {"a.tokens": ""})

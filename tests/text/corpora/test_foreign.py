@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.data.joined import fingerprint
-from trainkit.data.mapped import check_unchanged
-from trainkit.text.corpora import foreign, layouts
+from trainkit.data.concat import fingerprint
+from trainkit.data.memory_map import check_unchanged
+from trainkit.text.corpora import foreign, foreign_layouts
 from trainkit.text.corpora.open import open_corpus
 from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.types import DataError
@@ -54,7 +54,7 @@ def megatron(path, documents, kind="uint16", number=8, /, **change):
 # ------------------------------------------------------------------------------------ npy
 
 
-@pytest.mark.parametrize("dtype", layouts.DTYPES)
+@pytest.mark.parametrize("dtype", foreign_layouts.DTYPES)
 def test_arrays_of_integers_are_mapped(tmp_path, dtype):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=dtype))
     corpus = open_corpus(tmp_path / "a.npy")
@@ -284,7 +284,7 @@ def test_every_change_of_a_small_file_changes_its_fingerprint_and_its_source(tmp
 DOCUMENTS = [[[1, 2], [3]], [], [[4, 5, 6]], [[]]]
 
 
-@pytest.mark.parametrize(("code", "dtype"), layouts.MEGATRON_DTYPES.items())
+@pytest.mark.parametrize(("code", "dtype"), foreign_layouts.MEGATRON_DTYPES.items())
 def test_megatrons_documents_are_runs_of_its_sequences(tmp_path, code, dtype):
     path = megatron(tmp_path / "a.idx", DOCUMENTS, dtype, code)
     for name in (path, path.with_suffix(".bin"), tmp_path):

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.text.corpora import text
+from trainkit.text.corpora import text_files
 from trainkit.text.corpora.open import open_corpus
-from trainkit.text.corpora.records import read_records, record_place
-from trainkit.text.corpora.text import read_text
+from trainkit.text.corpora.records import describe_record, read_records
+from trainkit.text.corpora.text_files import read_text
 from trainkit.types import ConfigError, DataError, DiskError
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -51,7 +51,7 @@ def test_lines_are_found_wherever_blocks_end(tmp_path_factory, lines):
     path.write_bytes(b"\n".join(lines))
     sources = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "BLOCK", 7)
+        patch.setattr(text_files, "BLOCK", 7)
         names = [name for name, _ in read_records(path, sources=sources)]
     assert names == [str(n) for n, line in enumerate(lines, start=1) if line.strip()]
     assert sources == {"a.jsonl": hashlib.sha256(b"\n".join(lines)).hexdigest()[:16]}
@@ -109,10 +109,10 @@ def test_a_name_that_is_no_utf_8_is_refused_when_it_is_read(tmp_path):
 
 
 def test_a_record_has_a_place(tmp_path):
-    assert record_place(Path("a.jsonl"), "3") == "a.jsonl: line 3"
-    assert record_place(Path("a.parquet"), "3") == "a.parquet: row 3"
-    assert record_place(tmp_path, "b/c.jsonl:3") == f"{tmp_path}/b/c.jsonl: line 3"
-    assert record_place(tmp_path, "b/c.txt") == f"{tmp_path}/b/c.txt"
+    assert describe_record(Path("a.jsonl"), "3") == "a.jsonl: line 3"
+    assert describe_record(Path("a.parquet"), "3") == "a.parquet: row 3"
+    assert describe_record(tmp_path, "b/c.jsonl:3") == f"{tmp_path}/b/c.jsonl: line 3"
+    assert describe_record(tmp_path, "b/c.txt") == f"{tmp_path}/b/c.txt"
 
 
 # ------------------------------------------------------------------------------- parquet and arrow
@@ -196,7 +196,7 @@ def failing(function, times, code=errno.EIO):
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_read_that_fails_for_once_is_tried_again(tmp_path, monkeypatch, code):
     waits = []
-    monkeypatch.setattr(text.time, "sleep", waits.append)
+    monkeypatch.setattr(text_files.time, "sleep", waits.append)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}')
     with monkeypatch.context() as patch:
@@ -213,14 +213,14 @@ def test_a_read_that_fails_for_once_is_tried_again(tmp_path, monkeypatch, code):
 
 @pytest.mark.case("D9")
 def test_a_disk_that_goes_on_failing_ends_the_run_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(text.time, "sleep", lambda _: None)
+    monkeypatch.setattr(text_files.time, "sleep", lambda _: None)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}')
     monkeypatch.setattr(os, "pread", failing(os.pread, 4))
     with pytest.raises(DiskError, match=r"a.txt: cannot be read: Input/output error, 4 times"):
         read_text(tmp_path / "a.txt")
     monkeypatch.undo()
-    monkeypatch.setattr(text.time, "sleep", lambda _: None)
+    monkeypatch.setattr(text_files.time, "sleep", lambda _: None)
     monkeypatch.setattr(os, "pread", failing(os.pread, 4))
     with pytest.raises(DiskError, match=r"a.jsonl: cannot be read: Input/output error") as caught:
         list(read_records(tmp_path / "a.jsonl"))
@@ -228,7 +228,7 @@ def test_a_disk_that_goes_on_failing_ends_the_run_by_name(tmp_path, monkeypatch)
 
 
 def test_what_waiting_does_not_mend_is_not_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(text.time, "sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setattr(text_files.time, "sleep", lambda _: pytest.fail("waited"))
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}')
     monkeypatch.setattr(Path, "open", failing(Path.open, 1, errno.EACCES))
     with pytest.raises(DataError, match=r"a.jsonl: Permission denied"):

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.data.concat import concat_corpora, fingerprint
 from trainkit.data.corpus import make_corpus
-from trainkit.data.joined import concat_corpora, fingerprint
-from trainkit.data.mapped import check_unchanged
+from trainkit.data.memory_map import check_unchanged
 from trainkit.text.corpora import content, token_file
 from trainkit.text.corpora.open import open_corpus
 from trainkit.text.corpora.token_file import (

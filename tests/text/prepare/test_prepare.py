@@ -43,7 +43,7 @@ from trainkit.text.chat import (
 )
 from trainkit.text.corpora import open_conversations
 from trainkit.text.corpora.records import read_records
-from trainkit.text.corpora.text import TEXT_SUFFIXES
+from trainkit.text.corpora.text_files import TEXT_SUFFIXES
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
 from trainkit.text.prepare import chunks, parts, workers
 from trainkit.text.prepare import prepare as room
@@ -84,8 +84,8 @@ def texts_of(path):
     return [BYTES.decode(corpus.tokens[begin:end]) for begin, end in ends]
 
 
-def run(source, out, **options):
-    return prepare_corpus(source, out, **{"tokenizer": BYTES, "chunk_bytes": 100} | options)
+def run(source, out, *, tokenizer=BYTES, chunk_bytes=100, **options):
+    return prepare_corpus(source, out, tokenizer=tokenizer, chunk_bytes=chunk_bytes, **options)
 
 
 def names_in(folder):
@@ -183,7 +183,7 @@ def test_lines_are_cut_anywhere_and_each_is_read_once(tmp_path_factory, content)
             cuts = chunks.split_source(path, suffixes=[], chunk_bytes=size)
             found = [(c, i, r) for c in cuts for i, r in enumerate(chunks.read_chunk(c))]
             assert [record for *_, record in found] == want
-            names = [chunks.document_name(chunk, i) for chunk, i, _ in found]
+            names = [chunks.describe_document(chunk, i) for chunk, i, _ in found]
             assert names == [f"{path}: line {place}" for place in places]
             assert all(chunk.bytes >= size for chunk in cuts[:-1])
 
@@ -192,7 +192,7 @@ def test_a_cut_that_falls_on_the_end_of_a_line_stays_there(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["one", "two", "six"])
     line = path.stat().st_size // 3
     cuts = chunks.split_source(path, suffixes=[], chunk_bytes=line)
-    assert [(cut.begin, cut.end) for cut in cuts] == [(i * line, (i + 1) * line) for i in range(3)]
+    assert [(cut.start, cut.end) for cut in cuts] == [(i * line, (i + 1) * line) for i in range(3)]
 
 
 def test_sources_follow_one_another_and_files_are_left_out_by_name(source, out):
@@ -229,7 +229,7 @@ def test_a_text_file_is_a_source_of_one_document(tmp_path):
     (tmp_path / "input.txt").write_text("one\n\ntwo")
     (cut,) = chunks.split_source(tmp_path / "input.txt", suffixes=TEXT_SUFFIXES, chunk_bytes=1)
     assert list(chunks.read_chunk(cut)) == [{"text": "one\n\ntwo"}]
-    assert chunks.document_name(cut, 0) == str(tmp_path / "input.txt")
+    assert chunks.describe_document(cut, 0) == str(tmp_path / "input.txt")
     run(tmp_path / "input.txt", tmp_path / "a.tokens")
     assert texts_of(tmp_path / "a.tokens") == ["one\n\ntwo"]
 
@@ -315,7 +315,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_and_gives_the_same_file(source, o
         if not ended:
             break
         assert out.read_bytes() in (b"old", want)
-        kept += run(path, out).parts_kept
+        kept += run(path, out).parts_reused
         assert out.read_bytes() == want
         assert names_in(out.parent) == ["a.tokens"]
         out.write_bytes(b"old")
@@ -340,11 +340,11 @@ def test_an_interrupted_run_keeps_its_parts_and_says_so(source, out):
     assert len(names_in(out.parent / "a.tokens.parts")) == 4
     shown = []
     done = run(path, out, log=said.append, progress=shown.append)
-    assert done.parts_kept == 2
+    assert done.parts_reused == 2
     assert "going on with 2 of 3 parts" in said[0]
     assert len(said) == 2  # that, and the joining
     (last,) = shown
-    assert 0 < last.kept_bytes < last.bytes == last.total_bytes == path.stat().st_size
+    assert 0 < last.reused_bytes < last.bytes == last.total_bytes == path.stat().st_size
     assert (last.documents, last.tokens) == (done.documents, done.tokens)
 
 
@@ -390,7 +390,7 @@ def test_parts_of_something_else_are_made_anew(change, options, found, source, o
         with pytest.raises(DataError, match="there is no field 'body'"):
             run(source, out, log=said.append, **options)
     else:
-        assert run(source, out, log=said.append, **options).parts_kept == kept
+        assert run(source, out, log=said.append, **options).parts_reused == kept
         assert texts_of(out) == [record["text"] for _, record in read_records(source)]
     assert reason in said[1]
 
@@ -402,7 +402,7 @@ def test_an_encoder_that_changed_makes_parts_anew(source, out):
     done = run(
         source / "a.jsonl", out, make_encode=functools.partial(encoded_by_letter, letter="b")
     )
-    assert done.parts_kept == 0
+    assert done.parts_reused == 0
 
 
 def another_version(_, monkeypatch):
@@ -425,7 +425,7 @@ def test_parts_of_another_trainkit_are_made_anew(change, source, out, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run(path, out, progress=stop_after(2))
     change(source, monkeypatch)
-    assert run(path, out, log=said.append).parts_kept == 0
+    assert run(path, out, log=said.append).parts_reused == 0
     assert "changed from" in said[1]
     assert said[1].split(": ")[-1].startswith(("trainkit", "format"))
 
@@ -643,7 +643,7 @@ def test_a_disk_without_room_for_the_joined_file_is_found_before_it_is_written(
         run(path, out)
     assert (caught.value.got, caught.value.want > 17) == (17, True)
     monkeypatch.undo()
-    assert run(path, out).parts_kept == 3
+    assert run(path, out).parts_reused == 3
 
 
 def test_a_folder_that_does_not_reach_the_disk_is_named_and_leaves_nothing_open(
@@ -796,8 +796,8 @@ ERRORS = {
     "odd": (DataError("odd", got=lambda: 0), DataError, "DataError: odd"),
     "key": (KeyError("k"), DataError, "KeyError: 'k'"),
     "value": (ValueError("v"), ValueError, "v"),
-    "disk": (DiskError("full", where=Path("a"), got=1, want=(2,), hint="h"), DiskError, "full"),
-    "config": (ConfigError("gone", hint="pip"), ConfigError, "gone"),
+    "disk": (DiskError("full", where=Path("a"), got=1, want=(2,), hint="h"), DiskError, "full: h"),
+    "config": (ConfigError("gone", hint="pip"), ConfigError, "gone: pip"),
 }
 
 
@@ -1133,11 +1133,11 @@ def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, wor
     found = [(part.counts["truncated"], part.counts["dropped"]) for part in said]
     assert found == [(0, 0), (1, 0), (1, 0), (0, 1)]
     assert [part.empty_documents for part in said] == [0] * 4
-    options = {"make_encode": make, "tokenizer": tokenizer, "chunk_bytes": 1}
+    run_it = functools.partial(run, path, out, make_encode=make, tokenizer=tokenizer, chunk_bytes=1)
     with pytest.raises(KeyboardInterrupt):
-        run(path, out, progress=stop_after(3), **options)
-    done = run(path, out, **options)
-    assert (done.parts_kept, done.empty_documents) == (3, 0)
+        run_it(progress=stop_after(3))
+    done = run_it()
+    assert (done.parts_reused, done.empty_documents) == (3, 0)
     counts = {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3, "answers": 6}
     assert +Counter(done.counts) == counts
 

@@ -115,7 +115,7 @@ def test_a_record_without_its_text_is_refused_with_the_fields_name():
 
 def test_a_tokenizer_that_cannot_be_told_from_another_has_no_hash():
     letters = Letters()
-    with pytest.raises(ValueError, match=r"one Letters from another; give it an .*`identity`"):
+    with pytest.raises(ValueError, match=r"Letters has nothing .*`identity`"):
         tokenizer_hash(letters)
     letters.identity = "1"
     before = tokenizer_hash(letters)

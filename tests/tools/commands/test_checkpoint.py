@@ -21,7 +21,7 @@ from trainkit.__main__ import main
 from trainkit.run.config import read_config
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint import diff_checkpoints, list_checkpoints, manifest
-from trainkit.weights.checkpoint.listing import describe_checkpoint
+from trainkit.weights.checkpoint.describe import describe_checkpoint
 from trainkit.weights.checkpoint.manifest import make_manifest
 from trainkit.weights.checkpoint.retention import remove_checkpoint
 from trainkit.weights.checkpoint.safe_files import hash_file, write_durably
@@ -275,7 +275,7 @@ def test_prune_says_and_does_the_same(run_dir, said):
 
 def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, said, monkeypatch):
     # Pickles are read in this process: to start one takes seconds, and test_convert.py does it.
-    monkeypatch.setattr(foreign, "_told_by_torch", pickled.describe)
+    monkeypatch.setattr(foreign, "_read_pickles", pickled.describe)
     code, report = said("export", run_dir, tmp_path / "w", "--dtype", "bfloat16")
     assert code == 0
     assert report["from"]["checkpoint"] == "step_00000005"

@@ -54,7 +54,7 @@ def model(home):
 def test_a_token_has_the_log_probability_that_its_document_gives_it(home, model):
     out = home / "referenced.tokens"
     report, code = run_score(home / "run", home / "a.tokens", "--out", out, "--part", 20)
-    assert (code, report["columns"], report["parts_kept"]) == (0, ["reference_logprobs"], 0)
+    assert (code, report["columns"], report["parts_reused"]) == (0, ["reference_logprobs"], 0)
     before, corpus = open_tokens(home / "a.tokens"), open_tokens(out, check="full")
     assert np.array_equal(corpus.tokens, before.tokens)
     assert np.array_equal(corpus.trained, before.trained)
@@ -125,7 +125,7 @@ def test_a_killed_command_goes_on_with_the_parts_that_it_has_written(home, tmp_p
     damaged = tmp_path / "out.tokens.parts" / "part_00000001.tokens"
     damaged.write_bytes(damaged.read_bytes()[:-40])
     report, _ = run_score(*words, "--out", out)
-    assert report["parts_kept"] == 2
+    assert report["parts_reused"] == 2
     assert out.read_bytes() == whole.read_bytes()
 
 

@@ -277,7 +277,7 @@ def test_a_picture_of_a_pipeline_prints_the_bubble_of_each_schedule(tmp_path):
 # ------------------------------------------------------------------------------------ the files
 
 
-@pytest.mark.parametrize("room", ["sinks", "pictures"])
+@pytest.mark.parametrize("room", ["run.sinks", "run.plots", "tools.pictures"])
 def test_sinks_and_pictures_are_imported_without_torch(room):
     code = f"import sys, trainkit.{room}; print(*{{'torch', 'matplotlib'}} & {{*sys.modules}})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.__main__ import main
 from trainkit.models import DecoderConfig, Experts, count_parameters
-from trainkit.models.sizes import make_decoder_config
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.tools.planning import (
     Hardware,
     Job,
@@ -310,7 +310,7 @@ def test_the_fastest_that_fits_is_first_and_the_impossible_last():
         ({"efficiency": 0.0}, "efficiency must be above 0 and at most 1, .* got 0.0 and 0.1"),
         ({"rows": 0}, "rows must be above 0, got 0"),
         ({"recompute": ["some"]}, 'recompute must be "none", "selective" or "full"; .* got \'some'),
-        ({"recompute": ["1.5"]}, "the fraction of the bytes to keep, .* got '1.5'"),
+        ({"recompute": ["1.5"]}, "the fraction of the bytes to save, .* got '1.5'"),
         ({"offload_activations": -1}, "offload_activations must be at least 0 and finite, got -1"),
         ({"precision": Precision()}, "precision must be of a compute other than auto"),
     ],
@@ -478,5 +478,5 @@ def test_what_is_kept_summed_and_remembered_in_fewer_bits_is_counted_so():
         for one in (wide, low)
     ]
     assert sent[0] == 2 * sent[1]
-    with pytest.raises(ConfigError, match="muon cannot keep moments in bf16"):
+    with pytest.raises(ConfigError, match="muon does not support moments in bf16"):
         estimate_memory(attrs.evolve(low, optimizer="muon", precision=kept), Layout())

@@ -9,7 +9,7 @@ import trainkit as tk
 from trainkit import losses
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
-from trainkit.parallel.leaks import leaks, refuse_leaks
+from trainkit.parallel.packing_leaks import leaks, refuse_leaks
 from trainkit.tools.testing import LayoutCase, PackingError, certify, check_packing
 from trainkit.tools.testing.builtin import CONFIG, decoder_batch, decoder_of
 from trainkit.tools.testing.certificate import format_markdown, format_text

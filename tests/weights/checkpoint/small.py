@@ -7,7 +7,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.types import Cursor
-from trainkit.weights.checkpoint.manifest import dump_json, sealed
+from trainkit.weights.checkpoint.manifest import dump_json, seal
 from trainkit.weights.checkpoint.safe_files import hash_file
 
 
@@ -57,7 +57,7 @@ def reseal(path, **changes):
     names = sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
     files = {name: hash_file(path / name) for name in names}
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    (path / "manifest.json").write_bytes(dump_json(sealed(body | {"files": files} | changes)))
+    (path / "manifest.json").write_bytes(dump_json(seal(body | {"files": files} | changes)))
 
 
 def rewrite(path, name, change):

@@ -123,15 +123,15 @@ def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
 @pytest.mark.case("K8")
 def test_control_without_the_wait_one_save_is_written_over_by_the_next(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
-    land, set_aside = save_module._Outcomes.land, []
+    land, set_aside = save_module._Saver.advance, []
 
     def without_waiting(outcomes, **options):
-        if outcomes.flights and not set_aside:
-            set_aside.append(outcomes.flights.pop())
+        if outcomes.pending and not set_aside:
+            set_aside.append(outcomes.pending.pop())
         else:
             land(outcomes, **options)
 
-    monkeypatch.setattr(save_module._Outcomes, "land", without_waiting)
+    monkeypatch.setattr(save_module._Saver, "advance", without_waiting)
     stages, optimizer, ps = small_run()
     with open_saver(tmp_path, stages, optimizer, ps) as (save, _):
         save(at(1))
@@ -204,7 +204,7 @@ def test_leaving_fails_when_the_last_save_did(tmp_path, monkeypatch, collected):
 def test_control_a_thread_that_nobody_asks_loses_its_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "_check_finite", lambda _: 1 / 0)
     monkeypatch.setattr(flight, "all_max", lambda told, _: torch.zeros_like(told))
-    monkeypatch.setattr(flight, "_outcome", lambda *_: ({"path": "nowhere"}, None))
+    monkeypatch.setattr(flight, "_share_result", lambda *_: ({"path": "nowhere"}, None))
     with open_saver(tmp_path, *small_run()) as (save, saved):
         save(at(1))
         assert saved(wait=True)[0].error is None
@@ -269,7 +269,7 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
     ):
         began = time.time()
         save(at(1))
-        until(lambda: not flight.save_threads())
+        until(lambda: not flight.list_save_threads())
         ended = time.time()
         time.sleep(0.05)
         saved(wait=True)
@@ -280,8 +280,9 @@ def test_the_line_of_a_save_has_the_time_of_the_save(tmp_path, monkeypatch, fail
 
 def test_what_must_be_on_the_disk_before_a_commit_is_asked_for_before_it(tmp_path):
     seen = []
-    options = {"before_commit": lambda: seen.append(names_in(tmp_path))}
-    with open_saver(tmp_path, *small_run(), **options) as (save, _):
+    with open_saver(
+        tmp_path, *small_run(), before_commit=lambda: seen.append(names_in(tmp_path))
+    ) as (save, _):
         save(at(1))
     assert len(seen) == 1
     assert not any(name.startswith("step_") for name in seen[0])
@@ -316,7 +317,7 @@ def test_two_hundred_saves_in_a_row_leave_nothing_behind(tmp_path, monkeypatch):
 
 def test_a_snapshot_is_taken_into_the_memory_of_the_one_before():
     stages, optimizer, ps = small_run()
-    take = snapshot.bind_snapshots(stages, optimizer, ps)
+    take = snapshot.make_snapshot_taker(stages, optimizer, ps)
     first, second = (take(at(step), {}) for step in (1, 2))
     assert first.files[0].data.ctypes.data == second.files[0].data.ctypes.data
     stages[0](torch.ones(1, 3)).sum().backward()

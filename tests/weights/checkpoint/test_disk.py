@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_at_any_byte_changes_nothing(tmp_path, monkeypatch):
 def test_control_without_the_staging_a_full_disk_leaves_a_torn_one(tmp_path, monkeypatch, part):
     total = sum(bytes_of_a_save(tmp_path, monkeypatch))
     bare = write.Destination(tmp_path, tmp_path / "checkpoints/step_00000002", 1)
-    monkeypatch.setattr("trainkit.weights.checkpoint.save.Destination", lambda *_: bare)
+    monkeypatch.setattr("trainkit.weights.checkpoint.save.Destination", lambda **_: bare)
     monkeypatch.setattr(
         "trainkit.weights.checkpoint.background_save.remove_staging", lambda _: None
     )
@@ -135,7 +135,7 @@ def test_control_staging_on_another_disk_cannot_be_renamed(tmp_path, monkeypatch
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is one disk")
     elsewhere = write.Destination(tmp_path, other / f"staging-{os.getpid()}", 1)
-    monkeypatch.setattr("trainkit.weights.checkpoint.save.Destination", lambda *_: elsewhere)
+    monkeypatch.setattr("trainkit.weights.checkpoint.save.Destination", lambda **_: elsewhere)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(DiskError, match="EXDEV"):
         save_checkpoint(tmp_path, *small_run(2))
@@ -274,12 +274,12 @@ def test_room_for_one_is_told_and_room_for_none_is_refused(tmp_path, monkeypatch
         else:
             check_disk_space(tmp_path, small_run(1)[1], log=told.append)
             assert len(told) == 1
-    assert "not for a second beside it" in told[0]
+    assert "not for a second one" in told[0]
 
 
 def test_the_disk_is_told_to_begin_with_every_byte_before_the_last_fsync(tmp_path, monkeypatch):
     told, fsync = {}, os.fsync
-    monkeypatch.setattr(write, "_BEGUN", 1000)
+    monkeypatch.setattr(write, "_FLUSH_BYTES", 1000)
     monkeypatch.setattr(write, "_CHUNK", 300)
     monkeypatch.setattr(
         os,

@@ -25,19 +25,24 @@ SAVED = 1  # the step that is saved
 UNEVEN_ON = 4  # ranks that write what divides among no number of them
 EXPERT_DEGREES = {1: [1], 2: [1, 2], 3: [3], 4: [-2, 2, 1, 4], 8: [2, 4, -4]}  # of ep, by ranks
 EXPERTS_WRITTEN_ON = (4, -2)  # ranks, ep; -2 are 2 that are no neighbours
-OPTIONS = {"rows": 8, "multiple_of": 8, "vocab_size": 36}
+
+
+def layout_on(ranks, **degrees):
+    return Layout(ranks, rows=8, multiple_of=8, vocab_size=36, **degrees)
+
+
 LAYOUTS = {
-    "1": Layout(1, **OPTIONS),
-    "dp2": Layout(2, **OPTIONS),
-    "tp2": Layout(2, tp=2, **OPTIONS),
-    "pp2": Layout(2, pp=2, **OPTIONS),
-    "dp3": Layout(3, **OPTIONS),
-    "dp4": Layout(4, **OPTIONS),
-    "ring2 x dp2": Layout(4, ring=2, **OPTIONS),
-    "ring2 x ulysses2": Layout(4, ring=2, ulysses=2, fold_sp="none", **OPTIONS),
-    "pp2 x tp2": Layout(4, pp=2, tp=2, **OPTIONS),
-    "replica2 x dp2": Layout(4, dp_replicate=2, **OPTIONS),
-    "pp2 x dp2 x tp2": Layout(8, pp=2, tp=2, **OPTIONS),
+    "1": layout_on(1),
+    "dp2": layout_on(2),
+    "tp2": layout_on(2, tp=2),
+    "pp2": layout_on(2, pp=2),
+    "dp3": layout_on(3),
+    "dp4": layout_on(4),
+    "ring2 x dp2": layout_on(4, ring=2),
+    "ring2 x ulysses2": layout_on(4, ring=2, ulysses=2, fold_sp="none"),
+    "pp2 x tp2": layout_on(4, pp=2, tp=2),
+    "replica2 x dp2": layout_on(4, dp_replicate=2),
+    "pp2 x dp2 x tp2": layout_on(8, pp=2, tp=2),
 }
 EIGHT = "pp2 x dp2 x tp2"
 STARTS = (  # ranks, the layouts that train and save, and the pairs (written by, read by), in order

@@ -30,10 +30,15 @@ from trainkit.weights.checkpoint.export import (
     save_tensors,
     write_weights,
 )
-from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, sealed
+from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, seal
 from trainkit.weights.checkpoint.safe_files import hash_file
 from trainkit.weights.checkpoint.sources import open_weights, verify_weights
-from trainkit.weights.checkpoint.stored import Extent, Stored, contiguous_stride, safetensors_file
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    contiguous_stride,
+    safetensors_file,
+)
 
 FIXTURE = Path(__file__).parent / "fixtures/v1/step_00000003"
 
@@ -166,7 +171,9 @@ def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_pat
     tensors = {f"x.{kind}": torch.arange(24).reshape(2, 3, 4).to(kind) for kind in kinds}
     tensors |= {"turned": torch.arange(6.0).reshape(2, 3).t(), "number": torch.tensor(3.0)}
     tensors |= {"none": torch.zeros(0, 4), "learns": torch.nn.Parameter(torch.ones(3))}
-    report = save_tensors(tensors, tmp_path / "w", shard_bytes=60, beside={"config.json": b"{}"})
+    report = save_tensors(
+        tensors, tmp_path / "w", shard_bytes=60, extra_files={"config.json": b"{}"}
+    )
     assert report["tensors"] == len(tensors)
     assert verify_weights(tmp_path / "w") == []
     read = open_weights(tmp_path / "w")
@@ -179,7 +186,7 @@ def test_tensors_in_memory_become_a_folder_that_is_read_back_bit_for_bit(tmp_pat
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="does not verify"):
         open_weights(tmp_path / "w")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         save_tensors(tensors, tmp_path / "w")
     save_tensors({"a": torch.ones(2, dtype=torch.float64)}, tmp_path / "w2", dtype="bfloat16")
     assert open_weights(tmp_path / "w2")("a", (2,), (0,)).dtype == torch.bfloat16
@@ -343,7 +350,7 @@ def test_what_is_there_is_never_overwritten_unasked(source, tmp_path):
     folder = tmp_path / "weights"
     export_checkpoint(path, folder)
     old = tree(folder)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         export_checkpoint(path, folder, shard_bytes=100)
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"also holds 'config.json', which would be lost"):
@@ -443,7 +450,7 @@ def forged(folder, files=None, **changed):
         path.name: hash_file(path) for path in folder.iterdir() if path.name != "manifest.json"
     }
     body = {"format": "trainkit-weights", "version": 1, "files": held, "from": {}} | changed
-    (folder / "manifest.json").write_bytes(dump_json(sealed(body)))
+    (folder / "manifest.json").write_bytes(dump_json(seal(body)))
 
 
 def header_file(path, header, data=b""):

@@ -66,7 +66,7 @@ def test_adapters_need_their_base(tmp_path):
     facts = {"base": "99", "base_from": "runs/base", "config.init": "runs/other"}
     tk.save_checkpoint(tmp_path, *small_run(), facts=facts)
     found = find_initial_weights(None, run_dir=tmp_path)
-    assert (str(found.source), found.own) == ("runs/base", None)
+    assert (str(found.source), found.resume_from) == ("runs/base", None)
 
 
 def test_the_hash_is_that_of_the_weights(tmp_path):

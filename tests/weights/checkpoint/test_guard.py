@@ -27,12 +27,20 @@ def run(out, records, *, save_at=(), seen=None):
     """Train steps whose records are given; return the state, and what was told and noted."""
     state, stages, optimizer, ps = small_run(steps=0)
     told, events = [], []
-    options = {"policy": Policy(max_skips=2), "replay": replay_nothing, "log": told.append}
 
     def event(name, **facts):
         events.append((name, facts.get("step"), facts.get("reason", facts.get("error"))))
 
-    with open_guarded_saver(out, stages, optimizer, ps, event=event, **options) as (save, guard):
+    with open_guarded_saver(
+        out,
+        stages,
+        optimizer,
+        ps,
+        event=event,
+        policy=Policy(max_skips=2),
+        replay=replay_nothing,
+        log=told.append,
+    ) as (save, guard):
         for cursor, record in enumerate(records, 1):
             if not record["skipped"]:
                 for p in stages[0].parameters():
@@ -83,9 +91,16 @@ def test_a_storm_that_does_not_end_is_67_with_the_list_and_a_checkpoint_or_none(
 @pytest.mark.case("N6")
 def test_a_save_that_finds_its_state_damaged_leads_back(tmp_path):
     state, stages, optimizer, ps = small_run(steps=1)
-    options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
     with open_guarded_saver(
-        tmp_path, stages, optimizer, ps, background=False, log=lambda _: None, **options
+        tmp_path,
+        stages,
+        optimizer,
+        ps,
+        background=False,
+        log=lambda _: None,
+        policy=Policy(),
+        replay=replay_nothing,
+        event=lambda *_, **__: None,
     ) as (save, guard):
         save(state)
         good = live(stages, optimizer)
@@ -109,9 +124,16 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "_reserve", no_room)
     state, stages, optimizer, ps = small_run(steps=1)
     told = []
-    options = {"policy": Policy(), "replay": replay_nothing, "event": lambda *_, **__: None}
     with open_guarded_saver(
-        tmp_path, stages, optimizer, ps, background=False, log=told.append, **options
+        tmp_path,
+        stages,
+        optimizer,
+        ps,
+        background=False,
+        log=told.append,
+        policy=Policy(),
+        replay=replay_nothing,
+        event=lambda *_, **__: None,
     ) as (save, guard):
         save(state)
         guard(attrs.evolve(state, step=2), GOOD, BATCH)
@@ -124,7 +146,16 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
     full[0] = True
     with (
         pytest.raises(DiskError),
-        open_guarded_saver(tmp_path, stages, optimizer, ps, log=told.append, **options) as (
+        open_guarded_saver(
+            tmp_path,
+            stages,
+            optimizer,
+            ps,
+            log=told.append,
+            policy=Policy(),
+            replay=replay_nothing,
+            event=lambda *_, **__: None,
+        ) as (
             save,
             _,
         ),

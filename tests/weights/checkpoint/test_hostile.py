@@ -20,9 +20,9 @@ import trainkit as tk
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor
 from trainkit.weights.checkpoint import reading, staging, verify_checkpoint
-from trainkit.weights.checkpoint.boxes import index_problems, overlap
+from trainkit.weights.checkpoint.boxes import find_index_problems, overlap
 from trainkit.weights.checkpoint.load import load_checkpoint
-from trainkit.weights.checkpoint.manifest import dump_json, sealed
+from trainkit.weights.checkpoint.manifest import dump_json, seal
 
 SHARD = "rank_00000.safetensors"
 WEIGHT = "model/weight"
@@ -58,7 +58,7 @@ def point_at(path, target):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][target] = manifest["files"].pop(SHARD)
     del manifest["sha256"]
-    (path / "manifest.json").write_bytes(dump_json(sealed(manifest)))
+    (path / "manifest.json").write_bytes(dump_json(seal(manifest)))
 
 
 TRAVERSALS = ["../outside", "/etc/passwd", "a/../../x", "..", "x\0y", ".hidden", "a\\..\\x", "~/x"]
@@ -131,7 +131,7 @@ def test_without_the_check_of_names_the_outside_would_be_read(path, monkeypatch)
     outside = path.parent / "outside.safetensors"
     point_at(path, f"../{outside.name}")
     (path / SHARD).rename(outside)
-    monkeypatch.setattr("trainkit.weights.checkpoint.manifest.plain_file_name", lambda _: True)
+    monkeypatch.setattr("trainkit.weights.checkpoint.manifest.is_plain_file_name", lambda _: True)
     _, stages, optimizer, _ = small_run(steps=2)
     assert load_checkpoint(path, stages, optimizer).step == 1
 
@@ -162,11 +162,11 @@ FILES = {"f": 1000, **{f"f{i}": 1000 for i in range(9)}}
         ({"tensors": {"../../etc/x": {}}}, "is named"),
         ({"tensors": {"model/": {}}}, "is named"),
         (tensors(dtype="object"), "no checkpoint holds"),
-        (tensors(shape=[2**60, 3]), "no sane shape"),
-        (tensors(shape=[2**40, 2**40]), "no sane shape"),
-        (tensors(shape=[-2, 3]), "no sane shape"),
-        (tensors(shape=[2.0, 3]), "no sane shape"),
-        (tensors(shape=[True, 3]), "no sane shape"),
+        (tensors(shape=[2**60, 3]), "no valid shape"),
+        (tensors(shape=[2**40, 2**40]), "no valid shape"),
+        (tensors(shape=[-2, 3]), "no valid shape"),
+        (tensors(shape=[2.0, 3]), "no valid shape"),
+        (tensors(shape=[True, 3]), "no valid shape"),
         (tensors(boxes=[]), "hold 0 of its 6"),
         (tensors(boxes=boxes(((0, 0), (1, 3)))), "hold 3 of its 6"),
         (tensors(boxes=boxes(((0, 0), (2, 3)), ((0, 0), (2, 3)))), "overlap"),
@@ -179,15 +179,15 @@ FILES = {"f": 1000, **{f"f{i}": 1000 for i in range(9)}}
     ],
 )
 def test_an_index_that_lies_is_refused(index, word):
-    assert word in index_problems(index, FILES)[0]
+    assert word in find_index_problems(index, FILES)[0]
 
 
 @pytest.mark.case("X8")
 def test_boxes_of_any_grid_are_the_whole():
     grid = [((r, c), (min(2, 5 - r), min(3, 7 - c))) for r in (0, 2, 4) for c in (0, 3, 6)]
-    assert index_problems(tensors(shape=[5, 7], boxes=boxes(*grid)), FILES) == []
-    assert index_problems(tensors(shape=[], boxes=boxes(((), ()))), FILES) == []
-    assert index_problems(tensors(shape=[0, 4], boxes=[]), FILES) == []
+    assert find_index_problems(tensors(shape=[5, 7], boxes=boxes(*grid)), FILES) == []
+    assert find_index_problems(tensors(shape=[], boxes=boxes(((), ()))), FILES) == []
+    assert find_index_problems(tensors(shape=[0, 4], boxes=[]), FILES) == []
 
 
 @pytest.mark.case("X8")
@@ -212,12 +212,12 @@ def test_many_irregular_boxes_are_refused_at_once():
     ]
     began = time.monotonic()
     entry = tensors(shape=[3, 3], boxes=boxes(*wheel))
-    assert "overlap" in index_problems(entry, FILES)[0]
+    assert "overlap" in find_index_problems(entry, FILES)[0]
     stairs = [((i, i), (1, 1)) for i in range(3000)]
     files = {f"f{i}": 9 for i in range(3000)}
     assert (
         "hold 3000 of"
-        in index_problems(tensors(shape=[3000, 3000], boxes=boxes(*stairs)), files)[0]
+        in find_index_problems(tensors(shape=[3000, 3000], boxes=boxes(*stairs)), files)[0]
     )
     assert time.monotonic() - began < 10
 
@@ -330,7 +330,7 @@ def test_without_the_index_checked_a_lie_would_load(path, monkeypatch):
         index["tensors"][WEIGHT]["boxes"] = []
 
     rewrite(path, "index.json", change)
-    monkeypatch.setattr(staging, "index_problems", lambda *_: [])
+    monkeypatch.setattr(staging, "find_index_problems", lambda *_: [])
     _, stages, optimizer, _ = small_run(steps=2)
     assert load_checkpoint(path, stages, optimizer).step == 1  # with a weight that nobody wrote
     assert reading.read_tensors(path, {}, {}, [], tk.types.Share(0, 1)) == []
@@ -367,7 +367,7 @@ def bomb(path, kind):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"][SHARD]["size"] = 2**40
         del manifest["sha256"]
-        (path / "manifest.json").write_bytes(dump_json(sealed(manifest)))
+        (path / "manifest.json").write_bytes(dump_json(seal(manifest)))
 
 
 BOMBS = [
@@ -462,7 +462,7 @@ def test_whatever_the_json_says_it_is_refused_or_loaded_and_never_a_crash(name, 
         if name == "manifest.json":
             shallow = isinstance(hurt, dict) and "a" not in hurt
             (path / name).write_bytes(
-                dump_json(sealed(hurt)) if shallow else json.dumps(hurt).encode()
+                dump_json(seal(hurt)) if shallow else json.dumps(hurt).encode()
             )
         else:
             (path / name).write_text(json.dumps(hurt))

@@ -27,7 +27,7 @@ from trainkit.weights.checkpoint import (
 )
 from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
-from trainkit.weights.checkpoint.safe_files import owner_problems
+from trainkit.weights.checkpoint.safe_files import find_owner_problems
 
 
 def save_twice(run_dir):
@@ -84,9 +84,8 @@ def test_without_hashes_damage_would_be_loaded(two_ranks, tmp_path, monkeypatch)
     copies = [
         shutil.copytree(p, tmp_path / p.name) for p in list_checkpoints(two_ranks / "checkpoints")
     ]
-    monkeypatch.setattr(reading, "_must_match", lambda *_: None)
-    counts = {"flips": 20, "truncations": 0, "pages": 10, "mixes": 0}
-    assert damage(*copies, loads_not, **counts, seed=0).undetected
+    monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
+    assert damage(*copies, loads_not, flips=20, truncations=0, pages=10, mixes=0, seed=0).undetected
 
 
 @pytest.mark.case("K13", "K1")
@@ -121,7 +120,7 @@ def test_without_verifying_the_newest_would_be_taken_damaged(tmp_path, monkeypat
     for steps in (1, 2):
         path = tk.save_checkpoint(tmp_path, *small_run(steps=steps))
     flip_last_byte(path / "rank_00000.safetensors")
-    monkeypatch.setattr(reading, "_must_match", lambda *_: None)
+    monkeypatch.setattr(reading, "_check_sha256", lambda *_: None)
     _, stages, optimizer, ps = small_run(steps=0)
     assert tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, log=quiet).step == 2
     assert not same(live(*small_run(steps=2)[1:3]), live(stages, optimizer))
@@ -136,9 +135,10 @@ def test_when_nothing_is_whole_it_is_an_error_and_never_a_fresh_start(request_of
     (path / "rank_00000.safetensors").write_bytes(data)
     _, stages, optimizer, ps = small_run(steps=2)
     before = live(stages, optimizer)
-    options = {"request": request_of(path), "log": quiet}
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors does not match its sha256"):
-        tk.resume(tmp_path, tk.TrainState(), stages, optimizer, ps, **options)
+        tk.resume(
+            tmp_path, tk.TrainState(), stages, optimizer, ps, request=request_of(path), log=quiet
+        )
     assert same(before, live(stages, optimizer))
 
 
@@ -153,9 +153,13 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 @pytest.mark.case("G6")
 def test_without_the_check_a_run_would_begin_afresh(tmp_path, monkeypatch):
     """The negative control: a path that is not there read as "nothing to go on from"."""
-    monkeypatch.setattr(load, "_candidates", lambda *_: iter(()))
-    options = {"request": tmp_path / "nowhere", "log": quiet}
-    assert tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], **options).step == 0
+    monkeypatch.setattr(load, "_find_candidates", lambda *_: iter(()))
+    assert (
+        tk.resume(
+            tmp_path, tk.TrainState(), *small_run()[1:], request=tmp_path / "nowhere", log=quiet
+        ).step
+        == 0
+    )
 
 
 @pytest.mark.case("G7")
@@ -262,8 +266,7 @@ def test_what_is_missing_and_what_is_left_over_are_told_together(saved):
     assert "model/a.weight is left over" in problems
     assert "optimizer/exp_avg/a.weight is left over" in problems
     before = stages[0].c.weight.detach().clone()
-    options = {"allow_missing": ["c.*"], "allow_extra": ["a.*"]}
-    load_checkpoint(saved, stages, optimizer, **options)
+    load_checkpoint(saved, stages, optimizer, allow_missing=["c.*"], allow_extra=["a.*"])
     assert torch.equal(stages[0].c.weight, before)
     assert not optimizer.state.get(stages[0].c.weight)
     assert set(optimizer.state[stages[0].b.weight]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -315,7 +318,7 @@ def test_moments_never_begin_afresh_unseen(dropped, saved):
 def test_without_the_check_moments_would_begin_afresh(saved, monkeypatch):
     """The negative control: the optimizer would step as if it had never stepped."""
     drop_tensors(saved, *MOMENTS)
-    monkeypatch.setattr(compare, "optimizer_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "find_optimizer_problems", lambda *_, **__: [])
     _, stages, optimizer, _ = small_run(model=Two("a", "b"), steps=0)
     load_checkpoint(saved, stages, optimizer)
     assert not optimizer.state.get(stages[0].a.weight)
@@ -348,7 +351,7 @@ def test_a_tied_head_is_no_untied_one_and_the_other_way_round(tmp_path):
 @pytest.mark.case("M1", "M3", "M5")
 def test_without_comparing_misfits_would_be_loaded_in_silence(saved, monkeypatch):
     """The negative control: numbers are rounded, and layers keep their initial values."""
-    monkeypatch.setattr(compare, "tensor_problems", lambda *_, **__: [])
+    monkeypatch.setattr(compare, "find_tensor_problems", lambda *_, **__: [])
     rounded = Two("a", "b", dtype=torch.bfloat16)
     load_weights(saved, [rounded])
     wanted = Two("a", "b")
@@ -387,7 +390,7 @@ def test_without_staging_a_load_that_fails_would_leave_half_of_it(tmp_path, monk
     before = live(stages, optimizer)
     refused(path, stages, optimizer)
 
-    monkeypatch.setattr(staging, "beside", lambda targets, _: targets)
+    monkeypatch.setattr(staging, "allocate_buffers", lambda targets, _: targets)
     with pytest.raises(CheckpointError):
         load_checkpoint(path, stages, optimizer)
     assert not same(before, live(stages, optimizer))
@@ -431,8 +434,10 @@ def test_a_checkpoint_of_another_run_is_refused_unless_it_is_asked_for(tmp_path)
         tk.resume(one, tk.TrainState(), stages, optimizer, ps, log=quiet)
     assert same(before, live(stages, optimizer))
     told = []
-    options = {"request": copied, "log": told.append}
-    assert tk.resume(one, tk.TrainState(), stages, optimizer, ps, **options).step == 3
+    assert (
+        tk.resume(one, tk.TrainState(), stages, optimizer, ps, request=copied, log=told.append).step
+        == 3
+    )
     assert f"forked from {run_of(foreign)}" in told[-1]
     after = tk.save_checkpoint(one, tk.TrainState(step=4), stages, optimizer, ps)
     manifest = json.loads((after / "manifest.json").read_text())
@@ -446,7 +451,7 @@ def test_without_the_check_another_run_would_be_taken(tmp_path, monkeypatch):
     tk.save_checkpoint(tmp_path / "one", *small_run())
     foreign = tk.save_checkpoint(tmp_path / "two", *small_run(steps=3))
     shutil.copytree(foreign, tmp_path / "one/checkpoints" / foreign.name)
-    monkeypatch.setattr(load, "_refuse_another_run", lambda *_: None)
+    monkeypatch.setattr(load, "_read_run_id", lambda _: (None, None))
     state = tk.resume(tmp_path / "one", tk.TrainState(), *small_run()[1:], log=quiet)
     assert state.step == 3
 
@@ -461,8 +466,7 @@ def test_a_fork_leaves_its_parent_as_it_was(tmp_path):
         path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=steps))
     before = tree(tmp_path / "parent")
     rest = small_run(steps=0)[1:]
-    options = {"request": path, "log": quiet}
-    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, **options)
+    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, request=path, log=quiet)
     made = tk.save_checkpoint(tmp_path / "child", state, *rest)
     assert tree(tmp_path / "parent") == before
     assert run_of(made) != run_of(path)
@@ -491,8 +495,7 @@ def test_without_a_fork_nobody_would_know_the_parent(tmp_path, monkeypatch):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run())
     monkeypatch.setattr(load, "_is_fork", lambda *_: False)
     rest = small_run(steps=0)[1:]
-    options = {"request": path, "log": quiet}
-    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, **options)
+    state = tk.resume(tmp_path / "child", tk.TrainState(), *rest, request=path, log=quiet)
     made = tk.save_checkpoint(tmp_path / "child", state, *rest)
     assert json.loads((made / "manifest.json").read_text())["parent"] is None
 
@@ -503,12 +506,12 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
     path.chmod(0o755)
     for file in path.iterdir():
         file.chmod(0o644)
-    assert owner_problems(path) == []
+    assert find_owner_problems(path) == []
     (path / "state.json").chmod(0o666)
-    assert "can be written by everybody (mode 666)" in owner_problems(path)[0]
+    assert "can be written by everybody (mode 666)" in find_owner_problems(path)[0]
     if os.geteuid() == 0:
         os.chown(path / "index.json", 12345, -1)
-        assert "belongs to user 12345" in owner_problems(path)[0]
+        assert "belongs to user 12345" in find_owner_problems(path)[0]
     told, rest = [], small_run()[1:]
     assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 1
     assert any("can be written by everybody" in line for line in told)
@@ -519,13 +522,13 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
 # ------------------------------------------------------------------------------- what has changed
 
 FACTS = {"config.seed": 0, "config.lr": 0.1, "config.microbatch": 2, "files of a": {"a.bin": "1"}}
-CHANGES = ResumeRules(free=["microbatch"], flagged=["lr", "schedule-steps"])
+RULES = ResumeRules(allow=["microbatch"], ask=["lr", "schedule-steps"])
 
 
-def resume_with(run_dir, changes=CHANGES, **facts):
+def resume_with(run_dir, rules=RULES, **facts):
     told, run = [], small_run(steps=0)[1:]
     facts = FACTS | facts
-    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, changes=changes, log=told.append)
+    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, rules=rules, log=told.append)
     return state, told
 
 
@@ -544,23 +547,23 @@ def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
         resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
     assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
-    allowed = ResumeRules(**{**vars_of(CHANGES), "allow": ["lr"]})
+    allowed = attrs.evolve(RULES, granted=["lr"])
     state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})
     assert told[-1] == "its config.lr is 0.1, the run's is 0.2"
     with pytest.raises(
         ConfigError, match="seed cannot change in a run; what can be allowed to is lr"
     ):
-        resume_with(with_facts, ResumeRules(flagged=["lr"], allow=["seed"]))
+        resume_with(with_facts, ResumeRules(ask=["lr"], granted=["seed"]))
 
 
 def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, caplog):
     path, run = with_facts / "checkpoints" / "step_00000001", small_run(steps=0)[1:3]
     facts, told = FACTS | {"config.microbatch": 4}, []
-    load_checkpoint(path, *run, facts=facts, changes=CHANGES, log=told.append)
+    load_checkpoint(path, *run, facts=facts, rules=RULES, log=told.append)
     assert told == ["its config.microbatch is 2, the run's is 4"]
-    load_checkpoint(path, *run, facts=facts, changes=CHANGES)
+    load_checkpoint(path, *run, facts=facts, rules=RULES)
     assert caplog.messages == told
-    load_checkpoint(path, *run, facts=FACTS, changes=CHANGES)
+    load_checkpoint(path, *run, facts=FACTS, rules=RULES)
     assert caplog.messages == told
 
 
@@ -575,10 +578,6 @@ def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(path, *run, facts=FACTS)
     assert error.value.got == ["model/weight is float32[2, 3], the run has float32[2, 5]"]
-
-
-def vars_of(changes):
-    return {"free": changes.free, "flagged": changes.flagged}
 
 
 @pytest.mark.case("G5")
@@ -611,17 +610,17 @@ def test_data_that_changed_is_shown(with_facts):
 
 
 def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_change():
-    refused, told = compare_facts({}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, CHANGES)
+    refused, told = compare_facts({}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, RULES)
     assert (refused, told) == (["its seed is None, the run's is 1"], [])
 
 
 def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
-    changes = ResumeRules(free=["files"])
+    rules = ResumeRules(allow=["files"])
     saved = {"files": {"a": "1", "b": "2"}, "fingerprint": "12"}
     moved = {"files": {"c": "1", "b": "2"}, "fingerprint": "12"}
     line = "files: a was removed; files: c was added"
-    assert compare_facts(saved, moved, changes) == ([], [line])
-    refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, changes)
+    assert compare_facts(saved, moved, rules) == ([], [line])
+    refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, rules)
     assert refused == ["its fingerprint is 12, the run's is 13", *line.split("; ")]
 
 
@@ -634,10 +633,10 @@ def test_a_free_field_frees_no_fact_of_its_name():
 
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path
-    for changes in (make_resume_rules(Config()), make_resume_rules(config)):
-        refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, changes)
+    for rules in (make_resume_rules(Config()), make_resume_rules(config)):
+        refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, rules)
         assert (refused, told) == ([], ["its config.tokenizer is a, the run's is b"])
-        refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, changes)
+        refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, rules)
         assert refused == ["its tokenizer is 13, the run's is 12"]
 
 
@@ -718,9 +717,8 @@ def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
 def test_a_fork_that_is_requeued_with_the_same_command_goes_on(tmp_path):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=2))
     rest, child, told = small_run(steps=0)[1:], tmp_path / "child", []
-    options = {"request": path, "log": told.append}
-    tk.resume(child, tk.TrainState(), *rest, **options)
+    tk.resume(child, tk.TrainState(), *rest, request=path, log=told.append)
     tk.save_checkpoint(child, tk.TrainState(step=7), *rest)
-    assert tk.resume(child, tk.TrainState(), *rest, **options).step == 7
+    assert tk.resume(child, tk.TrainState(), *rest, request=path, log=told.append).step == 7
     assert any("was forked from" in line for line in told)
     assert [p.name for p in list_checkpoints(child / "checkpoints")] == ["step_00000007"]

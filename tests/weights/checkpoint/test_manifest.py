@@ -13,7 +13,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.types import DiskError
 from trainkit.weights.checkpoint import list_checkpoints, verify_checkpoint
-from trainkit.weights.checkpoint.manifest import dump_json, make_manifest, outline, sealed
+from trainkit.weights.checkpoint.manifest import dump_json, inspect_files, make_manifest, seal
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_every_flipped_bit_is_seen(checkpoint):
 def test_control_sizes_alone_show_no_flipped_bit(checkpoint):
     file = checkpoint / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    assert outline(checkpoint)[0] == []
+    assert inspect_files(checkpoint)[0] == []
     assert verify_checkpoint(checkpoint) == ["rank_00000.safetensors does not match its sha256"]
 
 
@@ -72,7 +72,7 @@ def test_a_later_format_says_what_wrote_it(checkpoint):
     file = checkpoint / "manifest.json"
     body = orjson.loads(file.read_bytes()) | {"version": 3, "trainkit": "9.9"}
     del body["sha256"]
-    file.write_bytes(dump_json(sealed(body)))
+    file.write_bytes(dump_json(seal(body)))
     (problem,) = verify_checkpoint(checkpoint)
     assert "version 3, written by trainkit 9.9; this trainkit reads 1 and 2" in problem
 

@@ -7,11 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole_step import Layout, build, corpus, input_of, step_function
 
 import trainkit as tk
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, NumericsError
-from trainkit.weights.checkpoint import replicas
-from trainkit.weights.checkpoint.replicas import find_nonfinite_state, make_replica_check
+from trainkit.weights.checkpoint import replica_check
+from trainkit.weights.checkpoint.replica_check import find_nonfinite_state, make_replica_check
 
 ROUND = range(110, 210, 10)  # the ten looks in which each tensor is due once
 
@@ -30,7 +30,7 @@ def trained(layout, ps, steps):
     bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
     stages, optimizer = build(layout, ps)
     step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
-    look, told = make_replica_check(stages, optimizer, ps, every=1, within=3), []
+    look, told = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
     while state.step < steps:
         state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
         told += look(state.step)
@@ -43,7 +43,7 @@ def drifts(layout, degrees, names, guilty):
         stages, optimizer, told = trained(layout, ps, 3)
         look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
         found["before"] = [text for step in range(1, 111) for text in look(step)]
-        tensors = replicas._tensors_of(stages, optimizer)
+        tensors = replica_check._get_tensors(stages, optimizer)
         for name in names:
             if ps.world.index == guilty:
                 flip(tensors[name], 20)
@@ -84,7 +84,7 @@ def and_blind(cases, guilty):
     """Return what is found in every case, and in the first one with hashes that tell nothing."""
     found = all_drifts(cases, guilty)
     degrees, _, names = next(iter(cases.values()))
-    replicas._digest = lambda *_: torch.zeros((), dtype=torch.int64)
+    replica_check._hash_bits = lambda *_: torch.zeros((), dtype=torch.int64)
     return found | {"blind": drifts(Layout(), degrees, names, guilty)}
 
 
@@ -128,9 +128,9 @@ def test_a_flipped_bit_is_found_on_four_ranks_and_a_majority_says_whose_it_is():
 
 @pytest.mark.case("N9")
 def test_a_drift_ends_the_run_with_all_that_was_found():
-    replicas.refuse_drift([])
+    replica_check.refuse_drift([])
     with pytest.raises(NumericsError, match="rank 1 holds other a; rank 2 holds other b") as caught:
-        replicas.refuse_drift(["rank 1 holds other a", "rank 2 holds other b"])
+        replica_check.refuse_drift(["rank 1 holds other a", "rank 2 holds other b"])
     assert caught.value.code == 67
 
 
@@ -138,21 +138,25 @@ def test_a_drift_ends_the_run_with_all_that_was_found():
 def test_every_bit_moves_the_hash_and_so_does_the_order(dtype):
     bits = torch.arange(5).to(dtype)
     weights = torch.arange(1, 10, 2)
-    before = replicas._digest(bits, weights)
+    before = replica_check._hash_bits(bits, weights)
     for bit in range(8 * bits.element_size()):
         other = bits.clone()
         other.view(torch.uint8)[-bits.element_size() + bit // 8] ^= 1 << bit % 8
-        assert replicas._digest(other, weights) != before
-    assert replicas._digest(bits.flip(0), weights) != before
+        assert replica_check._hash_bits(other, weights) != before
+    assert replica_check._hash_bits(bits.flip(0), weights) != before
 
 
 def test_a_long_box_is_hashed_in_parts(monkeypatch):
-    monkeypatch.setattr(replicas, "_AT_ONCE", 3)
+    monkeypatch.setattr(replica_check, "_CHUNK", 3)
     bits = torch.tensor([5, 6, 7, 5, 6, 7])
     weights = torch.arange(1, 6, 2)
-    assert replicas._digest(bits, weights) != replicas._digest(bits.roll(3) + 1, weights)
+    assert replica_check._hash_bits(bits, weights) != replica_check._hash_bits(
+        bits.roll(3) + 1, weights
+    )
     swapped = torch.tensor([5, 6, 8, 5, 6, 7]), torch.tensor([5, 6, 7, 5, 6, 8])
-    assert replicas._digest(swapped[0], weights) != replicas._digest(swapped[1], weights)
+    assert replica_check._hash_bits(swapped[0], weights) != replica_check._hash_bits(
+        swapped[1], weights
+    )
 
 
 def test_one_process_has_nothing_to_compare():
@@ -165,8 +169,8 @@ def test_one_process_has_nothing_to_compare():
 def test_a_period_that_cannot_be_kept_is_refused(every, within):
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="canary: every must be"):
-        make_replica_check([model], sgd, tk.solo_parallel(), every=every, within=within)
+    with pytest.raises(ValueError, match="interval must be"):
+        make_replica_check([model], sgd, tk.solo_parallel(), interval=every, within=within)
 
 
 def damaged_state(degrees):
@@ -175,7 +179,9 @@ def damaged_state(degrees):
         stages, optimizer, _ = trained(Layout(), ps, 1)
         before = find_nonfinite_state(stages, optimizer, ps.world)
         if ps.world.index == 1:
-            get_local_box(replicas._tensors_of(stages, optimizer)[MOMENT]).local.fill_(torch.nan)
+            get_local_box(replica_check._get_tensors(stages, optimizer)[MOMENT]).local.fill_(
+                torch.nan
+            )
         return before, find_nonfinite_state(stages, optimizer, ps.world)
 
 
@@ -200,6 +206,6 @@ def test_few_of_many_damaged_tensors_are_named():
     for p in model.parameters():
         nn.init.constant_(p, torch.inf)
     with Reads() as reads:
-        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, most=2)
+        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, max_names=2)
     assert reads.count <= 1  # the host waits for the device once, not for each tensor
     assert told == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]

@@ -275,21 +275,21 @@ def test_after_never_nothing_goes_back_to_the_abandoned_branch(tmp_path):
     for steps in (1, 3):
         tk.save_checkpoint(tmp_path, *small_run(steps=steps))
     rest, told = small_run()[1:], []
-    options = {"log": told.append}
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, request="never", **options).step == 0
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, request="never", log=told.append).step == 0
     assert "set 2 checkpoints of another branch aside" in told[-1]
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, **options).step == 0
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 0
     tk.save_checkpoint(tmp_path, *small_run(steps=2))
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, **options).step == 2
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 2
     assert len(list((tmp_path / "checkpoints/abandoned-1").iterdir())) == 2
 
 
 def test_after_an_older_one_nothing_goes_back_to_the_newer(tmp_path):
     paths = [tk.save_checkpoint(tmp_path, *small_run(steps=steps)) for steps in (1, 2, 3)]
     rest = small_run()[1:]
-    quiet = {"log": lambda _: None}
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, request=paths[1], **quiet).step == 2
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, **quiet).step == 2
+    assert (
+        tk.resume(tmp_path, tk.TrainState(), *rest, request=paths[1], log=lambda _: None).step == 2
+    )
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None).step == 2
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):
@@ -303,10 +303,11 @@ def test_facts_must_be_what_they_were(tmp_path):
     run = small_run()
     tk.save_checkpoint(tmp_path, *run, facts={"corpus": "a", "more": [1, 2]})
     state = tk.TrainState()
-    quiet = {"log": lambda _: None}
-    assert tk.resume(tmp_path, state, *run[1:], facts={"more": (1, 2)}, **quiet).step == 1
+    assert (
+        tk.resume(tmp_path, state, *run[1:], facts={"more": (1, 2)}, log=lambda _: None).step == 1
+    )
     with pytest.raises(CheckpointError, match="its corpus is a, the run's is b"):
-        tk.resume(tmp_path, state, *run[1:], facts={"corpus": "b"}, **quiet)
+        tk.resume(tmp_path, state, *run[1:], facts={"corpus": "b"}, log=lambda _: None)
 
 
 def disagreeing_facts(run_dir):

@@ -18,16 +18,16 @@ from whole_step import Layout, build
 
 import trainkit as tk
 from trainkit import files
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError, Cursor, DiskError, NumericsError
 from trainkit.weights.checkpoint import background_save as flight
 from trainkit.weights.checkpoint import list_checkpoints, snapshot, verify_checkpoint, write
 from trainkit.weights.checkpoint.boxes import DTYPES
-from trainkit.weights.checkpoint.directory import fork_run, get_run_id
 from trainkit.weights.checkpoint.manifest import is_sealed, read_manifest
+from trainkit.weights.checkpoint.run_id import fork_run, get_run_id
+from trainkit.weights.checkpoint.run_state import get_run_tensors, state_hash
 from trainkit.weights.checkpoint.save import open_saver, save_checkpoint
-from trainkit.weights.checkpoint.tensors import run_tensors, state_hash
 
 SOLO = tk.solo_parallel()
 HEALTH = {"skips": 2.0, "losses": [3.5, 2.5]}
@@ -132,7 +132,7 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
 def test_what_could_not_be_read_back_is_not_saved(options, tmp_path):
     model = One(**options)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|sane shape|complex64)"):
+    with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|valid shape|complex64)"):
         save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO)
     assert not list_checkpoints(tmp_path / "checkpoints")
 
@@ -148,13 +148,13 @@ def test_parts_that_are_not_the_whole_are_never_committed(protected, tmp_path, m
         box = get_local_box(tensor, **options)
         return attrs.evolve(box, local=box.local[:1])
 
-    monkeypatch.setattr("trainkit.weights.checkpoint.tensors.box_of", half)
+    monkeypatch.setattr("trainkit.weights.checkpoint.run_state.get_local_box", half)
     if protected:
         with pytest.raises(CheckpointError, match="of its"):
             save_checkpoint(tmp_path, tk.TrainState(), *rest)
         assert not list_checkpoints(tmp_path / "checkpoints")
     else:  # the negative control
-        monkeypatch.setattr(write, "_refuse_gaps", lambda *_: None)
+        monkeypatch.setattr(write, "find_index_problems", lambda *_: [])
         save_checkpoint(tmp_path, tk.TrainState(), *rest)
         with pytest.raises(CheckpointError):
             tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
@@ -177,7 +177,7 @@ def test_files_are_safetensors_whatever_their_number(tmp_path, monkeypatch, byte
     module.weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD(module.parameters())
     path = save_checkpoint(tmp_path, tk.TrainState(step=1), [module], optimizer, SOLO)
-    found, wanted = tensors_in(path), run_tensors([module], optimizer)
+    found, wanted = tensors_in(path), get_run_tensors([module], optimizer)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name].float(), wanted[name].float()) for name in wanted)
     assert all(found[name].dtype == wanted[name].dtype for name in wanted)
@@ -270,7 +270,7 @@ def test_a_save_of_an_old_step_that_fails_leaves_the_old_one(tmp_path, monkeypat
         into = functools.partial(write.Destination, staging=path)
         monkeypatch.setattr(
             "trainkit.weights.checkpoint.save.Destination",
-            lambda run, _, *rest: into(run, ranks=rest[0]),
+            lambda run_dir, ranks, **_: into(run_dir, ranks=ranks),
         )
     monkeypatch.setattr(write, "commit", lambda *_: 1 / 0)
     monkeypatch.setattr(flight, "commit", lambda *_: 1 / 0)
@@ -459,7 +459,7 @@ def fails_unseen(run_dir):
         flight.all_max = lambda told, _: torch.zeros_like(told)
         if ps.world.index == 1:
             flight.write_rank = lambda *_: None
-        write._refuse_gaps = lambda *_: None
+        write.find_index_problems = lambda *_: []
         write._read_report = lambda path: (
             orjson.loads(path.read_bytes())
             if path.exists()
@@ -476,7 +476,7 @@ def test_control_without_the_agreement_a_part_is_committed(tmp_path):
     (path, _) = run_ranks(fails_unseen, 2, tmp_path)
     held = sum(x.numel() for x in tensors_in(Path(path)).values())
     stages, optimizer = build(Layout(), SOLO)
-    assert held < sum(x.numel() for x in run_tensors(stages, optimizer).values())
+    assert held < sum(x.numel() for x in get_run_tensors(stages, optimizer).values())
 
 
 def test_reports_are_sealed_and_gone_after_a_commit(tmp_path, monkeypatch):
@@ -509,9 +509,9 @@ def test_a_snapshot_takes_the_memory_of_the_state_once(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1 << 10)).sum().backward()
     optimizer.step()
-    take = snapshot.bind_snapshots([model], optimizer, SOLO)
+    take = snapshot.make_snapshot_taker([model], optimizer, SOLO)
     held = sum(file.data.nbytes for file in take(tk.TrainState(), {}).files)
-    assert held == sum(x.nbytes for x in run_tensors([model], optimizer).values())
+    assert held == sum(x.nbytes for x in get_run_tensors([model], optimizer).values())
     assert (
         verify_checkpoint(save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO))
         == []

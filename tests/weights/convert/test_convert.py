@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, ConfigError
 from trainkit.weights.checkpoint.sources import open_weights
-from trainkit.weights.checkpoint.stored import check_crc
+from trainkit.weights.checkpoint.tensor_files import check_crc
 from trainkit.weights.convert import foreign, pickled
 from trainkit.weights.convert.foreign import read_foreign_tensors
 from trainkit.weights.convert.weights import convert_weights
@@ -46,7 +46,7 @@ def apart():
 def here(request, monkeypatch):
     """Read pickles in this process: to start one takes seconds, and hundreds are read here."""
     if "apart" not in request.fixturenames:
-        monkeypatch.setattr(foreign, "_told_by_torch", pickled.describe)
+        monkeypatch.setattr(foreign, "_read_pickles", pickled.describe)
 
 
 def save_sharded(folder):
@@ -133,7 +133,7 @@ def test_a_sharded_directory_of_torch_is_converted_bit_for_bit(sharded, tmp_path
     assert_same(tmp_path / "model", {name: x.bfloat16() for name, x in model.items()})
     with pytest.raises(CheckpointError, match=r"no tensor whose name begins with 'modle.'; some"):
         convert_weights(sharded, tmp_path / "none", prefix="modle.")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         convert_weights(sharded, tmp_path / "model")
 
 
@@ -397,7 +397,7 @@ def test_pickles_are_read_in_a_process_of_their_own(sharded, tmp_path, monkeypat
 
 def told_by(source):
     """Return what the process that reads pickles prints of a source, and how much it has grown."""
-    pickled._metadata_names()  # what torch takes by itself is no matter
+    pickled._allowed_names()  # what torch takes by itself is no matter
     before, told = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, io.BytesIO()
     with contextlib.redirect_stdout(SimpleNamespace(buffer=told)):
         pickled.main(source)
@@ -572,10 +572,10 @@ def bomb_zips(folder):
 
 def refuse_bombs(folder):
     """Return {file: (seconds, message)} of every bomb, and the growth of this process in bytes."""
-    foreign._told_by_torch = pickled.describe
+    foreign._read_pickles = pickled.describe
     torch.save({"a": torch.ones(2)}, folder.with_name("good.pt"))
     convert_weights(folder.with_name("good.pt"), folder.with_name("good"))
-    pickled._metadata_names()  # what torch takes by itself is no matter
+    pickled._allowed_names()  # what torch takes by itself is no matter
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pickled._limit_process()
     found = {}

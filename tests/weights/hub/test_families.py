@@ -14,7 +14,7 @@ from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
-from trainkit.models.sizes import config_from_facts, list_decoder_sizes, make_decoder_config
+from trainkit.models.decoder_sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.parallel import build_stages, problems
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState

@@ -23,7 +23,7 @@ from trainkit.parallel import (
     get_named_parameters,
     tensor_parallel,
 )
-from trainkit.parallel.names import get_named_buffers
+from trainkit.parallel.parameters import get_named_buffers
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError, Layout, TrainState
 from trainkit.weights.checkpoint import list_checkpoints, save_checkpoint

@@ -13,7 +13,7 @@ import trainkit as tk
 from trainkit import adapters, hub
 from trainkit.__main__ import main
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.text.tokenizers.hf import byte_of_letter
+from trainkit.text.tokenizers.hf import map_letters_to_bytes
 from trainkit.types import CheckpointError, ConfigError, DataError, TrainState
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -24,7 +24,7 @@ def folder_of(home, *, kind="ForCausalLM", words=60, **how):
     transformers, changes = tiny.load_transformers(), tiny.ROWS["llama"][1]
     config = transformers.LlamaConfig(**tiny.SIZES | changes | {"pad_token_id": 0})
     getattr(transformers, f"Llama{kind}")(config).save_pretrained(home, **how)
-    vocabulary = {letter: i for i, letter in enumerate(sorted(byte_of_letter())[:words])}
+    vocabulary = {letter: i for i, letter in enumerate(sorted(map_letters_to_bytes())[:words])}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -12,15 +12,15 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import get_named_parameters, mark_base_, modules_of
+from trainkit.parallel.parameters import get_named_parameters, mark_base_, modules_of
 from trainkit.post.adapters.frozen import get_quantizations
 from trainkit.post.adapters.lowrank import MERGE, adapters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
 from trainkit.weights.checkpoint.load import read_facts
-from trainkit.weights.checkpoint.manifest import WEIGHTS, find_checkpoint, format_of
+from trainkit.weights.checkpoint.manifest import WEIGHTS, find_checkpoint, read_format
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of, open_weights
-from trainkit.weights.checkpoint.tensors import base_hash
+from trainkit.weights.checkpoint.run_state import hash_base
+from trainkit.weights.checkpoint.sources import open_weights, read_model_tensors
 from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_weights
 
 
@@ -58,7 +58,7 @@ def exclude_frozen_(
     for p in named.values():
         mark_base_(p, is_base=not p.requires_grad)
     facts = adapter_facts(stages, axis=ps.world)
-    return {"base": base_hash(stages, ps), "base_from": source and str(source), **facts}
+    return {"base": hash_base(stages, ps), "base_from": source and str(source), **facts}
 
 
 def adapter_facts(stages: Sequence[nn.Module] | nn.Module, *, axis: Axis) -> dict[str, Any]:
@@ -112,11 +112,11 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
     Examples:
         >>> open_base_weights("/does/not/exist")
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     if is_hf_folder(path):
         return open_folder_weights(open_folder(path), axis=axis)
-    if format_of(Path(path)) == WEIGHTS:
+    if read_format(Path(path)) == WEIGHTS:
         return open_weights(path, axis=axis)
     said = run_on_all_ranks(lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis)[0]
     facts = read_facts(said)
@@ -126,5 +126,5 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
             where=said,
             hint=MERGE,
         )
-    held = model_of(Path(said))
+    held = read_model_tensors(Path(said))
     return listed(reader(held), {name: stored.shape for name, stored in held.items()})

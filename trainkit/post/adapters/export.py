@@ -16,22 +16,22 @@ from torch import Tensor
 from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
-from trainkit.models.sizes import config_from_facts
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
-from trainkit.parallel.materialize import box_in, listed, shapes_of
+from trainkit.parallel.materialize import listed, narrow_to_box, shapes_of
 from trainkit.post.adapters.base import open_base_weights
 from trainkit.post.adapters.frozen import get_quantizations, round_weights
-from trainkit.post.adapters.lowrank import BESIDE, Lora, split_name
+from trainkit.post.adapters.lowrank import CHILD, Lora, split_name
 from trainkit.post.adapters.peft import CONFIG, LowRankFactors, to_peft
 from trainkit.post.adapters.trained import build_trained_stages
 from trainkit.types import CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.export import origin_of, row_boxes, write_weights
+from trainkit.weights.checkpoint.export import describe_origin, split_into_row_boxes, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of
-from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.checkpoint.tensors import box_hash
+from trainkit.weights.checkpoint.run_state import hash_tensor_box
+from trainkit.weights.checkpoint.sources import read_model_tensors
+from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, match_family
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
@@ -70,15 +70,15 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     Examples:
         >>> read_adapters("/does/not/exist")
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])
     loras = tuple(Lora(**one) for one in facts["adapters"])
-    stored = model_of(path)
+    stored = read_model_tensors(path)
     read = reader(stored)
     tensors = {own: read(own, x.shape, (0,) * len(x.shape)) for own, x in stored.items()}
-    known = sorted({split_name(own)[1] for own in tensors if f".{BESIDE}." in own})
+    known = sorted({split_name(own)[1] for own in tensors if f".{CHILD}." in own})
     if len(known) != 1 and name not in known:
         raise CheckpointError(
             f"read_adapters: {path} holds the adapters {known or 'of none'}, and "
@@ -91,7 +91,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     loras = tuple(one for one in loras if one.name == chosen)
     parts: dict[str, dict[str, Tensor]] = {}
     for own, x in tensors.items():
-        if f".{BESIDE}." in own:
+        if f".{CHILD}." in own:
             matrix, which, key = split_name(own)
             if which == chosen:
                 parts.setdefault(matrix, {})[key] = x
@@ -99,7 +99,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
         matrix: LowRankFactors(x["a"], x["b"], _spec_of(matrix, loras).scale, x.get("magnitude"))
         for matrix, x in parts.items()
     }
-    whole = {own: x for own, x in tensors.items() if f".{BESIDE}." not in own}
+    whole = {own: x for own, x in tensors.items() if f".{CHILD}." not in own}
     return SavedAdapters(facts, loras, held, whole)
 
 
@@ -162,14 +162,14 @@ def export_peft(
     )
 
     def read(own: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return box_in(tensors[own], shape, offset)
+        return narrow_to_box(tensors[own], shape, offset)
 
     kinds = {own: str(x.dtype).removeprefix("torch.") for own, x in tensors.items()}
     stored = {own: Stored(kinds[own], tuple(x.shape), ()) for own, x in tensors.items()}
     beside = {CONFIG: orjson.dumps(settings, option=orjson.OPT_INDENT_2)}
     how: dict[str, Any] = {"shard_bytes": 1 << 62, "overwrite": overwrite, "stem": "adapter_model"}
-    origin = origin_of(path)
-    return write_weights(stored, folder, read=read, beside=beside, origin=origin, **how)
+    origin = describe_origin(path)
+    return write_weights(stored, folder, read=read, extra_files=beside, origin=origin, **how)
 
 
 def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
@@ -232,10 +232,10 @@ def _hash_of(
     """Return the hash of weights as `exclude_frozen_` knows a base, some rows at a time."""
     total = 0
     for own, whole in shapes.items():
-        for shape, offset in row_boxes(tuple(whole), _AT_ONCE):
+        for shape, offset in split_into_row_boxes(tuple(whole), _AT_ONCE):
             values = weights(own, shape, offset)
             values = values if dtype is None else values.to(dtype)
-            total += box_hash(f"model/{own}", values, shape=whole, offset=offset)
+            total += hash_tensor_box(f"model/{own}", values, shape=whole, offset=offset)
     return f"{total & MASK64:016x}"
 
 
@@ -262,7 +262,7 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
 
     def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name in saved.whole:
-            return box_in(saved.whole[name], shape, offset)
+            return narrow_to_box(saved.whole[name], shape, offset)
         low = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
         if low is None:
             return base(name, shape, offset)

@@ -1,15 +1,15 @@
-"""Quantisation-aware training: forward sees what rounding will make of a model, backward does not.
+"""Quantisation-aware training: the forward pass rounds, the backward pass does not.
 
-A fake-quantised layer keeps its weight as it is. In forward the weight goes to a format of few bits
-and back, and what enters the layer too where that is asked for; gradients pass as if neither had
-been rounded. What is trained so loses little when it is quantised for good.
+A fake-quantised layer stores its weight as before. In forward the weight is quantised and
+dequantised, and the layer's input too if the transform says so; gradients pass as if neither had
+been rounded. A model that was trained so loses little when it is quantised for good.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainkit.collectives import all_max
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.models.mixins import mix_in_, take_out_
-from trainkit.parallel.linears import change_, choose_layers, plain_problem
+from trainkit.parallel.linear_layers import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.float8 import float8
@@ -38,12 +38,12 @@ from trainkit.post.adapters.formats import (
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
 
 Activation = Literal["int8", "fp8_row"]
-"""What activations are rounded to, with scales for each token."""
+"""Formats of activations, with scales for each token."""
 
 
 @attrs.frozen(eq=False)
 class _Fake:
-    """How a layer's operands are rounded, and the axes over which its sides are cut."""
+    """How a layer's operands are rounded, and the axes that shard its sides."""
 
     name: str
     weights: QuantizationFormat
@@ -55,7 +55,7 @@ class _Fake:
         return self  # it holds process groups
 
     def weight(self, x: Tensor) -> Tensor:
-        """Return a weight as it will be; what spans the whole of it is sought on all ranks."""
+        """Round a weight; scales of the whole matrix, or of rows, are a maximum over ranks."""
         largest = None
         if self.weights in ("nvfp4", "fp8_row"):
             largest = all_max(largest_of(x, rows=self.weights == "fp8_row"), self.inputs)
@@ -64,7 +64,7 @@ class _Fake:
         return quantize_dequantize(x, self.weights, largest=largest)
 
     def activation(self, x: Tensor) -> Tensor:
-        """Return what enters a layer as it will be; features may be cut."""
+        """Round the input of a layer, whose features may be sharded."""
         if self.activations == "fp8_row":
             largest = all_max(largest_of(x, rows=True), self.inputs)
             return quantize_dequantize(x, "fp8_row", largest=largest)
@@ -83,15 +83,14 @@ def fake_quantize(
     *,
     modules: str | None = None,
 ) -> Transform:
-    r"""Return the transform that lets layers compute with rounded weights, and train plain ones.
+    r"""Return the transform for quantisation-aware training: layers compute with rounded weights.
 
-    It stands before adapters and `tensor`, in the place of `float8`. Names, values and dtypes of
-    parameters stay what they are, so a checkpoint or an exported folder holds plain weights, which
-    have been trained for being quantised: by `quantize_model_`, or by whatever serves them. Blocks
-        and
-    scales are those of the whole matrix in every layout.
+    It comes before adapters and `tensor`, in place of `float8`. Parameters keep their names,
+    values and dtypes, so a checkpoint or an exported folder holds plain weights. Quantise them
+    afterwards, by `quantize_model_` or in the server. Blocks and scales are those of the whole
+    matrix in every layout.
 
-    | weights, activations | what serves it |
+    | weights, activations | quantised by |
     |---|---|
     | "int4", "int8" | torchao's Int8DynamicActivationIntxWeightConfig, on phones and CPUs |
     | "int4", None | torchao's IntxWeightOnlyConfig |
@@ -101,17 +100,17 @@ def fake_quantize(
     Args:
         weights: The format of weights.
         activations: "int8" rounds each token to 256 steps between its least and largest feature,
-            "fp8_row" to e4m3; None leaves activations alone.
-        modules: A regular expression of names in the whole model: linear layers, and experts
-            ("layers.0.mlp.experts"), all three weights of them. None takes all linear layers that
-            can, but the head.
+            "fp8_row" to e4m3; None does not round activations.
+        modules: A regular expression that matches whole names in the whole model, of linear layers
+            and of experts ("layers.0.mlp.experts"), all three weights of them. None chooses all
+            suitable linear layers but the head.
 
     Returns:
         A transform for `build_stages`.
 
     Raises:
-        ConfigError: When applied: the pattern is none, matches nothing or a layer that cannot, rows
-            are no whole blocks of int4 or nvfp4, or tp cuts a block.
+        ConfigError: When applied: the pattern is invalid, matches nothing or a layer that is not
+            suitable; rows are not whole blocks of int4 or nvfp4; or tp cuts a block.
         ValueError: A format is unknown.
 
     References:
@@ -129,26 +128,24 @@ def fake_quantize(
     if activations is not None:
         check_choice(get_args(Activation), "fake_quantize", activations=activations)
 
-    def change(name: str, layer: Any) -> None:
-        layer.fake = _Fake(name, weights, activations)
-        mix_in_(layer, FakeExperts if isinstance(layer, ExpertWeights) else Fake)
-
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
         problem = partial(_problem, weights)
         layers, left_out = choose_layers(module, modules, by="fake_quantize", problem=problem)
-        told = f"fake {weights}" + (f" on {activations}" if activations else "")
-        change_(layers, left_out, change, told=told)
+        for name, layer in layers.items():
+            mixin = FakeExperts if isinstance(layer, ExpertWeights) else Fake
+            mix_in_(layer, mixin, fake=_Fake(name, weights, activations))
+        how = f"fake {weights}" + (f" on {activations}" if activations else "")
+        note_computation_(layers.values(), left_out, how)
         return module
 
     return Transform(apply, kind="rounded")
 
 
 def _problem(form: QuantizationFormat, part: nn.Module) -> str | None:
-    is_plain = type(part) is ExpertWeights
-    told = None if is_plain else plain_problem(part)
-    if told:
-        return told
+    problem = None if type(part) is ExpertWeights else plain_problem(part)
+    if problem:
+        return problem
     block = block_of(form) if form in ("int4", "nvfp4") else 1
     uneven = [p.shape[-1] for p in part.parameters() if p.ndim > 1 and p.shape[-1] % block]
     return f"has rows of {uneven[0]}, no whole blocks of {block}" if uneven else None
@@ -166,9 +163,9 @@ class Fake(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        weight = _straight(self.weight, self.fake.weight).to(x.dtype)
+        weight = _round_straight_through(self.weight, self.fake.weight).to(x.dtype)
         if self.fake.activations is not None:
-            x = _straight(x, self.fake.activation)
+            x = _round_straight_through(x, self.fake.activation)
         return nn.functional.linear(x, weight, self.bias)
 
     def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
@@ -208,25 +205,27 @@ class FakeExperts(ExpertWeights):
 
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply rows `[N, D]` with the rounded weights of their experts."""
-        weight = _straight(getattr(self, name), self.fake.weight)
+        weight = _round_straight_through(getattr(self, name), self.fake.weight)
         if self.fake.activations is not None:
-            rows = _straight(rows, self.fake.activation)
+            rows = _round_straight_through(rows, self.fake.activation)
         return grouped_product(rows, counts, weight)
 
 
-def _straight(x: Tensor, rounded: Any) -> Tensor:
-    apply: Any = _Straight.apply
-    if torch.compiler.is_compiling():  # formats are records, and ranks may talk: it traces neither
+def _round_straight_through(x: Tensor, round_: Callable[[Tensor], Tensor]) -> Tensor:
+    apply: Any = _StraightThrough.apply
+    if torch.compiler.is_compiling():  # it traces neither our records nor collectives
         apply = torch.compiler.disable(apply)
-    return apply(x, rounded)
+    return apply(x, round_)
 
 
-class _Straight(torch.autograd.Function):
-    """What a function makes of a tensor, with the gradient passed on as it came."""
+class _StraightThrough(torch.autograd.Function):
+    """The straight-through estimator: rounds in forward, and passes the gradient on unchanged."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor, rounded: Any) -> Tensor:  # pyrefly: ignore[bad-override]
-        return rounded(x)
+    def forward(  # pyrefly: ignore[bad-override]
+        _: Any, x: Tensor, round_: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return round_(x)
 
     @staticmethod
     def backward(_: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
@@ -243,17 +242,17 @@ def quantize_model_(
     *,
     modules: str | None = None,
 ) -> nn.Module:
-    """Quantise a model for good by torchao, as `fake_quantize` let it expect.
+    """Quantise a model by torchao, in the formats that `fake_quantize` trained it for.
 
     Args:
-        model: A whole one in one process: one that was fake-quantised, or that has loaded what was
-            exported of it, of ours or of `transformers`.
-        weights: As in `fake_quantize`; int4, with int8 or without, or fp8_row with fp8_row.
-        activations: As above.
-        modules: As above.
+        model: A whole model in one process: the fake-quantised one, or one with its exported
+            weights, ours or of `transformers`.
+        weights: As in `fake_quantize`: int4, with int8 or without, or fp8_row with fp8_row.
+        activations: As in `fake_quantize`.
+        modules: As in `fake_quantize`.
 
     Returns:
-        The model. In fp32 it computes what the fake-quantised one does, but for the order of sums.
+        The model. In fp32 it computes the same as the fake-quantised one, up to the order of sums.
 
     Raises:
         ConfigError: torchao has no such formats, or not on this device; a parameter is sharded; or
@@ -283,8 +282,11 @@ def quantize_model_(
         )
     for name, p in model.named_parameters():
         if hasattr(p, "placements"):
-            what = f"{name!r} is sharded; build the model in one process, from its checkpoint"
-            raise ConfigError(f"quantize_model_: {what}", where=name)
+            raise ConfigError(
+                f"quantize_model_: {name!r} is sharded; build the model in one process, from its "
+                "checkpoint",
+                where=name,
+            )
     for part in model.modules():
         for mixin in (Fake, FakeExperts):
             if isinstance(part, mixin):
@@ -298,20 +300,22 @@ def quantize_model_(
         from torchao import quantization as ao  # noqa: PLC0415 (an extra, and seconds of import)
 
         group = ao.PerGroup(block_of("int4"))
-        how: dict[str, Any] = {"weight_dtype": getattr(torch, "int4")}  # noqa: B009 (has no stub)
+        int4 = getattr(torch, "int4")  # noqa: B009 (has no stub)
         if activations is None:
-            made = ao.IntxWeightOnlyConfig(**how, granularity=group)
+            config = ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group)
         elif activations == "int8":
-            made = ao.Int8DynamicActivationIntxWeightConfig(**how, weight_granularity=group)
+            config = ao.Int8DynamicActivationIntxWeightConfig(
+                weight_dtype=int4, weight_granularity=group
+            )
         else:
-            made = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
-        ao.quantize_(model, made, filter_fn=lambda part, _: part in chosen)
+            config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+        ao.quantize_(model, config, filter_fn=lambda part, _: part in chosen)
     return model
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep to itself what a library says of kernels for other machines while it is loaded.
+    """Suppress warnings, such as those of a library about kernels for other machines.
 
     Examples:
         >>> with quietly():
@@ -329,30 +333,30 @@ def quietly() -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------- flags
 
-LINEARS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+LINEARS: Mapping[str, Callable[..., Transform] | None] = MappingProxyType(
     {
-        "plain": (),
-        "float8_tensorwise": (float8, "tensorwise"),
-        "float8_rowwise": (float8, "rowwise"),
-        "float8_rowwise_with_gw_hp": (float8, "rowwise_with_gw_hp"),
-        "qat_int4": (fake_quantize, "int4"),
-        "qat_int8_int4": (fake_quantize, "int4", "int8"),
-        "qat_fp8": (fake_quantize, "fp8_row", "fp8_row"),
-        "qat_nvfp4": (fake_quantize, "nvfp4"),
+        "plain": None,
+        "float8_tensorwise": partial(float8, "tensorwise"),
+        "float8_rowwise": partial(float8, "rowwise"),
+        "float8_rowwise_with_gw_hp": partial(float8, "rowwise_with_gw_hp"),
+        "qat_int4": partial(fake_quantize, "int4"),
+        "qat_int8_int4": partial(fake_quantize, "int4", "int8"),
+        "qat_fp8": partial(fake_quantize, "fp8_row", "fp8_row"),
+        "qat_nvfp4": partial(fake_quantize, "nvfp4"),
     }
 )
-"""What a recipe calls the ways in which linear layers can compute, and the transform of each."""
+"""The values of a recipe's `--linears`, and the transform of each."""
 
 
 def make_linear_transforms(linears: str, modules: str | None = None) -> list[Transform]:
-    """Return the transforms, one or none, that a name in `LINEARS` stands for.
+    """Return the transforms, one or none, of a name in `LINEARS`.
 
     Args:
         linears: The name.
         modules: See `float8` and `fake_quantize`.
 
     Raises:
-        ConfigError: Modules are named for "plain", which leaves all alone.
+        ConfigError: `modules` is given with "plain", which changes no layer.
         ValueError: There is no such name.
 
     Examples:
@@ -363,10 +367,13 @@ def make_linear_transforms(linears: str, modules: str | None = None) -> list[Tra
         ([], ['rounded'])
     """
     check_choice(tuple(LINEARS), "make_linear_transforms", linears=linears)
-    if not LINEARS[linears]:
-        if modules is not None:
-            what = "linear_modules says which layers compute otherwise, and linears is plain"
-            raise ConfigError(what, where="linear_modules", got=modules)
-        return []
-    make, *how = LINEARS[linears]
-    return [make(*how, modules=modules)]
+    make = LINEARS[linears]
+    if make is not None:
+        return [make(modules=modules)]
+    if modules is not None:
+        raise ConfigError(
+            "linear_modules chooses the layers that linears changes, and linears is plain",
+            where="linear_modules",
+            got=modules,
+        )
+    return []

@@ -1,9 +1,9 @@
 """Linear layers that multiply in float8: three products, each with scales of its operands.
 
-A number is scaled by the largest of those that it shares its scale with, rounded to 8 bits, and the
-product is divided by both scales. What shares a scale is said of the whole matrix, and of all
-tokens of a microbatch: where a layout cuts these, the largest is sought over its ranks. So every
-layout rounds to the same bits, which scales of each rank's own part would not.
+Numbers that share a scale are divided by the largest of them and rounded to 8 bits, and the product
+is multiplied by both scales. Scales are those of the whole matrix, and of all tokens of a
+microbatch: where a layout shards these, the largest is a maximum over ranks. So every layout rounds
+to the same bits, which scales of each rank's own part would not.
 """
 
 from __future__ import annotations
@@ -18,39 +18,45 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_max
 from trainkit.models.mixins import mix_in_
-from trainkit.parallel.linears import change_, choose_layers, plain_problem
+from trainkit.parallel.linear_layers import choose_layers, note_computation_, plain_problem
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
 
 Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-"""What shares a scale; see `float8`."""
+"""Which numbers share a scale; see `float8`."""
 
-_UNIT = 16  # the hardware multiplies sides of whole 16 bytes
-_LEAST = 2.0**-110  # what is smaller than this is scaled as if it were it: fp32 has no larger scale
+_UNIT = 16  # the hardware needs sides that are multiples of 16 bytes
+_LEAST = 2.0**-110  # the least maximum: for smaller numbers the scale would overflow in fp32
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @attrs.frozen
 class _Recipe:
-    """Whether x, the weight and the output's gradient have one scale, in the product of each.
+    """How the operands of the three products are rounded.
 
-    `gradient` is what that is rounded to, `powers` whether scales are powers of two. `products`
-    says of y, of x's gradient and of the weight's whether both operands have one scale; None leaves
-    a product as it is.
+    Attributes:
+        output: For y = x W^T: whether x has one scale, or one per row, and whether W has.
+        d_input: The same for the product of y's gradient and W.
+        d_weight: The same for the product of y's gradient and x; None leaves it unrounded.
+        gradient: The dtype of y's gradient.
+        powers: Whether scales are powers of two.
     """
 
-    products: tuple[tuple[bool, bool], tuple[bool, bool], tuple[bool, bool] | None]
+    output: tuple[bool, bool]
+    d_input: tuple[bool, bool]
+    d_weight: tuple[bool, bool] | None
     gradient: torch.dtype = _E4M3
     powers: bool = True
 
 
-_ONE, _ROWS = (True, True), (False, False)
+_ONE = (True, True)
+_ROWS = (False, False)
 _RECIPES: Mapping[Scaling, _Recipe] = MappingProxyType(
     {
-        "tensorwise": _Recipe((_ONE, _ONE, _ONE), gradient=_E5M2, powers=False),
-        "rowwise": _Recipe((_ROWS, _ROWS, _ROWS)),
-        "rowwise_with_gw_hp": _Recipe((_ROWS, (False, True), None)),
+        "tensorwise": _Recipe(_ONE, _ONE, _ONE, gradient=_E5M2, powers=False),
+        "rowwise": _Recipe(_ROWS, _ROWS, _ROWS),
+        "rowwise_with_gw_hp": _Recipe(_ROWS, (False, True), None),
     }
 )
 
@@ -74,10 +80,10 @@ class _How:
 
 
 def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = None) -> Transform:
-    r"""Return the transform that lets linear layers multiply in float8; it stands before `tensor`.
+    r"""Return the transform that lets linear layers multiply in float8; it comes before `tensor`.
 
-    Parameters stay what they are, in name, value and dtype, and so do checkpoints and exports: what
-    is rounded is what each product is given. Under `precision`, as is usual, that is bf16 already.
+    Parameters keep their names, values and dtypes, and so do checkpoints and exports: only the
+    operands of products are rounded. With `precision`, as is usual, these are bf16 already.
 
     | scaling | output | gradient of the input | gradient of the weight |
     |---|---|---|---|
@@ -85,24 +91,24 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
     | rowwise | a scale a row | a scale a row | a scale a row |
     | rowwise_with_gw_hp | a scale a row | gradients a scale a row, weights one | not in float8 |
 
-    A "row" runs along what a product sums over, and scales of rows are powers of two. All else is
-    e4m3. A token's scale is its own in the first two products. In the third, and tensorwise, it is
-    shared by a microbatch of a data-parallel rank: so "tensorwise" and "rowwise" give the numbers
-    of one process where microbatches hold the same rows (one row each, or the same number of
-    data-parallel ranks), and "rowwise_with_gw_hp" does everywhere. With tp, ring and ulysses some
-    scales are a maximum over ranks, a number a row or one for all.
+    A "row" runs along the dimension that a product sums over, and scales of rows are powers of two.
+    All else is e4m3. In the first two products each token has a scale of its own. In the third, and
+    tensorwise, the tokens of a microbatch of a data-parallel rank share it. So "tensorwise" and
+    "rowwise" give the numbers of one process where microbatches have the same rows (one row each,
+    or the same number of data-parallel ranks), and "rowwise_with_gw_hp" does in every layout. With
+    tp, ring and ulysses some scales are a maximum over ranks, a number a row or one for all.
 
-    A GPU multiplies bf16 in float8 from compute capability 8.9 on. Elsewhere, and in other dtypes,
-    the 8-bit numbers are multiplied in fp32 (fp64 in fp64): the same roundings, and no faster.
+    GPUs multiply bf16 in float8 from compute capability 8.9 on. Elsewhere, and in other dtypes, the
+    8-bit numbers are multiplied in fp32 (fp64 in fp64), with the same roundings and no faster.
 
     Args:
         scaling: See above.
-        modules: A regular expression of names in the whole model, as "layers.0.attention.wq", all
-            of which must be linear layers with sides that 16 divides. None takes all such but
-            the head; what is left out, as routers and experts, the start of a run says.
+        modules: A regular expression that matches whole names in the whole model, as
+            "layers.0.attention.wq", of linear layers with sides that 16 divides. None chooses all
+            such layers but the head. The log at the start of a run lists the layers left out.
 
     Returns:
-        A transform for `build_stages`; it may stand before adapters, whose base then multiplies so.
+        A transform for `build_stages`. It may come before adapters, whose base is then in float8.
 
     Raises:
         ConfigError: When applied: see `modules`; tp leaves a side that 16 does not divide; or the
@@ -126,11 +132,10 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
         _check_device(ps.device)
         layers, left_out = choose_layers(module, modules, by="float8", problem=_problem)
 
-        def change(name: str, layer: Any) -> None:
-            layer.float8 = _How(name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp)
-            mix_in_(layer, Float8)
-
-        change_(layers, left_out, change, told=f"float8 ({scaling})")
+        for name, layer in layers.items():
+            how = _How(name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp)
+            mix_in_(layer, Float8, float8=how)
+        note_computation_(layers.values(), left_out, f"float8 ({scaling})")
         return module
 
     return Transform(apply, kind="rounded")
@@ -203,7 +208,7 @@ class Float8(nn.Module):
 
 
 class _Float8Product(torch.autograd.Function):
-    """x `[T, I]` times a weight `[O, I]`; the operands are kept as they came."""
+    """x `[T, I]` times a weight `[O, I]`; the operands are saved unrounded."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -211,69 +216,91 @@ class _Float8Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
-        sides = how.inputs, (how.tokens, how.outputs)
-        return _product((x, weight.t()), (_E4M3, _E4M3), how.recipe, 0, sides)
+        one_x, one_w = how.recipe.output
+        powers = how.recipe.powers
+        return _product(
+            _round(x, 1, _E4M3, powers, one=one_x, inner=how.inputs, outer=how.tokens),
+            _round(weight.t(), 0, _E4M3, powers, one=one_w, inner=how.inputs, outer=how.outputs),
+            x,
+        )
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        (x, weight), how, d_x, d_weight = ctx.saved_tensors, ctx.how, None, None
-        to = how.recipe.gradient, _E4M3
+        x, weight = ctx.saved_tensors
+        how: _How = ctx.how
+        dtype = how.recipe.gradient
+        powers = how.recipe.powers
+        d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            sides = how.outputs, (how.tokens, how.inputs)
-            d_x = _product((d_y, weight), to, how.recipe, 1, sides)
-        if ctx.needs_input_grad[1]:
-            sides = how.tokens, (how.outputs, how.inputs)
-            d_weight = _product((d_y.t(), x), to, how.recipe, 2, sides)
+            one_d_y, one_w = how.recipe.d_input
+            d_x = _product(
+                _round(d_y, 1, dtype, powers, one=one_d_y, inner=how.outputs, outer=how.tokens),
+                _round(weight, 0, _E4M3, powers, one=one_w, inner=how.outputs, outer=how.inputs),
+                d_y,
+            )
+        rounds = how.recipe.d_weight
+        if ctx.needs_input_grad[1] and rounds is None:
+            d_weight = d_y.t() @ x
+        elif ctx.needs_input_grad[1] and rounds is not None:
+            one_d_y, one_x = rounds
+            d_weight = _product(
+                _round(d_y.t(), 1, dtype, powers, one=one_d_y, inner=how.tokens, outer=how.outputs),
+                _round(x, 0, _E4M3, powers, one=one_x, inner=how.tokens, outer=how.inputs),
+                d_y,
+            )
         return d_x, d_weight, None
 
 
-def _product(
-    matrices: tuple[Tensor, Tensor],
-    to: tuple[torch.dtype, torch.dtype],
-    recipe: _Recipe,
-    number: int,
-    sides: tuple[Axis, tuple[Axis, Axis]],
-) -> Tensor:
-    """Return `[M, K]` times `[K, N]`, both rounded; `sides` cut K, and M and N."""
-    whole, (over, others) = recipe.products[number], sides
-    a, b = matrices
-    if whole is None:
-        return a @ b
-    (a8, a_scale), (b8, b_scale) = (
-        _rounded(
-            x, dim, dtype, over=[over, other] if one else [over], one=one, powers=recipe.powers
-        )
-        for x, dim, dtype, other, one in zip((a, b), (1, 0), to, others, whole, strict=True)
-    )
-    if a.is_cuda and a.dtype == torch.bfloat16:
-        return scaled_product(a8, b8, a_scale, b_scale)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return ((a8.to(wide) @ b8.to(wide)) * a_scale * b_scale).to(a.dtype)
-
-
-def _rounded(
-    x: Tensor, dim: int, dtype: torch.dtype, *, over: list[Axis], one: bool, powers: bool
+def _round(
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    powers: bool,
+    *,
+    one: bool,
+    inner: Axis,
+    outer: Axis,
 ) -> tuple[Tensor, Tensor]:
-    """Return a matrix in float8, and what to multiply it with, one or along a dimension."""
+    """Return a matrix in float8, and the scale of the whole matrix or along a dimension.
+
+    Args:
+        x: A matrix.
+        dim: The dimension that the product sums over.
+        dtype: The dtype to round to.
+        powers: Whether scales are powers of two.
+        one: Whether the matrix has one scale.
+        inner: The axis that shards that dimension.
+        outer: The axis that shards the other one.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    largest = wide.abs().amax((0, 1) if one else dim, keepdim=True)
-    for axis in over:
-        largest = all_max(largest, axis)
+    largest = all_max(wide.abs().amax((0, 1) if one else dim, keepdim=True), inner)
+    if one:
+        largest = all_max(largest, outer)
     top = torch.finfo(dtype).max
-    scale = top / largest.clamp_min(_LEAST)  # not finite where that is not, and so the product
+    scale = top / largest.clamp_min(_LEAST)  # not finite if `largest` is not: nor is the product
     if powers:
         scale = scale.log2().floor().exp2()
     return (wide * scale).clamp(-top, top).to(dtype), 1 / scale
 
 
+def _product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+    """Return `[M, K]` times `[K, N]`, both rounded, in the dtype of a tensor."""
+    a8, a_scale = a
+    b8, b_scale = b
+    if like.is_cuda and like.dtype == torch.bfloat16:
+        return scaled_product(a8, b8, a_scale, b_scale)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return ((a8.to(wide) @ b8.to(wide)) * a_scale * b_scale).to(like.dtype)
+
+
 def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """Multiply float8 matrices by torch's kernel for GPUs, which CPUs have too, and slowly.
+    """Multiply float8 matrices by torch's kernel for GPUs; on a CPU it is slow.
 
     Args:
         a: `[M, K]`.
         b: `[K, N]`; 16 divides N.
-        a_scale: What `a` is multiplied with, fp32 `[M, 1]` or `[1, 1]`.
-        b_scale: What `b` is, `[1, N]` or `[1, 1]`.
+        a_scale: The factor of `a`, fp32 `[M, 1]` or `[1, 1]`.
+        b_scale: The factor of `b`, fp32 `[1, N]` or `[1, 1]`.
 
     Returns:
         bf16 `[M, N]`.
@@ -285,15 +312,16 @@ def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Te
         tensor([16., 16.], dtype=torch.bfloat16)
     """
     short = -a.shape[1] % _UNIT
-    if short:  # of tokens; zeros add nothing, and bytes of zeros are zeros
-        kinds, bytes_ = (a.dtype, b.dtype), (a.view(torch.uint8), b.view(torch.uint8))
-        padded = (
-            nn.functional.pad(bytes_[0], (0, short)),
-            nn.functional.pad(bytes_[1], (0, 0, 0, short)),
-        )
-        a, b = (x.view(kind) for x, kind in zip(padded, kinds, strict=True))
+    if short:  # pad with zeros, which add nothing; `pad` takes bytes, and not float8
+        a = nn.functional.pad(a.view(torch.uint8), (0, short)).view(a.dtype)
+        b = nn.functional.pad(b.view(torch.uint8), (0, 0, 0, short)).view(b.dtype)
     if a_scale.numel() != b_scale.numel() or a_scale.numel() > 1:
-        a_scale, b_scale = a_scale.expand(len(a), 1), b_scale.expand(1, b.shape[1])
-    a, b = a.contiguous(), b.t().contiguous().t()
-    scales = a_scale.float().contiguous(), b_scale.float().contiguous()
-    return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16)  # noqa: SLF001 (no public name)
+        a_scale = a_scale.expand(len(a), 1)
+        b_scale = b_scale.expand(1, b.shape[1])
+    return torch._scaled_mm(  # noqa: SLF001 (no public name)
+        a.contiguous(),
+        b.t().contiguous().t(),
+        a_scale.float().contiguous(),
+        b_scale.float().contiguous(),
+        out_dtype=torch.bfloat16,
+    )

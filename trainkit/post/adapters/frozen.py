@@ -1,9 +1,9 @@
-"""Frozen matrices that a model holds in few bits: they compute, pass gradients on, and get none.
+"""Quantised frozen matrices: they compute and pass gradients on, and get none themselves.
 
-A quantised module keeps its class, its name and those of its parameters; these hold codes, a row of
-bytes for each row of the matrix, and beside each stand the bytes of its rows' scales. Each row is
-whole by itself, so whatever cuts rows (FSDP, columns of tensor parallelism, experts) cuts bytes;
-what cuts columns leaves every rank all scales of its rows.
+A quantised module keeps its name and those of its parameters. These hold codes, a row of bytes for
+each row of the matrix, and another parameter holds the bytes of the scales of each row. No row
+needs another one. So everything that shards rows (FSDP, columns of tensor parallelism, experts)
+shards bytes; where columns are sharded, every rank has all scales of its rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import normal_by_quantile
-from trainkit.parallel.materialize import Fill, box_in
-from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.materialize import Fill, narrow_to_box
+from trainkit.parallel.parameters import canonical_name, match_names
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.formats import (
@@ -42,19 +42,23 @@ from trainkit.post.adapters.formats import (
 from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weights, check_choice
 
 SCALES = "_scales"
-"""What the name of a parameter that holds scales has behind that of its codes."""
+"""The suffix of a parameter with scales, after the name of its codes."""
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""A product of rows and a matrix that is not turned, as `nn.functional.linear`."""
+"""A product x W^T, as `nn.functional.linear`."""
 
-_AT_ONCE = 1 << 18  # elements that are quantised at a time: what is held of them in fp32
+_AT_ONCE = 1 << 18  # elements that are quantised at a time, and exist in fp32
 
 
 @attrs.frozen
 class QuantizationSpec:
-    """How a matrix `[..., R, C]` is held in few bits; `shape` is the whole one's.
+    """How a matrix `[..., R, C]` is quantised.
 
-    `first` is the column of it that the codes begin with: not 0 where columns are cut.
+    Attributes:
+        form: The format.
+        shape: The shape of the whole matrix.
+        dtype: The dtype in which the model was made.
+        first: The first column of this rank's codes: not 0 where columns are sharded.
     """
 
     form: QuantizationFormat
@@ -65,13 +69,12 @@ class QuantizationSpec:
 
 @attrs.frozen(eq=False)
 class Noise:
-    """Noise on what a matrix's codes stand for, for as long as `add_quantization_noise` holds.
+    """Noise on a dequantised matrix, within `add_quantization_noise`.
 
     Attributes:
         key: int64, 0-d, on the device of the codes.
         scale: fp32, 0-d: the standard deviation in `HALF_STEPS`.
-        offset: Where the rows that are here begin in the whole matrix, a number for each dimension
-            but the last.
+        offset: The first row of this rank's part, an index for each dimension but the last.
     """
 
     key: Tensor
@@ -82,29 +85,29 @@ class Noise:
 def quantized(
     form: QuantizationFormat = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+"
 ) -> Transform:
-    r"""Return the transform that holds frozen matrices in few bits; the first of a plan.
+    r"""Return the transform that quantises and freezes matrices; the first of a plan.
 
-    Linear layers, and the weights of experts, whose names match are quantised as they are filled,
-    rows by rows, from the `weights` of `build_stages`: no rank ever holds a whole matrix in fp32.
-    Blocks are those of the whole matrix, and a row's bytes do not depend on who holds it, so every
-    layout holds the same bits. They are frozen; what else is, `lora` says or you. In a
-    checkpoint's names `weight` is then the codes, and `weight_scales` the scales.
+    Linear layers, and the weights of experts, whose names match are quantised while they are
+    filled, some rows at a time, from the `weights` of `build_stages`: no rank ever has a whole
+    matrix in fp32. Blocks are those of the whole matrix, and the bytes of a row do not depend on
+    the rank, so every layout has the same bits. Other parameters are not frozen here. In the names
+    of a checkpoint `weight` is then the codes, and `weight_scales` the scales.
 
-    In forward and in backward a matrix is dequantised to the dtype of its input, and dropped again.
+    A matrix is dequantised to the dtype of its input in forward, and once more in backward.
 
     Args:
         form: "nf4", "int8" or "fp8"; see `quantize`.
-        modules: A regular expression. What it matches as a whole, of the names in the whole model,
-            is held in few bits: linear layers ("layers.0.attention.wq") and layers' experts, all
-            three weights of them ("layers.0.mlp.experts").
+        modules: A regular expression that matches whole names in the whole model, of linear layers
+            ("layers.0.attention.wq") and of experts, all three weights of them
+            ("layers.0.mlp.experts").
 
     Returns:
-        A transform for `build_stages`; or for a model that holds its weights.
+        A transform for `build_stages`, or for a model that has its weights.
 
     Raises:
-        ConfigError: The format is unknown; when applied: the pattern is none or matches nothing,
+        ConfigError: The format is unknown; when applied: the pattern is invalid or matches nothing,
             parameters are sharded already, or torch cannot shard bytes.
-        NumericsError: When it is filled: a value is not finite.
+        NumericsError: While it is filled: a value is not finite.
 
     References:
         Dettmers et al., "QLoRA" (2023).
@@ -129,18 +132,18 @@ def quantized(
                 got=torch.__version__,
             )
         parts = {canonical_name(x): part for x, part in module.named_modules() if _fits(part)}
-        what = "linear layer or experts"
-        for name in fitting_names(modules, parts, by="quantized", what=what):
-            _pack_(name, parts[name], form)
+        names = match_names(modules, parts, function="quantized", kind="linear layer or experts")
+        for name in names:
+            _quantize_module_(name, parts[name], form)
         return module
 
     return Transform(apply, kind="quantized")
 
 
 def can_shard_bytes() -> bool:
-    """Say whether this torch's FSDP can shard parameters of bytes: from 2.12 on.
+    """Return whether FSDP of this torch can shard parameters of bytes: from 2.12 on.
 
-    That of 2.11 asks for gradients of whatever it shards, and casts bytes to what is computed in.
+    FSDP of 2.11 expects gradients of all that it shards, and casts bytes to the compute dtype.
 
     Examples:
         >>> can_shard_bytes() == (torch.__version__ >= "2.12")
@@ -156,21 +159,21 @@ def dequantized(
     *,
     rows: slice = slice(None),
 ) -> Tensor:
-    """Return what a module's matrix of a name is, or this rank's part of it, quantised or not.
+    """Return the values of a module's matrix, or of this rank's part of it, quantised or not.
 
-    Within `add_quantization_noise` it has the noise, as the module's forward pass does.
+    Within `add_quantization_noise` they include the noise, as in the module's forward pass.
 
     Args:
-        module: A module, within whose forward pass sharded parameters are there.
+        module: A module; if its parameters are sharded, within its forward pass.
         name: The parameter.
         dtype: By default that in which the model was made.
-        rows: Which of its rows, each of which is there by itself.
+        rows: The rows to return.
 
     Examples:
         >>> dequantized(nn.Linear(2, 3)).shape
         torch.Size([3, 2])
     """
-    packing = packing_of(module, name)
+    packing = get_quantization(module, name)
     if packing is None:
         own = getattr(module, name)[..., rows, :]
         return own if dtype is None else own.to(dtype)
@@ -183,11 +186,11 @@ def dequantized(
         *lead, begin = noise.offset
         noise = attrs.evolve(noise, offset=(*lead, begin + (rows.start or 0)))
     own, scales = own[..., rows, :], scales[..., rows, :]
-    return unpacked(own, scales, packing, dtype or packing.dtype, noise)
+    return dequantize_rows(own, scales, packing, dtype or packing.dtype, noise)
 
 
 def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
-    """Return how each quantised matrix of a model is held, by its name in the whole model.
+    """Return the quantisation of each quantised matrix, by its name in the whole model.
 
     Examples:
         >>> get_quantizations(nn.Linear(1, 1))
@@ -201,9 +204,9 @@ def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
 
 
 def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) -> Weights:
-    """Return weights in which matrices are what their codes stand for, in fp32.
+    """Return weights whose matrices are quantised and dequantised again, in fp32.
 
-    A model filled by them computes what a quantised one does that is filled by `weights`.
+    A plain model with these weights computes what a quantised model does with `weights`.
 
     Args:
         weights: The weights.
@@ -223,18 +226,18 @@ def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) ->
             return weights(name, shape, offset)
         packing = attrs.evolve(packings[name], first=0)
         box = tuple(shape[:-1]), tuple(offset[:-1])
-        codes, scales = _packed_rows(weights, name, packing, box)
-        values = unpacked(codes, scales, packing, torch.float32)
+        codes, scales = _read_rows(weights, name, packing, box)
+        values = dequantize_rows(codes, scales, packing, torch.float32)
         return values[..., offset[-1] : offset[-1] + shape[-1]]
 
     return give
 
 
-def packing_of(module: nn.Module, name: str = "weight") -> QuantizationSpec | None:
-    """Return how a module holds a matrix, None where it is not quantised.
+def get_quantization(module: nn.Module, name: str = "weight") -> QuantizationSpec | None:
+    """Return the quantisation of a module's matrix, None where it is not quantised.
 
     Examples:
-        >>> packing_of(nn.Linear(1, 1))
+        >>> get_quantization(nn.Linear(1, 1))
     """
     return vars(module).get("packings", {}).get(name)
 
@@ -249,7 +252,7 @@ def noise_of(module: nn.Module, name: str) -> Noise | None:
 
 
 def _fits(part: nn.Module) -> bool:
-    """Say whether a module's matrices can be held in few bits."""
+    """Return whether a module's matrices can be quantised."""
     is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
     return is_linear or type(part) is ExpertWeights
 
@@ -257,18 +260,21 @@ def _fits(part: nn.Module) -> bool:
 # ----------------------------------------------------------------------------------------- modules
 
 
-def _pack_(name: str, module: Any, form: QuantizationFormat) -> None:
-    """Hold a module's matrices in few bits; on the meta device, until they are filled."""
-    module.packings = dict[str, QuantizationSpec]()
-    module.fills, fill = dict[str, Fill](), _Rows(module.packings)
+def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
+    """Replace a module's matrices by codes and scales, on the meta device until they are filled."""
+    packings = dict[str, QuantizationSpec]()
+    fill = _Rows(packings)
+    fills = dict[str, Fill]()
     for key in ("weight",) if isinstance(module, nn.Linear) else ("gate", "up", "down"):
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
-            what = "is sharded already; quantized() comes first in a plan"
-            raise ConfigError(f"quantized: {name!r} {what}", where=name)
+            raise ConfigError(
+                f"quantized: {name!r} is sharded already; quantized() comes first in a plan",
+                where=name,
+            )
         packing = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
-        module.packings[key] = packing
-        module.fills |= {key: fill, key + SCALES: fill}
+        packings[key] = packing
+        fills |= {key: fill, key + SCALES: fill}
         if weight.is_meta:
             *rows, columns = packing.shape
             width = ceil(columns / codes_per_byte(form))
@@ -277,24 +283,26 @@ def _pack_(name: str, module: Any, form: QuantizationFormat) -> None:
                 for size in (width, scale_bytes(form, columns))
             )
         else:
-            parts = _packed_rows(held_as(weight.detach()), f"{name}.{key}", packing, None)
+            parts = _read_rows(weights_of_tensor(weight.detach()), f"{name}.{key}", packing, None)
         for own, part in zip((key, key + SCALES), parts, strict=True):
             setattr(module, own, nn.Parameter(part.to(weight.device), requires_grad=False))
-    mix_in_(module, Packed if isinstance(module, nn.Linear) else PackedExperts)
+    mixin = Packed if isinstance(module, nn.Linear) else PackedExperts
+    mix_in_(module, mixin, packings=packings, fills=fills)
 
 
-def held_as(whole: Tensor) -> Weights:
-    """Return the weights of a model whose only one is a tensor.
+def weights_of_tensor(whole: Tensor) -> Weights:
+    """Return a `Weights` that reads one tensor, under any name.
 
     Examples:
-        >>> held_as(torch.arange(4))("any", (2,), (1,))
+        >>> weights_of_tensor(torch.arange(4))("any", (2,), (1,))
         tensor([1, 2])
     """
-    return lambda _, shape, offset: box_in(whole, shape, offset)
+    return lambda _, shape, offset: narrow_to_box(whole, shape, offset)
 
 
 class _QuantizedModule(nn.Module):
     packings: dict[str, QuantizationSpec]
+    fills: dict[str, Fill]
 
     def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Return the style with scales sharded where it shards the rows of a matrix.
@@ -346,7 +354,7 @@ def _with_scales(style: ParallelStyle, key: str) -> ParallelStyle:
 
 
 class _Grouped:
-    """The product of rows and the experts that they go to."""
+    """The product of rows with the matrices of their experts."""
 
     def __init__(self, counts: Tensor) -> None:
         self.counts = counts
@@ -356,7 +364,7 @@ class _Grouped:
 
 
 class _TimesFrozen(torch.autograd.Function):
-    """A product with a matrix that is dequantised for it, and once more for the gradient."""
+    """A product with a matrix that is dequantised in forward, and again in backward."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -368,20 +376,20 @@ class _TimesFrozen(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.packing, ctx.multiply, ctx.noise = how
-        return ctx.multiply(x, unpacked(codes, scales, ctx.packing, x.dtype, ctx.noise))
+        return ctx.multiply(x, dequantize_rows(codes, scales, ctx.packing, x.dtype, ctx.noise))
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         codes, scales = ctx.saved_tensors
-        weight = unpacked(codes, scales, ctx.packing, d_y.dtype, ctx.noise)
+        weight = dequantize_rows(codes, scales, ctx.packing, d_y.dtype, ctx.noise)
         return ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1)), None, None, None
 
 
 # ------------------------------------------------------------------------------------------- bytes
 
 
-def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the codes and of the scales of some rows, each row by itself."""
+def _pack_rows(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the codes and of the scales of some rows."""
     codes = quantized.codes[..., rows, :].view(torch.uint8)
     if quantized.levels is not None:
         levels = quantized.levels.flatten(-2).contiguous().view(torch.uint8)
@@ -392,19 +400,19 @@ def _packed(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
     return codes, scales[..., rows, :].contiguous().view(torch.uint8)
 
 
-def unpacked(
+def dequantize_rows(
     codes: Tensor,
     scales: Tensor,
     packing: QuantizationSpec,
     dtype: torch.dtype,
     noise: Noise | None = None,
 ) -> Tensor:
-    """Return what bytes of codes and scales stand for: rows of a matrix, `[..., R, columns]`.
+    """Dequantise bytes of codes and scales: rows of a matrix, `[..., R, columns]`.
 
     Examples:
         >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)
         >>> packing = QuantizationSpec("int8", (1, 1), torch.float32)
-        >>> unpacked(codes, scales.view(torch.uint8), packing, torch.float64)
+        >>> dequantize_rows(codes, scales.view(torch.uint8), packing, torch.float64)
         tensor([[2.]], dtype=torch.float64)
     """
     form, whole = packing.form, packing.shape[-1]
@@ -419,21 +427,22 @@ def unpacked(
         codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
     added = None
     if noise is not None:
-        box = (*codes.shape[:-1], columns), (*noise.offset, packing.first)
-        added = normal_by_quantile(noise.key, *box) * (noise.scale * HALF_STEPS[form])
-    how: dict[str, Any] = {"columns": columns, "first": packing.first, "noise": added}
-    return times_scales(codes, wide, form, **how).to(dtype)
+        shape = (*codes.shape[:-1], columns)
+        added = normal_by_quantile(noise.key, shape, (*noise.offset, packing.first))
+        added = added * (noise.scale * HALF_STEPS[form])
+    values = times_scales(codes, wide, form, columns=columns, first=packing.first, noise=added)
+    return values.to(dtype)
 
 
 class _Rows:
-    """Gives boxes of a module's codes and scales: what making codes gives of scales is kept.
+    """Fill boxes of a module's codes and scales: both are computed at once, and scales cached.
 
-    Whole rows are read, and in fp8 those of the same blocks, however little of them is held here.
+    Whole rows are read, and in fp8 all rows of a block, even if this rank has a part of them.
     """
 
     def __init__(self, packings: Mapping[str, QuantizationSpec]) -> None:
         self.packings = packings
-        self.kept: dict[Any, Tensor] = {}
+        self.cached_scales: dict[Any, Tensor] = {}
 
     def __call__(
         self, weights: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
@@ -441,16 +450,16 @@ class _Rows:
         matrix = name.removesuffix(SCALES)
         packing = self.packings[matrix.rpartition(".")[2]]
         rows = tuple(shape[:-1]), tuple(offset[:-1])
-        if name != matrix and (matrix, *rows) in self.kept:
-            return self.kept.pop((matrix, *rows))
-        codes, scales = _packed_rows(weights, matrix, packing, rows)
+        if name != matrix and (matrix, *rows) in self.cached_scales:
+            return self.cached_scales.pop((matrix, *rows))
+        codes, scales = _read_rows(weights, matrix, packing, rows)
         if name != matrix:
             return scales
-        self.kept = {(matrix, *rows): scales}
+        self.cached_scales = {(matrix, *rows): scales}
         return codes[..., offset[-1] : offset[-1] + shape[-1]]
 
 
-def _packed_rows(
+def _read_rows(
     weights: Weights,
     name: str,
     packing: QuantizationSpec,
@@ -470,7 +479,7 @@ def _packed_rows(
         for low, high in _spans_of_rows(offset[-1], last, height, columns):
             values = weights(name, (*(1 for _ in at), high - low, columns), (*at, low, 0))
             begin, end = max(low, offset[-1]), min(high, last)
-            made = _packed(_quantize(values, name, packing), slice(begin - low, end - low))
+            made = _pack_rows(_quantize(values, name, packing), slice(begin - low, end - low))
             place = (*index, slice(begin - offset[-1], end - offset[-1]))
             for out, part in zip((codes, scales), made, strict=True):
                 out[place] = part.reshape(end - begin, -1)

@@ -1,8 +1,8 @@
-"""What low-rank adapters compute: a path beside a matrix, which stays as it is (Hu et al., 2021).
+"""What low-rank adapters compute: W x + scale * B A x for a frozen matrix W (Hu et al., 2021).
 
-An adapted module keeps its class, its name and its parameters; beside them stands `lora`, its
-adapters by name. So weights, checkpoints and plans of a model know the base by the names that it
-had before.
+An adapted module keeps its name and its parameters, and gets a child `lora`, which holds its
+adapters by name. So weights, checkpoints and plans of a model know the base by the same names as
+without adapters.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
 from trainkit.parallel.recompute import unseen
 from trainkit.parallel.styles import SEQUENCE_DIM, ParallelStyle
-from trainkit.post.adapters.frozen import dequantized, packing_of
+from trainkit.post.adapters.frozen import dequantized, get_quantization
 from trainkit.types import SOLO, Axis, ConfigError
 
-BESIDE = "lora"
-"""The name of the module that holds a module's adapters."""
+CHILD = "lora"
+"""The name of the child that holds a module's adapters."""
 
 MERGE = "merge them into it: python -m trainkit export RUN FOLDER --merge"
-"""What to do with adapters that are to be a base."""
+"""The hint for a run of adapters that should become a base."""
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
-_AT_ONCE = 1 << 22  # elements of a sum of which the lengths are taken at a time
+_AT_ONCE = 1 << 22  # elements of W + scale * B A that exist at a time for their lengths
 
 
 def split_name(own: str) -> tuple[str, str, str]:
@@ -44,7 +44,7 @@ def split_name(own: str) -> tuple[str, str, str]:
         >>> split_name("layers.0.mlp.experts.lora.up.default.a")
         ('layers.0.mlp.experts.up', 'default', 'a')
     """
-    matrix, _, rest = own.rpartition(f".{BESIDE}.")
+    matrix, _, rest = own.rpartition(f".{CHILD}.")
     *which, name, key = rest.split(".")  # of experts, which weight
     return ".".join([matrix, *which]), name, key
 
@@ -58,15 +58,15 @@ class Lora:
             gets an adapter: linear layers ("layers.0.attention.wq") and the weights of experts
             ("layers.0.mlp.experts.up"), for which each expert gets its own pair.
         rank: r, of the matrices A `[r, in]` and B `[out, r]`.
-        alpha: What the product is scaled by, over r.
-        dropout: The part of the path's input that is dropped in training. Which elements, is a
-            function of the token and of the place in the model (`noise.dropout`), an expert's
-            number among them (`noise.split_keys`).
+        alpha: The numerator of the scale alpha / r.
+        dropout: The fraction of the adapter's input that is dropped in training. Which elements is
+            a function of the token and of the place in the model (`noise.dropout`), which includes
+            the number of an expert (`noise.split_keys`).
         rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
             scaling factor for fine-tuning with LoRA", 2023).
         dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
             2024).
-        name: Tells adapters apart that stand side by side.
+        name: The name of the adapter, where a model has several.
 
     Examples:
         >>> Lora(r"layers\.\d+\.attention\.w[qv]", rank=8, alpha=32).scale
@@ -97,7 +97,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied by."""
+        """The factor of the product B A."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
@@ -116,7 +116,7 @@ class Adapters(nn.ModuleDict):
 
 
 class Adapter(nn.Module):
-    """A and B beside a matrix `[out, in]`, or `[E, out, in]`; `fill` gives their values."""
+    """The adapter of a matrix `[out, in]` or `[E, out, in]`; `fill` returns its first values."""
 
     a: nn.Parameter
     b: nn.Parameter
@@ -151,7 +151,7 @@ class Adapter(nn.Module):
         """
         wide = torch.promote_types(dtype, torch.float32)
         a, b = self.a.to(wide), self.b.to(wide)
-        plain = b.ndim == 2 and packing_of(module, key) is None
+        plain = b.ndim == 2 and get_quantization(module, key) is None
         step = b.shape[-2] if plain else max(1, _AT_ONCE // (b[..., 0, 0].numel() * self.inputs))
         parts = []
         with nullcontext() if torch.compiler.is_compiling() else unseen():  # backward needs none
@@ -196,12 +196,12 @@ class LowRank(Adapter):
     """
 
     @staticmethod
-    def style_beside(style: ParallelStyle) -> ParallelStyle:
-        """Return how it takes part in tensor parallelism beside a module of a style."""
-        return _style_beside(style)
+    def derive_style(style: ParallelStyle) -> ParallelStyle:
+        """Return the adapter's own style for tensor parallelism, from the style of its matrix."""
+        return _derive_style(style)
 
     def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
-        """Take part in tensor parallelism by a style of `style_beside`, which is returned.
+        """Take part in tensor parallelism by a style of `derive_style`, which is returned.
 
         Effects:
             From here on the forward pass communicates on `axis` where inputs are cut, or tokens.
@@ -231,7 +231,7 @@ class LowRank(Adapter):
 
 
 @cache
-def _style_beside(style: ParallelStyle) -> ParallelStyle:
+def _derive_style(style: ParallelStyle) -> ParallelStyle:
     cut = style.cuts.get("weight")
     if cut is None:
         return ParallelStyle(partial=style.partial, sequence=style.sequence)
@@ -260,17 +260,21 @@ class ExpertLowRank(Adapter):
 
 
 class Adapted(nn.Module):
-    """Mixin: a linear layer with adapters, in its attribute `BESIDE`."""
+    """Mixin: a linear layer with adapters, by their names."""
+
+    lora: Adapters
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`, with the active adapter if there is one."""
         y = super().forward(x)
-        adapter = getattr(self, BESIDE).chosen()
+        adapter = self.lora.chosen()
         return y if adapter is None else adapter(x, y, self)
 
 
 class AdaptedExperts(ExpertWeights):
-    """Mixin: experts with adapters, in the attribute `BESIDE` by the names of their weights."""
+    """Mixin: experts with adapters, by the names of their weights."""
+
+    lora: nn.ModuleDict
 
     def needs_keys(self) -> bool:
         """Return whether the forward pass takes a noise key for each row."""
@@ -293,8 +297,8 @@ class AdaptedExperts(ExpertWeights):
         return y if adapter is None else adapter(rows, y, counts, self, name)
 
     def _active_adapter(self, name: str) -> ExpertLowRank | None:
-        beside = getattr(self, BESIDE)
-        return beside[name].chosen() if name in beside else None
+        adapters: Any = self.lora
+        return adapters[name].chosen() if name in adapters else None
 
 
 def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Adapters]]:
@@ -306,12 +310,12 @@ def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, A
     """
     for stage in stages:
         for module in stage.modules():
-            beside = getattr(module, BESIDE, None)
-            if isinstance(beside, Adapters):
-                yield module, "weight", beside
-            elif isinstance(module, ExpertWeights) and beside is not None:
-                for name, each in beside.items():
-                    yield module, name, each
+            if isinstance(module, Adapted):
+                yield module, "weight", module.lora
+            elif isinstance(module, AdaptedExperts):
+                for name, adapters in module.lora.items():
+                    assert isinstance(adapters, Adapters)
+                    yield module, name, adapters
 
 
 def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
@@ -332,8 +336,8 @@ def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
     Examples:
         >>> select_adapter_([nn.Linear(1, 1)], None)
     """
-    found = [beside for _, _, beside in adapters_of(stages)]
-    known = {one for beside in found for one in beside.names}
+    found = [adapters for _, _, adapters in adapters_of(stages)]
+    known = {one for adapters in found for one in adapters.names}
     if found and name is not None and name not in known:
         raise ConfigError(
             f"select_adapter_: there is no adapter {name!r}, but {', '.join(sorted(known))}",
@@ -341,8 +345,8 @@ def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
             got=name,
             want=sorted(known),
         )
-    for beside in found:
-        beside.active = name if name is not None and name in beside else None
+    for adapters in found:
+        adapters.active = name if name is not None and name in adapters else None
 
 
 # ----------------------------------------------------------------------------------------- noise

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.materialize import Fill, box_in, listed, shapes_of
+from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
 from trainkit.post.adapters.lowrank import EXPERT_WEIGHTS, Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.safe_files import read_bounded
-from trainkit.weights.checkpoint.stored import safetensors_file, sane_table
+from trainkit.weights.checkpoint.tensor_files import parse_untrusted_table, safetensors_file
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import make_family_links
 from trainkit.weights.hub.links import Link
@@ -76,7 +76,7 @@ class PeftAdapter:
 
         def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
             if name in self.whole:
-                return box_in(self.whole[name], shape, offset)
+                return narrow_to_box(self.whole[name], shape, offset)
             return base(name, shape, offset)
 
         held = shapes_of(base)
@@ -197,7 +197,7 @@ def to_peft(
     experts = sorted(name for name, one in held.items() if one.a.ndim == 3)
     if experts and True in doras:
         raise ConfigError(
-            f"to_peft: PEFT has no DoRA for experts, and {shortened(experts)} have; export with "
+            f"to_peft: PEFT has no DoRA for experts, and {shorten(experts)} have; export with "
             "--merge",
             where="dora",
         )
@@ -236,7 +236,7 @@ def _joined(
     lacking = {rows.ours for rows in parts} - held.keys()
     if lengths is not None and lacking:
         raise ConfigError(
-            f"to_peft: {module} is one matrix there, and {shortened(sorted(lacking))} of it has no "
+            f"to_peft: {module} is one matrix there, and {shorten(sorted(lacking))} of it has no "
             "DoRA here; give all of its parts dora=True, or export with --merge",
             where="dora",
         )
@@ -307,7 +307,7 @@ def _whole_modules(
         if lacking or not all(_is_plain(link, whole[link.ours.name]) for link in links):
             raise ConfigError(
                 f"to_peft: PEFT saves {module} whole, and here it is trained in part "
-                f"({shortened(lacking) or 'in other pieces'}); export with --merge",
+                f"({shorten(lacking) or 'in other pieces'}); export with --merge",
                 where=module,
             )
         rows = [whole[link.ours.name] for link in links]
@@ -355,7 +355,9 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/adapter_config.json cannot ...
     """
     folder = Path(folder)
-    told = sane_table(read_bounded(folder / CONFIG, _BYTES, shared=True), folder / CONFIG)
+    told = parse_untrusted_table(
+        read_bounded(folder / CONFIG, _BYTES, shared=True), folder / CONFIG
+    )
     _check_settings(told, folder / CONFIG)
     stored = safetensors_file(folder / TENSORS)
     read = reader(stored)
@@ -372,7 +374,7 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
     if problems or not ours:
         raise CheckpointError(
             f"read_peft: {folder} is no adapter of this {family.model_type}: "
-            f"{shortened(problems) or 'it holds none'}",
+            f"{shorten(problems) or 'it holds none'}",
             where=folder,
             got=problems,
         )
@@ -424,7 +426,7 @@ def _check_settings(told: Mapping[str, Any], where: Path) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"read_peft: {where}: {shortened(problems)}", where=str(where), got=problems
+            f"read_peft: {where}: {shorten(problems)}", where=str(where), got=problems
         )
 
 
@@ -592,6 +594,6 @@ def _values_of(ours: Mapping[str, LowRankFactors]) -> Fill:
         one = ours[matrix]
         whole = {"a": one.a, "b": one.b, "magnitude": one.lengths}[key]
         assert whole is not None
-        return box_in(whole, shape, offset)
+        return narrow_to_box(whole, shape, offset)
 
     return fill

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.parallel.names import get_local_box, get_named_parameters
+from trainkit.parallel.parameters import get_local_box, get_named_parameters
 from trainkit.parallel.stages import build_stages
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.base import exclude_frozen_, open_base_weights
@@ -20,7 +20,7 @@ from trainkit.post.adapters.transform import lora
 from trainkit.types import CheckpointError, ModelTransform, ParallelState, Stages
 from trainkit.weights.checkpoint.load import load_weights, read_facts
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of
+from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.hub.folder import is_hf_folder
 
 
@@ -56,7 +56,7 @@ def build_trained_stages(
         >>> from trainkit.mesh import solo_parallel
         >>> build_trained_stages("/does/not/exist", lambda: nn.Linear(1, 1), solo_parallel(), [])
         Traceback (most recent call last):
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     facts: Mapping[str, Any] = {} if is_hf_folder(path) else _facts(path)
     source = base or facts["base_from"] if "base" in facts else path
@@ -84,7 +84,7 @@ def build_trained_stages(
 @torch.no_grad()
 def _take_means_(path: Path, stages: Sequence[nn.Module]) -> None:
     """Put what was evaluated in the place of what was trained, where a checkpoint has a mean."""
-    stored = model_of(path)
+    stored = read_model_tensors(path)
     read = reader(stored)
     for name, p in get_named_parameters(stages).items():
         if p.requires_grad and name in stored:
@@ -98,7 +98,7 @@ def _facts(path: Path | str) -> Mapping[str, Any]:
 
 def _own_plan(path: Path | str, facts: Mapping[str, Any], known: Container[str]) -> list[Transform]:
     """Return what puts a run's adapters in a model, and what it has trained whole of `known`."""
-    names = (name for name in model_of(Path(path)) if name in known)
+    names = (name for name in read_model_tensors(Path(path)) if name in known)
     trained = "|".join(map(re.escape, names)) or None
     by_name: dict[str, list[Lora]] = {}
     for one in facts["adapters"]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters as a transform of a plan: they are chosen by name, and all else is frozen."""
+"""Low-rank adapters as a transform: matrices are chosen by name, and all else is frozen."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from trainkit.models.decoder import Decoder, Head
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import make_key, uniform_symmetric
 from trainkit.parallel.materialize import Fill, weights_from_module
-from trainkit.parallel.names import canonical_name, fitting_names
+from trainkit.parallel.parameters import canonical_name, match_names
 from trainkit.parallel.transforms import Transform
-from trainkit.post.adapters.frozen import dequantized, held_as, packing_of, round_weights
+from trainkit.post.adapters.frozen import (
+    dequantized,
+    get_quantization,
+    round_weights,
+    weights_of_tensor,
+)
 from trainkit.post.adapters.lowrank import (
-    BESIDE,
+    CHILD,
     MERGE,
     Adapted,
     AdaptedExperts,
@@ -44,36 +49,36 @@ _ROWS = 4096
 def lora(
     *loras: Lora, seed: int = 0, trained: str | None = None, values: Fill | None = None
 ) -> Transform:
-    """Return the transform that puts low-rank adapters beside matrices, and freezes all else.
+    """Return the transform that adds low-rank adapters to matrices, and freezes all else.
 
     It comes first in a plan: the whole model gets its adapters on the meta device, before it is cut
-    into pipeline stages, so that patterns are of the whole model in every layout. What follows
-    (`tensor`, `expert`, `precision`, `fsdp`) cuts an adapter as it cuts its matrix. The names of
-    the base stay what they are, and `weights` of `build_stages` are those of the base; adapters
-    bring their own: A uniform as by `kaiming_uniform_(a=sqrt(5))`, a function of the seed, the name
-    and the element's index, B zeros, and for DoRA the lengths of the base's rows. So a model
-    computes at first what its base does.
+    into pipeline stages, so that patterns match names of the whole model in every layout. Later
+    transforms shard an adapter as they shard its matrix. Parameters of the base keep their names,
+    and `weights` of `build_stages` are those of the base. Adapters start from values of their own:
+    A uniform as by `kaiming_uniform_(a=sqrt(5))`, a function of the seed, the name and the
+    element's index; B zeros; and for DoRA the lengths of the base's rows. So a model computes at
+    first what its base does.
 
-    Given several times, with other names, adapters stand side by side: those of the last name
-    compute and are trained, and `select_adapter_` chooses another. Given again with the same name,
-    for other matrices, it adds to them.
+    A plan may have several. With another name, a model has both adapters: those of the last name
+    compute and are trained, and `select_adapter_` chooses another. With the same name and other
+    matrices, it extends the adapter.
 
     Args:
-        loras: Which matrices, and what kind of adapter; see `Lora`. A decoder's head is none.
-        seed: Of the initial values.
-        trained: A regular expression of the names of modules or parameters that are trained beside
-            adapters, as they are: "embedding|head" where a vocabulary has grown.
-        values: Gives the initial values in place of the above: those of an adapter's folder, or for
-            a certificate ones that are not 0 (with B = 0 an A has no gradient in the first step):
-            a function `(weights, name, shape, offset) -> certificate_weights(name, shape, offset)`.
+        loras: The matrices and the kind of adapter; see `Lora`. A decoder's head cannot have one.
+        seed: The seed of the initial values.
+        trained: A regular expression of names of modules or parameters that are trained as well:
+            "embedding|head" where a vocabulary has grown.
+        values: A function `(weights, name, shape, offset)` that returns other initial values: those
+            of an adapter's folder, or values other than 0 for a certificate (with B = 0, A has no
+            gradient in the first step).
 
     Returns:
         A transform for `build_stages`, or for any module: `lora(...)(model, solo_parallel())`; then
         adapters are filled at once.
 
     Raises:
-        ConfigError: The names differ; when applied: a pattern is none or matches nothing, two match
-            one matrix, or dropout cannot be had there.
+        ConfigError: The names differ; when applied: a pattern is invalid or matches nothing, two
+            match one matrix, or a module with dropout gets no noise keys.
 
     References:
         Hu et al., "LoRA" (2021).
@@ -97,23 +102,29 @@ def lora(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        before = [beside for _, _, beside in adapters_of([module])]
+        before = [adapters for _, _, adapters in adapters_of([module])]
         if not before:
             module.requires_grad_(requires_grad=False)
-        for beside in before:
-            beside.requires_grad_(requires_grad=False)
+        for adapters in before:
+            adapters.requires_grad_(requires_grad=False)
         on_meta = any(p.is_meta for p in module.parameters())
         base = None if on_meta else weights_from_module(module)
-        for name, (place, one) in _matched(module, loras).items():
-            _adapt_(place, name, one, values or _initial_values(seed, place, name), base)
-        for _, _, beside in adapters_of([module]):
-            beside.names = beside.names | names
-            beside.active = own_name if own_name in beside else None
-            if own_name in beside:
-                beside[own_name].requires_grad_()
-        _tell_keys_(module)
+        for name, (place, one) in _match_matrices(module, loras).items():
+            _add_adapter_(place, name, one, values or _initial_values(seed, place, name), base)
+        for _, _, adapters in adapters_of([module]):
+            adapters.names = adapters.names | names
+            adapters.active = own_name if own_name in adapters else None
+            if own_name in adapters:
+                adapters[own_name].requires_grad_()
+        _provide_noise_keys_(module)
         if trained is not None:
-            _train_(module, trained)
+            named = {
+                canonical_name(name): part
+                for name, part in (*module.named_modules(), *module.named_parameters())
+                if name and f".{CHILD}." not in f".{name}."
+            }
+            for name in match_names(trained, named, function="lora", kind="module or parameter"):
+                named[name].requires_grad_()
         return module
 
     return Transform(apply, kind="adapter")
@@ -126,14 +137,14 @@ def problems(
     layout: Layout = Layout(),  # noqa: B008 (frozen)
     base: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[ConfigError]:
-    r"""Return what does not fit of adapters and a decoder, as errors that nobody has raised yet.
+    r"""Return the reasons why adapters do not fit a decoder, as errors that are not raised.
 
     Args:
-        plan: What a plan begins with: `quantized`, `float8` or `fake_quantize`, `lora`, or none.
+        plan: The first transforms of a plan: `quantized`, `float8` or `fake_quantize`, `lora`.
         model: The decoder.
-        layout: The layout that it is to be trained in.
-        base: The facts of the checkpoint that is to be the base, which `open_base_weights` refuses
-            if it holds adapters alone; of a folder none.
+        layout: The layout that it will be trained in.
+        base: The facts of the base's checkpoint; `open_base_weights` refuses one with adapters
+            alone. Empty for a folder.
 
     Examples:
         >>> from trainkit.models import make_decoder_config
@@ -145,9 +156,14 @@ def problems(
     """
     found: list[ConfigError] = []
     if "base" in base:
-        what = f"it holds adapters alone, of a base at {base.get('base_from')}; {MERGE}"
-        found.append(ConfigError(f"adapters: the base cannot be this run: {what}", where="base"))
-    fsdp = Axis("fsdp", Share(0, layout.wrapped))  # as far as a transform asks
+        found.append(
+            ConfigError(
+                "adapters: the base cannot be this run: it holds adapters alone, of a base at "
+                f"{base.get('base_from')}; {MERGE}",
+                where="base",
+            )
+        )
+    fsdp = Axis("fsdp", Share(0, layout.wrapped))  # transforms only read its size
     with torch.device("meta"):
         whole: nn.Module = Decoder(model)
     try:
@@ -163,7 +179,7 @@ def problems(
 
 @attrs.frozen(eq=False)
 class _Place:
-    """Where a matrix is: its module, its name there, its shape `[out, in]` or `[E, out, in]`."""
+    """A matrix: its module, its name there, and its shape `[out, in]` or `[E, out, in]`."""
 
     module: nn.Module
     key: str
@@ -171,7 +187,7 @@ class _Place:
 
 
 def _places(module: nn.Module) -> dict[str, _Place]:
-    """Return every matrix that may have an adapter by its name in the whole model."""
+    """Return every matrix that may have an adapter, by its name in the whole model."""
     found: dict[str, _Place] = {}
     for path, part in module.named_modules():
         name, sizes = canonical_name(path), sizes_of(part)
@@ -182,73 +198,73 @@ def _places(module: nn.Module) -> dict[str, _Place]:
     return found
 
 
-def _matched(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place, Lora]]:
-    """Return by name which matrices get which adapter."""
+def _match_matrices(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place, Lora]]:
+    """Return the matrices that get an adapter, by name."""
     places = _places(module)
     found: dict[str, tuple[_Place, Lora]] = {}
     for one in loras:
-        for name in fitting_names(one.modules, places, by="lora", what="matrix"):
+        for name in match_names(one.modules, places, function="lora", kind="matrix"):
             place = places[name]
-            if name in found or one.name in _beside(place):
+            adapters: Any = getattr(place.module, CHILD, {})
+            if place.key != "weight":
+                adapters = dict(adapters.items()).get(place.key, {})
+            if name in found or one.name in adapters:
                 raise ConfigError(
                     f"lora: {name!r} is matched twice for the adapter {one.name!r}, the second "
                     f"time by {one.modules!r}; change a pattern, or name the adapters apart",
                     where=name,
                 )
-            _check_whole(name, place)
+            if hasattr(getattr(place.module, place.key, None), "placements"):
+                raise ConfigError(
+                    f"lora: {name!r} is sharded already; lora() comes first in a plan", where=name
+                )
             found[name] = place, one
     return found
-
-
-def _check_whole(name: str, place: _Place) -> None:
-    weight = getattr(place.module, place.key, None)
-    if hasattr(weight, "placements"):
-        raise ConfigError(
-            f"lora: {name!r} is sharded already; lora() comes first in a plan", where=name
-        )
-
-
-def _beside(place: _Place) -> Mapping[str, Any]:
-    """Return the adapters that a matrix has already."""
-    beside: Any = getattr(place.module, BESIDE, {})
-    return beside if place.key == "weight" else dict(beside.items()).get(place.key, {})
 
 
 # --------------------------------------------------------------------------------------- changing
 
 
-def _adapt_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | None) -> None:
-    """Put an adapter beside a matrix, and fill it where the model has its values."""
+def _add_adapter_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | None) -> None:
+    """Add an adapter to a matrix, and fill it if the model has its values."""
     module: Any = place.module
-    held = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
-    like = next(x for x in held if isinstance(x, Tensor))
-    packing = packing_of(module, place.key)
-    dtype = like.dtype if packing is None else packing.dtype  # of what is held in few bits
-    how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32)}
-    of_experts = place.key != "weight"
-    path = f"{name.removesuffix(f'.{place.key}')}.{BESIDE}"
-    path += f".{place.key}.{one.name}" if of_experts else f".{one.name}"
+    tensors = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
+    like = next(x for x in tensors if isinstance(x, Tensor))
+    packing = get_quantization(module, place.key)
+    dtype = like.dtype if packing is None else packing.dtype  # codes are bytes
+    is_expert = place.key != "weight"
+    path = f"{name.removesuffix(f'.{place.key}')}.{CHILD}"
+    path += f".{place.key}.{one.name}" if is_expert else f".{one.name}"
     with like.device:
-        made = (ExpertLowRank if of_experts else LowRank)(one, path, give, sizes=place.sizes, **how)
-    if not hasattr(module, BESIDE):
-        mix_in_(module, AdaptedExperts if of_experts else Adapted)
-        setattr(module, BESIDE, nn.ModuleDict() if of_experts else Adapters())
-    beside = getattr(module, BESIDE)
-    if of_experts:
-        beside[place.key] = beside[place.key] if place.key in beside else Adapters()
-        beside = beside[place.key]
-    beside[one.name] = made
+        adapter = (ExpertLowRank if is_expert else LowRank)(
+            one,
+            path,
+            give,
+            sizes=place.sizes,
+            dtype=torch.promote_types(dtype, torch.float32),
+        )
+    if not hasattr(module, CHILD):
+        if is_expert:
+            mix_in_(module, AdaptedExperts, lora=nn.ModuleDict())
+        else:
+            mix_in_(module, Adapted, lora=Adapters())
+    adapters = module.lora
+    if is_expert:
+        adapters[place.key] = adapters[place.key] if place.key in adapters else Adapters()
+        adapters = adapters[place.key]
+    adapters[one.name] = adapter
     if base is not None:
-        base = base if packing is None else held_as(dequantized(module, place.key))
+        base = base if packing is None else weights_of_tensor(dequantized(module, place.key))
         with torch.no_grad():
-            for key, p in made.named_parameters():
+            for key, p in adapter.named_parameters():
                 p.copy_(give(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
 
 
 def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
-    """Return what an adapter begins with, which adds nothing to its base."""
-    own, inputs = matrix if place.key != "weight" else f"{matrix}.weight", place.sizes[-1]
-    packing = packing_of(place.module, place.key)
+    """Return the first values of an adapter, with which it adds nothing to its base."""
+    own = matrix if place.key != "weight" else f"{matrix}.weight"
+    inputs = place.sizes[-1]
+    packing = get_quantization(place.module, place.key)
     on_meta = all(p.is_meta for p in place.module.parameters())
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -257,7 +273,7 @@ def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
             return torch.zeros(tuple(shape))
         if key == "a":
             return uniform_symmetric(make_key(seed, name), shape, offset).mul_(inputs**-0.5)
-        if packing is not None and on_meta:  # the base is what its codes stand for
+        if packing is not None and on_meta:  # the model will compute with rounded weights
             base = round_weights(base, {own: packing})
         whole = base(own, (*shape, inputs), (*offset, 0))
         return torch.cat([rows.double().norm(dim=-1) for rows in whole.split(_ROWS, -2)], -1)
@@ -265,38 +281,28 @@ def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
     return fill
 
 
-def _tell_keys_(module: nn.Module) -> None:
-    """Let the blocks that are given noise keys tell them to adapters that drop something."""
-    deaf = [
+def _provide_noise_keys_(module: nn.Module) -> None:
+    """Let blocks that get noise keys pass them on to the adapters inside that have dropout."""
+    waiting = [
         (name, part)
         for name, part in module.named_modules()
         if isinstance(part, Adapter) and part.spec.dropout
     ]
     for name, block in module.named_modules():
-        tells = isinstance(block, Keyed)  # of adapters that stand there already
-        asks = "noise_key" in inspect.signature(type(block).forward).parameters
-        takes = name and (tells or asks)
-        inside = [part for part in deaf if part[0].startswith(f"{name}.")]
-        if takes and inside and not tells:
+        is_keyed = isinstance(block, Keyed)  # by an earlier lora()
+        takes_keys = "noise_key" in inspect.signature(type(block).forward).parameters
+        if not name or not (is_keyed or takes_keys):
+            continue
+        inside = [part for part in waiting if part[0].startswith(f"{name}.")]
+        if inside and not is_keyed:
             mix_in_(block, Keyed)
-        if takes:
-            deaf = [part for part in deaf if part not in inside]
-    if deaf:
+        waiting = [part for part in waiting if part not in inside]
+    if waiting:
+        _, adapter = waiting[0]
         raise ConfigError(
             f"lora: dropout is a function of a token's noise key, and no module around "
-            f"{deaf[0][1].whole_name!r} takes one (noise_key=); set dropout to 0",
+            f"{adapter.whole_name!r} takes one (noise_key=); set dropout to 0",
             where="dropout",
-            got=deaf[0][1].spec.dropout,
+            got=adapter.spec.dropout,
             want=0,
         )
-
-
-def _train_(module: nn.Module, pattern: str) -> None:
-    """Train what a pattern matches beside adapters."""
-    named = {
-        canonical_name(name): part
-        for name, part in (*module.named_modules(), *module.named_parameters())
-        if name and f".{BESIDE}." not in f".{name}."
-    }
-    for name in fitting_names(pattern, named, by="lora", what="module or parameter"):
-        named[name].requires_grad_()

@@ -17,6 +17,7 @@ from trainkit.post.evaluation.columns import (
     make_logprob_columns,
     make_top_k_columns,
     score_corpus,
+    score_reference,
 )
 from trainkit.post.evaluation.examples import (
     EvalItem,
@@ -75,6 +76,7 @@ __all__ = [
     "read_texts",
     "score_corpus",
     "score_in_groups",
+    "score_reference",
     "token_scores",
     "write_results",
 ]

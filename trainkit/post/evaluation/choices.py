@@ -52,8 +52,11 @@ def read_choices(
         >>> item.facts, [example.scored for example in item.examples]
         ({'answer': 0, 'tokens': [2, 3], 'bytes': [2, 3]}, [2, 3])
     """
-    how = {"context": context, "add_bos": add_bos}
-    return items_of(Path(path), lambda record: make_choice_item(record, tokenizer, **how), sources)
+    return items_of(
+        Path(path),
+        lambda record: make_choice_item(record, tokenizer, context=context, add_bos=add_bos),
+        sources,
+    )
 
 
 def make_choice_item(

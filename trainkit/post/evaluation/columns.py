@@ -20,11 +20,12 @@ import numpy as np
 import orjson
 
 from trainkit.collectives import run_on_all_ranks
+from trainkit.data.concat import concat_corpora, fingerprint
 from trainkit.data.corpus import iterate_documents
-from trainkit.data.joined import concat_corpora
+from trainkit.data.packed import PackedCorpus
 from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.post.evaluation.examples import Example, make_rolling_windows
-from trainkit.post.evaluation.score import Scorer, TopWords
+from trainkit.post.evaluation.score import ExampleScores, Scorer, TopWords, make_scorer
 from trainkit.text.corpora.tokens import SUFFIX, open_tokens, write_corpus
 from trainkit.text.prepare.prepare import check_output, lock_output
 from trainkit.types import (
@@ -35,10 +36,13 @@ from trainkit.types import (
     DataError,
     IntArray,
     Log,
+    ParallelState,
     Sample,
+    Stages,
     check_range,
     log_warning,
 )
+from trainkit.weights.checkpoint.run_state import hash_weights
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -153,6 +157,60 @@ def score_corpus(
             first_rank(lambda: log(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
         first_rank(lambda: _join(paths, out, corpus, how))
     return sum(had)
+
+
+def score_reference(
+    stages: Stages,
+    rows: PackedCorpus,
+    path: Path,
+    *,
+    ps: ParallelState,
+    is_new: bool,
+    facts: Mapping[str, Any],
+    announce: Callable[[], object] = lambda: None,
+    log: Log = log_warning,
+) -> PackedCorpus:
+    """Return rows with the column "reference_logprobs": what a model says of each token.
+
+    The reference of DPO and its kin is the model as it is before the first step. A run that is
+    continued reads the file that it made then, since the weights have moved.
+
+    Args:
+        stages: This rank's stages.
+        rows: The rows; all documents of their corpus are scored.
+        path: The token file.
+        ps: The layout.
+        is_new: Whether to score, or to read the file.
+        facts: What the log-probabilities follow from beside the weights and the corpus.
+        announce: Called before examples are scored, which may take some time.
+        log: Called with sentences about the work.
+
+    Returns:
+        The same rows of the corpus in the file.
+
+    Effects:
+        Those of `score_corpus`, if it is new.
+    """
+    corpus: Any = rows.corpus
+    if is_new:
+        score = make_scorer(stages)
+
+        def score_aloud(examples: Sequence[Example]) -> list[ExampleScores]:
+            announce()
+            return score(examples)
+
+        log(f"scoring {len(corpus.lengths)} answers with the first weights, into {path}")
+        known = {"weights": hash_weights(stages, ps), "corpus": fingerprint(corpus)}
+        score_corpus(
+            make_logprob_columns(score_aloud),
+            corpus,
+            path,
+            facts={**known, **facts},
+            context=rows.bins.capacity,
+            axis=ps.world,
+            log=log,
+        )
+    return PackedCorpus(open_tokens(path), rows.bins)
 
 
 def _on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:

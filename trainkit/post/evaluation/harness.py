@@ -131,9 +131,13 @@ class _Answers:
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         del disable_tqdm
-        how = {"prefix": self.prefix_token_id, "context": self.context}
         asked = [request.args for request in requests]
-        windows = [make_rolling_windows(self.tok_encode(text), **how) for (text,) in asked]
+        windows = [
+            make_rolling_windows(
+                self.tok_encode(text), prefix=self.prefix_token_id, context=self.context
+            )
+            for (text,) in asked
+        ]
         found = iter(self.score([window for each in windows for window in each]))
         sums = [sum(next(found).logprob for _ in each) for each in windows]
         for args, total in zip(asked, sums, strict=True):

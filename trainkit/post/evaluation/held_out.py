@@ -9,8 +9,8 @@ from torch import nn
 
 from trainkit.data.steps import make_eval_batches
 from trainkit.metrics import to_host
-from trainkit.parallel.places import as_stages
 from trainkit.parallel.stage_forward import compute_device
+from trainkit.parallel.stage_ranks import as_stages
 from trainkit.step import evaluate
 from trainkit.types import SOLO, Axis, Call, Loss, Stages
 

@@ -20,8 +20,8 @@ from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import make_vocabulary_axis, scores_
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
-from trainkit.parallel.places import as_stages, places_of
 from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
+from trainkit.parallel.stage_ranks import as_stages, places_of
 from trainkit.post.evaluation.examples import Example
 from trainkit.post.objectives.teachers import likeliest, log_softmax_
 from trainkit.types import (
@@ -72,7 +72,6 @@ def make_scorer(
     axis: Axis = SOLO,
     call: Call | None = None,
     tokens_per_batch: int = 8192,
-    pad_id: int = 0,
 ) -> Scorer:
     """Return the function that scores examples with a model in its layout.
 
@@ -86,7 +85,6 @@ def make_scorer(
         axis: For a plain module, the ranks that share the rows. A `Stages` has its own axes.
         call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
         tokens_per_batch: How many tokens a rank computes at a time, or one row if that is longer.
-        pad_id: The token id of padding.
 
     Returns:
         `score(examples) -> [ExampleScores]`; equal on all ranks, all of which must call it with the
@@ -99,14 +97,14 @@ def make_scorer(
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> score = make_scorer(build_decoder(make_decoder_config("tiny"), seed=0))
         >>> one, two = score([Example(np.array([5, 6, 7]), 1), Example(np.array([5, 6, 7]), 2)])
         >>> bool(abs(one.logprob - two.logprobs[1]) < 1e-5), len(two.logprobs)
         (True, 2)
     """
     stages = as_stages(stages_or_model, "make_scorer", axis=axis, call=call)
-    values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch, pad_id=pad_id)
+    values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch)
 
     def score(examples: Sequence[Example]) -> list[ExampleScores]:
         return [_scored(x, number) for number, x in enumerate(values_of(examples))]
@@ -122,7 +120,6 @@ def make_top_k_scorer(
     axis: Axis = SOLO,
     call: Call | None = None,
     tokens_per_batch: int = 8192,
-    pad_id: int = 0,
 ) -> TopWords:
     """Return the function that finds a model's likeliest words, as `make_scorer` does a score.
 
@@ -133,7 +130,6 @@ def make_top_k_scorer(
         axis: As in `make_scorer`.
         call: How a batch enters the model.
         tokens_per_batch: How many tokens a rank computes at a time.
-        pad_id: The token id of padding.
 
     Returns:
         `top_words(examples) -> [(ids, logprobs)]`, of the words that might have stood where each
@@ -148,7 +144,7 @@ def make_top_k_scorer(
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
         >>> [(ids, logprobs)] = make_top_k_scorer(model, 3)([Example(np.array([5, 6, 7]), 2)])
         >>> ids.shape, bool((logprobs[:, 0] > logprobs[:, 2]).all())
@@ -159,7 +155,7 @@ def make_top_k_scorer(
         raise ValueError(f"make_top_k_scorer: temperature must be above 0, got {temperature}")
     stages = as_stages(stages_or_model, "make_top_k_scorer", axis=axis, call=call)
     measure = partial(_top_words, top_k=top_k, temperature=temperature)
-    values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch, pad_id=pad_id)
+    values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch)
 
     def top_words(examples: Sequence[Example]) -> list[tuple[np.ndarray[Any, Any], ...]]:
         found = list[tuple[np.ndarray[Any, Any], ...]]()
@@ -178,7 +174,6 @@ def _bind(
     width: int,
     *,
     tokens_per_batch: int,
-    pad_id: int,
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
     """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
     check_range("make_scorer", at_least=1, tokens_per_batch=tokens_per_batch)
@@ -208,7 +203,6 @@ def _bind(
             rows,
             measure=measure,
             width=width,
-            pad_id=pad_id,
         )
         table = all_sum(all_sum(found, stages.loss), stages.pp).cpu().numpy()
         return [table[:, own] for own in counting]
@@ -225,7 +219,6 @@ def _run(
     *,
     measure: Callable[[Any, Tensor], Sequence[Tensor]],
     width: int,
-    pad_id: int,
 ) -> Tensor:
     """Return what is measured of the tokens of this rank `[width, rows x S]`, else 0."""
     device, last = compute_device(stages[0]), places_of(stages, stages.pp)[-1].last
@@ -233,7 +226,7 @@ def _run(
     inputs = make_corpus(example.ids[:-1] for example in examples)
     with evaluating(stages):
         for chosen in rows:
-            batch = collate_bins(inputs, bins, chosen, pad_id=pad_id, row_positions=chosen)
+            batch = collate_bins(inputs, bins, chosen, row_positions=chosen)
             batch = attrs.evolve(batch, labels=labels[batch.token_index])
             part = shard_sequence(batch, ring=stages.ring.share, ulysses=stages.ulysses.share)
             part = to_device(part, device)

@@ -20,7 +20,7 @@ from trainkit.post.evaluation.examples import (
     with_bos,
 )
 from trainkit.post.evaluation.score import ExampleScores
-from trainkit.text.corpora.records import read_records, record_place
+from trainkit.text.corpora.records import describe_record, read_records
 from trainkit.text.tokenizers.documents import get_text
 from trainkit.types import DataError, Tokenizer
 
@@ -61,8 +61,13 @@ def read_texts(
         >>> one.facts, [window.scored for window in one.examples], two.examples[0].ids
         ({'tokens': 9, 'words': 2, 'bytes': 9}, [6, 3], array([97, 98]))
     """
-    how = {"context": context, "add_bos": add_bos, "field": field}
-    return items_of(Path(path), lambda record: make_text_item(record, tokenizer, **how), sources)
+    return items_of(
+        Path(path),
+        lambda record: make_text_item(
+            record, tokenizer, context=context, add_bos=add_bos, field=field
+        ),
+        sources,
+    )
 
 
 def make_text_item(
@@ -124,7 +129,7 @@ def _placed(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        place = record_place(path, name)
+        place = describe_record(path, name)
         facts = {"got": error.got, "want": error.want, "hint": error.hint}
         raise DataError(f"{place}: {error.what}", where=place, **facts) from error
 

@@ -1,21 +1,27 @@
-"""Text from a model: one token after the other, for several prompts at once.
+"""Generate text for several prompts at once, and make rollouts for reinforcement learning.
 
-`sampling` makes a distribution of logits and draws from it, in functions of tensors; `text` turns
-tokens into text while they come, and finds the strings that end it; `generate` is the loop. What a
-decoder keeps of the tokens before is `models.KVCache`. `rollouts` makes batches of answers that are
-reinforced, `rewards` asks a checker what they earn.
+`sampling` has functions of logits: penalty, temperature, filters, and the draw. `text` decodes
+tokens incrementally and finds stop strings. `generate` is the loop, and `models.KVCache` its cache
+of keys and values. `rollouts` turns completions into a corpus to train on, `rewards` scores them
+with a reward function.
 """
 
-from trainkit.post.generation.generate import Completion, generate, generate_dealt
+from trainkit.post.generation.generate import (
+    Completion,
+    answer_questions,
+    generate,
+    generate_sharded,
+    sample_text,
+)
 from trainkit.post.generation.rewards import (
     RewardFunction,
     Rewards,
     compute_advantages,
     compute_rewards,
-    summarize_rollout,
 )
 from trainkit.post.generation.rollouts import (
     Answer,
+    add_old_logprobs,
     check_logprobs,
     compute_old_logprobs,
     make_answer_corpus,
@@ -23,6 +29,7 @@ from trainkit.post.generation.rollouts import (
     read_answers,
     sample_answers,
     split_minibatches,
+    split_rollout,
 )
 from trainkit.post.generation.sampling import (
     Sampling,
@@ -42,6 +49,8 @@ __all__ = [
     "RewardFunction",
     "Rewards",
     "Sampling",
+    "add_old_logprobs",
+    "answer_questions",
     "check_logprobs",
     "compute_advantages",
     "compute_old_logprobs",
@@ -50,7 +59,7 @@ __all__ = [
     "filter_top_k",
     "filter_top_p",
     "generate",
-    "generate_dealt",
+    "generate_sharded",
     "make_answer_corpus",
     "make_answer_reader",
     "next_tokens",
@@ -58,8 +67,9 @@ __all__ = [
     "read_answers",
     "sample_answers",
     "sample_from_cdf",
+    "sample_text",
     "scale_temperature",
     "shape_logits",
     "split_minibatches",
-    "summarize_rollout",
+    "split_rollout",
 ]

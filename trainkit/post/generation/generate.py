@@ -1,4 +1,4 @@
-"""The loop that draws text: prompts of different lengths in one batch, each new token one step."""
+"""Sample text: prompts of different lengths in one batch, one new token of each per step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, any_rank
-from trainkit.models.bare import bare
-from trainkit.models.cache import KVCache
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.parallel.generation import make_call
+from trainkit.models.functional import bare
+from trainkit.models.kv_cache import KVCache
+from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.stage_forward import compute_device, evaluating
-from trainkit.post.generation.sampling import Sampling, next_tokens, places_of
-from trainkit.post.generation.text import Reader, reader_of
+from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
+from trainkit.post.generation.text import Reader, make_reader
+from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
+from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
 from trainkit.types import (
     SOLO,
     Axis,
@@ -33,16 +35,18 @@ from trainkit.types import (
     drop_routing,
 )
 
+AnyTokenizer = ByteTokenizer | HFTokenizer
+
 
 @attrs.frozen
 class Completion:
-    """What a model has made of a prompt.
+    """The text that a model generated for a prompt.
 
     Attributes:
-        ids: The new tokens. The one that ended the text is not among them, nor those that a stop
-            string begins in, or comes after.
-        text: What they say, up to the stop string; None without a tokenizer.
-        ended: By what: a token of `stop_ids`, a string of `stop`, or the number of tokens.
+        ids: The new tokens, without the stop token, and without tokens from the start of a stop
+            string on.
+        text: The decoded tokens, up to the stop string; None without a tokenizer.
+        ended: The reason: a token of `stop_ids`, a string of `stop`, or the maximum length.
     """
 
     ids: list[int]
@@ -66,194 +70,371 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     call: Call | None = None,
 ) -> list[Completion]:
-    """Return texts that continue prompts, drawn together, one token of each at a time.
+    """Generate completions of prompts as one batch, one token of each row per step.
 
-    A decoder keeps what it has computed of a text (`models.KVCache`), so a token costs one row of
-    work. Any other module is run over its whole text again for each token, one row after the other.
-    The noise of a draw is a function of the seed, the row's id and the token's position, so a
-    row's text does not depend on the rows beside it (but for rounding, which a product of more rows
-    may do otherwise; and but for experts with a capacity, whose choices depend on the batch). A row
-    that has ended leaves the batch.
+    A decoder caches keys and values (`models.KVCache`), so a step computes one token per row. Any
+    other module is run over the whole text again for each token, one row at a time. The noise of a
+    draw is a function of the seed, the row's id and the token's position, so a row's text does not
+    depend on the other rows of its batch. Two exceptions: rounding, since a matrix product of more
+    rows may round differently, and experts with a capacity, whose routing depends on the batch.
+    Finished rows leave the batch.
 
     Args:
         stages_or_model: This rank's stages, in any layout; a `Decoder`; or any module that `call`
-            runs, giving logits `[1, S, V]`.
-        prompts: For each row the token ids to continue, at least one.
-        max_new_tokens: How many tokens to draw at most; 0 draws none.
-        context: The longest text that the model sees.
-        sampling: How a token is chosen.
-        stop_ids: A row ends when one of these is drawn; None is one that a tokenizer lacks.
-        stop: A row ends when one of these strings stands in its new text, wherever tokens begin.
-        tokenizer: What makes text of tokens; needed for `stop` and `stream`.
-        vocab_size: Draw among the ids below it only: the tokenizer's size, where the model's own is
-            rounded up. By default among all.
-        slide: Where a text outgrows the context, go on with the last `context` tokens of it, whose
-            positions begin at 0 again. So every token then moves down by one position per step,
-            nothing that was kept is right any more, and each step runs over the windows anew.
-        row_ids: A number for each row, from which its noise follows; by default 0, 1, and so on.
-        stream: Called as `stream(row, piece)` with new text as it comes, in whole characters, where
-            `row` counts the prompts. What may begin a stop string waits.
-        call: How a batch enters a module that is no decoder; or what `parallel.make_call` made of
-            a `Stages`, which is done here if there is none.
+            runs, returning logits `[1, S, V]`.
+        prompts: Token ids of each row, at least one.
+        max_new_tokens: Maximum number of new tokens per row; 0 generates none.
+        context: Maximum number of tokens in the model's input.
+        sampling: Temperature, filters and seed.
+        stop_ids: A row ends when one of these is sampled; None (no such token) is ignored.
+        stop: A row ends when its new text contains one of these strings, across token boundaries.
+        tokenizer: Decodes tokens; required for `stop` and `stream`.
+        vocab_size: Sample ids below this only: the tokenizer's size, where the model's is rounded
+            up. Default: all ids.
+        slide: Continue a text longer than the context with its last `context` tokens, whose
+            positions start at 0 again. This invalidates the cache, so each such step runs the
+            whole window.
+        row_ids: Ids of the rows, which determine their noise; default 0, 1, ...
+        stream: Called as `stream(row, piece)` with new text in complete characters, where `row`
+            is the index of the prompt. A possible start of a stop string is held back.
+        call: How a batch enters a module that is not a decoder; or the result of
+            `parallel.make_call` for a `Stages` (default: made here).
 
     Returns:
-        For each prompt what follows it.
+        A completion for each prompt.
 
     Raises:
-        ValueError: A prompt is empty or has ids that there are not, a text could outgrow the
-            context, strings are asked for without a tokenizer, or a number is out of its range;
+        ValueError: A prompt is empty or has ids outside of the vocabulary, a text could exceed the
+            context, `stop` or `stream` come without a tokenizer, or a number is out of its range;
             all before anything is computed.
         NumericsError: A logit is NaN.
 
     Effects:
-        Runs the model in evaluation mode and sets every module's mode back. With a sharded model
+        Runs the model in evaluation mode and restores every module's mode. With a sharded model
         every rank must call it with the same arguments; it communicates on the axes of the stages.
-        One host sync for each token.
+        One host sync per token.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
-        >>> how = {"max_new_tokens": 4, "context": 16}
-        >>> found = generate(model, [[1, 2, 3], [4]], **how)
-        >>> [len(completion.ids) for completion in found]
+        >>> completions = generate(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
+        >>> [len(completion.ids) for completion in completions]
         [4, 4]
-        >>> alone = generate(model, [[4]], **how, row_ids=[1])
-        >>> alone == found[1:]
+        >>> second = generate(model, [[4]], max_new_tokens=4, context=16, row_ids=[1])
+        >>> second == completions[1:]
         True
     """
     model, call = _split_stages(stages_or_model, call)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
-    _check(prompts, model, context, vocab_size, new=max_new_tokens, slide=slide)
-    _check_text(stop, tokenizer, stream)
+    _check(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
+    _check_text_options(stop, tokenizer, stream)
     if len(row_ids) != len(prompts):
-        raise ValueError(f"generate: {len(prompts)} prompts have {len(row_ids)} row_ids; give each")
+        raise ValueError(
+            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
+        )
     if call is None:
         call = CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
-    readers = [None if tokenizer is None else reader_of(tokenizer, p, stop=stop) for p in prompts]
-    rows = [_Row(i, {*stop_ids}, reader, stream) for i, reader in enumerate(readers)]
+    rows = []
+    for index, prompt in enumerate(prompts):
+        reader = None if tokenizer is None else make_reader(tokenizer, prompt, stop=stop)
+        rows.append(_Row(index, {*stop_ids}, reader, stream))
     if max_new_tokens and rows:
-        begins, device = [*map(len, prompts)], compute_device(model)
-        places = places_of(row_ids, begins, max_new_tokens, seed=sampling.seed, device=device)
-        # Cheaper than no_grad, by a tenth of a small model's step; FSDP does not take it.
-        alone = isinstance(call, CachedCall) and call.call is call_with_cache
-        with evaluating([model]), torch.inference_mode() if alone else nullcontext():
-            model = bare(model) if alone else model
-            logits_of = _cached(model, call) if isinstance(call, CachedCall) else _anew(model, call)
-            _draw(
+        noise = make_noise(
+            row_ids,
+            [*map(len, prompts)],
+            max_new_tokens,
+            seed=sampling.seed,
+            device=compute_device(model),
+        )
+        # inference_mode saves a tenth of a small model's step over no_grad; FSDP does not take it.
+        is_plain = isinstance(call, CachedCall) and call.call is call_with_cache
+        with evaluating([model]), torch.inference_mode() if is_plain else nullcontext():
+            model = bare(model) if is_plain else model
+            if isinstance(call, CachedCall):
+                compute_logits = _make_cached_logits(model, call)
+            else:
+                compute_logits = _make_uncached_logits(model, call)
+            _sample(
                 rows,
                 prompts,
-                logits_of,
-                places,
+                compute_logits,
+                noise,
                 sampling=sampling,
                 context=context,
                 vocab_size=vocab_size,
             )
-    return [row.completion() for row in rows]
+    return [row.finish() for row in rows]
 
 
 def _split_stages(
     stages_or_model: Stages | nn.Module, call: Call | None, *, sharded: bool = False
 ) -> tuple[nn.Module, Call | None]:
-    """Return a module, and the call that runs a batch through it or through all stages."""
+    """Return the first module, and a call that runs a batch through it or through all stages."""
     if isinstance(stages_or_model, Stages):
         return stages_or_model[0], call or make_call(stages_or_model, sharded=sharded)
     return stages_or_model, call
 
 
-def _draw(
+def _sample(
     rows: Sequence[_Row],
     prompts: Sequence[Sequence[int]],
-    logits_of: _LogitsOf,
-    places: Tensor,
+    compute_logits: _ComputeLogits,
+    noise: Tensor,
     *,
     sampling: Sampling,
     context: int,
     vocab_size: int | None,
 ) -> None:
-    """Draw tokens until all rows have ended; the shapes of what is held on the way never grow."""
-    text, device = _text_of(prompts, places), places.device
-    live, kept, seen = [*rows], None, None
-    for drawn in range(places.shape[1]):
-        logits = logits_of(text, kept, context)[:, :vocab_size]
-        if sampling.repetition_penalty != 1:
-            seen = _seen(text, logits.shape[1]) if seen is None else seen
-        tokens = next_tokens(logits, places[:, drawn], sampling, seen=seen)
-        going = [i for i, token in enumerate(tokens.tolist()) if live[i].take(token)]
-        if not going:
+    """Sample tokens until all rows have ended; no tensor that stays between steps grows."""
+    text = _make_text(prompts, noise)
+    active = [*rows]
+    kept = seen = None
+    for step in range(noise.shape[1]):
+        logits = compute_logits(text, kept, context)[:, :vocab_size]
+        if sampling.repetition_penalty != 1 and seen is None:
+            seen = _find_seen(text, logits.shape[1])
+        tokens = next_tokens(logits, noise[:, step], sampling, seen=seen)
+        remaining = [i for i, token in enumerate(tokens.tolist()) if active[i].add(token)]
+        if not remaining:
             return
         kept = None
-        if len(going) < len(live):
-            kept, live = torch.tensor(going, device=device), [live[i] for i in going]
-            tokens, places = tokens[kept], places[kept]
-            text, seen = text.of_rows(kept), None if seen is None else seen[kept]
-        text = text.written(tokens)
+        if len(remaining) < len(active):
+            kept = torch.tensor(remaining, device=noise.device)
+            active = [active[i] for i in remaining]
+            tokens = tokens[kept]
+            noise = noise[kept]
+            text = text.select_rows(kept)
+            seen = None if seen is None else seen[kept]
+        text = text.add_tokens(tokens)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
 
 
-def generate_dealt(
+def sample_text(
     stages_or_model: Stages | nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompt: str | Sequence[int],
     *,
+    tokenizer: AnyTokenizer,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.7,
+    seed: int = 0,
     call: Call | None = None,
-    axis: Axis = SOLO,
-    **how: Any,
-) -> list[Completion]:
-    """Return what `generate` does, each rank of an axis having drawn every so many of the texts.
-
-    A text's noise goes by its number, so it is the same whoever draws it, but for rounding. Ranks
-    run the model as often as the one whose texts last longest, since its parameters may be sharded
-    over them.
+) -> str:
+    """Return a prompt with a sampled continuation as text, for a person to read.
 
     Args:
         stages_or_model: As for `generate`.
-        prompts: All of them, the same on all ranks.
+        prompt: A text, which gets a BOS if the tokenizer has one; or token ids.
+        tokenizer: Encodes the prompt and decodes the result; its EOS ends the text.
+        max_new_tokens: Maximum number of new tokens.
+        context: Maximum number of tokens in the model's input; a longer text is truncated on its
+            left.
+        temperature: As for `Sampling`.
+        seed: As for `Sampling`.
+        call: As for `generate`.
+
+    Effects:
+        Those of `generate`.
+
+    Examples:
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> model = build_decoder(make_decoder_config("tiny", vocab_size=272), seed=0)
+        >>> text = sample_text(
+        ...     model, "def ", tokenizer=make_byte_tokenizer(), max_new_tokens=4, context=16
+        ... )
+        >>> text.startswith("def ")
+        True
+    """
+    if isinstance(prompt, str):
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        prompt = [*bos, *tokenizer.encode(prompt)]
+    (completion,) = generate(
+        stages_or_model,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        context=context,
+        slide=True,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids=[tokenizer.eos_id],
+        vocab_size=tokenizer.vocab_size,
+        call=call,
+    )
+    return tokenizer.decode([*prompt, *completion.ids])
+
+
+def answer_questions(
+    stages_or_model: Stages | nn.Module,
+    questions: Sequence[str],
+    *,
+    tokenizer: AnyTokenizer,
+    template: str,
+    max_new_tokens: int,
+    context: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    call: Call | None = None,
+) -> list[str]:
+    """Return a model's answers to questions, each in a separate conversation.
+
+    Args:
+        stages_or_model: As for `generate`.
+        questions: The user's turns.
+        tokenizer: As for `chat.encode_chat`.
+        template: Name of the chat template, as for `chat.load_template`.
+        max_new_tokens: Maximum number of tokens of an answer.
+        context: Maximum number of tokens in the model's input; a longer text is truncated on its
+            left.
+        temperature: As for `Sampling`; by default the most likely tokens.
+        seed: As for `Sampling`.
+        call: As for `generate`.
+
+    Effects:
+        Those of `generate`.
+
+    Examples:
+        >>> from trainkit.text.chat import CHATML_SPECIAL
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
+        >>> model = build_decoder(
+        ...     make_decoder_config("tiny", vocab_size=tokenizer.vocab_size), seed=0
+        ... )
+        >>> answers = answer_questions(
+        ...     model,
+        ...     ["1+1?", "2+2?"],
+        ...     tokenizer=tokenizer,
+        ...     template="chatml",
+        ...     max_new_tokens=4,
+        ...     context=64,
+        ... )
+        >>> len(answers)
+        2
+    """
+    chat_template = load_template(template)
+    prompts = [
+        encode_prompt([{"role": "user", "content": question}], tokenizer, template=chat_template)
+        for question in questions
+    ]
+    completions = generate(
+        stages_or_model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        context=context,
+        slide=True,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        stop_ids=find_stop_ids(tokenizer, chat_template),
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        call=call,
+    )
+    return [completion.text or "" for completion in completions]
+
+
+def generate_sharded(
+    stages_or_model: Stages | nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    context: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    stop_ids: Sequence[int | None] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int | None = None,
+    slide: bool = False,
+    row_ids: Sequence[int] | None = None,
+    call: Call | None = None,
+    axis: Axis = SOLO,
+) -> list[Completion]:
+    """Generate as `generate`, with the prompts sharded over the ranks of an axis.
+
+    Noise depends on the row's id and not on the rank, so the completions are those of one process,
+    but for rounding. All ranks run the model as often as the rank with the longest completions,
+    since its parameters may be sharded over them.
+
+    Args:
+        stages_or_model: As for `generate`.
+        prompts: All prompts, equal on all ranks.
+        max_new_tokens: As for `generate`, like the following ones.
+        context: See `generate`.
+        sampling: See `generate`.
+        stop_ids: See `generate`.
+        stop: See `generate`.
+        tokenizer: See `generate`.
+        vocab_size: See `generate`.
+        slide: See `generate`.
+        row_ids: Of all prompts.
         call: As for `generate`; from `parallel.make_call` with `sharded=True`.
-        axis: For a plain module, the ranks that share the prompts. Those of a `Stages` that read
-            different rows do.
-        how: What else `generate` takes, but for `stream`.
+        axis: For a plain module, the ranks that share the prompts. A `Stages` has its own: its
+            data-parallel ranks.
 
     Returns:
-        What follows each prompt, on every rank.
+        A completion for each prompt, on every rank.
 
     Raises:
         ValueError: As `generate`.
 
     Effects:
-        Those of `generate`; communicates on `axis`, once for each token.
+        Those of `generate`; communicates on `axis`, once per token.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
-        >>> found = generate_dealt(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
-        >>> found == generate(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
+        >>> completions = generate_sharded(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
+        >>> completions == generate(model, [[1, 2, 3], [4]], max_new_tokens=4, context=16)
         True
     """
     model, call = _split_stages(stages_or_model, call, sharded=True)
     axis = stages_or_model.dp if isinstance(stages_or_model, Stages) else axis
-    if axis.count == 1 or not prompts:
-        return generate(model, prompts, call=call, **how)
-    sizes = how["context"], how.get("vocab_size")  # looked at here: others wait for who refuses
-    _check(prompts, model, *sizes, new=how["max_new_tokens"], slide=how.get("slide", False))
-    row_ids = how.pop("row_ids", None) or range(len(prompts))
-    own = [*range(axis.index, len(prompts), axis.count)] or [0]  # who has none takes part
+    if call is None:
+        call = CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
+    indices: Sequence[int] = range(len(prompts))
+    run = call
     newest: list[Mapping[str, Any]] = []
-    own_call = call or (CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model)
+    if axis.count > 1 and prompts:
+        # All ranks check all prompts: a rank that raised alone would leave the others waiting.
+        _check(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
+        # A rank without a prompt of its own runs the first one, to take part in the collectives.
+        indices = range(axis.index, len(prompts), axis.count) or [0]
+        run = _announce_calls(call, newest, axis)
+        row_ids = [row_ids[i] for i in indices] if row_ids else indices
+    completions = generate(
+        model,
+        [prompts[i] for i in indices],
+        max_new_tokens=max_new_tokens,
+        context=context,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        stop=stop,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        slide=slide,
+        row_ids=row_ids,
+        call=run,
+    )
+    if axis.count == 1 or not prompts:
+        return completions
+    # Other ranks are still generating: repeat the last call until all have finished.
+    while any_rank(False, axis):
+        call(model, newest[0])
+    local = [[i, attrs.asdict(x)] for i, x in zip(indices, completions, strict=True)]
+    # In reverse, so that the first rank that has a completion wins: later ones may repeat prompt 0.
+    by_index = {i: x for part in all_gather_objects(local, axis)[::-1] for i, x in part}
+    return [Completion(**by_index[i]) for i in range(len(prompts))]
+
+
+def _announce_calls(call: Call, newest: list[Mapping[str, Any]], axis: Axis) -> Call:
+    """Return a call that announces itself to the other ranks and stores its batch in `newest`."""
 
     def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         newest[:] = [batch]
         any_rank(True, axis)
-        return own_call(model, batch)
+        return call(model, batch)
 
-    counted = CachedCall(run) if isinstance(own_call, CachedCall) else run
-    ids = [row_ids[number] for number in own]
-    drawn = generate(model, [prompts[n] for n in own], call=counted, row_ids=ids, **how)
-    while any_rank(False, axis):
-        own_call(model, newest[0])
-    told = [[n, attrs.asdict(x)] for n, x in zip(own, drawn, strict=True)]
-    found = {n: x for part in all_gather_objects(told, axis)[::-1] for n, x in part}
-    return [Completion(**found[number]) for number in range(len(prompts))]
+    return CachedCall(run) if isinstance(call, CachedCall) else run
 
 
 # ----------------------------------------------------------------------------------------- the rows
@@ -261,177 +442,192 @@ def generate_dealt(
 
 @attrs.define(eq=False)
 class _Row:
-    """What has been drawn of one row."""
+    """The state of one row: its new tokens and their text."""
 
-    number: int
+    index: int
     stop_ids: set[int | None]
     reader: Reader | None
     stream: Callable[[int, str], None] | None
     ids: list[int] = attrs.field(factory=list)
     ended: Literal["stop_id", "stop", "length"] = "length"
 
-    def take(self, token: int) -> bool:
-        """Take a token; say whether the row goes on."""
+    def add(self, token: int) -> bool:
+        """Add a token and return whether the row continues."""
         if token < 0:
             raise NumericsError(
-                f"generate: a logit of row {self.number} is NaN after {len(self.ids)} new tokens; "
-                "look at the weights, or compute in a wider dtype"
+                f"generate: a logit of row {self.index} is NaN after {len(self.ids)} new tokens; "
+                "check the weights, or compute in a wider dtype"
             )
         if token in self.stop_ids:
             self.ended = "stop_id"
             return False
         self.ids.append(token)
         if self.reader is not None:
-            self._show(self.reader.read(token))
+            self._stream(self.reader.read(token))
             if self.reader.stopped:
                 self.ended = "stop"
-                self.ids = self.ids[: self.reader.whole_tokens()]
+                self.ids = self.ids[: self.reader.count_complete_tokens()]
         return self.ended == "length"
 
-    def _show(self, piece: str) -> None:
+    def _stream(self, piece: str) -> None:
         if piece and self.stream is not None:
-            self.stream(self.number, piece)
+            self.stream(self.index, piece)
 
-    def completion(self) -> Completion:
-        """Return all of it, once it has ended."""
+    def finish(self) -> Completion:
+        """Return the completion of a row that has ended."""
         if self.reader is not None:
-            self._show(self.reader.end())
+            self._stream(self.reader.end())
         return Completion(self.ids, None if self.reader is None else self.reader.text, self.ended)
 
 
 @attrs.frozen(eq=False)
 class _Text:
-    """The tokens of the rows, int64 `[R, L]`, which all end at `end`, and begin where each does."""
+    """Tokens of the rows, int64 `[R, L]`, aligned to the right: all rows end at `end`.
+
+    `starts` are the first positions of the rows, on the host; `starts_tensor` on the device.
+    """
 
     ids: Tensor
-    begins: list[int]
+    starts: list[int]
     end: int
-    first: Tensor
+    starts_tensor: Tensor
 
-    def of_rows(self, kept: Tensor) -> _Text:
-        begins = [self.begins[i] for i in kept.tolist()]
-        return attrs.evolve(self, ids=self.ids[kept], begins=begins, first=self.first[kept])
+    def select_rows(self, indices: Tensor) -> _Text:
+        return _Text(
+            self.ids[indices],
+            [self.starts[i] for i in indices.tolist()],
+            self.end,
+            self.starts_tensor[indices],
+        )
 
-    def written(self, tokens: Tensor) -> _Text:
+    def add_tokens(self, tokens: Tensor) -> _Text:
         self.ids[:, self.end] = tokens
         return attrs.evolve(self, end=self.end + 1)
 
 
-def _text_of(prompts: Sequence[Sequence[int]], places: Tensor) -> _Text:
-    """Return prompts with room for what is drawn."""
+def _make_text(prompts: Sequence[Sequence[int]], noise: Tensor) -> _Text:
+    """Allocate the text for prompts and all tokens that may be sampled."""
     longest = max(map(len, prompts))
-    begins = [longest - len(prompt) for prompt in prompts]
-    filled = np.zeros((len(prompts), longest + places.shape[1]), np.int64)
-    for row, begin, prompt in zip(filled, begins, prompts, strict=True):
-        row[begin:longest] = prompt
-    first = torch.tensor(begins, device=places.device)
-    return _Text(torch.from_numpy(filled).to(places.device), begins, longest, first)
+    starts = [longest - len(prompt) for prompt in prompts]
+    ids = np.zeros((len(prompts), longest + noise.shape[1]), np.int64)
+    for row, start, prompt in zip(ids, starts, prompts, strict=True):
+        row[start:longest] = prompt
+    return _Text(
+        torch.from_numpy(ids).to(noise.device),
+        starts,
+        longest,
+        torch.tensor(starts, device=noise.device),
+    )
 
 
-def _seen(text: _Text, words: int) -> Tensor:
-    """Return which words stand in each row's text."""
-    seen = torch.zeros(len(text.begins), words, dtype=torch.bool, device=text.ids.device)
-    for row, ids, begin in zip(seen, text.ids, text.begins, strict=True):
-        own = ids[begin : text.end]
-        row[own[own < words]] = True
+def _find_seen(text: _Text, vocab_size: int) -> Tensor:
+    """Return a mask `[R, V]` of the tokens that occur in each row's text."""
+    seen = torch.zeros(len(text.starts), vocab_size, dtype=torch.bool, device=text.ids.device)
+    for row, ids, start in zip(seen, text.ids, text.starts, strict=True):
+        tokens = ids[start : text.end]
+        row[tokens[tokens < vocab_size]] = True
     return seen
 
 
 # --------------------------------------------------------------------------------------- the logits
 
-_LogitsOf = Callable[[_Text, "Tensor | None", int], Tensor]
-"""`logits_of(text, kept, context) -> [R, V]`, for the next token of each row; `kept` are the rows
-of the call before that are left, if some have ended.
+_ComputeLogits = Callable[[_Text, "Tensor | None", int], Tensor]
+"""`compute_logits(text, kept, context) -> [R, V]`, for the next token of each row. `kept` are the
+indices of the previous call's rows that remain, or None if all do.
 """
 
 
-def _anew(model: nn.Module, call: Call) -> _LogitsOf:
-    """Return what runs a module over each row's window by itself."""
+def _make_uncached_logits(model: nn.Module, call: Call) -> _ComputeLogits:
+    """Return a function that runs a module over each row's window separately."""
 
-    def logits_of(text: _Text, kept: Tensor | None, context: int) -> Tensor:
+    def compute_logits(text: _Text, kept: Tensor | None, context: int) -> Tensor:
         del kept
-        found = []
-        for row, begin in zip(text.ids, text.begins, strict=True):
-            ids = row[max(begin, text.end - context) : text.end]
-            batch = _packed(ids, [len(ids)], torch.arange(len(ids), device=ids.device))
+        logits = []
+        for row, start in zip(text.ids, text.starts, strict=True):
+            ids = row[max(start, text.end - context) : text.end]
+            batch = _make_batch(ids, [len(ids)], torch.arange(len(ids), device=ids.device))
             output = drop_routing(call(model, batch))
             if isinstance(output, tuple):
                 hidden, *weight = output
                 output = Hidden(hidden[:, -1:], *weight)
-            found.append(whole_logits(output)[0, -1])
-        return torch.stack(found)
+            logits.append(whole_logits(output)[0, -1])
+        return torch.stack(logits)
 
-    return logits_of
+    return compute_logits
 
 
-def _cached(model: nn.Module, call: CachedCall) -> _LogitsOf:
-    """Return what runs a decoder over the newest tokens, or over all windows where it has to."""
+def _make_cached_logits(model: nn.Module, call: CachedCall) -> _ComputeLogits:
+    """Return a function that runs a decoder over the newest tokens, or whole windows if needed."""
     batch: dict[str, Any] = {"cache": None}
 
-    def logits_of(text: _Text, kept: Tensor | None, context: int) -> Tensor:
+    def compute_logits(text: _Text, kept: Tensor | None, context: int) -> Tensor:
         nonlocal batch
         cache: KVCache | None = batch["cache"]
         if cache is not None and kept is not None:
             cache = cache.of_rows(kept)
-        longest = text.end - min(text.begins)
+        longest = text.end - min(text.starts)
         if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
-            batch = _windows(text, context, cache)
+            batch = _make_window_batch(text, context, cache)
         elif kept is None and cache.slots is None:
-            batch = _next(text, cache, batch)
+            batch = _advance_token_batch(text, cache, batch)
         else:
-            batch = _newest(text, cache)
+            batch = _make_token_batch(text, cache)
         return whole_logits(call(model, batch))[0]
 
-    return logits_of
+    return compute_logits
 
 
-def _windows(text: _Text, context: int, before: KVCache | None) -> dict[str, Any]:
-    """Return the last tokens of each row, packed; what `before` holds is written over."""
+def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> dict[str, Any]:
+    """Pack the last `context` tokens of each row; their cache reuses the tensors of `previous`."""
     device = text.ids.device
-    lengths = [text.end - max(begin, text.end - context) for begin in text.begins]
-    rows = np.repeat(np.arange(len(lengths)), lengths)
+    lengths = [text.end - max(start, text.end - context) for start in text.starts]
+    row_indices = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
-    slots = max(lengths) - np.take(lengths, rows) + positions
-    last = np.cumsum(lengths) - 1
-    rows_, places, slots_, last_ = (
-        torch.from_numpy(x).to(device) for x in (rows, positions, slots, last)
-    )
-    begins = max(lengths) - torch.tensor(lengths, device=device)
+    slot_indices = max(lengths) - np.take(lengths, row_indices) + positions
+    rows = torch.from_numpy(row_indices).to(device)
+    slots = torch.from_numpy(slot_indices).to(device)
+    starts = max(lengths) - torch.tensor(lengths, device=device)
     length = min(text.ids.shape[1], context)
-    room = torch.arange(length, device=device)
+    all_slots = torch.arange(length, device=device)
     cache = KVCache(
         length,
         end=max(lengths),
-        rows=rows_,
-        slots=slots_,
-        last=last_,
-        seen=(room >= begins.unsqueeze(1))[:, None, None] if len({*lengths}) > 1 else None,
-        keys={} if before is None else before.keys,
-        values={} if before is None else before.values,
+        rows=rows,
+        slots=slots,
+        last=torch.from_numpy(np.cumsum(lengths) - 1).to(device),
+        # Rows of equal length fill all slots and need no mask.
+        seen=(all_slots >= starts.unsqueeze(1))[:, None, None] if len({*lengths}) > 1 else None,
+        keys={} if previous is None else previous.keys,
+        values={} if previous is None else previous.values,
     )
-    ids = text.ids[rows_, text.end - max(lengths) + slots_]
-    return _packed(ids, lengths, places) | {"cache": cache}
+    ids = text.ids[rows, text.end - max(lengths) + slots]
+    batch = _make_batch(ids, lengths, torch.from_numpy(positions).to(device))
+    return batch | {"cache": cache}
 
 
-def _newest(text: _Text, before: KVCache) -> dict[str, Any]:
+def _make_token_batch(text: _Text, previous: KVCache) -> dict[str, Any]:
     """Return the last token of each row, as documents of one token."""
-    cache = attrs.evolve(before, end=text.end, rows=None, slots=None, last=None)
-    places = text.end - 1 - text.first
-    return _packed(text.ids[:, text.end - 1], [1] * len(places), places) | {"cache": cache}
+    cache = attrs.evolve(previous, end=text.end, rows=None, slots=None, last=None)
+    positions = text.end - 1 - text.starts_tensor
+    ids = text.ids[:, text.end - 1]
+    return _make_batch(ids, [1] * len(positions), positions) | {"cache": cache}
 
 
-def _next(text: _Text, before: KVCache, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same as `_newest` from the batch before, which had the same rows."""
+def _advance_token_batch(
+    text: _Text, previous: KVCache, batch: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `_make_token_batch` from the previous batch, which must have the same rows."""
+    # Saves making Spans, which would copy to the device, in the most frequent case.
     return {
         **batch,
         "input_ids": text.ids[:, text.end - 1].unsqueeze(0),
         "position_ids": batch["position_ids"] + 1,
-        "cache": attrs.evolve(before, end=text.end),
+        "cache": attrs.evolve(previous, end=text.end),
     }
 
 
-def _packed(ids: Tensor, lengths: Sequence[int], places: Tensor) -> dict[str, Any]:
-    """Return one row of documents, as a model takes it."""
+def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[str, Any]:
+    """Return a batch of one row with several documents."""
     spans = Spans(
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device),
         lengths=np.array(lengths),
@@ -439,7 +635,7 @@ def _packed(ids: Tensor, lengths: Sequence[int], places: Tensor) -> dict[str, An
     )
     return {
         "input_ids": ids.unsqueeze(0),
-        "position_ids": places.unsqueeze(0),
+        "position_ids": positions.unsqueeze(0),
         "document_ids": torch.zeros_like(ids).unsqueeze(0),
         "spans": spans,
     }
@@ -454,37 +650,40 @@ def _check(
     context: int,
     vocab_size: int | None,
     *,
-    new: int,
+    max_new_tokens: int,
     slide: bool,
 ) -> None:
-    check_range("generate", at_least=0, max_new_tokens=new)
+    check_range("generate", at_least=0, max_new_tokens=max_new_tokens)
     check_range("generate", at_least=1, context=context)
     check_range("generate", at_least=1, vocab_size=vocab_size)
-    words = getattr(getattr(model, "config", None), "vocab_size", None)
-    for number, prompt in enumerate(prompts):
+    num_tokens = getattr(getattr(model, "config", None), "vocab_size", None)
+    for index, prompt in enumerate(prompts):
         if not hasattr(prompt, "__len__") or isinstance(prompt, str):
-            what = f"prompts must be rows of token ids, got {prompt!r} among them"
-            mend = "put a single prompt's ids into a list of their own"
-            raise ValueError(f"generate: {what}; {mend}")
-        if len(prompt) == 0:
-            what = f"prompt {number} is empty"
-            raise ValueError(f"generate: {what}; give at least one token to continue")
-        if min(prompt) < 0 or (isinstance(words, int) and max(prompt) >= words):
-            what = f"prompt {number} has ids from {min(prompt)} to {max(prompt)}"
             raise ValueError(
-                f"generate: {what}; the model's are in [0, {words or 'its vocabulary'})"
+                f"generate: prompts must be rows of token ids, got {prompt!r} among them; put the "
+                "ids of a single prompt into a list"
             )
-        if not slide and new and len(prompt) + new > context:
-            what = f"prompt {number} has {len(prompt)} tokens, which with {new} new ones outgrow"
-            mend = "shorten it, draw fewer, or let the window slide, with slide=True"
-            raise ValueError(f"generate: {what} the context of {context}; {mend}")
+        if len(prompt) == 0:
+            raise ValueError(f"generate: prompt {index} is empty; give at least one token")
+        if min(prompt) < 0 or (isinstance(num_tokens, int) and max(prompt) >= num_tokens):
+            raise ValueError(
+                f"generate: prompt {index} has ids from {min(prompt)} to {max(prompt)}; the "
+                f"model's are in [0, {num_tokens or 'its vocabulary'})"
+            )
+        if not slide and max_new_tokens and len(prompt) + max_new_tokens > context:
+            raise ValueError(
+                f"generate: prompt {index} has {len(prompt)} tokens, which with {max_new_tokens} "
+                f"new ones exceed the context of {context}; shorten it, generate fewer, or use a "
+                "sliding window, with slide=True"
+            )
 
 
-def _check_text(
-    stop: Sequence[str], tokenizer: Tokenizer | None, stream: Mapping[str, Any] | Any
+def _check_text_options(
+    stop: Sequence[str],
+    tokenizer: Tokenizer | None,
+    stream: Callable[[int, str], None] | None,
 ) -> None:
     if "" in stop:
         raise ValueError("generate: a stop string is empty, and would end every text")
     if tokenizer is None and (stop or stream):
-        what = "stop" if stop else "stream"
-        raise ValueError(f"generate: {what} is about text, and there is no tokenizer; give it one")
+        raise ValueError(f"generate: {'stop' if stop else 'stream'}= needs a tokenizer; give one")

@@ -1,4 +1,4 @@
-"""What answers earn: a checker of one's own, whose time is bounded and whose failures are told."""
+"""Compute rewards of answers with a reward function that may fail or hang."""
 
 from __future__ import annotations
 
@@ -18,75 +18,100 @@ from trainkit.post.objectives.advantages import group_advantages
 from trainkit.types import SOLO, Axis
 
 RewardFunction = Callable[[str, str], float]
-"""`checker(prompt, answer) -> reward`."""
+"""`reward_function(prompt, answer) -> reward`."""
 
 
 @attrs.frozen
 class Rewards:
-    """What answers earned, equal on all ranks.
+    """Rewards of a rollout, equal on all ranks.
 
     Attributes:
-        rewards: Of each answer; 0 where it was cut off, or the checker failed.
-        raised: How many times the checker raised, or gave no finite number.
-        hung: How many times it took too long.
-        told: The first failure in a sentence; None where there was none.
+        rewards: One per answer; 0 if it is truncated or the reward function failed.
+        raised: How often the reward function raised, or returned a value that is not finite.
+        hung: How often it timed out.
+        first_failure: A description of the first failure, or None.
     """
 
     rewards: list[float]
     raised: int = 0
     hung: int = 0
-    told: str | None = None
+    first_failure: str | None = None
+
+    def report(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Summarize a rollout for an event: the mean reward, counts, and the first failure.
+
+        Examples:
+            >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
+            >>> Rewards([1.0, 0.0]).report(answers)
+            {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
+        """
+        return {
+            "answers": len(answers),
+            "reward": math.fsum(self.rewards) / max(1, len(answers)),
+            "empty": sum(not answer.text for answer in answers),
+            "truncated": sum(answer.truncated for answer in answers),
+            "raised": self.raised,
+            "hung": self.hung,
+            "first_failure": self.first_failure,
+        }
 
 
 def compute_rewards(
-    checker: RewardFunction, answers: Sequence[Answer], *, seconds: float = 1.0, axis: Axis = SOLO
+    reward_function: RewardFunction,
+    answers: Sequence[Answer],
+    *,
+    seconds: float = 1.0,
+    axis: Axis = SOLO,
 ) -> Rewards:
-    """Return what each answer earns by a checker that may raise, or hang.
+    """Compute the reward of each answer; failures of the reward function count as 0.
 
-    An answer that was cut off has not ended, earns 0 and is not shown to the checker; one without
-    text is. The first rank of the axis checks for all, as what took too long there need not have
-    elsewhere.
+    A truncated answer gets 0 without a call; an empty one is passed to the reward function. Only
+    the first rank of the axis calls it: timeouts could differ between ranks.
 
     Args:
-        checker: What is asked of each.
-        answers: What was sampled; the same on all ranks.
-        seconds: How long the checker may take for one answer. It is interrupted by a signal, so it
-            has to be Python, or C that looks at signals as `re` does; a call that never looks ends
-            by the run's `step_timeout`.
+        reward_function: Called with prompt and answer.
+        answers: The rollout, equal on all ranks.
+        seconds: Timeout of one call. It is enforced by a signal, so the reward function must be
+            Python, or C that handles signals, as `re` does; other calls are ended by the run's
+            `step_timeout`.
         axis: The ranks that call this together, `ps.world`.
 
     Returns:
-        Rewards, and how often it failed.
+        The rewards, and the number of failures.
 
     Raises:
         ValueError: `seconds` is not above 0, or this is not the main thread.
 
     Effects:
-        Calls the checker; takes SIGALRM while it runs, and sets its handler back. Communicates on
-        `axis`.
+        Calls the reward function; sets a handler of SIGALRM meanwhile and restores the old one.
+        Communicates on `axis`.
 
     Examples:
-        >>> def checker(prompt, answer):
+        >>> def is_correct(prompt, answer):
         ...     return float(int(answer) == 19)
-        >>> given = [("19", False), ("", False), ("1911", True)]
-        >>> answers = [Answer("12+7=", [1], text, [2], 0, cut) for text, cut in given]
-        >>> compute_rewards(checker, answers).rewards, compute_rewards(checker, answers).raised
-        ([1.0, 0.0, 0.0], 1)
+        >>> samples = [("19", False), ("", False), ("1911", True)]
+        >>> answers = [Answer("12+7=", [1], text, [2], 0, cut) for text, cut in samples]
+        >>> compute_rewards(is_correct, answers).rewards
+        [1.0, 0.0, 0.0]
+        >>> compute_rewards(is_correct, answers).raised
+        1
     """
     if not seconds > 0:
         raise ValueError(f"compute_rewards: seconds must be above 0, got {seconds}")
 
-    def check() -> dict[str, Any] | None:
-        return attrs.asdict(_checked(checker, answers, seconds)) if axis.index == 0 else None
+    def compute() -> dict[str, Any] | None:
+        if axis.index:
+            return None
+        return attrs.asdict(_compute_rewards(reward_function, answers, seconds))
 
-    return Rewards(**run_on_all_ranks(check, axis)[0])
+    return Rewards(**run_on_all_ranks(compute, axis)[0])
 
 
-def compute_advantages(answers: Sequence[Answer], checked: Rewards) -> Tensor:
-    """Return how far each answer is above the mean of those to its prompt, in their deviations.
+def compute_advantages(answers: Sequence[Answer], rewards: Rewards) -> Tensor:
+    """Normalize rewards by mean and standard deviation of the answers to the same prompt.
 
-    This is `objectives.group_advantages` of a rollout; any function of rewards and groups serves
-    as well.
+    `objectives.group_advantages` of a rollout; any other function of rewards and groups can take
+    its place.
 
     Returns:
         fp64 `[N]`.
@@ -97,66 +122,52 @@ def compute_advantages(answers: Sequence[Answer], checked: Rewards) -> Tensor:
         tensor([ 0.7070, -0.7070], dtype=torch.float64)
     """
     groups = torch.tensor([answer.group for answer in answers])
-    rewards = torch.tensor(checked.rewards, dtype=torch.float64)
-    return group_advantages(rewards, groups, num_groups=int(groups.max()) + 1)
+    values = torch.tensor(rewards.rewards, dtype=torch.float64)
+    return group_advantages(values, groups, num_groups=int(groups.max()) + 1)
 
 
-def summarize_rollout(answers: Sequence[Answer], checked: Rewards) -> dict[str, Any]:
-    """Return what a rollout came to, for an event: the mean reward, counts, the first failure.
-
-    Examples:
-        >>> answers = [Answer("1+1=", [1], "2", [2], 0), Answer("1+1=", [1], "", [3], 0)]
-        >>> summarize_rollout(answers, Rewards([1.0, 0.0]))
-        {'answers': 2, 'reward': 0.5, 'empty': 1, 'truncated': 0, 'raised': 0, 'hung': 0, ...}
-    """
-    return {
-        "answers": len(answers),
-        "reward": math.fsum(checked.rewards) / max(1, len(answers)),
-        "empty": sum(not answer.text for answer in answers),
-        "truncated": sum(answer.truncated for answer in answers),
-        "raised": checked.raised,
-        "hung": checked.hung,
-        "told": checked.told,
-    }
-
-
-def _checked(checker: RewardFunction, answers: Sequence[Answer], seconds: float) -> Rewards:
-    rewards, raised, hung, told = list[float](), 0, 0, None
+def _compute_rewards(
+    reward_function: RewardFunction, answers: Sequence[Answer], seconds: float
+) -> Rewards:
+    rewards: list[float] = []
+    failures: list[str] = []
+    raised = hung = 0
     for answer in answers:
         rewards.append(0.0)
         if answer.truncated:
             continue
         try:
-            with _alarm(seconds):
-                rewards[-1] = _finite(checker(answer.prompt, answer.text))
-        except _TimeIsUp:
+            with _time_limit(seconds):
+                rewards[-1] = _check_finite(reward_function(answer.prompt, answer.text))
+        except _RewardTimeout:
             hung += 1
-            told = told or f"it took more than {seconds} s for {answer.prompt!r}, {answer.text!r}"
-        except Exception as error:  # noqa: BLE001 (counted and told)
+            failures.append(f"it took more than {seconds} s for {answer.prompt!r}, {answer.text!r}")
+        except Exception as error:  # noqa: BLE001 - any error of a user's function is counted
             raised += 1
-            what = f"{type(error).__name__}: {error}"
-            told = told or f"it raised {what} for {answer.prompt!r}, {answer.text!r}"
-    return Rewards(rewards, raised, hung, told)
+            failures.append(
+                f"it raised {type(error).__name__}: {error} for {answer.prompt!r}, {answer.text!r}"
+            )
+    return Rewards(rewards, raised, hung, failures[0] if failures else None)
 
 
-def _finite(reward: float) -> float:
+def _check_finite(reward: float) -> float:
     if not math.isfinite(reward):
-        raise ValueError(f"it gave {reward}")
+        raise ValueError(f"it returned {reward}")
     return float(reward)
 
 
-class _TimeIsUp(BaseException):
-    """What a checker is interrupted with; no `except Exception` of its own catches it."""
+class _RewardTimeout(BaseException):
+    """Interrupts a reward function; no `except Exception` in it catches a BaseException."""
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise `_TimeIsUp` in the block once its time is up, and again if it goes on."""
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `_RewardTimeout` in the block after some seconds, and again each time they pass."""
 
-    def ring(*_: object) -> None:
-        raise _TimeIsUp
+    def interrupt(*_: object) -> None:
+        raise _RewardTimeout
 
-    handler = signal.signal(signal.SIGALRM, ring)
+    handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         try:
@@ -164,5 +175,5 @@ def _alarm(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # a signal may have come before the line above
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the signal may interrupt the line above
         signal.signal(signal.SIGALRM, handler)

@@ -1,12 +1,10 @@
-"""Rollouts: answers that were sampled, here or elsewhere, as what a policy gradient trains on.
+"""Rollouts for policy gradients, from the model in training or from another sampler.
 
-A rollout is a list of answers, several to each prompt. `sample_answers` draws it of a model,
-`make_answer_reader` reads it of what another sampler writes; `make_answer_corpus` puts advantages
-beside the tokens, and `split_minibatches` cuts it for several updates. From there on it is dealt to
-ranks like any
-corpus, groups whole or not: advantages are there already. `compute_old_logprobs` is what the
-    trainer says
-of a microbatch before the first update, for `parallel.add_columns`.
+A rollout is a list of answers, several per prompt. `sample_answers` generates one,
+`make_answer_reader` reads those of another sampler; `make_answer_corpus` adds advantages, and
+`split_minibatches` splits the corpus for several updates. From there on its rows are sharded over
+ranks like those of any corpus: advantages are known, so a group of answers need not stay together.
+`compute_old_logprobs` is for `parallel.add_columns`, before the first update.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -28,13 +27,15 @@ from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.data.packed import PackedCorpus
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
-from trainkit.post.generation.generate import generate_dealt
+from trainkit.parallel.frozen_model import add_columns
+from trainkit.post.generation.generate import AnyTokenizer, generate_sharded
 from trainkit.post.generation.sampling import Sampling
-from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
+from trainkit.text.corpora.records import read_records
 from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
     Axis,
+    Batch,
     Call,
     Column,
     DataError,
@@ -43,23 +44,21 @@ from trainkit.types import (
     check_range,
 )
 
-AnyTokenizer = ByteTokenizer | HFTokenizer
-
 
 @attrs.frozen(eq=False)
 class Answer:
-    """An answer that was sampled, as it is trained on.
+    """A sampled answer to train on.
 
     Attributes:
-        prompt: What it answers.
-        prompt_ids: The tokens of that, at least one.
-        text: What it says; an empty one ended at once.
-        ids: Its tokens, at least one, with the one that ended it.
-        group: The number of its prompt in the rollout.
-        truncated: Whether it was cut off before it had ended.
-        logprobs: What another sampler says of each of `ids`; None where the trainer sampled.
-        choices: The experts that the sampler took for each token of both, one layer's after the
-            other's; None where routers shall choose.
+        prompt: The prompt.
+        prompt_ids: Its tokens, at least one.
+        text: The text of the answer; it may be empty.
+        ids: Its tokens, at least one, with the stop token.
+        group: Index of its prompt in the rollout.
+        truncated: Whether it reached the maximum length before it ended.
+        logprobs: Log-probabilities of `ids` by another sampler; None if the trainer sampled.
+        choices: Experts that the sampler used for each token of prompt and answer, those of all
+            layers concatenated; None to let the routers choose.
     """
 
     prompt: str
@@ -79,28 +78,31 @@ def sample_answers(
     tokenizer: AnyTokenizer,
     max_new_tokens: int,
     context: int,
-    each: int = 1,
+    answers_per_prompt: int = 1,
     first: int = 0,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    temperature: float = 1.0,
+    seed: int = 0,
     call: Call | None = None,
     axis: Axis = SOLO,
 ) -> list[Answer]:
-    """Return a rollout that is drawn of a model, from all words that it has.
+    """Sample a rollout from the model's full vocabulary.
 
-    A prompt begins with BOS, and an answer ends with EOS, which is trained on as part of it.
+    A prompt starts with BOS, and an answer ends with EOS, which is in the loss.
 
     Args:
         stages_or_model: As for `generate`.
-        prompts: What is asked.
-        tokenizer: One with an EOS.
-        max_new_tokens: An answer is truncated after so many tokens, at least 1.
-        context: The longest text that the model sees.
-        each: How many answers each prompt gets; those of the first come first.
-        first: The number of the first answer; its noise, and that of the following ones, is a
-            function of the number and of the sampling's seed.
-        sampling: How a token is chosen.
-        call: As for `generate_dealt`.
-        axis: As for `generate_dealt`.
+        prompts: The prompts.
+        tokenizer: A tokenizer with an EOS.
+        max_new_tokens: Maximum number of tokens of an answer, at least 1.
+        context: Maximum number of tokens in the model's input.
+        answers_per_prompt: Answers per prompt; those of the first prompt come first.
+        first: Index of the first answer; the noise of an answer is a function of its index and the
+            seed.
+        temperature: Divides the logits; 0 takes the most likely token. A policy gradient needs 1,
+            without filters of tokens: the trainer's log-probabilities are those of all tokens.
+        seed: Seed of the noise.
+        call: As for `generate_sharded`.
+        axis: As for `generate_sharded`.
 
     Raises:
         ValueError: A number is below 1; or as `generate`.
@@ -111,37 +113,57 @@ def sample_answers(
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
-        >>> how = {
-        ...     "tokenizer": make_byte_tokenizer(),
-        ...     "max_new_tokens": 2,
-        ...     "context": 16,
-        ...     "each": 2,
-        ... }
         >>> model = build_decoder(make_decoder_config("tiny"), seed=0)
-        >>> [answer.group for answer in sample_answers(model, ["1+1=", "2+2="], **how)]
+        >>> answers = sample_answers(
+        ...     model,
+        ...     ["1+1=", "2+2="],
+        ...     tokenizer=make_byte_tokenizer(),
+        ...     max_new_tokens=2,
+        ...     context=16,
+        ...     answers_per_prompt=2,
+        ... )
+        >>> [answer.group for answer in answers]
         [0, 0, 1, 1]
     """
-    check_range("sample_answers", at_least=1, each=each, max_new_tokens=max_new_tokens)
-    begins, stop_id = _begins(tokenizer), tokenizer.eos_id
-    asked = [[*begins, *tokenizer.encode(prompt)] for prompt in prompts for _ in range(each)]
-    drawn = generate_dealt(
+    check_range(
+        "sample_answers",
+        at_least=1,
+        answers_per_prompt=answers_per_prompt,
+        max_new_tokens=max_new_tokens,
+    )
+    stop_id = tokenizer.eos_id
+    prompt_ids = [
+        [*_get_bos(tokenizer), *tokenizer.encode(prompt)]
+        for prompt in prompts
+        for _ in range(answers_per_prompt)
+    ]
+    completions = generate_sharded(
         stages_or_model,
-        asked,
+        prompt_ids,
         max_new_tokens=max_new_tokens,
         context=context,
-        sampling=sampling,
+        sampling=Sampling(temperature=temperature, seed=seed),
         stop_ids=[stop_id],
         tokenizer=tokenizer,
-        row_ids=range(first, first + len(asked)),
+        row_ids=range(first, first + len(prompt_ids)),
         call=call,
         axis=axis,
     )
-    found = []
-    for number, (prompt_ids, said) in enumerate(zip(asked, drawn, strict=True)):
-        group, cut = number // each, said.ended == "length"
-        ids = [*said.ids] if cut or stop_id is None else [*said.ids, stop_id]
-        found.append(Answer(prompts[group], prompt_ids, said.text or "", ids, group, cut))
-    return found
+    answers = []
+    for index, (ids, completion) in enumerate(zip(prompt_ids, completions, strict=True)):
+        truncated = completion.ended == "length"
+        answers.append(
+            Answer(
+                prompt=prompts[index // answers_per_prompt],
+                prompt_ids=ids,
+                text=completion.text or "",
+                # generate drops the stop token, but the model must learn to end its answers.
+                ids=completion.ids + ([] if truncated or stop_id is None else [stop_id]),
+                group=index // answers_per_prompt,
+                truncated=truncated,
+            )
+        )
+    return answers
 
 
 def read_answers(
@@ -151,28 +173,28 @@ def read_answers(
     vocab_size: int | None = None,
     first: int = 0,
 ) -> list[Answer]:
-    """Return a rollout of what another sampler has written down.
+    """Read a rollout of another sampler from records.
 
-    The tokens that the sampler drew are "ids", which `logprobs` belong to. A text alone may be
-    encoded into others: that is refused where it shows, by another number of tokens or by a text
-    that does not come back from them. It shows no more where the number happens to be the same.
+    The sampled tokens are "ids", and `logprobs` belong to them. If a record has only the text, its
+    tokens may differ from the sampled ones. That is rejected where it can be detected: when the
+    number of tokens differs, or when the text does not round-trip through its tokens.
 
     Args:
-        records: Each with "prompt", a text, and "ids", all tokens that were drawn, with the EOS
-            unless the answer is truncated, or "answer", their text, or both; "prompt_ids", the
-            tokens that the prompt had, else those of its text behind BOS; "logprobs" of each drawn
-            token, the EOS too; "truncated", true if it was cut off before it ended; and "choices",
-            where experts were chosen: for each token of prompt and answer, but perhaps the last,
-            those of each layer. Answers to one prompt follow one another.
-        tokenizer: What the sampler has, too.
-        vocab_size: How many words the model has, if more than the tokenizer.
-        first: The number of the first record, for messages.
+        records: Each with "prompt", a text, and "ids", all sampled tokens with the EOS unless the
+            answer is truncated, or "answer", their text, or both; "prompt_ids", the tokens of the
+            prompt (default: BOS and the encoded text); "logprobs" of all sampled tokens with the
+            EOS; "truncated", true if the answer reached the maximum length; and "choices", for
+            models with experts: for each token of prompt and answer, optionally without the last,
+            a list of experts for each layer. Answers to the same prompt are consecutive.
+        tokenizer: The sampler's tokenizer.
+        vocab_size: The model's, if larger than the tokenizer's.
+        first: Index of the first record, for messages.
 
     Raises:
-        DataError: A field is missing or no such thing, ids are not in the vocabulary or not those
-            of the answer, a text does not come back from its tokens, a log-probability is above 0
-            or no finite number, or there are not as many log-probabilities or choices as tokens.
-            The message names the record.
+        DataError: A field is missing or of a wrong type, ids are outside of the vocabulary or do
+            not match the answer, a text does not round-trip, a log-probability is above 0 or not
+            finite, or the number of log-probabilities or choices is not that of the tokens. The
+            message names the record.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
@@ -185,176 +207,198 @@ def read_answers(
         ...
         trainkit.types.DataError: read_answers: record 0 has the log-probability 12.0 for token 1...
     """
-    found, group, before = list[Answer](), -1, None
-    words = tokenizer.vocab_size if vocab_size is None else vocab_size
-    for number, record in enumerate(records, start=first):
-        prompt, prompt_ids = _read_prompt(record, tokenizer, words, number)
-        answer, ids, cut = _read_answer(record, tokenizer, words, number)
-        group, before = group + ((prompt, prompt_ids) != before), (prompt, prompt_ids)
-        logprobs = _read_logprobs(record, ids, number)
-        choices = None
-        if record.get("choices") is not None:
-            whole = len(prompt_ids) + len(ids)
-            given = _of_each(record, "choices", [whole, whole - 1], number)
-            choices = [[e for layer in token for e in layer] for token in given]
-            choices += choices[-1:] * (whole - len(choices))
-        parts = prompt, prompt_ids, answer, ids, group, cut, logprobs, choices
-        found.append(Answer(*parts))
-    return found
+    answers: list[Answer] = []
+    group = -1
+    vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+    for index, record in enumerate(records, start=first):
+        prompt, prompt_ids = _read_prompt(record, tokenizer, vocab_size, index)
+        text, ids, truncated = _read_answer(record, tokenizer, vocab_size, index)
+        previous = answers[-1] if answers else None
+        if previous is None or (prompt, prompt_ids) != (previous.prompt, previous.prompt_ids):
+            group += 1
+        answers.append(
+            Answer(
+                prompt,
+                prompt_ids,
+                text,
+                ids,
+                group,
+                truncated,
+                logprobs=_read_logprobs(record, ids, index),
+                choices=_read_choices(record, len(prompt_ids) + len(ids), index),
+            )
+        )
+    return answers
 
 
 def _read_prompt(
-    record: Mapping[str, Any], tokenizer: AnyTokenizer, words: int, number: int
+    record: Mapping[str, Any], tokenizer: AnyTokenizer, vocab_size: int, index: int
 ) -> tuple[str, list[int]]:
     """Return the prompt of a record and its tokens."""
-    prompt = _text(record, "prompt", number)
+    prompt = _read_text(record, "prompt", index)
     if record.get("prompt_ids") is not None:
-        return prompt, _ids(record, "prompt_ids", words, number)
-    return prompt, [*_begins(tokenizer), *_encode(prompt, "prompt", tokenizer, number)]
+        return prompt, _read_ids(record, "prompt_ids", vocab_size, index)
+    return prompt, [*_get_bos(tokenizer), *_encode(prompt, "prompt", tokenizer, index)]
 
 
 def _read_answer(
-    record: Mapping[str, Any], tokenizer: AnyTokenizer, words: int, number: int
+    record: Mapping[str, Any], tokenizer: AnyTokenizer, vocab_size: int, index: int
 ) -> tuple[str, list[int], bool]:
-    """Return the answer of a record, its tokens, and whether it is truncated."""
-    cut, stop_id = record.get("truncated"), tokenizer.eos_id
-    if cut not in (None, False, True):
+    """Return (text, ids, truncated) of a record's answer."""
+    truncated = record.get("truncated")
+    stop_id = tokenizer.eos_id
+    if truncated not in (None, False, True):
         raise DataError(
-            f"read_answers: record {number} has truncated={cut!r}; it must be true or false",
-            where=f"record {number}",
-            got=cut,
+            f"read_answers: record {index} has truncated={truncated!r}; it must be true or false",
+            where=f"record {index}",
+            got=truncated,
         )
     if record.get("ids") is None:
-        answer = _text(record, "answer", number)
-        ids = _encode(answer, "answer", tokenizer, number)
-        return answer, [*ids, *([] if cut or stop_id is None else [stop_id])], bool(cut)
-    ids = _ids(record, "ids", words, number)
-    if stop_id is not None and (ids[-1] == stop_id) == bool(cut):
+        text = _read_text(record, "answer", index)
+        ids = _encode(text, "answer", tokenizer, index)
+        return text, ids + ([] if truncated or stop_id is None else [stop_id]), bool(truncated)
+    ids = _read_ids(record, "ids", vocab_size, index)
+    if stop_id is not None and (ids[-1] == stop_id) == bool(truncated):
         raise DataError(
-            f"read_answers: record {number} is {'' if cut else 'not '}truncated, and its ids end "
-            f"with {ids[-1]}; those of an answer end with EOS, {stop_id}, unless it was truncated",
-            where=f"record {number}",
+            f"read_answers: record {index} is {'' if truncated else 'not '}truncated, but its ids "
+            f"end with {ids[-1]}; the ids of an answer end with EOS, {stop_id}, unless it was "
+            "truncated",
+            where=f"record {index}",
             got=ids[-1],
             want=stop_id,
         )
-    answer = tokenizer.decode(ids)
-    if record.get("answer") is not None and (given := _text(record, "answer", number)) != answer:
+    decoded = tokenizer.decode(ids)
+    if record.get("answer") is not None and _read_text(record, "answer", index) != decoded:
         raise DataError(
-            f"read_answers: record {number} has the answer {given!r:.200}, and its ids are "
-            f"{answer!r:.200}: what is trained would not be what is checked; use the sampler's own "
-            'tokenizer, or leave "answer" out',
-            where=f"record {number}",
-            got=given,
-            want=answer,
+            f"read_answers: record {index} has the answer {record['answer']!r:.200}, but its ids "
+            f"decode to {decoded!r:.200}: the reward would be for another text than the one that "
+            'is trained; use the sampler\'s tokenizer, or leave "answer" out',
+            where=f"record {index}",
+            got=record["answer"],
+            want=decoded,
         )
-    return answer, ids, bool(cut)
+    return decoded, ids, bool(truncated)
 
 
-def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], number: int) -> list[float]:
-    """Return the log-probability of each token that was drawn."""
+def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], index: int) -> list[float]:
+    """Return the log-probability of each sampled token."""
     values = record.get("logprobs")
     if record.get("ids") is None and isinstance(values, list) and len(values) != len(ids):
         raise DataError(
-            f"read_answers: record {number} has {len(values)} log-probabilities, and its answer "
+            f"read_answers: record {index} has {len(values)} log-probabilities, but its answer "
             f"{record['answer']!r:.200} is encoded into {len(ids)} tokens, with the EOS unless it "
-            'was truncated: the sampler drew other tokens; give those that it drew as "ids", and '
+            'was truncated: the sampler drew other tokens; give the sampled tokens as "ids", and '
             'those of the prompt as "prompt_ids"',
-            where=f"record {number}",
+            where=f"record {index}",
             got=len(values),
             want=len(ids),
         )
-    values = _of_each(record, "logprobs", [len(ids)], number)
-    for place, value in enumerate(values):
+    values = _read_token_values(record, "logprobs", [len(ids)], index)
+    for position, value in enumerate(values):
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if not (is_number and -math.inf < value <= 0):
             raise DataError(
-                f"read_answers: record {number} has the log-probability {value!r} for token "
-                f"{place} of its answer; it must be a finite number, at most 0",
-                where=f"record {number}",
+                f"read_answers: record {index} has the log-probability {value!r} for token "
+                f"{position} of its answer; it must be a finite number, at most 0",
+                where=f"record {index}",
                 got=value,
             )
     return [*values]
 
 
-def _ids(record: Mapping[str, Any], name: str, words: int, number: int) -> list[int]:
+def _read_choices(record: Mapping[str, Any], num_tokens: int, index: int) -> list[list[int]] | None:
+    """Return the experts of each token, those of all layers in one list."""
+    if record.get("choices") is None:
+        return None
+    values = _read_token_values(record, "choices", [num_tokens, num_tokens - 1], index)
+    choices = [[expert for layer in token for expert in layer] for token in values]
+    # Engines run the last token through no layer. It is the input of no label, so any choice does.
+    return choices + choices[-1:] * (num_tokens - len(choices))
+
+
+def _read_ids(record: Mapping[str, Any], name: str, vocab_size: int, index: int) -> list[int]:
     values = record[name]
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
-    if is_list and values and all(type(x) is int and 0 <= x < words for x in values):
+    if is_list and values and all(type(x) is int and 0 <= x < vocab_size for x in values):
         return [*values]
     raise DataError(
-        f"read_answers: record {number} has {name}={values!r:.200}; it must be a list of ids of "
-        f"tokens, at least one, from 0 to {words - 1}",
-        where=f"record {number}",
-        want=words,
+        f"read_answers: record {index} has {name}={values!r:.200}; it must be a list of token ids, "
+        f"at least one, from 0 to {vocab_size - 1}",
+        where=f"record {index}",
+        want=vocab_size,
     )
 
 
-def _of_each(
-    record: Mapping[str, Any], name: str, counts: Sequence[int], number: int
+def _read_token_values(
+    record: Mapping[str, Any], name: str, counts: Sequence[int], index: int
 ) -> Sequence[Any]:
-    """Return what a record has of each token, which are so many."""
+    """Return a list with one value per token; its length must be one of `counts`."""
     values = record.get(name)
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
     if is_list and values and len(values) in counts:
         return values
-    got, want = len(values) if is_list else repr(values), counts[0]
+    got = len(values) if is_list else repr(values)
     raise DataError(
-        f"read_answers: record {number} has {want} tokens that {name} are needed of, and {name}: "
-        f"{got}; give one for each, at least one",
-        where=f"record {number}",
+        f"read_answers: record {index} has {counts[0]} tokens that need {name}, but {name}: {got}; "
+        "give one per token, at least one",
+        where=f"record {index}",
         got=got,
-        want=want,
+        want=counts[0],
     )
 
 
-def _begins(tokenizer: AnyTokenizer) -> tuple[int, ...]:
-    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
-
-
-def _text(record: Mapping[str, Any], name: str, number: int) -> str:
-    if not isinstance(text := record.get(name), str):
-        what = f"read_answers: record {number} has {name}={text!r}; it must be a text"
-        raise DataError(what, where=f"record {number}")
+def _read_text(record: Mapping[str, Any], name: str, index: int) -> str:
+    text = record.get(name)
+    if not isinstance(text, str):
+        raise DataError(
+            f"read_answers: record {index} has {name}={text!r}; it must be a text",
+            where=f"record {index}",
+        )
     return text
 
 
-def _encode(text: str, name: str, tokenizer: AnyTokenizer, number: int) -> list[int]:
-    """Return the tokens of a text that comes back from them."""
+def _get_bos(tokenizer: AnyTokenizer) -> tuple[int, ...]:
+    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+
+
+def _encode(text: str, name: str, tokenizer: AnyTokenizer, index: int) -> list[int]:
+    """Encode a text, and raise DataError if it does not round-trip."""
     ids = [*tokenizer.encode(text)]
-    if (back := tokenizer.decode(ids)) != text:
+    decoded = tokenizer.decode(ids)
+    if decoded != text:
         raise DataError(
-            f"read_answers: the {name} {text!r:.200} of record {number} comes back from its tokens "
-            f"as {back!r:.200}; what is trained would not be what was checked: use the sampler's "
-            'own tokenizer, and give the tokens that it drew as "ids" and "prompt_ids"',
-            where=f"record {number}",
-            got=back,
+            f"read_answers: the {name} {text!r:.200} of record {index} comes back from its tokens "
+            f"as {decoded!r:.200}: the reward would be for another text than the one that is "
+            'trained; use the sampler\'s tokenizer, and give the sampled tokens as "ids" and '
+            '"prompt_ids"',
+            where=f"record {index}",
+            got=decoded,
             want=text,
         )
     return ids
 
 
 def make_answer_reader(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]] | Path,
     *,
     tokenizer: AnyTokenizer,
     size: int,
     vocab_size: int | None = None,
     axis: Axis = SOLO,
 ) -> Callable[[int], list[Answer]]:
-    """Return what reads the rollouts of another sampler one by one, when they are asked for.
+    """Make a function that reads the rollouts of another sampler on demand.
 
     Args:
         records: As for `read_answers`, of all rollouts from the first one on: a list, or an
-            iterator that waits for an engine.
-        tokenizer: As there.
-        size: How many answers a rollout has.
-        vocab_size: As there.
+            iterator that may wait for an engine; or a file, as for `corpora.read_records`.
+        tokenizer: As for `read_answers`.
+        size: Number of answers of a rollout.
+        vocab_size: As for `read_answers`.
         axis: The ranks that call this together; the first one reads for all.
 
     Returns:
-        `read(number)`: the answers of that rollout. Those of rollouts before it are passed over. It
-        raises DataError as `read_answers`, where there are not so many, and where an iterator would
-        have to go back.
+        `read(index)`: the answers of that rollout; earlier ones are skipped. It raises DataError as
+        `read_answers`, and if there are too few records, or if an iterator has passed them already.
 
     Effects:
         None here. The returned function reads from the iterator; communicates on `axis`.
@@ -368,45 +412,52 @@ def make_answer_reader(
         >>> read(3)
         Traceback (most recent call last):
         ...
-        trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, and there are
+        trainkit.types.DataError: make_answer_reader: rollout 3 needs answers 3 to 3, but there are
         3; ...
     """
-    waiting, taken = iter(records), 0
+    if isinstance(records, Path):
+        records = [record for _, record in read_records(records)]
+    iterator = iter(records)
+    position = 0
 
-    def take(number: int) -> list[dict[str, Any]]:
-        nonlocal waiting, taken
-        begin, end = number * size, (number + 1) * size
-        asked = f"make_answer_reader: rollout {number} needs answers {begin} to {end - 1}, and"
-        if begin < taken and waiting is not records:
-            waiting, taken = iter(records), 0
-        if begin < taken:
-            raise DataError(f"{asked} the iterator is at {taken}; give a list, or start again")
-        taken += sum(1 for _ in islice(waiting, begin - taken))
-        part = [*islice(waiting, size)]
-        taken += len(part)
-        if len(part) < size:
+    def read_on_first_rank(index: int) -> list[dict[str, Any]]:
+        nonlocal iterator, position
+        start, end = index * size, (index + 1) * size
+        # A list starts again from its first record; an iterator is its own iterator, and cannot.
+        if start < position and iterator is not records:
+            iterator = iter(records)
+            position = 0
+        if start < position:
             raise DataError(
-                f"{asked} there are {taken}; sample more and add them at the end, or take fewer "
-                "steps",
-                got=taken,
+                f"make_answer_reader: rollout {index} needs answers {start} to {end - 1}, but the "
+                f"iterator is at {position}; give a list, or start again"
+            )
+        position += sum(1 for _ in islice(iterator, start - position))
+        selected = [*islice(iterator, size)]
+        position += len(selected)
+        if len(selected) < size:
+            raise DataError(
+                f"make_answer_reader: rollout {index} needs answers {start} to {end - 1}, but "
+                f"there are {position}; sample more and append them, or take fewer steps",
+                got=position,
                 want=end,
             )
-        answers = read_answers(part, tokenizer=tokenizer, vocab_size=vocab_size, first=begin)
+        answers = read_answers(selected, tokenizer=tokenizer, vocab_size=vocab_size, first=start)
         return [attrs.asdict(answer) for answer in answers]
 
-    def read(number: int) -> list[Answer]:
-        work = partial(take, number) if axis.index == 0 else list
+    def read(index: int) -> list[Answer]:
+        work = partial(read_on_first_rank, index) if axis.index == 0 else list
         return [Answer(**fields) for fields in run_on_all_ranks(work, axis)[0]]
 
     return read
 
 
 def compute_old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a model says of each label, as a column of the batch: for `with_columns`.
+    """Compute the log-probability of each label, as a column for `parallel.add_columns`.
 
     Args:
         output: Logits or a `Hidden`.
-        batch: Has the labels.
+        batch: A batch with "labels".
 
     Returns:
         {"old_logprobs": `[B, S]`}, 0 where there is no label.
@@ -419,23 +470,46 @@ def compute_old_logprobs(output: Any, batch: Mapping[str, Any]) -> dict[str, Ten
     return {"old_logprobs": output_logprobs("old_logprobs", output, batch)[0]}
 
 
+def add_old_logprobs(
+    stages_or_model: Stages | nn.Module, microbatches: Sequence[Batch], *, call: Call | None = None
+) -> list[Batch]:
+    """Add the column "old_logprobs" to microbatches: log-probabilities by the current weights.
+
+    Args:
+        stages_or_model: As for `parallel.add_columns`.
+        microbatches: This rank's microbatches.
+        call: As for `parallel.add_columns`.
+
+    Effects:
+        Those of `parallel.add_columns`.
+
+    Examples:
+        >>> from trainkit.batch import make_padding_batch
+        >>> call = lambda model, batch: model(torch.zeros(1, 2, 1))
+        >>> [batch] = add_old_logprobs(nn.Linear(1, 4), [make_padding_batch(1, 2)], call=call)
+        >>> batch["old_logprobs"].shape
+        torch.Size([1, 2])
+    """
+    return add_columns(stages_or_model, microbatches, compute_old_logprobs, call=call)
+
+
 def check_logprobs(
     microbatches: Sequence[Mapping[str, Any]], *, axis: Axis = SOLO, tolerance: float = 0.1
 ) -> float:
-    """Refuse answers whose sampler is not the model that is trained; return how far it is from it.
+    """Check that the sampler's log-probabilities are the model's, and return their mean difference.
 
     Args:
-        microbatches: Those of this rank, with "sampler_logprobs" and "old_logprobs"; without these
-            where a pipeline's last stage is not.
+        microbatches: This rank's microbatches, with "sampler_logprobs" and, on the last stage of a
+            pipeline, "old_logprobs".
         axis: The ranks that call this together, `ps.world`.
-        tolerance: How far the two may be apart, in nats, in the mean over all tokens. Engines that
+        tolerance: Maximum of the mean absolute difference over all tokens, in nats. Engines that
             compute in bf16 differ by some hundredths; another temperature or tokenizer, by tenths.
 
     Returns:
         The mean absolute difference.
 
     Raises:
-        DataError: It is above the tolerance, or no number.
+        DataError: It is above the tolerance, or NaN.
 
     Effects:
         Communicates on `axis`, and waits for the device.
@@ -448,34 +522,35 @@ def check_logprobs(
     total = torch.zeros(2, dtype=torch.float64, device=microbatches[0]["labels"].device)
     for batch in microbatches:
         if "old_logprobs" in batch:
-            far = (batch["sampler_logprobs"] - batch["old_logprobs"]).abs().double()
+            difference = (batch["sampler_logprobs"] - batch["old_logprobs"]).abs().double()
             is_label = batch["labels"] != IGNORED_LABEL
-            total += torch.stack([far[is_label].sum(), is_label.sum().double()])
-    far, count = all_sum(total, axis).tolist()
-    if not (apart := far / max(1, count)) <= tolerance:
+            total += torch.stack([difference[is_label].sum(), is_label.sum().double()])
+    difference_sum, count = all_sum(total, axis).tolist()
+    mean = difference_sum / max(1, count)
+    if not mean <= tolerance:  # also for NaN
         raise DataError(
-            f"check_logprobs: the given log-probabilities are {apart:.3g} nats from the trainer's "
-            f"own in the mean, and may be {tolerance:.3g}: give those of the temperature 1, of "
-            "tokens of this tokenizer, sampled with the weights that are trained",
-            got=apart,
+            f"check_logprobs: the sampler's log-probabilities differ from the trainer's by "
+            f"{mean:.3g} nats on average, above the tolerance {tolerance:.3g}: they must be at "
+            "temperature 1, for tokens of this tokenizer, from the weights in training",
+            got=mean,
             want=tolerance,
         )
-    return apart
+    return mean
 
 
 def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> TokenCorpus:
-    """Return answers as documents behind their prompts; only what was sampled is trained on.
+    """Make a corpus of prompts with their answers; only sampled tokens are in the loss.
 
     Args:
         answers: The rollout.
-        advantages: One for each answer, which each of its tokens has.
+        advantages: One per answer, for all of its tokens.
 
     Returns:
-        A corpus with the column "advantages"; and, where the answers have log-probabilities or
-        choices of experts of their own, "sampler_logprobs" and "choices".
+        A corpus with the column "advantages"; and, if the answers have log-probabilities or
+        choices of experts, "sampler_logprobs" and "choices".
 
     Raises:
-        DataError: A number is not finite, or not there for each token, or a log-probability is
+        DataError: A number is not finite, values are missing for a token, or a log-probability is
             above 0.
 
     Examples:
@@ -490,43 +565,73 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
     if answers[0].choices is not None:
         columns["choices"] = Column("int64", (len(answers[0].choices[0]),), of="token")
 
-    def sample(number: int, answer: Answer, advantage: float) -> Sample:
+    def make_sample(index: int, answer: Answer, advantage: float) -> Sample:
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(
-                f"make_answer_corpus: answer {number} has log-probability {largest}; it must be at "
-                "most 0",
-                where=f"answer {number}",
+                f"make_answer_corpus: answer {index} has the log-probability {largest}; it must "
+                "be at most 0",
+                where=f"answer {index}",
             )
-        before, ids = len(answer.prompt_ids), np.array([*answer.prompt_ids, *answer.ids], np.int64)
+        prompt_length = len(answer.prompt_ids)
+        ids = np.array([*answer.prompt_ids, *answer.ids], np.int64)
         values = {
-            "advantages": [0.0] * before + [advantage] * len(answer.ids),
-            "sampler_logprobs": [0.0] * before + [*(answer.logprobs or ())],
+            "advantages": [0.0] * prompt_length + [advantage] * len(answer.ids),
+            "sampler_logprobs": [0.0] * prompt_length + [*(answer.logprobs or ())],
             "choices": answer.choices,
         }
-        own = {name: np.array(values[name]) for name in columns}
-        return Sample(ids, np.arange(len(ids)) >= before, own)
+        return Sample(
+            ids,
+            np.arange(len(ids)) >= prompt_length,
+            {name: np.array(values[name]) for name in columns},
+        )
 
-    given = zip(answers, np.asarray(advantages).tolist(), strict=True)
-    samples = (sample(number, *each) for number, each in enumerate(given))
+    samples = (
+        make_sample(index, answer, advantage)
+        for index, (answer, advantage) in enumerate(
+            zip(answers, np.asarray(advantages).tolist(), strict=True)
+        )
+    )
     return make_corpus(samples, columns=columns)
+
+
+def split_rollout(
+    answers: Sequence[Answer],
+    advantages: ArrayLike,
+    count: int,
+    *,
+    capacity: int,
+    multiple_of: int = 1,
+) -> list[PackedCorpus]:
+    """Pack a rollout into `count` minibatches, one per update.
+
+    Chains `make_answer_corpus` and `split_minibatches`; see those for the arguments.
+
+    Examples:
+        >>> answers = [Answer("1+1=", [256, 49], text, [50, 257], 0) for text in "23"]
+        >>> minibatches = split_rollout(answers, [1.0, -1.0], 2, capacity=8)
+        >>> [len(minibatch) for minibatch in minibatches]
+        [1, 1]
+    """
+    corpus = make_answer_corpus(answers, advantages=advantages)
+    return split_minibatches(corpus, count, capacity=capacity, multiple_of=multiple_of)
 
 
 def split_minibatches(
     corpus: TokenCorpus, count: int, *, capacity: int, multiple_of: int = 1
 ) -> list[PackedCorpus]:
-    """Cut a rollout into so many parts of consecutive answers, each packed: one for each update.
+    """Split a rollout into `count` packed minibatches of consecutive answers, one per update.
 
-    What update n trains on was sampled n updates before, count - 1 at most.
+    Minibatch n is trained n updates after it was sampled.
 
     Args:
         corpus: From `make_answer_corpus`.
-        count: How many parts.
-        capacity: Tokens in a row; a longer answer is refused.
+        count: Number of minibatches.
+        capacity: Tokens in a row; a longer answer is an error.
         multiple_of: As for `pack_bins`.
 
     Raises:
-        ValueError: There are fewer answers than parts, or an answer is longer than a row.
+        ValueError: There are fewer answers than minibatches, or an answer is longer than a row.
 
     Examples:
         >>> corpus = make_corpus([[1, 2], [3], [4, 5]])
@@ -535,10 +640,18 @@ def split_minibatches(
     """
     lengths = corpus.lengths
     check_range(
-        "minibatches", at_least=1, count=count, answers_for_each=len(lengths) // max(1, count)
+        "split_minibatches",
+        at_least=1,
+        count=count,
+        answers_per_minibatch=len(lengths) // max(1, count),
     )
-    part_of, size = np.arange(len(lengths)) * count // len(lengths), {"multiple_of": multiple_of}
-    return [
-        PackedCorpus(corpus, pack_bins(own, capacity, overlong="error", group_size=0, **size))
-        for own in (np.where(part_of == part, lengths, 0) for part in range(count))
-    ]
+    minibatch_indices = np.arange(len(lengths)) * count // len(lengths)
+    minibatches = []
+    for index in range(count):
+        # Packing skips empty documents, so a length of 0 excludes an answer of another minibatch.
+        local_lengths = np.where(minibatch_indices == index, lengths, 0)
+        bins = pack_bins(
+            local_lengths, capacity, overlong="error", group_size=0, multiple_of=multiple_of
+        )
+        minibatches.append(PackedCorpus(corpus, bins))
+    return minibatches

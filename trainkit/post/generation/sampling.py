@@ -1,7 +1,7 @@
-"""From logits to the next token: small functions of tensors, and one that calls them in order.
+"""Sample the next token from logits: small functions of tensors, and one that chains them.
 
-Their meaning and their order are those of `transformers` (5.23): the penalty first, then
-temperature, then what is left out. What is left out gets the logit -inf.
+Meaning and order are those of `transformers` (5.23): first the penalty, then the temperature, then
+the filters, which set logits to -inf.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainkit.types import fraction, non_negative, positive, satisfies
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Parameters of sampling.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -42,38 +42,37 @@ class Sampling:
     """
 
     temperature: float = attrs.field(default=1.0, validator=non_negative)
-    """What logits are divided by; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the most likely token."""
 
     top_k: int | None = attrs.field(default=None, validator=optional(positive))
-    """Leave all but so many likeliest tokens out."""
+    """Sample among the `top_k` most likely tokens."""
 
     top_p: float = attrs.field(
         default=1.0, validator=satisfies(lambda x: 0 < x <= 1, "above 0 and at most 1")
     )
-    """Leave out the least likely tokens that together have no more than 1 - top_p."""
+    """Drop the least likely tokens whose probabilities sum to at most 1 - top_p."""
 
     min_p: float = attrs.field(default=0.0, validator=fraction)
-    """Leave out tokens that are less likely than the likeliest times this."""
+    """Drop tokens with a probability below `min_p` times that of the most likely token."""
 
     repetition_penalty: float = attrs.field(
         default=1.0, validator=satisfies(lambda x: 0 < x < math.inf, "above 0 and finite")
     )
-    """What the logits of tokens of the text so far are divided by, or multiplied by below 0."""
+    """Divides logits of tokens that the text contains; negative ones are multiplied."""
 
     seed: int = 0
-    """The seed of the draws."""
 
 
 def next_tokens(
-    logits: Tensor, places: Tensor, how: Sampling, *, seen: Tensor | None = None
+    logits: Tensor, noise: Tensor, sampling: Sampling, *, seen: Tensor | None = None
 ) -> Tensor:
-    """Return the next token of each row.
+    """Sample the next token of each row.
 
     Args:
         logits: `[R, V]`.
-        places: fp64 `[R]` in [0, 1), the noise of each draw; see `places_of`.
-        how: How it is chosen.
-        seen: bool `[R, V]`, the tokens of each row's text; needed for a repetition penalty.
+        noise: fp64 `[R]` in [0, 1); see `make_noise`.
+        sampling: Temperature, filters and penalty.
+        seen: bool `[R, V]`, a mask of the tokens in each row's text, for the repetition penalty.
 
     Returns:
         int64 `[R]`; -1 where a logit is NaN.
@@ -90,20 +89,20 @@ def next_tokens(
         >>> next_tokens(logits, torch.tensor([0.9]), Sampling()).item()
         2
     """
-    logits = shape_logits(logits, how, seen=seen)
-    if how.temperature > 0:
-        return sample_from_cdf(logits, places)
+    logits = shape_logits(logits, sampling, seen=seen)
+    if sampling.temperature > 0:
+        return sample_from_cdf(logits, noise)
     largest, token = logits.max(-1)
+    # max() returns NaN if there is one, which argmax() would not show.
     return token.masked_fill(largest.isnan(), -1)
 
 
-def shape_logits(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -> Tensor:
-    """Return the logits that the next token is drawn by, in fp32 or wider.
+def shape_logits(logits: Tensor, sampling: Sampling, *, seen: Tensor | None = None) -> Tensor:
+    """Apply penalty, temperature and filters to logits, in fp32 or wider.
 
     Args:
         logits: `[R, V]`.
-        how: What is done to them; at a temperature of 0 only the penalty, as nothing else changes
-            which is the largest.
+        sampling: At a temperature of 0 only the penalty applies: nothing else changes the argmax.
         seen: As in `next_tokens`.
 
     Examples:
@@ -113,32 +112,32 @@ def shape_logits(logits: Tensor, how: Sampling, *, seen: Tensor | None = None) -
         [[-inf, 6.0, 4.0]]
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if how.repetition_penalty != 1 and seen is not None:
-        logits = penalize_repetition(logits, seen, how.repetition_penalty)
-    if how.temperature == 0:
+    if sampling.repetition_penalty != 1 and seen is not None:
+        logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
         return logits
-    left_out = Shaping(top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
-    return filtered(scale_temperature(logits, how.temperature), left_out)
+    filters = Shaping(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+    return filtered(scale_temperature(logits, sampling.temperature), filters)
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide the logits of tokens that were seen by a penalty, or multiply them where below 0.
+    """Divide the logits of seen tokens by a penalty; multiply negative ones by it.
 
     Examples:
         >>> logits, seen = torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]])
         >>> penalize_repetition(logits, seen, 2.0).tolist()
         [[1.0, -4.0, 2.0]]
     """
-    penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, penalised, logits)
+    penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, penalized, logits)
 
 
-def sample_from_cdf(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the tokens at places of the distributions' cumulative sums.
+def sample_from_cdf(logits: Tensor, noise: Tensor) -> Tensor:
+    """Sample tokens by inverting the cumulative distribution.
 
     Args:
         logits: `[R, V]`; the arithmetic is fp64.
-        places: `[R]` in [0, 1).
+        noise: `[R]` in [0, 1).
 
     Returns:
         int64 `[R]`; -1 where a logit is NaN.
@@ -148,35 +147,37 @@ def sample_from_cdf(logits: Tensor, places: Tensor) -> Tensor:
         [0, 2]
     """
     cumulative = logits.double().softmax(-1).cumsum(-1)
-    whole = cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, places.double().unsqueeze(1) * whole, right=True)
-    return token.squeeze(1).masked_fill(whole.squeeze(1).isnan(), -1)
+    # The sum is 1 but for rounding; scaled by it, no draw falls behind the last token.
+    total = cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, noise.double().unsqueeze(1) * total, right=True)
+    return token.squeeze(1).masked_fill(total.squeeze(1).isnan(), -1)
 
 
-def places_of(
-    rows: Sequence[int], begin: Sequence[int], count: int, *, seed: int, device: torch.device
+def make_noise(
+    row_ids: Sequence[int], starts: Sequence[int], count: int, *, seed: int, device: torch.device
 ) -> Tensor:
-    """Return the noise of draws: a function of the seed, the row's number and the token's position.
+    """Return uniform noise that is a function of seed, row id and token position.
 
     Args:
-        rows: The numbers of R rows.
-        begin: The position of the first token that is drawn, of each row.
-        count: How many are drawn of each.
+        row_ids: Ids of R rows.
+        starts: Position of the first sampled token of each row.
+        count: Number of sampled tokens per row.
         seed: The seed.
-        device: Where to.
+        device: Device of the result.
 
     Returns:
         fp64 `[R, count]` in [0, 1).
 
     Examples:
         >>> from functools import partial
-        >>> of = partial(places_of, seed=0, device=torch.device("cpu"))
-        >>> torch.equal(of([3, 5], [0, 7], 2)[1:], of([5], [6], 3)[:, 1:])
+        >>> noise = partial(make_noise, seed=0, device=torch.device("cpu"))
+        >>> torch.equal(noise([3, 5], [0, 7], 2)[1:], noise([5], [6], 3)[:, 1:])
         True
     """
-    keys = [counters.to_int64(make_key(seed, "generate", row)) for row in rows]
+    keys = [counters.to_int64(make_key(seed, "generate", row)) for row in row_ids]
     bits = [
         counters.make_random_bits(torch.tensor(key), name="place", features=count, first=first)
-        for key, first in zip(keys, begin, strict=True)
+        for key, first in zip(keys, starts, strict=True)
     ]
+    # fp64 has 53 bits of mantissa, so every value is exact and below 1.
     return (torch.stack(bits).double() * 2.0**-53).to(device)

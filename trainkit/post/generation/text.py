@@ -1,4 +1,4 @@
-"""From tokens to text while they come: whole characters, and the strings that end a text."""
+"""Decode tokens incrementally: complete characters, and stop strings across token boundaries."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import attrs
 
 from trainkit.types import Tokenizer
 
-_BROKEN = "\ufffd"
-_BEFORE = 8  # tokens of the prompt that the first new one is decoded with
+_REPLACEMENT = "\ufffd"  # decoders write it for an incomplete character
+_PREFIX_TOKENS = 8  # of the prompt, which the first new token is decoded with
 
 
 @attrs.define(eq=False)
 class Reader:
-    """What the new tokens of one row say so far.
+    """An incremental decoder of the new tokens of one row.
 
-    Tokens are decoded with those just before them, as a decoder may drop a blank at the beginning;
-    so each costs the same, however long the text is.
+    Tokens are decoded together with the few before them, since a decoder may drop a blank at the
+    start of a text. The cost per token does not grow with the text.
 
     Attributes:
-        tokenizer: What decodes.
-        stop: Strings of which the first to appear ends the text; it is not part of it.
-        ids: The last tokens of the prompt, and what has been read.
-        known: How many of them have been decoded; the others are no whole character yet.
-        first: Where those that are decoded next begin.
-        text: What was said, without what may still become a character.
-        shown: How many characters of it have been handed out: not those that may begin a stop
-            string.
-        ends: How long the text was with each token that was read.
-        stopped: Whether one of `stop` has appeared.
+        tokenizer: Decodes the tokens.
+        stop: Strings that end the text, which excludes them.
+        ids: The last tokens of the prompt, and the tokens read.
+        num_decoded: Number of tokens of `ids` in `text`; the others are an incomplete character.
+        first: Index of the first token to decode next.
+        text: The decoded text, without an incomplete character.
+        num_shown: Number of characters of it that `read` has returned; a possible start of a stop
+            string is held back.
+        ends: Length of the text after each token.
+        stopped: Whether a stop string has appeared.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
-        >>> reader = reader_of(make_byte_tokenizer(), [65], stop=["END"])
+        >>> reader = make_reader(make_byte_tokenizer(), [65], stop=["END"])
         >>> [reader.read(byte) for byte in "né E.END".encode()]
         ['n', '', 'é', ' ', '', 'E.', '', '', '']
         >>> reader.text, reader.stopped
@@ -44,63 +44,62 @@ class Reader:
     tokenizer: Tokenizer
     stop: tuple[str, ...]
     ids: list[int]
-    known: int
+    num_decoded: int
     first: int = 0
     text: str = ""
-    shown: int = 0
+    num_shown: int = 0
     ends: list[int] = attrs.field(factory=list)
     stopped: bool = False
 
     def read(self, token: int) -> str:
-        """Take the next token, and return what to show of it."""
+        """Add a token and return the text that it completes."""
         self.ids.append(token)
-        if self._decoded().endswith(_BROKEN):
+        if self.tokenizer.decode(self.ids[self.first :]).endswith(_REPLACEMENT):
             return ""
-        self._advance()
-        found = [i for i in (self.text.find(s, self.shown) for s in self.stop) if i >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
-        return self._show(len(self.text) - (0 if found else self._held()))
+        self._decode()
+        stops = [i for i in (self.text.find(s, self.num_shown) for s in self.stop) if i >= 0]
+        if stops:
+            self.text = self.text[: min(stops)]
+            self.stopped = True
+            return self._take(len(self.text))
+        # The longest end of the text that a stop string may start with.
+        new = self.text[self.num_shown :]
+        starts = [n for s in self.stop for n in range(1, len(s)) if new.endswith(s[:n])]
+        return self._take(len(self.text) - max(starts, default=0))
 
     def end(self) -> str:
-        """Return what has been held back, when no more tokens come."""
+        """Return the text that was held back, after the last token."""
         if not self.stopped:
-            self._advance()
-        return self._show(len(self.text))
+            self._decode()
+        return self._take(len(self.text))
 
-    def whole_tokens(self) -> int:
-        """Return how many tokens stand wholly in the text."""
+    def count_complete_tokens(self) -> int:
+        """Count the tokens that lie completely in the text."""
         return bisect_right(self.ends, len(self.text))
 
-    def _decoded(self) -> str:
-        return self.tokenizer.decode(self.ids[self.first :])
-
-    def _advance(self) -> None:
-        before = len(self.tokenizer.decode(self.ids[self.first : self.known]))
-        piece = self._decoded()[before:]
+    def _decode(self) -> None:
+        before = len(self.tokenizer.decode(self.ids[self.first : self.num_decoded]))
+        piece = self.tokenizer.decode(self.ids[self.first :])[before:]
         self.text += piece
-        self.ends += [len(self.text)] * (len(self.ids) - self.known)
-        # Without a letter there is nothing that the next tokens could be decoded with.
-        self.first, self.known = self.known if piece else self.first, len(self.ids)
+        self.ends += [len(self.text)] * (len(self.ids) - self.num_decoded)
+        # A token without text is no context for the next one, so keep the tokens before it.
+        if piece:
+            self.first = self.num_decoded
+        self.num_decoded = len(self.ids)
 
-    def _held(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        new = self.text[self.shown :]
-        lengths = [n for s in self.stop for n in range(1, len(s)) if new.endswith(s[:n])]
-        return max(lengths, default=0)
-
-    def _show(self, to: int) -> str:
-        piece, self.shown = self.text[self.shown : to], max(self.shown, to)
+    def _take(self, end: int) -> str:
+        piece = self.text[self.num_shown : end]
+        self.num_shown = max(self.num_shown, end)
         return piece
 
 
-def reader_of(tokenizer: Tokenizer, prompt: Sequence[int], *, stop: Sequence[str]) -> Reader:
-    """Return the reader of the text that goes on from a prompt.
+def make_reader(tokenizer: Tokenizer, prompt: Sequence[int], *, stop: Sequence[str]) -> Reader:
+    """Make a reader of the text that continues a prompt.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
-        >>> reader_of(make_byte_tokenizer(), [65], stop=[]).read(66)
+        >>> make_reader(make_byte_tokenizer(), [65], stop=[]).read(66)
         'B'
     """
-    before = [int(i) for i in prompt[-_BEFORE:]]
-    return Reader(tokenizer, tuple(stop), before, known=len(before))
+    prefix = [int(i) for i in prompt[-_PREFIX_TOKENS:]]
+    return Reader(tokenizer, tuple(stop), prefix, num_decoded=len(prefix))

@@ -1,13 +1,12 @@
-"""Policy gradients on answers that were sampled: ratios, what bounds them, and what is added.
+"""Policy gradients on sampled answers: surrogates, divergences and importance weights.
 
-Each label has an advantage, `batch["advantages"]`, and the log-probability that it had when the
-advantages were made, `batch["old_logprobs"]`. The forms differ in three choices, each a small
-function: what a ratio costs (`ppo_clip`, `cispo`), whether it is that of a token or of an
-answer (`policy_gradient`, `sequence_policy_gradient`), and what is divided by:
+Each label has an advantage, `batch["advantages"]`, and its log-probability at that time,
+`batch["old_logprobs"]`. Algorithms differ in three choices: the surrogate (`ppo_clip`, `cispo`),
+ratios of tokens or of answers (`policy_gradient`, `sequence_policy_gradient`), and the denominator:
 
 - PPO, DAPO: `ppo_clip` tokens over `batch.count_valid_tokens`.
 - GRPO: weighted `ppo_clip` tokens with `weight_by_document`, over `batch.count_documents`.
-- Dr. GRPO: `ppo_clip` tokens over `batch.count_documents` times the length that an answer may have.
+- Dr. GRPO: `ppo_clip` tokens over `batch.count_documents` times the maximum length of an answer.
 - CISPO: `cispo` of tokens over `batch.count_valid_tokens`.
 - GSPO: `ppo_clip` answers over `batch.count_documents`.
 
@@ -38,7 +37,7 @@ from trainkit.losses.terms import (
     make_score_loss,
     output_logprobs,
 )
-from trainkit.post.objectives.sequences import count_names, counted, sum_documents
+from trainkit.post.objectives.sequences import count_names, sum_documents, sum_with_counts
 from trainkit.types import (
     IGNORED_LABEL,
     SOLO,
@@ -50,22 +49,21 @@ from trainkit.types import (
 )
 
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From log-probabilities, ratios to the old ones, and advantages to what each token or answer
-costs, and whether its ratio was bounded."""
+"""`Surrogate(logprobs, ratios, advantages) -> (losses, is_clipped)`, of tokens or of answers."""
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
-"""From log-probabilities and those of the reference to an estimate of the divergence, of each."""
+"""`Estimator(logprobs, reference) -> divergences`, of tokens."""
 
 
 def ppo_clip(low: float = 0.2, high: float = 0.2) -> Surrogate:
-    """Return the pessimistic surrogate: no gain from a ratio beyond 1 - low or 1 + high.
+    """Return PPO's clipped surrogate: no gain from a ratio below 1 - low or above 1 + high.
 
     Args:
-        low: From 0 to 1; 1 bounds nothing from below.
+        low: From 0 to 1; 1 sets no lower bound.
         high: At least 0.
 
     Raises:
-        ValueError: A bound is out of its range.
+        ValueError: A bound is out of range.
 
     References:
         Schulman et al. 2017; Yu et al., "DAPO" (2025), for a high that is not low.
@@ -75,8 +73,8 @@ def ppo_clip(low: float = 0.2, high: float = 0.2) -> Surrogate:
         >>> ppo_clip()(ratios.log(), ratios, advantages)
         (tensor([-1.2000,  1.5000]), tensor([ True, False]))
     """
-    check_range("clipped", at_least=0, at_most=1, low=low)
-    check_range("clipped", at_least=0, high=high)
+    check_range("ppo_clip", at_least=0, at_most=1, low=low)
+    check_range("ppo_clip", at_least=0, high=high)
 
     def surrogate(_: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         plain = ratios * advantages
@@ -87,17 +85,17 @@ def ppo_clip(low: float = 0.2, high: float = 0.2) -> Surrogate:
 
 
 def cispo(low: float = 1.0, high: float = 0.28) -> Surrogate:
-    """Return CISPO's surrogate: log-probabilities, weighed by ratios within bounds.
+    """Return CISPO's surrogate: log-probabilities weighted by clipped ratios.
 
-    Every token keeps a gradient, also where its ratio is bounded; but for a word that the shaping
-    leaves out by now, which costs nothing.
+    Every token has a gradient, even if its ratio is clipped. A word that the sampling settings now
+    exclude adds 0.
 
     Args:
-        low: From 0 to 1; 1 bounds nothing from below.
+        low: From 0 to 1; 1 sets no lower bound.
         high: At least 0.
 
     Raises:
-        ValueError: A bound is out of its range.
+        ValueError: A bound is out of range.
 
     References:
         MiniMax 2025.
@@ -112,14 +110,14 @@ def cispo(low: float = 1.0, high: float = 0.28) -> Surrogate:
 
     def surrogate(logprobs: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         bounded = ratios.detach().clamp(1 - low, 1 + high)
-        known = logprobs.masked_fill(logprobs == -torch.inf, 0)  # of words that are left out
-        return -bounded * advantages * known, bounded != ratios.detach()
+        logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0)  # of excluded words
+        return -bounded * advantages * logprobs, bounded != ratios.detach()
 
     return surrogate
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return log-ratios: an unbiased estimate of KL(policy, reference) that may be below 0.
+    """Return log-ratios, an unbiased estimate of KL(policy, reference) that may be negative.
 
     References:
         Schulman, "Approximating KL divergence" (2020), as `k2` and `k3`.
@@ -153,10 +151,10 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def importance_weights(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
-    """Return how much likelier what was drawn is to the trainer than to its sampler, at most so.
+    """Return truncated importance weights: exp(old - sampler), clamped to at most `most`.
 
     Raises:
-        ValueError: `most` is not above 0; infinite, it truncates nothing.
+        ValueError: `most` is not above 0. Infinity truncates nothing.
 
     References:
         Ionides, "Truncated importance sampling" (2008); Yao et al., "Your efficient RL framework
@@ -167,17 +165,17 @@ def importance_weights(old: Tensor, sampler: Tensor, *, most: float) -> Tensor:
         tensor([1., 2.])
     """
     if not most > 0:
-        raise ValueError(f"importance: most must be above 0, got {most}")
+        raise ValueError(f"importance_weights: most must be above 0, got {most}")
     return (old - sampler).exp().clamp(max=most)
 
 
 @attrs.frozen(kw_only=True)
 class PolicyOptions:
-    """What is added to a policy gradient, and how answers of another sampler are weighed.
+    """Options of policy gradients: a divergence from a reference, and importance sampling.
 
     Raises:
-        ConfigError: A divergence is weighed that is not there, `kl_weight` is below 0 or not
-            finite, or `most_importance` is not above 0.
+        ConfigError: There is a `kl_weight` and no `kl`, `kl_weight` is below 0 or not finite, or
+            `most_importance` is not above 0.
 
     Examples:
         >>> PolicyOptions(kl=k3, kl_weight=0.04).most_importance is None
@@ -185,18 +183,21 @@ class PolicyOptions:
     """
 
     kl: Estimator | None = None
-    """Estimates the divergence from `batch["reference_logprobs"]`, which is added..."""
+    """The estimator of the divergence from `batch["reference_logprobs"]`."""
 
     kl_weight: float = attrs.field(default=0.0, validator=non_negative)
-    """... this many times; 0 only reports it."""
+    """The weight of the divergence in the loss; 0 only reports it."""
 
     most_importance: float | None = attrs.field(default=None, validator=optional(positive))
-    """Weigh by the `importance_weights` of `batch["sampler_logprobs"]`, truncated here."""
+    """The maximum of the `importance_weights` of `batch["sampler_logprobs"]`; None uses none."""
 
     def __attrs_post_init__(self) -> None:
         if self.kl_weight and self.kl is None:
-            what = f"kl_weight is {self.kl_weight}, and no kl says what it weighs"
-            raise ConfigError(f"Added: {what}; take k3, k2 or k1", where="kl", got=None)
+            raise ConfigError(
+                f"PolicyOptions: kl_weight is {self.kl_weight} without a kl; use k3, k2 or k1",
+                where="kl",
+                got=None,
+            )
 
 
 NOTHING_ADDED = PolicyOptions()
@@ -211,21 +212,21 @@ def policy_gradient(
     weighted: bool = False,
     shaping: Shaping | ShapingOf = UNSHAPED,
 ) -> NamedLoss:
-    """Return the policy gradient of tokens, of logits or of a `Hidden`, from one pass.
+    """Return the policy gradient of tokens, for logits or a `Hidden`, in one pass.
 
-    "policy" is what is differentiated. Reported beside it, as sums over tokens with a "/count":
-    "clipped", the tokens whose ratio was bounded; "old_kl", the divergence from this policy of the
-    old one, by which tokens were drawn (`k3`); "ratio_beyond_2" and "ratio_beyond_10", the tokens
-    that have become so many times likelier or less likely, which stand for extremes, as these have
-    no sum; and, where they are asked, "kl", "entropy", and "truncated", the tokens whose importance
-    was. A word that the shaping leaves out by now has a ratio of 0, and no divergence.
+    "policy" is the differentiated term. Reported too, as sums over tokens with a "/count", are
+    "clipped", the tokens whose ratio was clipped; "old_kl", the divergence of the old policy, which
+    drew the tokens, from this one (`k3`); "ratio_beyond_2" and "ratio_beyond_10", the tokens that
+    have become more than 2 or 10 times more or less likely, because a maximum has no sum; and, if
+    the options use them, "kl", "entropy" and "truncated", the tokens with truncated importance
+    weights. A word that the sampling settings now exclude has a ratio of 0, and no divergence.
 
     Args:
-        surrogate: What a ratio costs: `ppo_clip`, `cispo`, or one of your own.
-        added: What else is there.
-        entropy_weight: How much of each token's entropy is taken off; below 0 it is added.
-        weighted: Whether a token counts `batch["weights"]`; see `weight_by_document`.
-        shaping: How the sampler shapes logits, which old log-probabilities stand for too.
+        surrogate: `ppo_clip`, `cispo`, or your own.
+        added: A divergence and importance weights.
+        entropy_weight: The weight of each token's entropy, which is subtracted from the loss.
+        weighted: Whether to weight tokens by `batch["weights"]`; see `weight_by_document`.
+        shaping: The sampling settings, which the old log-probabilities include too.
 
     Raises:
         ValueError: `entropy_weight` is not finite.
@@ -239,42 +240,43 @@ def policy_gradient(
     """
     check_range("policy_gradient", entropy_weight=entropy_weight)
 
-    def cost(scores: TokenScores, columns: LabelColumns) -> Tensor:
-        value, _ = _bound(surrogate, scores, columns)
+    def policy(scores: TokenScores, columns: LabelColumns) -> Tensor:
+        losses, _ = _apply_surrogate(surrogate, scores, columns)
         if added.most_importance is not None:
-            own = (_column(scores, columns, name) for name in ("old_logprobs", "sampler_logprobs"))
-            value = value * importance_weights(*own, most=added.most_importance)
+            old = _get_column(scores, columns, "old_logprobs")
+            sampler = _get_column(scores, columns, "sampler_logprobs")
+            losses = losses * importance_weights(old, sampler, most=added.most_importance)
         if added.kl is not None and added.kl_weight:
-            value = value + added.kl_weight * _kl(added.kl, scores, columns, _REFERENCE)
+            kl = _estimate_kl(added.kl, scores, columns, _REFERENCE)
+            losses = losses + added.kl_weight * kl
         if entropy_weight:
-            value = value - entropy_weight * scores.entropies
-        return value * _column(scores, columns, "weights") if weighted else value
+            losses = losses - entropy_weight * scores.entropies
+        return losses * _get_column(scores, columns, "weights") if weighted else losses
 
-    figures = _figures(surrogate, added)
+    metrics = _make_metrics(surrogate, added)
     if entropy_weight:
-        figures["entropy"] = lambda scores, _: scores.entropies
-    measured = {
-        name: (of, 0.0)
-        for figure, measure in figures.items()
-        for name, of in ((figure, measure), (f"{figure}/count", _one))
-    }
-    return make_score_loss({"policy": (cost, 1.0), **measured}, shaping=shaping)
+        metrics["entropy"] = lambda scores, _: scores.entropies
+    terms: dict[str, tuple[OfScores, float]] = {"policy": (policy, 1.0)}
+    for name, metric in metrics.items():
+        terms[name] = (metric, 0.0)
+        terms[f"{name}/count"] = (_count_one, 0.0)
+    return make_score_loss(terms, shaping=shaping)
 
 
 def sequence_policy_gradient(
     surrogate: Surrogate, *, added: PolicyOptions = NOTHING_ADDED, axis: Axis = SOLO
 ) -> NamedLoss:
-    """Return the policy gradient of whole answers: one ratio each, the geometric mean of tokens'.
+    """Return the policy gradient of answers, whose ratio is the geometric mean over tokens.
 
-    An answer is what has labels in a document; its advantage, the same at each of its labels, is
-    their mean. The denominator is `batch.count_documents`. It reports "policy", "clipped",
-    "old_kl", and where they are asked "kl" and "truncated", as sums over answers with a "/count".
-    Importance is that of the whole answer, the product of its tokens'.
+    An answer is the tokens with labels of a document; its advantage is the mean over them. The
+    denominator is `batch.count_documents`. It reports "policy", "clipped", "old_kl", and if the
+    options use them "kl" and "truncated", as sums over answers with a "/count". The importance
+    weight of an answer is the product over its tokens.
 
     Args:
-        surrogate: What a ratio costs: `ppo_clip`, or another.
-        added: What else is there; divergences are means over the tokens of an answer.
-        axis: The ranks over which the tokens of a row are dealt, `ps.sp`.
+        surrogate: `ppo_clip`, or another.
+        added: A divergence, the mean over the tokens of an answer, and importance weights.
+        axis: The ranks over which the tokens of a row are sharded, `ps.sp`.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -283,93 +285,107 @@ def sequence_policy_gradient(
         >>> sequence_policy_gradient(ppo_clip(3e-4, 4e-4)).terms[:2]
         ('policy', 'policy/count')
     """
-    optional = {"kl": added.kl is not None, "truncated": added.most_importance is not None}
-    asked = [name for name, is_asked in optional.items() if is_asked]
+    names = ["policy", "clipped", "old_kl"]
+    names += ["kl"] if added.kl is not None else []
+    names += ["truncated"] if added.most_importance is not None else []
 
-    @declare_terms(*count_names("policy", "clipped", "old_kl", *asked))
+    @declare_terms(*count_names(*names))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        logprobs, beside = output_logprobs("sequence_policy_gradient", output, batch)
-        kept = batch["labels"] != IGNORED_LABEL
+        logprobs, label_columns = output_logprobs("sequence_policy_gradient", output, batch)
+        mask = batch["labels"] != IGNORED_LABEL
 
-        def column(name: str) -> Tensor:
-            own = beside[name].view_as(logprobs).to(logprobs.dtype)
-            return torch.where(kept, own, 0)
+        def get_column(name: str) -> Tensor:
+            column = label_columns[name].view_as(logprobs).to(logprobs.dtype)
+            return torch.where(mask, column, 0)
 
-        old = column("old_logprobs")
-        columns = {"logprobs": logprobs, "advantages": column("advantages")}
-        columns |= {"log_ratios": logprobs - old, "old_kl": _from_policy(logprobs, old)}
-        if added.kl is not None:
-            columns["kl"] = added.kl(logprobs, column(_REFERENCE))
-        if added.most_importance is not None:
-            columns["importance"] = old - column("sampler_logprobs")
-        found = sum_documents(batch, columns, axis=axis, where="sequence_policy_gradient")
-        ratios = found.means("log_ratios").exp()
-        cost, bounded = surrogate(found.means("logprobs"), ratios, found.means("advantages"))
-        figures = {"clipped": bounded.to(cost.dtype), "old_kl": found.means("old_kl")}
-        if added.most_importance is not None:
-            drift = found.sums["importance"].exp()
-            cost = cost * drift.clamp(max=added.most_importance)
-            figures["truncated"] = (drift > added.most_importance).to(cost.dtype)
-        if added.kl is not None:
-            figures["kl"] = found.means("kl")
-            cost = cost + added.kl_weight * figures["kl"]
-        reported = counted({"policy": cost, **figures}, found.begun)
-        return torch.where(found.begun, cost, 0).sum(), {
-            name: reported[name] for name in loss.terms
+        old = get_column("old_logprobs")
+        columns = {
+            "logprobs": logprobs,
+            "advantages": get_column("advantages"),
+            "log_ratios": logprobs - old,
+            "old_kl": _estimate_old_kl(logprobs, old),
         }
+        if added.kl is not None:
+            columns["kl"] = added.kl(logprobs, get_column(_REFERENCE))
+        if added.most_importance is not None:
+            columns["importance"] = old - get_column("sampler_logprobs")
+        answers = sum_documents(batch, columns, axis=axis, where="sequence_policy_gradient")
+        losses, is_clipped = surrogate(
+            answers.means("logprobs"),
+            answers.means("log_ratios").exp(),
+            answers.means("advantages"),
+        )
+        values = {"clipped": is_clipped.to(losses.dtype), "old_kl": answers.means("old_kl")}
+        if added.most_importance is not None:
+            importance = answers.sums["importance"].exp()
+            losses = losses * importance.clamp(max=added.most_importance)
+            values["truncated"] = (importance > added.most_importance).to(losses.dtype)
+        if added.kl is not None:
+            values["kl"] = answers.means("kl")
+            losses = losses + added.kl_weight * values["kl"]
+        terms = sum_with_counts({"policy": losses, **values}, answers.starts_here)
+        total = torch.where(answers.starts_here, losses, 0).sum()
+        return total, {name: terms[name] for name in loss.terms}
 
     return loss
 
 
-def _column(scores: TokenScores, columns: LabelColumns, name: str) -> Tensor:
+def _get_column(scores: TokenScores, columns: LabelColumns, name: str) -> Tensor:
     return columns[name].to(scores.losses.dtype)
 
 
-def _bound(
+def _apply_surrogate(
     surrogate: Surrogate, scores: TokenScores, columns: LabelColumns
 ) -> tuple[Tensor, Tensor]:
-    ratios = (-scores.losses - _column(scores, columns, "old_logprobs")).exp()
-    return surrogate(-scores.losses, ratios, _column(scores, columns, "advantages"))
+    ratios = (-scores.losses - _get_column(scores, columns, "old_logprobs")).exp()
+    return surrogate(-scores.losses, ratios, _get_column(scores, columns, "advantages"))
 
 
-def _kl(estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str) -> Tensor:
-    """Return the divergence from what a column says; 0 of a word that is left out by now."""
-    lost = scores.losses == torch.inf
-    own = (-scores.losses, _column(scores, columns, other))
-    return estimator(*(x.masked_fill(lost, 0) for x in own))
+def _estimate_kl(
+    estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str
+) -> Tensor:
+    """Return the divergence from the log-probabilities of a column; 0 for an excluded word."""
+    is_excluded = scores.losses == torch.inf
+    return estimator(
+        (-scores.losses).masked_fill(is_excluded, 0),
+        _get_column(scores, columns, other).masked_fill(is_excluded, 0),
+    )
 
 
-def _from_policy(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Return `k3` of the old policy, by which tokens were drawn, from this one."""
+def _estimate_old_kl(logprobs: Tensor, old: Tensor) -> Tensor:
+    """Return `k3` of the old policy, which drew the tokens, from this one."""
     return k3(old, logprobs)
 
 
-def _one(scores: TokenScores, _: LabelColumns) -> Tensor:
+def _count_one(scores: TokenScores, _: LabelColumns) -> Tensor:
     return torch.ones_like(scores.losses)
 
 
-def _figures(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfScores]:
-    """Return what is measured of each token, by name."""
+def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfScores]:
+    """Return the metrics of each token, by name."""
 
-    def beyond(times: float) -> OfScores:
-        def measure(scores: TokenScores, columns: LabelColumns) -> Tensor:
-            log_ratio = -scores.losses - _column(scores, columns, "old_logprobs")
-            return (log_ratio.abs() > math.log(times)).to(scores.losses.dtype)
+    def ratio_beyond(factor: float) -> OfScores:
+        def metric(scores: TokenScores, columns: LabelColumns) -> Tensor:
+            log_ratio = -scores.losses - _get_column(scores, columns, "old_logprobs")
+            return (log_ratio.abs() > math.log(factor)).to(scores.losses.dtype)
 
-        return measure
+        return metric
 
     def truncated(scores: TokenScores, columns: LabelColumns) -> Tensor:
-        old, sampler = (_column(scores, columns, x) for x in ("old_logprobs", "sampler_logprobs"))
+        old = _get_column(scores, columns, "old_logprobs")
+        sampler = _get_column(scores, columns, "sampler_logprobs")
         return (old - sampler > math.log(added.most_importance or 1.0)).to(scores.losses.dtype)
 
-    figures: dict[str, OfScores] = {
-        "clipped": lambda scores, columns: _bound(surrogate, scores, columns)[1].double(),
-        "old_kl": lambda scores, columns: _kl(_from_policy, scores, columns, "old_logprobs"),
-        "ratio_beyond_2": beyond(2.0),
-        "ratio_beyond_10": beyond(10.0),
+    metrics: dict[str, OfScores] = {
+        "clipped": lambda scores, columns: _apply_surrogate(surrogate, scores, columns)[1].double(),
+        "old_kl": lambda scores, columns: _estimate_kl(
+            _estimate_old_kl, scores, columns, "old_logprobs"
+        ),
+        "ratio_beyond_2": ratio_beyond(2.0),
+        "ratio_beyond_10": ratio_beyond(10.0),
     }
     if (estimator := added.kl) is not None:
-        figures["kl"] = lambda scores, columns: _kl(estimator, scores, columns, _REFERENCE)
+        metrics["kl"] = lambda scores, columns: _estimate_kl(estimator, scores, columns, _REFERENCE)
     if added.most_importance is not None:
-        figures["truncated"] = truncated
-    return figures
+        metrics["truncated"] = truncated
+    return metrics

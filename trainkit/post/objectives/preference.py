@@ -1,11 +1,11 @@
-"""Preference losses: what a pair of answers costs, as a function of their log-probabilities.
+"""Preference losses: functions of the log-probabilities of two answers to a prompt.
 
-Of the documents of a row, 2j is the chosen answer and 2j + 1 the rejected one (`chat.pack_pairs`),
-and only what has a label is the answer. The denominator is the number of pairs of the global batch,
-`batch.count_documents(microbatches, halves=True)`: a pair is counted on the rank where its chosen
-answer begins, so that it is one pair in every layout. A row with an answer that is in no pair is
-refused on a CPU; elsewhere its loss is NaN, as looking would wait for the device. Under ring and
-Ulysses the tokens of an answer lie on several ranks, of which `axis` is told: `ps.sp`.
+Document 2j of a row is the chosen answer and 2j + 1 the rejected one (`chat.pack_pairs`); only
+tokens with a label belong to the answer. The denominator is the number of pairs of the global
+batch, `batch.count_documents(microbatches, halves=True)`. A pair counts on the rank where its
+chosen answer starts, so that it is one pair in every layout. An answer without its pair raises
+ValueError on a CPU; on other devices, where a check would need a host sync, the loss is NaN. With
+ring and Ulysses the tokens of an answer are on several ranks; pass `axis=ps.sp`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainkit.batch.denominators import on_host
+from trainkit.batch.denominators import can_read_values
 from trainkit.losses.logits import read_field
 from trainkit.losses.terms import NamedLoss, Terms, declare_terms, output_logprobs
 from trainkit.losses.weights import add_column
-from trainkit.post.objectives.sequences import Documents, count_names, counted, sum_documents
+from trainkit.post.objectives.sequences import (
+    Documents,
+    count_names,
+    sum_documents,
+    sum_with_counts,
+)
 from trainkit.types import SOLO, Axis, check_range
 
 OfPair = Callable[[Tensor, Tensor], Tensor]
-"""From the scores of the chosen and of the rejected answers to what each pair costs."""
+"""`OfPair(chosen, rejected) -> losses`: from the scores of two answers to the loss of a pair."""
 
 
 def dpo(
@@ -37,20 +42,20 @@ def dpo(
 ) -> NamedLoss:
     """Return direct preference optimization: -log sigmoid of the margin of two log-ratios.
 
-    Beside "preference" it reports the "margin" between the rewards of both answers, the "accuracy"
-    (the share of pairs with a margin above 0), "chosen_reward" and "rejected_reward", each a sum
-    over pairs with its "/count". A reward is `beta` times the log-ratio of the whole answer.
+    It reports "preference", the "margin" between the rewards of both answers, the "accuracy"
+    (pairs with a margin above 0), "chosen_reward" and "rejected_reward", each a sum over pairs with
+    its "/count". A reward is `beta` times the log-ratio of the whole answer.
 
     Args:
-        beta: What the log-ratios are multiplied by, above 0.
-        label_smoothing: The chance that a pair is the wrong way round (conservative DPO), below a
-            half.
-        reference_free: Whether the reference takes all answers for equally likely; else its
-            log-probability of each label is `batch["reference_logprobs"]`.
-        axis: The ranks over which the tokens of a row are dealt.
+        beta: The factor of the log-ratios, above 0.
+        label_smoothing: The probability that a pair is labeled the wrong way round (conservative
+            DPO), below a half.
+        reference_free: Whether the reference is uniform. Otherwise its log-probability of each
+            label is `batch["reference_logprobs"]`.
+        axis: The ranks over which the tokens of a row are sharded.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -71,26 +76,26 @@ def dpo(
     check_range("dpo", above=0, beta=beta)
     check_range("dpo", at_least=0, below=0.5, label_smoothing=label_smoothing)
 
-    def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         margin = beta * (chosen - rejected)
         smooth = label_smoothing
         return -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
 
-    return _of_pairs(of_pair, "sum", reference=not reference_free, scale=beta, axis=axis)
+    return _make_pair_loss(pair_loss, "sum", reference=not reference_free, scale=beta, axis=axis)
 
 
 def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     """Return identity preference optimization: the squared distance of a margin from 1 / (2 beta).
 
-    The log-ratio of an answer is the mean over its tokens, as its authors compute it. It reports
-    what `dpo` does.
+    The log-ratio of an answer is the mean over its tokens, as its authors compute it. The reported
+    terms are those of `dpo`.
 
     Args:
         beta: The strength of the regularization, tau in the paper; above 0.
-        axis: The ranks over which the tokens of a row are dealt.
+        axis: The ranks over which the tokens of a row are sharded.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -105,24 +110,25 @@ def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     """
     check_range("ipo", above=0, beta=beta)
 
-    def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - rejected - 1 / (2 * beta)).square()
 
-    return _of_pairs(of_pair, "mean", reference=True, scale=beta, axis=axis)
+    return _make_pair_loss(pair_loss, "mean", reference=True, scale=beta, axis=axis)
 
 
 def simpo(beta: float = 2.0, *, gamma: float = 1.0, axis: Axis = SOLO) -> NamedLoss:
     """Return simple preference optimization: means of log-probabilities, and no reference.
 
-    A pair of which one answer has no label, and so no mean, costs nothing.
+    A pair with an answer that has no label, and so no mean, adds 0.
 
     Args:
-        beta: What the means over the tokens of an answer are multiplied by, above 0: its reward.
-        gamma: The margin by which the chosen reward shall be above the rejected one, at least 0.
-        axis: The ranks over which the tokens of a row are dealt.
+        beta: The factor of the mean over the tokens of an answer, above 0; the product is its
+            reward.
+        gamma: The target margin between the chosen and the rejected reward, at least 0.
+        axis: The ranks over which the tokens of a row are sharded.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -137,25 +143,25 @@ def simpo(beta: float = 2.0, *, gamma: float = 1.0, axis: Axis = SOLO) -> NamedL
     check_range("simpo", above=0, beta=beta)
     check_range("simpo", at_least=0, gamma=gamma)
 
-    def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(beta * (chosen - rejected) - gamma)
 
-    return _of_pairs(of_pair, "mean", reference=False, scale=beta, axis=axis)
+    return _make_pair_loss(pair_loss, "mean", reference=False, scale=beta, axis=axis)
 
 
 def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
-    """Return odds ratio preference optimization: the chosen answer's own loss, and the odds.
+    """Return odds ratio preference optimization: cross entropy of the chosen answer plus odds.
 
-    A pair costs the mean cross entropy of the chosen answer's tokens, and `weight` times -log
-    sigmoid of the log of the odds ratio; nothing if one of its answers has no label. It needs no
+    The loss of a pair is the mean cross entropy of the chosen answer's tokens plus `weight` times
+    -log sigmoid of the log odds ratio, or 0 if one of its answers has no label. It needs no
     reference.
 
     Args:
-        weight: How much the odds count, lambda in the paper; at least 0.
-        axis: The ranks over which the tokens of a row are dealt.
+        weight: The weight of the odds term, lambda in the paper; at least 0.
+        axis: The ranks over which the tokens of a row are sharded.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -170,13 +176,13 @@ def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     check_range("orpo", at_least=0, weight=weight)
 
     def log_odds(means: Tensor) -> Tensor:
-        below = means.clamp(max=-torch.finfo(means.dtype).eps)  # the odds of 1 are infinite
-        return below - torch.log(-torch.expm1(below))
+        means = means.clamp(max=-torch.finfo(means.dtype).eps)  # the odds of 1 are infinite
+        return means - torch.log(-torch.expm1(means))
 
-    def of_pair(chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         return -chosen - weight * logsigmoid(log_odds(chosen) - log_odds(rejected))
 
-    return _of_pairs(of_pair, "mean", reference=False, scale=weight, axis=axis)
+    return _make_pair_loss(pair_loss, "mean", reference=False, scale=weight, axis=axis)
 
 
 def kto(
@@ -186,24 +192,24 @@ def kto(
     undesirable_weight: float = 1.0,
     axis: Axis = SOLO,
 ) -> NamedLoss:
-    """Return Kahneman-Tversky optimization: answers that are good or bad, each by itself.
+    """Return Kahneman-Tversky optimization, for answers that are desirable or not, without pairs.
 
-    A document's flag is `batch["desirable"]`, 1 or 0 at each of its labels. What it is compared
-    with, the reference point of the step, is `batch["kl"]` at each label, and no function of this
-    microbatch alone: the mean log-ratio of answers to prompts that are not theirs; see `log_ratio`
-    and `add_reference_point`. Below 0 it counts as 0. The denominator is `batch.count_documents`.
+    The flag of a document is `batch["desirable"]`, 1 or 0 at each of its labels. The reference
+    point of the step is `batch["kl"]` at each label: the mean log-ratio of answers to mismatched
+    prompts over the whole step, clamped to at least 0; see `log_ratio` and `add_reference_point`.
+    The denominator is `batch.count_documents`.
 
-    Beside "preference" it reports "desirable_reward" and "undesirable_reward", `beta` times the
+    It reports "preference", and "desirable_reward" and "undesirable_reward", `beta` times the
     log-ratio, over the documents of either kind.
 
     Args:
-        beta: What log-ratios are multiplied by, above 0.
-        desirable_weight: What a good answer counts, at least 0.
-        undesirable_weight: What a bad answer counts, at least 0.
-        axis: The ranks over which the tokens of a row are dealt.
+        beta: The factor of the log-ratios, above 0.
+        desirable_weight: The weight of a desirable answer, at least 0.
+        undesirable_weight: The weight of an undesirable answer, at least 0.
+        axis: The ranks over which the tokens of a row are sharded.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of range.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -226,28 +232,30 @@ def kto(
 
     @declare_terms(*names)
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        found = _documents("kto", output, batch, "desirable", "kl", axis=axis)
-        ratio, good = found.sums[_SCORES], found.means("desirable") > 0.5
-        gain = beta * (ratio - found.means("kl").clamp(min=0))
-        weights = torch.where(good, desirable_weight, undesirable_weight)
-        cost = weights * torch.sigmoid(torch.where(good, -gain, gain))
-        terms = counted({"preference": cost}, found.begun)
-        flagged = found.begun & (found.tokens > 0)
-        terms |= counted({"desirable_reward": beta * ratio}, flagged & good)
-        terms |= counted({"undesirable_reward": beta * ratio}, flagged & ~good)
-        return torch.where(found.begun, cost, 0).sum(), terms
+        documents = _sum_scores("kto", output, batch, "desirable", "kl", axis=axis)
+        ratios = documents.sums[_SCORES]
+        is_desirable = documents.means("desirable") > 0.5
+        gains = beta * (ratios - documents.means("kl").clamp(min=0))
+        weights = torch.where(is_desirable, desirable_weight, undesirable_weight)
+        losses = weights * torch.sigmoid(torch.where(is_desirable, -gains, gains))
+        terms = sum_with_counts({"preference": losses}, documents.starts_here)
+        has_flag = documents.starts_here & (documents.tokens > 0)
+        rewards = beta * ratios
+        terms |= sum_with_counts({"desirable_reward": rewards}, has_flag & is_desirable)
+        terms |= sum_with_counts({"undesirable_reward": rewards}, has_flag & ~is_desirable)
+        return torch.where(documents.starts_here, losses, 0).sum(), terms
 
     return loss
 
 
 def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
-    """Return the log-ratios of documents to the reference, summed, as the terms of a `Loss`.
+    """Return the sum of the log-ratios of documents to the reference, as a `Loss`.
 
-    Of rows whose answers belong to other prompts (`chat.mismatch_answers`) `evaluate` gives, as
-    "kl", the mean that `add_reference_point` gives to `kto`: one number in every layout.
+    Evaluated on rows with mismatched answers (`chat.mismatch_answers`), its "kl" is the mean that
+    `add_reference_point` adds for `kto`; it is equal in every layout.
 
     Args:
-        axis: The ranks over which the tokens of a row are dealt.
+        axis: The ranks over which the tokens of a row are sharded.
 
     Effects:
         None here; the loss communicates on `axis`: an all-reduce, and in backward another.
@@ -259,9 +267,10 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
 
     @declare_terms(*count_names("kl"))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        found = _documents("log_ratio", output, batch, axis=axis)
-        ratio = found.sums[_SCORES]
-        return torch.where(found.begun, ratio, 0).sum(), counted({"kl": ratio}, found.begun)
+        documents = _sum_scores("log_ratio", output, batch, axis=axis)
+        ratios = documents.sums[_SCORES]
+        terms = sum_with_counts({"kl": ratios}, documents.starts_here)
+        return torch.where(documents.starts_here, ratios, 0).sum(), terms
 
     return loss
 
@@ -269,17 +278,17 @@ def log_ratio(*, axis: Axis = SOLO) -> NamedLoss:
 def add_reference_point(
     microbatches: Iterable[Mapping[str, Any]], kl: Tensor
 ) -> list[Mapping[str, Any]]:
-    """Return microbatches with what `kto` compares with as the column "kl": at least 0, detached.
+    """Add the reference point of `kto` to microbatches as the column "kl", clamped and detached.
 
     Args:
-        microbatches: Those of a step, with "labels".
+        microbatches: The microbatches of a step, with "labels".
         kl: The mean log-ratio of mismatched answers over the whole step, floating, 0-d.
 
     Returns:
-        The same with "kl", fp32 `[B, S]`.
+        The microbatches with "kl", fp32 `[B, S]`.
 
     References:
-        Ethayarajh et al. 2024, section 4.1: the reference point z0, which no gradient goes through.
+        Ethayarajh et al. 2024, section 4.1: the reference point z0, without a gradient.
 
     Examples:
         >>> [batch] = add_reference_point([{"labels": torch.zeros(1, 2)}], torch.tensor(-0.5))
@@ -287,15 +296,17 @@ def add_reference_point(
         tensor([[0., 0.]])
     """
     point = kl.detach().float().clamp(min=0)
-    where = "add_reference_point"
-    labels = [(batch, read_field(where, batch, "labels")) for batch in microbatches]
-    return [add_column(batch, "kl", point.to(x.device).expand(x.shape)) for batch, x in labels]
+    result = []
+    for batch in microbatches:
+        labels = read_field("add_reference_point", batch, "labels")
+        result.append(add_column(batch, "kl", point.to(labels.device).expand(labels.shape)))
+    return result
 
 
 _SCORES = "scores"
 
 
-def _documents(
+def _sum_scores(
     where: str,
     output: Any,
     batch: Mapping[str, Any],
@@ -303,54 +314,64 @@ def _documents(
     reference: bool = True,
     axis: Axis,
 ) -> Documents:
-    """Return documents with columns, and their log-ratios or log-probabilities as `_SCORES`."""
-    logprobs, columns = output_logprobs(where, output, batch)
-    own = {name: columns[name].view_as(logprobs) for name in names}
-    # Token by token: what is left of two sums over a long answer would have lost digits.
-    scores = logprobs - columns["reference_logprobs"].view_as(logprobs) if reference else logprobs
-    return sum_documents(batch, {_SCORES: scores, **own}, axis=axis, where=where)
+    """Sum columns over documents, and their log-ratios or log-probabilities as `_SCORES`."""
+    logprobs, label_columns = output_logprobs(where, output, batch)
+    columns = {name: label_columns[name].view_as(logprobs) for name in names}
+    scores = logprobs
+    if reference:
+        # Per token: the difference of two sums over a long answer would lose digits.
+        scores = logprobs - label_columns["reference_logprobs"].view_as(logprobs)
+    return sum_documents(batch, {_SCORES: scores, **columns}, axis=axis, where=where)
 
 
-def _of_pairs(
-    of_pair: OfPair,
+def _make_pair_loss(
+    pair_loss: OfPair,
     over_tokens: Literal["sum", "mean"],
     *,
     reference: bool,
     scale: float,
     axis: Axis,
 ) -> NamedLoss:
-    """Return a loss of pairs; rewards are `scale` times the scores of documents."""
-    rewards = ("margin", "accuracy", "chosen_reward", "rejected_reward")
+    """Make a loss of pairs; rewards are `scale` times the scores of documents."""
+    names = ("preference", "margin", "accuracy", "chosen_reward", "rejected_reward")
 
-    @declare_terms(*count_names("preference", *rewards))
+    @declare_terms(*count_names(*names))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
-        found = _documents("preference", output, batch, reference=reference, axis=axis)
-        scores = found.means(_SCORES) if over_tokens == "mean" else found.sums[_SCORES]
-        chosen, rejected = _in_pairs(scores)
-        broken, begun = _broken_pairs(found), found.begun[:, ::2]
+        documents = _sum_scores("preference", output, batch, reference=reference, axis=axis)
+        scores = documents.means(_SCORES) if over_tokens == "mean" else documents.sums[_SCORES]
+        chosen, rejected = _split_pairs(scores)
+        is_broken = _find_broken_pairs(documents)
+        counts = documents.starts_here[:, ::2]
         if over_tokens == "mean" and not reference:  # the mean of nothing is no log-probability
-            answered, other = _in_pairs(found.tokens > 0)
-            begun = begun & (broken | answered & other)
-        cost = of_pair(chosen, rejected) * torch.where(broken, torch.nan, 1)
+            has_chosen, has_rejected = _split_pairs(documents.tokens > 0)
+            counts = counts & (is_broken | has_chosen & has_rejected)
+        losses = pair_loss(chosen, rejected) * torch.where(is_broken, torch.nan, 1)
         margin = scale * (chosen - rejected)
-        values = [margin, (margin > 0).to(margin.dtype), scale * chosen, scale * rejected]
-        reported = {"preference": cost, **dict(zip(rewards, values, strict=True))}
-        return torch.where(begun, cost, 0).sum(), counted(reported, begun)
+        terms = {
+            "preference": losses,
+            "margin": margin,
+            "accuracy": (margin > 0).to(margin.dtype),
+            "chosen_reward": scale * chosen,
+            "rejected_reward": scale * rejected,
+        }
+        return torch.where(counts, losses, 0).sum(), sum_with_counts(terms, counts)
 
     return loss
 
 
-def _in_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what belongs to chosen and to rejected answers, `[B, N / 2]` each."""
+def _split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split documents into chosen and rejected answers, `[B, N / 2]` each."""
     return x[:, ::2], x[:, 1::2]
 
 
-def _broken_pairs(found: Documents) -> Tensor:
-    """Return which pairs have one answer alone, bool `[B, N / 2]`; where no sync is made, raise."""
-    chosen, rejected = _in_pairs(found.known)
-    broken = chosen != rejected
-    if on_host(broken) and broken.any():
-        row, pair = broken.nonzero()[0].tolist()
-        what = f"document {2 * pair} of row {row} is the last one, and no pair"
-        raise ValueError(f"preference: {what}; chat.pack_pairs keeps both answers in a row")
-    return broken
+def _find_broken_pairs(documents: Documents) -> Tensor:
+    """Return a mask of pairs with one answer only, bool `[B, N / 2]`; on a CPU, raise for one."""
+    chosen, rejected = _split_pairs(documents.exists)
+    is_broken = chosen != rejected
+    if can_read_values(is_broken) and is_broken.any():
+        row, pair = is_broken.nonzero()[0].tolist()
+        raise ValueError(
+            f"preference: document {2 * pair} of row {row} is the last one, and no pair; "
+            "chat.pack_pairs packs both answers into a row"
+        )
+    return is_broken

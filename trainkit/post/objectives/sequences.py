@@ -1,7 +1,7 @@
-"""Sums over the documents of packed rows, whose tokens may lie on several ranks.
+"""Sums over the documents of packed rows, whose tokens may be sharded over ranks.
 
-Losses of whole answers are functions of such sums. A value is counted on the one rank where the
-document begins; its gradient reaches the tokens of every rank.
+Losses of whole answers are functions of such sums. A document counts on the rank where it starts;
+the gradient flows to its tokens on all ranks.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from trainkit.types import IGNORED_LABEL, Axis
 
 
 class Documents(NamedTuple):
-    """What is known of the documents of B rows, by their numbers in the row: `[B, N]` each.
+    """Sums over the documents of B rows, by document id: `[B, N]` each.
 
-    `sums` are those of columns over the tokens that are trained on, `tokens` how many these are.
-    `begun` is true for documents that begin on this rank, which counts them; `known` for all that
-    there are, on whatever rank.
+    `sums` are over the tokens in the loss, and `tokens` is their number. `starts_here` is True for
+    documents that start on this rank, which counts them; `exists` for the documents of all ranks.
     """
 
     sums: dict[str, Tensor]
     tokens: Tensor
-    begun: Tensor
-    known: Tensor
+    starts_here: Tensor
+    exists: Tensor
 
     def means(self, name: str) -> Tensor:
-        """Return the mean of a column over the trained tokens of each document; 0 without any."""
+        """Return the mean of a column over the tokens in the loss of each document, or 0."""
         return self.sums[name] / self.tokens.clamp(min=1)
 
 
@@ -42,16 +41,16 @@ def sum_documents(
     axis: Axis,
     where: str = "sum_documents",
 ) -> Documents:
-    """Return the sums of columns over the trained tokens of each document, differentiable.
+    """Return the differentiable sums of columns over the tokens in the loss of each document.
 
-    N is large enough for documents of one token each: their number is not known without waiting for
-    the device. Numbers that no document has hold zeros.
+    N allows for documents of one token each, because the number of documents is not known without a
+    host sync. Ids without a document have zeros.
 
     Args:
         batch: "labels", "document_ids" and "position_ids", `[B, S]`.
-        columns: Floating columns `[B, S]`; what they hold elsewhere is not looked at.
-        axis: The ranks over which the tokens of a row are dealt, `ps.sp`.
-        where: Who asks, for messages.
+        columns: Floating columns `[B, S]`; values of tokens outside the loss are not used.
+        axis: The ranks over which the tokens of a row are sharded, `ps.sp`.
+        where: The calling function, for messages.
 
     Raises:
         ValueError: The batch lacks one of the three.
@@ -64,44 +63,53 @@ def sum_documents(
         >>> batch = {"labels": torch.tensor([[5, 6, 7, -100]])}
         >>> batch["document_ids"] = torch.tensor([[0, 0, 1, 1]])
         >>> batch["position_ids"] = torch.tensor([[0, 1, 0, 1]])
-        >>> found = sum_documents(batch, {"x": torch.tensor([[1.0, 2.0, 4.0, 8.0]])}, axis=SOLO)
-        >>> found.sums["x"], found.tokens
+        >>> documents = sum_documents(batch, {"x": torch.tensor([[1.0, 2.0, 4.0, 8.0]])}, axis=SOLO)
+        >>> documents.sums["x"], documents.tokens
         (tensor([[3., 4., 0., 0.]]), tensor([[2., 1., 0., 0.]]))
     """
-    ids, positions = (read_field(where, batch, x) for x in ("document_ids", "position_ids"))
-    kept = read_field(where, batch, "labels") != IGNORED_LABEL
-    rows, most = len(ids), ids.shape[1] * axis.count
-    most += most % 2
-    first = most * torch.arange(rows, device=ids.device).unsqueeze(1)
+    ids = read_field(where, batch, "document_ids")
+    positions = read_field(where, batch, "position_ids")
+    mask = read_field(where, batch, "labels") != IGNORED_LABEL
+    rows = len(ids)
+    size = ids.shape[1] * axis.count
+    size += size % 2  # even, for pairs of documents
+    first = size * torch.arange(rows, device=ids.device).unsqueeze(1)
     index = (first + ids.clamp(min=0)).flatten()
     dtype = next(iter(columns.values())).dtype
 
     def add(x: Tensor) -> Tensor:
-        # In one dimension, which is the order of the tokens wherever torch promises one.
-        return x.new_zeros(rows * most).scatter_add(0, index, x.flatten()).view(rows, most)
+        # One dimension: torch's deterministic mode then adds in the order of the tokens.
+        return x.new_zeros(rows * size).scatter_add(0, index, x.flatten()).view(rows, size)
 
-    own = [add(torch.where(kept, x, 0).to(dtype)) for x in columns.values()]
-    begun = add(((positions == 0) & (ids >= 0)).to(dtype))
-    parts = torch.stack([*own, add(kept.to(dtype)), begun])
-    *sums, tokens, known = sum_grad(sum_forward(parts, axis), axis).unbind()
-    named = dict(zip(columns, sums, strict=True))
-    return Documents(named, tokens.detach(), begun > 0, known > 0)
+    local_sums = [add(torch.where(mask, x, 0).to(dtype)) for x in columns.values()]
+    starts = add(((positions == 0) & (ids >= 0)).to(dtype))
+    stacked = torch.stack([*local_sums, add(mask.to(dtype)), starts])
+    *sums, tokens, exists = sum_grad(sum_forward(stacked, axis), axis).unbind()
+    return Documents(
+        sums=dict(zip(columns, sums, strict=True)),
+        tokens=tokens.detach(),
+        starts_here=starts > 0,
+        exists=exists > 0,
+    )
 
 
-def counted(values: Mapping[str, Tensor], where: Tensor) -> dict[str, Tensor]:
-    """Return each value's sum where it is counted, and how many these are as `name/count`.
+def sum_with_counts(values: Mapping[str, Tensor], where: Tensor) -> dict[str, Tensor]:
+    """Return the sum of each value where a mask is True, and the count as `name/count`.
 
     Examples:
-        >>> counted({"margin": torch.tensor([1.0, 2.0])}, torch.tensor([True, False]))
+        >>> sum_with_counts({"margin": torch.tensor([1.0, 2.0])}, torch.tensor([True, False]))
         {'margin': tensor(1.), 'margin/count': tensor(1)}
     """
     count = where.sum()
-    sums = {name: torch.where(where, x, 0).sum().detach() for name, x in values.items()}
-    return {k: v for name, x in sums.items() for k, v in ((name, x), (f"{name}/count", count))}
+    terms: dict[str, Tensor] = {}
+    for name, x in values.items():
+        terms[name] = torch.where(where, x, 0).sum().detach()
+        terms[f"{name}/count"] = count
+    return terms
 
 
 def count_names(*names: str) -> tuple[str, ...]:
-    """Return the names of terms that have a count of their own.
+    """Return the names of terms, each followed by the name of its count.
 
     Examples:
         >>> count_names("margin")

@@ -1,8 +1,8 @@
-"""Distillation: how far a student's next-token distributions are from a teacher's.
+"""Distillation: divergences of a student's next-token distributions from a teacher's.
 
-Neither's whole logits exist: those of some tokens at a time are made of hidden states and an output
-weight, and compared while they are there, gradient included. Where only the teacher's k likeliest
-words are known, all others count as one word, so that what is compared are distributions still.
+The full logits of neither exist: the logits of some tokens at a time are computed from hidden
+states and an output weight, with the gradient of the divergence. If only the k most likely words of
+the teacher are given, all others count as one word, so that both are still distributions.
 
 References:
     Hinton et al., "Distilling the knowledge in a neural network" (2015); Agarwal et al., "On-policy
@@ -12,7 +12,6 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from trainkit.losses.linear import (
     Factors,
     LabelColumns,
     OfLogits,
-    columns_of,
     linear_in_chunks,
     logits_maker,
+    select_columns,
 )
 from trainkit.losses.softmax import (
     add_to_own_,
@@ -37,7 +36,7 @@ from trainkit.losses.softmax import (
 from trainkit.losses.terms import NamedLoss, Terms, declare_terms, read_output
 from trainkit.types import IGNORED_LABEL, Axis, Hidden, VocabularyAxis, check_range
 
-_LEAST = -1e30  # stands for the logarithm of 0, which times a probability of 0 would be NaN
+_LEAST = -1e30  # replaces log(0) = -inf, whose product with a probability of 0 is NaN
 
 
 def distillation(
@@ -51,25 +50,25 @@ def distillation(
 ) -> NamedLoss:
     """Return the divergence of a student from a teacher whose hidden states are in the batch.
 
-    "distillation" is a sum over the tokens that have labels, whose number is the denominator. Its
-    `per_token(output, batch)` gives the sum, each token's part of it, detached `[B, S]`, and what
-    it adds to the denominator.
+    "distillation" is a sum over the tokens that have labels; their number is the denominator. Its
+    `per_token(output, batch)` returns the sum, the detached divergence of each token `[B, S]`, and
+    its addend of the denominator.
 
     Args:
-        teacher: Its output weight, or this rank's rows of it, the axis over which they are cut (the
-            student's), and its soft cap. What stands here for hidden states is not looked at: they
+        teacher: The teacher's output weight, or this rank's rows of it, the axis over which they
+            are sharded (the student's), and the soft cap. Its `hidden` is not used: hidden states
             are `batch["teacher_hidden"]`, `[B, S, E]`.
         beta: 0 is the forward divergence KL(teacher, student), 1 the reverse one; between them is
             the generalized Jensen-Shannon divergence, whose mixture has `beta` of the teacher.
-        temperature: What the logits of both are divided by; no factor makes up for it.
-        top_k: How many of the teacher's words are told apart at each token; all by default.
-        weighted: Whether a token counts `batch["weights"]`, floating `[B, S]`; then the denominator
-            is their sum, `batch.count_weights`, which is reported as "distillation/count".
-        chunk: Tokens whose logits exist at a time, as in `linear_cross_entropy`.
+        temperature: The divisor of both logits; no factor compensates for it.
+        top_k: The number of the teacher's words to compare at each token; all by default.
+        weighted: Whether to weight tokens by `batch["weights"]`, floating `[B, S]`; then the
+            denominator is their sum, `batch.count_weights`, reported as "distillation/count".
+        chunk: The number of tokens whose logits exist at a time, as in `linear_cross_entropy`.
 
     Raises:
-        ValueError: A number is out of its range; later, the batch has no such hidden states, or
-            student and teacher have other vocabularies.
+        ValueError: A number is out of range; later, the batch has no such hidden states, or student
+            and teacher have different vocabularies.
 
     Examples:
         >>> loss = distillation(Hidden(torch.empty(0), torch.eye(4)), beta=0.5)
@@ -77,30 +76,37 @@ def distillation(
         >>> float(loss(Hidden(torch.ones(1, 2, 4), torch.eye(4)), batch)[0])
         0.0
     """
-    _check("distillation", beta, temperature, chunk)
+    _check_settings("distillation", beta, temperature, chunk)
     check_range("distillation", at_least=1, top_k=top_k)
 
-    def bind_compare(factors: Factors, columns: LabelColumns, axis: VocabularyAxis) -> OfLogits:
-        hidden, weight = columns["teacher_hidden"].detach(), teacher.weight.detach()
-        _check_teacher(hidden, weight, words=len(factors.weight))
-        make = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
-        scratch = list[Tensor]()  # fresh memory would be cleared by the system for each chunk
+    def make_compare(factors: Factors, columns: LabelColumns, axis: VocabularyAxis) -> OfLogits:
+        hidden = columns["teacher_hidden"].detach()
+        weight = teacher.weight.detach()
+        num_words = len(factors.weight)
+        if weight.shape != (num_words, hidden.shape[-1]):
+            raise ValueError(
+                f"distillation: the teacher's weight must have shape ({num_words}, "
+                f"{hidden.shape[-1]}), a row for each word of the student, got "
+                f"{tuple(weight.shape)}: both need one vocabulary"
+            )
+        make_logits = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
+        buffers: list[Tensor] = []  # one for all chunks: the system clears fresh memory each time
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            if not scratch:
-                scratch.append(torch.empty_like(logits))
-            free = scratch[0][: len(logits)]
-            wanted = _divided_(make(rows).to(logits.dtype), temperature)
-            wanted = log_softmax_(wanted, axis, scratch=free)
+            if not buffers:
+                buffers.append(torch.empty_like(logits))
+            scratch = buffers[0][: len(logits)]
+            target = _scale_temperature_(make_logits(rows).to(logits.dtype), temperature)
+            target = log_softmax_(target, axis, scratch=scratch)
             if top_k is None:
-                return _compare_(logits, wanted, beta, axis, scratch=free)
-            ids, logprobs = likeliest(wanted, top_k, axis)
-            return _compare_top_(logits, (ids, logprobs), beta, axis, gradient)
+                return _compare_(logits, target, beta, axis, scratch=scratch)
+            ids, logprobs = likeliest(target, top_k, axis)
+            return _compare_top_(logits, ids, logprobs, beta, axis, gradient)
 
         return compare
 
     return _make_loss(
-        "distillation", bind_compare, temperature=temperature, weighted=weighted, chunk=chunk
+        "distillation", make_compare, temperature=temperature, weighted=weighted, chunk=chunk
     )
 
 
@@ -111,21 +117,21 @@ def stored_distillation(
     weighted: bool = False,
     chunk: int | None = None,
 ) -> NamedLoss:
-    """Return the divergence from a teacher of which the batch holds the likeliest words.
+    """Return the divergence of a student from the stored most likely words of a teacher.
 
     Args:
         beta: As in `distillation`.
-        temperature: What the student's logits are divided by: the one at which the teacher's
-            log-probabilities were taken.
+        temperature: The divisor of the student's logits, equal to that of the teacher's stored
+            log-probabilities.
         weighted: As in `distillation`.
         chunk: As in `distillation`.
 
     Returns:
-        A loss as `distillation` is, of a batch with "teacher_ids", integers `[B, S, k]`, different
-        words each, and "teacher_logprobs", `[B, S, k]`.
+        A loss like `distillation`, for a batch with "teacher_ids", integers `[B, S, k]`, distinct
+        at each token, and "teacher_logprobs", `[B, S, k]`.
 
     Raises:
-        ValueError: A number is out of its range; later, the batch has no such columns.
+        ValueError: A number is out of range; later, the batch has no such columns.
 
     Examples:
         >>> batch = {"labels": torch.tensor([[1]]), "teacher_ids": torch.tensor([[[2, 0]]])}
@@ -134,29 +140,30 @@ def stored_distillation(
         >>> float(stored_distillation()(hidden, batch)[0])
         0.0
     """
-    _check("stored_distillation", beta, temperature, chunk)
+    _check_settings("stored_distillation", beta, temperature, chunk)
 
-    def bind_compare(_: Factors, columns: LabelColumns, axis: VocabularyAxis) -> OfLogits:
-        ids, logprobs = columns["teacher_ids"].long(), columns["teacher_logprobs"]
+    def make_compare(_: Factors, columns: LabelColumns, axis: VocabularyAxis) -> OfLogits:
+        ids = columns["teacher_ids"].long()
+        logprobs = columns["teacher_logprobs"]
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            own = logprobs[rows].to(logits.dtype)
-            return _compare_top_(logits, (ids[rows], own), beta, axis, gradient)
+            target = logprobs[rows].to(logits.dtype)
+            return _compare_top_(logits, ids[rows], target, beta, axis, gradient)
 
         return compare
 
     return _make_loss(
-        "stored_distillation", bind_compare, temperature=temperature, weighted=weighted, chunk=chunk
+        "stored_distillation", make_compare, temperature=temperature, weighted=weighted, chunk=chunk
     )
 
 
 def log_softmax_(logits: Tensor, axis: Axis, *, scratch: Tensor | None = None) -> Tensor:
-    """Turn logits `[T, V_r]` of this rank's words into log-probabilities.
+    """Convert sharded logits `[T, V_r]` to log-probabilities in place.
 
     Args:
         logits: fp32 or fp64.
-        axis: The axis over which the vocabulary is cut.
-        scratch: What exponentials may be written into, of the same shape and dtype.
+        axis: The axis over which the vocabulary is sharded.
+        scratch: Memory for exponentials, of the same shape and dtype.
 
     Effects:
         Overwrites `logits`, which it returns, and `scratch`. Communicates: two all-reduces on
@@ -173,15 +180,15 @@ def log_softmax_(logits: Tensor, axis: Axis, *, scratch: Tensor | None = None) -
 
 
 def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest of all words, `[T, k]`, and their log-probabilities, likeliest first.
+    """Return the k most likely words, `[T, k]`, and their log-probabilities, in descending order.
 
     Args:
-        logprobs: `[T, V_r]`, of this rank's words.
-        k: How many; of a smaller vocabulary all.
-        axis: The axis over which the vocabulary is cut.
+        logprobs: `[T, V_r]`, this rank's shard.
+        k: The number of words, at most the whole vocabulary.
+        axis: The axis over which the vocabulary is sharded.
 
     Effects:
-        Communicates on `axis`: k words and numbers of each rank are gathered.
+        Communicates on `axis`: all-gathers k ids and log-probabilities of each rank.
 
     Examples:
         >>> from trainkit.types import SOLO
@@ -189,51 +196,44 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
         (tensor([[1, 2]]), tensor([[-1., -2.]]))
     """
     axis = make_vocabulary_axis(logprobs, axis, dim=-1)
-    words, sent = logprobs.shape[-1], min(k, axis.largest)
-    best, ids = logprobs.topk(min(k, words))
-    missing = 0, sent - best.shape[-1]  # every rank sends as many; these are the last of all
-    best = all_gather_replicated(nn.functional.pad(best, missing, value=-torch.inf), axis, dim=-1)
-    ids = all_gather_replicated(nn.functional.pad(ids + axis.first, missing), axis, dim=-1)
-    best, places = best.topk(min(k, axis.total))
-    return ids.gather(-1, places), best
+    best, ids = logprobs.topk(min(k, logprobs.shape[-1]))
+    # All ranks send equally many; -inf sorts the padding of small shards to the end.
+    padding = 0, min(k, axis.largest) - best.shape[-1]
+    best = all_gather_replicated(nn.functional.pad(best, padding, value=-torch.inf), axis, dim=-1)
+    ids = all_gather_replicated(nn.functional.pad(ids + axis.first, padding), axis, dim=-1)
+    best, order = best.topk(min(k, axis.total))
+    return ids.gather(-1, order), best
 
 
-def _check(where: str, beta: float, temperature: float, chunk: int | None) -> None:
+def _check_settings(where: str, beta: float, temperature: float, chunk: int | None) -> None:
     check_range(where, at_least=0, at_most=1, beta=beta)
     check_range(where, above=0, temperature=temperature)
     check_range(where, at_least=1, chunk=chunk)
 
 
-def _check_teacher(hidden: Tensor, weight: Tensor, *, words: int) -> None:
-    if weight.shape != (words, hidden.shape[-1]):
-        want = f"({words}, {hidden.shape[-1]}), a row for each word of the student"
-        got = f"got {tuple(weight.shape)}: both need one vocabulary"
-        raise ValueError(f"distillation: the teacher's weight must have shape {want}, {got}")
-
-
 def _make_loss(
     where: str,
-    bind_compare: Callable[[Factors, LabelColumns, VocabularyAxis], OfLogits],
+    make_compare: Callable[[Factors, LabelColumns, VocabularyAxis], OfLogits],
     *,
     temperature: float,
     weighted: bool,
     chunk: int | None,
 ) -> NamedLoss:
-    """Return a loss of divergences, of which `compare` leaves the gradient in the logits."""
+    """Make a loss of divergences; `compare` overwrites the logits with their gradient."""
 
     def per_token(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         factors, labels, axis = read_output(where, output, batch)
         ignored = labels.flatten() == IGNORED_LABEL
-        columns = LabelColumns(columns_of(batch, labels), ignored)
+        columns = LabelColumns(select_columns(batch, labels), ignored)
         weights = columns["weights"] if weighted else (~ignored).long()
-        compare = bind_compare(factors, columns, axis)
+        compare = make_compare(factors, columns, axis)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
-            values = compare(_divided_(logits, temperature), rows, gradient)
-            own = weights[rows].to(values.dtype)
-            values = (own * values).masked_fill(ignored[rows], 0)
+            values = compare(_scale_temperature_(logits, temperature), rows, gradient)
+            chunk_weights = weights[rows].to(values.dtype)
+            values = (chunk_weights * values).masked_fill(ignored[rows], 0)
             if gradient:
-                _divided_(logits.mul_(own.unsqueeze(-1)), temperature)
+                _scale_temperature_(logits.mul_(chunk_weights.unsqueeze(-1)), temperature)
             return torch.stack([values, values], dim=-1)
 
         total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
@@ -249,80 +249,81 @@ def _make_loss(
     return loss
 
 
-def _divided_(logits: Tensor, temperature: float) -> Tensor:
+def _scale_temperature_(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _compare_(
-    logits: Tensor, wanted: Tensor, beta: float, axis: Axis, *, scratch: Tensor
+    logits: Tensor, target: Tensor, beta: float, axis: Axis, *, scratch: Tensor
 ) -> Tensor:
     """Return the divergence of each token from log-probabilities of all words.
 
-    For a divergence D of probabilities q that are a softmax, the gradient of its logits is q (g -
-    sum q g), where g is dD/dq up to what is equal for all words.
+    For a divergence D of probabilities q = softmax(logits), the gradient of the logits is q (g -
+    sum q g), where g is dD/dq up to a constant.
     """
-    own = log_softmax_(logits, axis, scratch=scratch)
-    sum_of, p = partial(_sum_of_words, axis=axis), torch.exp(wanted, out=scratch)
+
+    def sum_words(weights: Tensor, values: Tensor) -> Tensor:
+        return all_sum(torch.einsum("tv,tv->t", weights, values), axis)
+
+    student = log_softmax_(logits, axis, scratch=scratch)
+    p = torch.exp(target, out=scratch)
     if beta == 0:
-        values = sum_of(p, wanted.sub_(own))
+        values = sum_words(p, target.sub_(student))
         logits.exp_().sub_(p)
         return values
-    q = own.exp()
+    q = student.exp()
     if beta == 1:
-        g = own - wanted
-        values = mean = sum_of(q, g)
+        g = student - target
+        values = mean = sum_words(q, g)
     else:
         mixed = (beta * p).add_(q, alpha=1 - beta).clamp_(min=torch.finfo(q.dtype).tiny).log_()
-        g = own - mixed
-        mean = sum_of(q, g)
-        values = beta * sum_of(p, wanted - mixed) + (1 - beta) * mean
-        g, mean = g.mul_(1 - beta), (1 - beta) * mean
+        g = student - mixed
+        mean = sum_words(q, g)
+        values = beta * sum_words(p, target - mixed) + (1 - beta) * mean
+        g.mul_(1 - beta)
+        mean = (1 - beta) * mean
     logits.copy_(q.mul_(g.sub_(mean.unsqueeze(-1))))
     return values
 
 
-def _sum_of_words(weights: Tensor, values: Tensor, *, axis: Axis) -> Tensor:
-    return all_sum(torch.einsum("tv,tv->t", weights, values), axis)
-
-
-def _compare_top_(
+def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
     logits: Tensor,
-    known: tuple[Tensor, Tensor],
+    ids: Tensor,
+    logprobs: Tensor,
     beta: float,
     axis: VocabularyAxis,
     gradient: bool,
 ) -> Tensor:
-    """Return the divergence of each token from k words' log-probabilities and one for the rest."""
-    ids, logprobs = known
+    """Return the divergence of each token from the log-probabilities of k words and of the rest."""
     index, own = own_words(ids, logits.shape[-1], axis)
     picked = all_sum(pick_own(logits, index, own), axis)
-    # What others own points at word 0, which stays as it is: it is no -inf, and so no minimum.
-    taken = torch.where(own, -torch.inf, torch.inf).to(logits.dtype)
+    # Exclude the k words. Words of other ranks have index 0, where a minimum with inf does nothing.
+    excluded = torch.where(own, -torch.inf, torch.inf).to(logits.dtype)
     if logits.shape[-1]:
-        logits.scatter_reduce_(-1, index, taken, "amin")
+        logits.scatter_reduce_(-1, index, excluded, "amin")
     largest = all_max(largest_logits(logits), axis).clamp(min=_LEAST)
     total = all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True), axis)
     scores = torch.cat([picked, (total.log() + largest).clamp(min=_LEAST)], dim=-1)
     scores.requires_grad_(gradient)
-    all_words = ids.shape[-1] == axis.total
     with torch.set_grad_enabled(gradient):
-        student, teacher = scores, logprobs
-        if all_words:
+        student = scores
+        teacher = logprobs
+        if ids.shape[-1] == axis.total:  # there is no rest
             student = scores[:, :-1]
         else:
-            least = torch.finfo(logprobs.dtype).eps
-            rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=least).log()
+            eps = torch.finfo(logprobs.dtype).eps
+            rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=eps).log()
             teacher = torch.cat([logprobs, rest], dim=-1)
-        values = _divergence(student.log_softmax(-1), teacher.clamp(min=_LEAST), beta)
-        whole = values.sum()
+        values = _compute_divergence(student.log_softmax(-1), teacher.clamp(min=_LEAST), beta)
+        total_divergence = values.sum()
     if gradient:
-        (d_scores,) = torch.autograd.grad(whole, scores)
+        (d_scores,) = torch.autograd.grad(total_divergence, scores)
         logits.mul_(d_scores[:, -1:] / total.clamp(min=torch.finfo(total.dtype).tiny))
         add_to_own_(logits, index, d_scores[:, :-1] * own)
     return values.detach()
 
 
-def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+def _compute_divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Return the generalized divergence of log-probabilities `[T, K]`, differentiable."""
     student = student.clamp(min=_LEAST)
     q, p = student.exp(), teacher.exp()

@@ -381,7 +381,7 @@ def _make_writer(
             report(
                 "disk",
                 DiskError(
-                    f"{error}; lines wait in memory until there is room",
+                    f"{error.what}; lines wait in memory until there is room",
                     where=path,
                     got=error.got,
                     want=error.want,

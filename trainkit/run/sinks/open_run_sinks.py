@@ -18,7 +18,7 @@ from trainkit.run.sinks.jsonl import open_events, open_jsonl, read_jsonl, rewind
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.timing import measure_goodput
 from trainkit.types import DiskError, Log, Share, Sink
-from trainkit.weights.checkpoint.directory import get_run_id
+from trainkit.weights.checkpoint.run_id import get_run_id
 
 
 @contextlib.contextmanager

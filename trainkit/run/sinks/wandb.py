@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.run.sinks.jsonl import is_more
 from trainkit.run.sinks.tensorboard import scalars
 from trainkit.types import Sink, needs_extra
-from trainkit.weights.checkpoint.directory import get_run_id
+from trainkit.weights.checkpoint.run_id import get_run_id
 
 
 @contextlib.contextmanager

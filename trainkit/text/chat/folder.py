@@ -1,4 +1,4 @@
-"""The chat template of a Hugging Face folder, and the tokens that end its answers."""
+"""The chat template and the stop tokens of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.text.chat.encode import find_stop_ids
 from trainkit.text.chat.jinja import MARKER, make_jinja_template
 from trainkit.text.chat.sources import JINJA_SOURCES
 from trainkit.text.chat.templates import TEMPLATES
-from trainkit.text.tokenizers.hf import open_hf_tokenizer, read_object, settings_beside
+from trainkit.text.tokenizers.hf import open_hf_tokenizer, read_json_object, read_tokenizer_settings
 from trainkit.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from trainkit.text.chat.templates import Segment, Template
     from trainkit.types import Tokenizer
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 MORE_TEMPLATES = "additional_chat_templates"
 
 
 def load_template(name: str | os.PathLike[str]) -> Template:
-    """Return the template of that name in `TEMPLATES`, or that of a Hugging Face folder.
+    """Load a template by its name in `TEMPLATES`, or from a Hugging Face folder.
 
     Raises:
         ConfigError: It is neither.
@@ -54,17 +54,17 @@ def load_template(name: str | os.PathLike[str]) -> Template:
 def choose_template_name(
     name: str | None, tokenizer: Tokenizer, *, own: str | None = None, where: str = "the model"
 ) -> str:
-    """Return the name of the template to take: that given, or the model's own, or "chatml".
+    """Choose the name of a template: the given one, or the model's, or "chatml".
 
     Args:
-        name: What a command line names; None where it names none.
-        tokenizer: What conversations are encoded with.
-        own: The template that the model, or the tokenizer's folder, brings along.
-        where: What brings none, for the message where ChatML is assumed and does not fit.
+        name: The name on the command line; None if there is none.
+        tokenizer: The tokenizer of the conversations.
+        own: The template of the model, or of the tokenizer's folder.
+        where: What has no template, for the message if ChatML is assumed and does not fit.
 
     Raises:
-        ConfigError: There is no such template, or the tokenizer has no single token for what ends
-            an answer in it.
+        ConfigError: There is no such template, or the tokenizer has no single token for its stop
+            token.
 
     Examples:
         >>> from trainkit.text.tokenizers import open_tokenizer
@@ -81,17 +81,17 @@ def choose_template_name(
     template = load_template(chosen)
     try:
         find_stop_ids(tokenizer, template)
-    except DataError:  # the template wants other conversations than the one that is tried
+    except DataError:  # the template rejects the conversation of the test, so nothing is known
         pass
     except ValueError as error:
-        found = str(error).removeprefix("stop_ids: ")
+        reason = str(error).removeprefix("find_stop_ids: ")
         if name or own:
             raise ConfigError(
-                f"choose_template_name: {chosen}: {found}", where="template"
+                f"choose_template_name: {chosen}: {reason}", where="template"
             ) from error
         raise ConfigError(
             f"choose_template_name: {where} brings no chat template, so ChatML was assumed, and "
-            f"{found}",
+            f"{reason}",
             where="template",
             hint=f"name another by --template: {', '.join(TEMPLATES)}, or a folder that has one",
         ) from error
@@ -99,11 +99,10 @@ def choose_template_name(
 
 
 def template_hash(name: str | os.PathLike[str]) -> str:
-    """Return what tells one chat template from another: 16 hex digits of a hash.
+    """Return a hash of a chat template, 16 hex digits.
 
-    It is made from the Jinja sources and from the texts of the special tokens that they read, so
-    that a folder keeps its hash wherever it lies, and an exported folder has that of the native
-    template it was given.
+    It covers the Jinja sources, and the texts of the special tokens that they read. So a folder has
+    the same hash wherever it is, and an exported folder that of its native template.
 
     Args:
         name: As in `load_template`.
@@ -117,37 +116,40 @@ def template_hash(name: str | os.PathLike[str]) -> str:
         False
     """
     if str(name) in JINJA_SOURCES:
-        sources, tokens = {"default": JINJA_SOURCES[str(name)]}, dict[str, str]()
+        sources: dict[str, Any] = {"default": JINJA_SOURCES[str(name)]}
+        tokens: dict[str, str] = {}
     else:
-        load_template(name)  # refuses what is none
-        sources, tokens = folder_sources(Path(name)), _special_texts(Path(name))
-    whole = "".join(map(str, sources.values()))
-    read = {key: text for key, text in sorted(tokens.items()) if key in whole}
-    text = json.dumps([sorted(sources.items()), read])
+        load_template(name)  # raises if there is none
+        sources = read_template_sources(Path(name))
+        tokens = _read_special_texts(Path(name))
+    # Special tokens that no source reads do not change what is rendered.
+    all_sources = "".join(map(str, sources.values()))
+    read_tokens = {key: text for key, text in sorted(tokens.items()) if key in all_sources}
+    text = json.dumps([sorted(sources.items()), read_tokens])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def has_template(folder: str | os.PathLike[str]) -> bool:
-    """Say whether a Hugging Face folder has a chat template.
+    """Return whether a Hugging Face folder has a chat template.
 
     Raises:
-        DataError: A file of it is no JSON, or holds no template where one should be.
+        DataError: A file of it is no JSON, or has an invalid template.
 
     Examples:
         >>> has_template("/does/not/exist")
         False
     """
-    return bool(folder_sources(Path(folder)))
+    return bool(read_template_sources(Path(folder)))
 
 
 def locate_template(path: str | os.PathLike[str] | None) -> str | None:
-    """Return the folder of a model, or of a `tokenizer.json`, as a template's name, if it has one.
+    """Return the folder of a model, or of a `tokenizer.json`, if it has a chat template.
 
     Args:
         path: The folder, or the `tokenizer.json` in it; None for none.
 
     Returns:
-        A name for `load_template`; None where there is no chat template.
+        A name for `load_template`; None if there is no chat template.
 
     Raises:
         DataError: As `has_template`.
@@ -169,26 +171,26 @@ def read_template(
     name: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Template:
-    """Return the chat template of a Hugging Face folder, as `transformers` would choose it.
+    """Read the chat template of a Hugging Face folder, as `transformers` would choose it.
 
-    It stands in `chat_template.jinja` (others by name in `additional_chat_templates`), in
-    `tokenizer_config.json`, or in `chat_template.json`; the first of these that is there is taken.
-    Of several, "tool_use" is for conversations with tools, and "default" for others. What ends an
-    answer is the token of the tokenizer that the template writes after one, its `eos_token`, or
-    what `generation_config.json` stops at.
+    It is in `chat_template.jinja` (others by name in `additional_chat_templates`), in
+    `tokenizer_config.json`, or in `chat_template.json`; the first of these that exists is taken. Of
+    several, "tool_use" is for conversations with tools, and "default" for others. An answer ends
+    with the tokenizer's token that the template writes after it, with its `eos_token`, or with a
+    stop token of `generation_config.json`.
 
     Args:
         folder: The folder, with a `tokenizer.json`.
-        name: Which of several templates; None for the rule above.
-        variables: Further names that the source reads, such as `enable_thinking`.
+        name: The name of one of several templates; None for the rule above.
+        variables: Values of further names that the source reads, such as `enable_thinking`.
 
     Returns:
         The template; its masks are those of `make_jinja_template`.
 
     Raises:
         DataError: The folder has no tokenizer, no template, or none of that name; or a file of it
-            is none; the message says which.
-        ValueError: A template is no Jinja, asks for files or Python's insides, or ends an answer
+            is invalid. The message says which.
+        ValueError: A template is no Jinja, accesses files or Python's internals, or ends an answer
             with no token of the tokenizer.
         ConfigError: A library is missing: `pip install "trainkit-lm[hf]"`.
 
@@ -206,43 +208,48 @@ def read_template(
     """
     path = Path(folder)
     tokenizer = open_hf_tokenizer(path)
-    tokens = _special_texts(path)
-    sources = folder_sources(path)
-    wanted = sources if name is None else {name: sources.get(name)}
-    if not sources or None in wanted.values():
-        what = f"has no chat template {name!r}" if sources else "has no chat template"
+    tokens = _read_special_texts(path)
+    sources = read_template_sources(path)
+    selected = sources if name is None else {name: sources.get(name)}
+    if not sources or None in selected.values():
+        missing = f"no chat template {name!r}" if sources else "no chat template"
         raise DataError(
-            f"read_template: {path} {what}; it has {', '.join(sources) or 'none'}",
+            f"read_template: {path} has {missing}; it has {', '.join(sources) or 'none'}",
             where=path,
             hint="take one of trainkit.text.chat.TEMPLATES, if the model was trained with it",
         )
     stops = [tokenizer.backend.id_to_token(i) for i in read_stop_ids(path)]
-    known = {*tokenizer.special_ids, *(stop for stop in stops if stop)}
+    known_tokens = {*tokenizer.special_ids, *(stop for stop in stops if stop)}
     ends = {text for text in (*stops, tokens.get("eos_token")) if text}
-    found = {
-        each: _template(
-            f"{path}: {each}", str(source), known, ends, {**tokens, **(variables or {})}
+    templates = {
+        each: _make_template(
+            f"{path}: {each}", str(source), known_tokens, ends, {**tokens, **(variables or {})}
         )
-        for each, source in wanted.items()
+        for each, source in selected.items()
     }
-    return next(iter(found.values())) if len(found) == 1 else partial(_chosen, templates=found)
+    if len(templates) == 1:
+        return next(iter(templates.values()))
+    return partial(_render_with_choice, templates=templates)
 
 
-def _special_texts(path: Path) -> dict[str, str]:
+def _read_special_texts(path: Path) -> dict[str, str]:
     """Return the texts of a folder's special tokens by their names, such as "eos_token"."""
-    settings = settings_beside(path / "tokenizer.json")
-    said = {key: value for key, value in settings.items() if key.endswith("_token")}
-    texts = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in said.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
+    settings = read_tokenizer_settings(path / "tokenizer.json")
+    texts = {}
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if key.endswith("_token") and isinstance(text, str):
+            texts[key] = text
+    return texts
 
 
 def read_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the ids at which a folder's model stops: `eos_token_id` of its generation config.
+    """Read the stop ids of a folder's model: `eos_token_id` of `generation_config.json`.
 
-    Where `generation_config.json` says none, `config.json` is asked.
+    If that has none, those of `config.json`.
 
     Returns:
-        The ids, none where neither says any.
+        The ids, an empty tuple if neither file has any.
 
     Raises:
         DataError: A file is no JSON, or the ids are no numbers.
@@ -253,38 +260,49 @@ def read_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        ids = read_object(path).get("eos_token_id") if path.is_file() else None
+        ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
         if ids is None:
             continue
-        listed = ids if isinstance(ids, list) else [ids]
-        if not all(type(i) is int and i >= 0 for i in listed):
+        stop_ids = ids if isinstance(ids, list) else [ids]
+        if not all(type(i) is int and i >= 0 for i in stop_ids):
             raise DataError(f"{path}: eos_token_id is {ids!r:.60}, no id", where=path)
-        return tuple(listed)
+        return tuple(stop_ids)
     return ()
 
 
-def _template(
-    name: str, source: str, known: set[str], ends: set[str], variables: Mapping[str, Any]
+def _make_template(
+    name: str,
+    source: str,
+    known_tokens: set[str],
+    ends: set[str],
+    variables: Mapping[str, Any],
 ) -> Template:
-    """Return a template that ends an answer with a known token, or one that the model stops at."""
+    """Make a template that ends an answer with a known token, or one that the model stops at."""
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARKER}]
-    tokens = {each: variables.get(each) for each in ("bos_token", "eos_token")}
-    said = make_jinja_template(source, **tokens, stop=MARKER, variables=variables)
+    bos_token = variables.get("bos_token")
+    eos_token = variables.get("eos_token")
+    # Rendered once with any stop, to see which token follows an answer.
+    render = make_jinja_template(
+        source, bos_token=bos_token, eos_token=eos_token, stop=MARKER, variables=variables
+    )
     try:
-        after = "".join(segment.text for segment in said(probe)).rpartition(MARKER)[2].lstrip()
-    except DataError:  # it wants other conversations than this one
+        after = "".join(segment.text for segment in render(probe)).rpartition(MARKER)[2].lstrip()
+    except DataError:  # the template rejects the conversation of the test
         after = ""
-    own = {token for token in known if after.startswith(token)}
-    stops = ends | {max(own, key=len)} if own else ends
+    # The longest of them: a token may begin with another one.
+    following = {token for token in known_tokens if after.startswith(token)}
+    stops = ends | {max(following, key=len)} if following else ends
     if not stops:
         raise ValueError(
             f"read_template: {name} ends an answer with no token of the tokenizer, and no "
-            "eos_token is named; say it in tokenizer_config.json"
+            "eos_token is named; set it in tokenizer_config.json"
         )
-    return make_jinja_template(source, **tokens, stop=sorted(stops), variables=variables)
+    return make_jinja_template(
+        source, bos_token=bos_token, eos_token=eos_token, stop=sorted(stops), variables=variables
+    )
 
 
-def _chosen(
+def _render_with_choice(
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -293,41 +311,47 @@ def _chosen(
 ) -> list[Segment]:
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
     if name not in templates:
-        names = ", ".join(templates)
-        raise DataError(f"read_template: none of the templates is the default; name one: {names}")
+        raise DataError(
+            f"read_template: none of the templates is the default; name one: {', '.join(templates)}"
+        )
     return templates[name](messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
-def folder_sources(path: Path) -> dict[str, Any]:
-    """Return the chat templates of a Hugging Face folder as Jinja texts, by their names.
+def read_template_sources(path: Path) -> dict[str, Any]:
+    """Read the chat templates of a Hugging Face folder as Jinja texts, by their names.
 
     Raises:
-        DataError: A file of it is no JSON, or holds no template where one should be.
+        DataError: A file of it is no JSON, or has an invalid template.
 
     Examples:
-        >>> folder_sources(Path("/does/not/exist"))
+        >>> read_template_sources(Path("/does/not/exist"))
         {}
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / MORE_TEMPLATES).glob("*.jinja"))}
-    found: dict[str, Any] = {
-        name: _bytes(file).decode(errors="replace") for name, file in files.items() if file.exists()
+    sources: dict[str, Any] = {
+        name: _read_bytes(file).decode(errors="replace")
+        for name, file in files.items()
+        if file.exists()
     }
-    said: Any = settings_beside(path / "tokenizer.json").get("chat_template")
-    if not found and said is None and (path / "chat_template.json").is_file():
-        said = read_object(path / "chat_template.json").get("chat_template")
-    if found or said is None:
-        return found
-    listed = said if isinstance(said, list) else [{"name": "default", "template": said}]
-    good = [each for each in listed if isinstance(each, dict)]
-    found = {str(each.get("name")): each.get("template") for each in good}
-    if len(good) != len(listed) or not all(isinstance(text, str) for text in found.values()):
-        raise DataError(f"read_template: {path}: chat_template is no text, and no list of them")
-    return found
+    setting: Any = read_tokenizer_settings(path / "tokenizer.json").get("chat_template")
+    if not sources and setting is None and (path / "chat_template.json").is_file():
+        setting = read_json_object(path / "chat_template.json").get("chat_template")
+    if sources or setting is None:
+        return sources
+    rows = setting if isinstance(setting, list) else [{"name": "default", "template": setting}]
+    valid = [row for row in rows if isinstance(row, dict)]
+    sources = {str(row.get("name")): row.get("template") for row in valid}
+    if len(valid) != len(rows) or not all(isinstance(text, str) for text in sources.values()):
+        raise DataError(
+            f"read_template: {path}: chat_template must be a text, or a list of named ones",
+            where=path,
+        )
+    return sources
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
-        return read_limited(path, most=_MOST_BYTES)
+        return read_limited(path, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", where=path) from error

@@ -1,7 +1,8 @@
-"""Chat templates from Jinja sources, as models bring them along."""
+"""Chat templates from the Jinja sources of models."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.text.chat.messages import REASONING, Message, checked_messages, wrong_message
-from trainkit.text.chat.sandbox import SPAN, compiled, rendered
+from trainkit.text.chat.messages import REASONING, Message, normalize_messages, wrong_message
+from trainkit.text.chat.sandbox import SPAN, compile_template, render_template
 from trainkit.text.chat.templates import Segment
 from trainkit.types import DataError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     Render = Callable[..., str]
 
 MARKER = "\ue000trainkit\ue001"
-"""What stands for somebody's words, to see where a template puts them."""
+"""Replaces a message's content, to find where a template puts it."""
 
 
 def make_jinja_template(
@@ -31,37 +32,37 @@ def make_jinja_template(
     stop: str | Sequence[str] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Template:
-    """Return the template that a Jinja source describes, as models bring it along.
+    """Make a template from a Jinja source.
 
-    Where the source marks what is generated, by `{% generation %}`, an answer is what is marked
-    where it is rendered, in one piece or several. It is refused where it cannot be known to which
-    answer a piece belongs.
+    If the source marks generated text by `{% generation %}`, the body of an answer is the marked
+    text, in one piece or several. A template is rejected if it is ambiguous to which answer a piece
+    belongs.
 
-    Elsewhere whose text is whose is found by rendering again with one message's words, or the name
-    of what it calls, replaced by a marker: what stays the same is scaffold. Where more changes than
-    the words, the turn begins after the generation prompt. A blank between the header and the words
-    is an answer's own: it is part of the first word's token. A message that cannot be told apart so
-    has no body, and `encode_chat` refuses to train on it. Reasoning is given under the name that
-    the source reads, the first of `reasoning_content`, `thinking` and `reasoning`; where it reads
-    none of them, the template refuses messages with reasoning.
+    Otherwise bodies are found by rendering again with one message's content, or the name of the
+    tool it calls, replaced by a marker: what stays the same is not the body. If more changes than
+    the content, the body begins after the generation prompt. A blank between the header and the
+    content belongs to an answer, since it is part of the first word's token. A message that cannot
+    be located has no body, and `encode_chat` refuses to train on it. Reasoning is passed under the
+    name that the source reads, the first of `reasoning_content`, `thinking` and `reasoning`; if it
+    reads none of them, the template rejects messages with reasoning.
 
-    A source is rendered without files or Python's insides, and refused where it spends more letters
-    and turns of loops than a conversation needs (`trainkit.text.chat.sandbox`).
+    Templates run without access to files or to Python's internals, with a limit on characters and
+    loop iterations (`trainkit.text.chat.sandbox`).
 
     Args:
         source: The Jinja text, or a tokenizer with the attribute `chat_template`.
-        bos_token: What the source's `bos_token` stands for; the tokenizer's by default.
+        bos_token: The value of the source's `bos_token`; the tokenizer's by default.
         eos_token: The same for `eos_token`.
-        stop: What ends an assistant's turn, one text or several; `eos_token` by default.
-        variables: Further names that the source reads, such as `enable_thinking`.
+        stop: The end of an assistant's turn, one text or several; `eos_token` by default.
+        variables: Values of further names that the source reads, such as `enable_thinking`.
 
     Returns:
         The template. It renders once or twice per message, so a native template is faster.
 
     Raises:
         ConfigError: jinja2 is missing.
-        ValueError: There is no source, it is no Jinja or asks for files or Python's insides, or it
-            is not known what ends a turn.
+        ValueError: There is no source, it is no Jinja or accesses files or Python's internals, or
+            nothing ends a turn.
 
     Examples:
         >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -70,23 +71,30 @@ def make_jinja_template(
         ['user: ', 'hi</s>']
     """
     text = source if isinstance(source, str) else getattr(source, "chat_template", None)
+    # Some tokenizers have several templates by name.
     text = text.get("default") if isinstance(text, Mapping) else text
     if text is None:
-        must = "source must be a Jinja text, or a tokenizer with a chat_template"
-        raise ValueError(f"make_jinja_template: {must}, got a {type(source).__name__} without one")
-    found = {"bos_token": bos_token, "eos_token": eos_token}
-    tokens = {name: value or getattr(source, name, None) or "" for name, value in found.items()}
-    stops = stop or tokens["eos_token"]
+        raise ValueError(
+            "make_jinja_template: source must be a Jinja text, or a tokenizer with a "
+            f"chat_template, got a {type(source).__name__} without one"
+        )
+    bos_token = bos_token or getattr(source, "bos_token", None) or ""
+    eos_token = eos_token or getattr(source, "eos_token", None) or ""
+    stops = stop or eos_token
     if not stops:
-        raise ValueError("make_jinja_template: say what ends a turn, by eos_token= or stop=")
-    stops = (stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True))
-    compiled(text)
+        raise ValueError("make_jinja_template: give what ends a turn, by eos_token= or stop=")
+    # Errors in the source are raised now, not at the first conversation.
+    compile_template(text)
     return partial(
-        _jinja_segments, source=text, stops=stops, variables={**tokens, **(variables or {})}
+        _render_segments,
+        source=text,
+        # The longest first: a stop token may begin with another one.
+        stops=(stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True)),
+        variables={"bos_token": bos_token, "eos_token": eos_token, **(variables or {})},
     )
 
 
-def _jinja_segments(
+def _render_segments(
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -95,36 +103,74 @@ def _jinja_segments(
     stops: Sequence[str],
     variables: Mapping[str, Any],
 ) -> list[Segment]:
-    checked = _with_reasoning(checked_messages(messages), compiled(source)[1])
-    render = partial(_rendered, source, tools=tools, variables=variables)
-    whole, prompted = render(checked), render(checked, add_generation_prompt=True)
-    prompt = prompted[len(whole) :] if prompted.startswith(whole) else ""
-    if add_generation_prompt and prompted != whole + prompt:
+    _, reasoning_name = compile_template(source)
+    normalized = _rename_reasoning(normalize_messages(messages), reasoning_name)
+    render = partial(_render, source, tools=tools, variables=variables)
+    text = render(normalized)
+    prompted = render(normalized, add_generation_prompt=True)
+    # A template may ignore the flag, or change the text before the prompt.
+    prompt = prompted[len(text) :] if prompted.startswith(text) else ""
+    if add_generation_prompt and prompted != text + prompt:
         raise DataError("make_jinja_template: the generation prompt changes what comes before it")
     if re.search(r"{%[-+]?\s*generation\s", source):
-        spans = _marked_spans(whole, checked, render)
+        spans = _find_marked_spans(text, normalized, render)
     else:
-        asked = prompt or _prompt_before(checked, render)
-        spans = _Shown(whole, checked, render, asked, stops).spans()
-    segments, end = list[Segment](), 0
-    for i, (begin, last) in spans:
-        segments += [Segment(whole[end:begin], i), Segment(whole[begin:last], i, body=True)]
+        answer_prompt = prompt or _render_prompt(normalized, render)
+        spans = _SpanFinder(text, normalized, render, answer_prompt, stops).find_spans()
+    segments: list[Segment] = []
+    end = 0
+    for i, (first, last) in spans:
+        segments += [Segment(text[end:first], i), Segment(text[first:last], i, body=True)]
         end = last
-    segments += [Segment(whole[end:]), Segment(prompt if add_generation_prompt else "")]
+    segments += [Segment(text[end:]), Segment(prompt if add_generation_prompt else "")]
     return [segment for segment in segments if segment.text or segment.body]
 
 
-def _with_reasoning(messages: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
-    """Return the messages with their reasoning under the one name that the template reads."""
-    named = []
+def _render(
+    source: str,
+    messages: Sequence[Message],
+    *,
+    tools: Any,
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool = False,
+    spans: bool = False,
+) -> str:
+    import jinja2  # noqa: PLC0415  (an extra)
+
+    template, _ = compile_template(source, spans=spans)
+    try:
+        return render_template(
+            template,
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise DataError(
+            f"make_jinja_template: the template refuses these messages ({roles}): {error}"
+        ) from error
+
+
+def _rename_reasoning(messages: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
+    """Return the messages with their reasoning under the name that the template reads."""
+    renamed = []
     for i, message in enumerate(messages):
-        thoughts = message.get(REASONING[0])
-        if name is None and thoughts and thoughts.strip():
-            what = f"has reasoning, of which the template shows nothing: it reads no {REASONING[0]}"
-            raise wrong_message(i, message, f"{what}; take the field out, or another template")
-        other = {key: value for key, value in message.items() if key not in REASONING}
-        named.append(other if name is None or thoughts is None else {**other, name: thoughts})
-    return named
+        reasoning = message.get(REASONING[0])
+        if name is None and reasoning and reasoning.strip():
+            raise wrong_message(
+                i,
+                message,
+                "has reasoning, of which the template shows nothing: it reads no "
+                f"{REASONING[0]}; take the field out, or another template",
+            )
+        fields = {key: value for key, value in message.items() if key not in REASONING}
+        if name is not None and reasoning is not None:
+            fields[name] = reasoning
+        renamed.append(fields)
+    return renamed
 
 
 # ------------------------------------------------------------------------------------------- spans
@@ -134,7 +180,7 @@ Spans = list[tuple[int, tuple[int, int]]]
 
 @attrs.frozen
 class _Piece:
-    """What a template marks as generated, and the messages that it can be of by its variables."""
+    """A text that a template marks as generated, and the messages among the variables there."""
 
     first: int
     last: int
@@ -142,30 +188,35 @@ class _Piece:
     owners: frozenset[int]
 
 
-def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) -> Spans:
-    """Return which characters [first, last) the template marks as generated, and of which answer.
+def _find_marked_spans(text: str, messages: list[dict[str, Any]], render: Render) -> Spans:
+    """Return the characters [first, last) that the template marks as generated, by answer.
 
-    A piece is of the answer that the variables in its scope hold (`sandbox.compiled`). Where they
-    hold several, or where a second rendering shows that the words in a piece are another answer's,
-    it is of the one answer whose words are in it, if there are as many pieces then.
+    A piece belongs to the answer that the variables in its scope hold (see `compile_template`). If
+    they hold several, or if a second rendering shows that the words in a piece are another
+    answer's, it belongs to the one answer whose words are in it, if that has as many pieces.
     """
-    text, pieces = _marked_pieces(render(messages, spans=True))
-    if text != whole:
+    marked_text, pieces = _parse_marks(render(messages, spans=True))
+    if marked_text != text:
         raise DataError("make_jinja_template: what the template marks by generation, it changes")
     try:
-        named = [_name_words(i, message) for i, message in enumerate(messages)]
-        _, shown = _marked_pieces(render(named, spans=True))
-    except DataError:  # it takes no other words than these
-        shown = list[_Piece]()
-    said = [frozenset(map(int, re.findall(f"{MARKER}(\\d+);", piece.text))) for piece in shown]
+        labeled = [_label_words(i, message) for i, message in enumerate(messages)]
+        _, labeled_pieces = _parse_marks(render(labeled, spans=True))
+    except DataError:  # the template accepts only these words
+        labeled_pieces = list[_Piece]()
     answers = frozenset(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    scoped = [_scoped(piece, answers) for piece in shown]
-    trusted = all(words <= own for own, words in zip(scoped, said, strict=True) if len(own) == 1)
+    # The answers whose words each piece shows.
+    shown = [
+        frozenset(map(int, re.findall(f"{MARKER}(\\d+);", piece.text))) for piece in labeled_pieces
+    ]
+    scoped = [_filter_owners(piece, answers) for piece in labeled_pieces]
+    is_scope_right = all(
+        words <= owners for owners, words in zip(scoped, shown, strict=True) if len(owners) == 1
+    )
     spans = Spans()
     for j, piece in enumerate(pieces):
-        owners = _scoped(piece, answers) if trusted else frozenset[int]()
-        if len(owners) != 1 and len(said) == len(pieces):
-            owners = said[j]
+        owners = _filter_owners(piece, answers) if is_scope_right else frozenset[int]()
+        if len(owners) != 1 and len(shown) == len(pieces):
+            owners = shown[j]
         if len(owners) != 1:
             raise DataError(
                 f"make_jinja_template: the template marks {piece.text!r:.80} by generation, and it "
@@ -180,67 +231,74 @@ def _marked_spans(whole: str, messages: list[dict[str, Any]], render: Render) ->
     return spans
 
 
-def _scoped(piece: _Piece, answers: frozenset[int]) -> frozenset[int]:
-    """Return the answers that a piece can be of: where no message is in scope, any."""
+def _filter_owners(piece: _Piece, answers: frozenset[int]) -> frozenset[int]:
+    """Return the answers that a piece can belong to: any, if no message is in scope."""
     return piece.owners & answers if piece.owners else answers
 
 
-def _marked_pieces(marked: str) -> tuple[str, list[_Piece]]:
-    """Return a text without its marks, and the pieces that they enclose; not marks around marks."""
-    begin, middle, end = SPAN
-    pattern = f"{begin}([\\d,]*){middle}([^{begin}{middle}{end}]*){end}"
-    pieces, text, at = list[_Piece](), "", 0
-    for found in re.finditer(pattern, marked):
-        text += marked[at : found.start()]
-        owners = frozenset(map(int, filter(None, found[1].split(","))))
-        pieces.append(_Piece(len(text), len(text) + len(found[2]), found[2], owners))
-        text, at = text + found[2], found.end()
-    return text + marked[at:], pieces
+def _parse_marks(marked: str) -> tuple[str, list[_Piece]]:
+    """Return a text without its marks, and the pieces in them; outer marks of nested ones stay."""
+    start, middle, end = SPAN
+    pattern = f"{start}([\\d,]*){middle}([^{start}{middle}{end}]*){end}"
+    pieces: list[_Piece] = []
+    text = ""
+    position = 0
+    for match in re.finditer(pattern, marked):
+        text += marked[position : match.start()]
+        owners = frozenset(map(int, filter(None, match[1].split(","))))
+        pieces.append(_Piece(len(text), len(text) + len(match[2]), match[2], owners))
+        text += match[2]
+        position = match.end()
+    return text + marked[position:], pieces
 
 
-def _name_words(i: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of which each word of an answer, and each call, says whose it is.
+def _label_words(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Add the index of an answer to each of its words and calls.
 
-    Blanks and tags stay, by which a template may cut the words in parts.
+    Blanks and tags stay as they are: a template may split the content at them.
     """
     if message["role"] != "assistant":
         return message
-    sign = f"{MARKER}{i};"
+    label = f"{MARKER}{i};"
     texts = {
-        name: re.sub(r"(?<=\s)(?=\S)", sign, sign + text + sign)
+        # At the beginning of each word, and at both ends of the text.
+        name: re.sub(r"(?<=\s)(?=\S)", label, label + text + label)
         for name, text in message.items()
         if name in ("content", *REASONING) and text.strip()
     }
     calls = [
-        {**call, "function": {**call["function"], "name": call["function"]["name"] + sign}}
+        {**call, "function": {**call["function"], "name": call["function"]["name"] + label}}
         for call in message.get("tool_calls", ())
     ]
     return message | texts | ({"tool_calls": calls} if calls else {})
 
 
 @attrs.frozen
-class _Shown:
-    """A conversation as a template shows it."""
+class _SpanFinder:
+    """Finds the bodies of messages in a rendered conversation, by rendering it with markers."""
 
-    whole: str
+    text: str
     messages: list[dict[str, Any]]
     render: Render
     prompt: str
     stops: Sequence[str]
 
-    def spans(self) -> Spans:
-        """Return where each message that can be told apart speaks: [first, last) characters."""
-        spans, end, known = Spans(), 0, True
+    def find_spans(self) -> Spans:
+        """Return the characters [first, last) of each message that can be located."""
+        spans = Spans()
+        end = 0
+        is_end_known = True
         for i, message in enumerate(self.messages):
             if message["role"] == "assistant":
-                span = self.answer(i, end, self.prompt if known else None)
+                span = self.find_answer(i, end, self.prompt if is_end_known else None)
             else:
-                span = self.other(i)
-            known = span is not None
+                span = self.find_other(i)
+            # After a message that is not located, a prompt that is found may be an earlier one's.
+            is_end_known = span is not None
             if span is None:
                 continue
             if span[0] < end and self.messages[spans[-1][0]]["role"] in ("system", "developer"):
-                spans.pop()  # it is shown in a later turn
+                spans.pop()  # the template shows it in a later turn, as Llama 2 does
             elif span[0] < end:
                 raise DataError(
                     f"make_jinja_template: message {i} is shown before the one before it"
@@ -249,133 +307,118 @@ class _Shown:
             end = span[1]
         return spans
 
-    def other(self, i: int) -> tuple[int, int] | None:
-        """Find where a message speaks that is no answer, with a stop token that follows."""
-        whole, halves = self.whole, self.halves(i, _saying_marker(self.messages[i]))
+    def find_other(self, i: int) -> tuple[int, int] | None:
+        """Find the content of a message that is no answer, and a stop token after it."""
+        halves = self.split_at_probe(i, _replace_content(self.messages[i]))
         if halves is None:
             return None
         before, after = halves
-        first, last = len(before), len(whole) - len(after)
-        if not (whole.startswith(before) and whole.endswith(after) and first <= last):
+        first = len(before)
+        last = len(self.text) - len(after)
+        if not (self.text.startswith(before) and self.text.endswith(after) and first <= last):
             return None
-        rest = _after_stop(after, self.stops)
-        return first, last if rest is None else len(whole) - len(rest)
+        # A user's turn may end with the same token as an answer; it belongs to the turn.
+        rest = _strip_stop(after, self.stops)
+        return first, last if rest is None else len(self.text) - len(rest)
 
-    def answer(self, i: int, begin: int, prompt: str | None) -> tuple[int, int] | None:
-        """Find where an answer speaks, up to and with a stop token; None if it cannot be told.
+    def find_answer(self, i: int, start: int, prompt: str | None) -> tuple[int, int] | None:
+        """Find an answer, its stop token included; None if it cannot be located.
 
-        The message before ended at `begin`. `prompt` is the generation prompt, or None where the
-        end of the message before is not known, so that a prompt found could be an earlier one's.
+        Args:
+            i: The index of the message.
+            start: The end of the message before.
+            prompt: The generation prompt; None if the end of the message before is unknown, so that
+                a prompt that is found could be an earlier one.
         """
-        whole, message = self.whole, self.messages[i]
-        halves = self.halves(i, _saying_marker(message))
-        rest = None if halves is None else _after_stop(halves[1], self.stops)
-        if message.get("tool_calls") and (rest is None or not whole.endswith(rest)):
-            if halves is None:  # where users and assistants alternate, words in place of a call
-                # would not do: what follows, up to the next question, goes too
+        message = self.messages[i]
+        halves = self.split_at_probe(i, _replace_content(message))
+        rest = None if halves is None else _strip_stop(halves[1], self.stops)
+        if message.get("tool_calls") and (rest is None or not self.text.endswith(rest)):
+            if halves is None:
+                # Where users and assistants must alternate, content cannot replace a call: leave
+                # out everything up to the next question too.
                 later = (j for j, m in enumerate(self.messages) if j > i and m["role"] == "user")
                 until = next(later, len(self.messages))
-                halves = self.halves(i, _saying_marker(message), until=until)
-            named = self.halves(i, _calling_marker(message))
-            found = () if named is None else (named[1].find(stop) for stop in self.stops)
-            ends = min((at for at in found if at >= 0), default=None)
-            rest = None if named is None or ends is None else named[1][ends:]
-            rest = None if rest is None else _after_stop(rest, self.stops)
-        if halves is None or rest is None or not whole.endswith(rest):
+                halves = self.split_at_probe(i, _replace_content(message), until=until)
+            rest = self.find_rest_after_call(i)
+        if halves is None or rest is None or not self.text.endswith(rest):
             return None
-        first, last = _begin_of_answer(whole, halves[0], prompt, begin), len(whole) - len(rest)
-        if first is None or first >= last or not whole[first:last].endswith(tuple(self.stops)):
+        first = _find_answer_start(self.text, halves[0], prompt, start)
+        last = len(self.text) - len(rest)
+        if first is None or first >= last or not self.text[first:last].endswith(tuple(self.stops)):
             return None
         return first, last
 
-    def halves(
+    def find_rest_after_call(self, i: int) -> str | None:
+        """Return the text after the stop token of an answer that ends with a call."""
+        halves = self.split_at_probe(i, _replace_last_call(self.messages[i]))
+        if halves is None:
+            return None
+        ends = [end for stop in self.stops if (end := halves[1].find(stop)) >= 0]
+        return _strip_stop(halves[1][min(ends) :], self.stops) if ends else None
+
+    def split_at_probe(
         self, i: int, probe: dict[str, Any], until: int | None = None
     ) -> tuple[str, str] | None:
-        """Return what is shown before and after the marker of a probe in place of message `i`."""
+        """Return the text before and after the marker of a probe in place of message `i`."""
         try:
             marked = self.render([*self.messages[:i], probe, *self.messages[until or i + 1 :]])
-        except DataError:  # a template may want calls before answers, and so on
+        except DataError:  # a template may require calls before answers, for instance
             return None
         before, _, after = marked.partition(MARKER)
         return (before, after) if marked.count(MARKER) == 1 else None
 
 
-def _begin_of_answer(whole: str, header: str, prompt: str | None, begin: int) -> int | None:
-    """Return where an answer begins, of which a probe has another header perhaps.
+def _find_answer_start(text: str, header: str, prompt: str | None, start: int) -> int | None:
+    """Return the first character of an answer, whose probe may have another header.
 
-    A template without a generation prompt has the model go on right after the question: a blank
-    before the words is the model's then.
+    In a template without a generation prompt the model goes on right after the question: then a
+    blank before the content is the model's.
     """
-    common = _common(whole, header)
-    asked = None
+    # Of characters, not of path components.
+    common = len(os.path.commonprefix([text, header]))  # noqa: RUF071
+    after_prompt = None
     if prompt:
-        found = whole.rfind(prompt, begin, common)
-        asked = found + len(prompt) if found >= 0 else None
+        position = text.rfind(prompt, start, common)
+        after_prompt = position + len(prompt) if position >= 0 else None
     elif prompt is not None and len(header.rstrip(" ")) <= common:
-        asked = max(len(header.rstrip(" ")), min(begin, len(header)))
+        after_prompt = max(len(header.rstrip(" ")), min(start, len(header)))
     if common < len(header):
-        return asked
-    return common if asked is None or whole[asked:common].strip(" ") else asked
+        return after_prompt
+    return common if after_prompt is None or text[after_prompt:common].strip(" ") else after_prompt
 
 
-def _prompt_before(messages: list[dict[str, Any]], render: Render) -> str:
-    """Return the generation prompt after the last message that is no answer.
-
-    A template may end with one only there.
-    """
-    asked = max((i for i, m in enumerate(messages) if m["role"] != "assistant"), default=-1) + 1
-    if asked == len(messages):
+def _render_prompt(messages: list[dict[str, Any]], render: Render) -> str:
+    """Return the generation prompt after the last message that is no answer."""
+    # A template may render a prompt only there, not after an answer.
+    others = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    count = max(others, default=-1) + 1
+    if count == len(messages):
         return ""
     try:
-        plain = render(messages[:asked])
-        prompted = render(messages[:asked], add_generation_prompt=True)
+        plain = render(messages[:count])
+        prompted = render(messages[:count], add_generation_prompt=True)
     except DataError:
         return ""
     return prompted[len(plain) :] if prompted.startswith(plain) else ""
 
 
-def _saying_marker(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message that says the marker alone."""
-    others = {"content", "tool_calls", *REASONING}
-    return {key: value for key, value in message.items() if key not in others} | {"content": MARKER}
+def _replace_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is the marker, without calls or reasoning."""
+    removed = {"content", "tool_calls", *REASONING}
+    fields = {key: value for key, value in message.items() if key not in removed}
+    return fields | {"content": MARKER}
 
 
-def _calling_marker(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of which the last call is one of the marker, with no arguments."""
+def _replace_last_call(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose last call is of the marker, without arguments."""
     *calls, last = message["tool_calls"]
-    none: Any = "{}" if isinstance(last["function"]["arguments"], str) else {}
-    function = {**last["function"], "name": MARKER, "arguments": none}
+    no_arguments: Any = "{}" if isinstance(last["function"]["arguments"], str) else {}
+    function = {**last["function"], "name": MARKER, "arguments": no_arguments}
     return {**message, "tool_calls": [*calls, {**last, "function": function}]}
 
 
-def _after_stop(after: str, stops: Sequence[str]) -> str | None:
-    """Return what comes after the stop token that a text begins with, or None where it does not."""
-    text = after.lstrip()
+def _strip_stop(text: str, stops: Sequence[str]) -> str | None:
+    """Return the text after the stop token that it begins with; None if it begins with none."""
+    text = text.lstrip()
     return next((text[len(stop) :] for stop in stops if text.startswith(stop)), None)
-
-
-def _common(a: str, b: str) -> int:
-    """Return how many characters two texts begin with in common."""
-    differ = (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
-
-
-def _rendered(
-    source: str,
-    messages: Sequence[Message],
-    *,
-    tools: Any,
-    variables: Mapping[str, Any],
-    add_generation_prompt: bool = False,
-    spans: bool = False,
-) -> str:
-    import jinja2  # noqa: PLC0415  (an extra)
-
-    values = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-    template, _ = compiled(source, spans=spans)
-    try:
-        return rendered(template, messages=messages, **values, **variables)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-        roles = ", ".join(str(message["role"]) for message in messages)
-        what = f"the template refuses these messages ({roles}): {error}"
-        raise DataError(f"make_jinja_template: {what}") from error

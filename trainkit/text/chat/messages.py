@@ -1,4 +1,4 @@
-"""The messages of a conversation, in the one form that templates read."""
+"""Normalize the messages of a conversation to the form that templates read."""
 
 from __future__ import annotations
 
@@ -10,57 +10,61 @@ import orjson
 from trainkit.types import DataError
 
 Message = Mapping[str, Any]
-"""One message: `role` and `content`, and where there are some `tool_calls`, `reasoning_content`,
-`weight`.
-"""
+"""One message: `role` and `content`; optionally `tool_calls`, `reasoning_content`, `weight`."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles that a message may have; some templates refuse some of them."""
+"""The roles that a message may have; some templates reject some of them."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The fields that hold an assistant's reasoning; the first is the one that templates read."""
+"""The names of the field with an assistant's reasoning; normalized messages have the first."""
 
 
-def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the one form that templates read, or refuse the first that is wrong.
+def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Check messages, and convert them to the form that templates read.
 
-    Content in parts becomes one text. Fields that are None go, since tables have one for every
-    field of any row. Reasoning under its other names (`thinking`, `reasoning`) is found under
-    `reasoning_content`.
+    Content in parts becomes one text. Fields that are None are removed, since tables have a field
+    for every field of any row. Reasoning under its other names (`thinking`, `reasoning`) is moved
+    to `reasoning_content`.
 
     Raises:
-        DataError: There is no message; or one has no role, one that is not in `ROLES`, no content,
-            content that is no text, calls that are incomplete or not an assistant's, or is a tool's
-            answer to nobody. The message says which.
+        DataError: There is no message; or one has no role, an unknown one, no content, content that
+            is no text, or incomplete calls; or calls do not belong to an assistant, or a tool
+            answers nobody. The message says which.
 
     Examples:
-        >>> checked_messages([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+        >>> normalize_messages([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
         [{'role': 'user', 'content': 'hi'}]
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        what = f"a conversation is a list of at least one message, got {short(messages)}"
-        raise DataError(what, got=messages)
-    checked = [_checked_message(i, message) for i, message in enumerate(messages)]
-    for i, message in enumerate(checked):
-        if message["role"] == "tool" and (
-            i == 0 or checked[i - 1]["role"] not in ("assistant", "tool")
-        ):
-            before = f"follows a {checked[i - 1]['role']} message" if i else "comes first"
-            raise wrong_message(i, message, f"{before}; a tool answers an assistant")
-    return checked
+        raise DataError(
+            f"a conversation is a list of at least one message, got {abbreviate(messages)}",
+            got=messages,
+        )
+    normalized = [_normalize_message(i, message) for i, message in enumerate(messages)]
+    for i, message in enumerate(normalized):
+        if message["role"] != "tool":
+            continue
+        if i == 0:
+            raise wrong_message(i, message, "comes first; a tool answers an assistant")
+        previous = normalized[i - 1]["role"]
+        if previous not in ("assistant", "tool"):
+            raise wrong_message(
+                i, message, f"follows a {previous} message; a tool answers an assistant"
+            )
+    return normalized
 
 
-def tools_of(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+def parse_tools(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
     """Return the tools of a record: its field `tools`, a list of JSON schemas or JSON of one.
 
     Returns:
-        The list; None where there is none, or an empty one.
+        The list; None if there is none, or an empty one.
 
     Raises:
         DataError: It is no JSON, or no list of mappings.
 
     Examples:
-        >>> tools_of({"tools": '[{"name": "f"}]'}), tools_of({"tools": []}), tools_of({})
+        >>> parse_tools({"tools": '[{"name": "f"}]'}), parse_tools({"tools": []}), parse_tools({})
         ([{'name': 'f'}], None, None)
     """
     tools = record.get("tools")
@@ -72,87 +76,97 @@ def tools_of(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        what = f"the field 'tools' must be a list of JSON schemas, got {short(tools)}"
-        raise DataError(what, where="tools", got=tools)
+        raise DataError(
+            f"the field 'tools' must be a list of JSON schemas, got {abbreviate(tools)}",
+            where="tools",
+            got=tools,
+        )
     return tools
 
 
-def _checked_message(i: int, message: Any) -> dict[str, Any]:
+def _normalize_message(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise wrong_message(i, message, f"must be a mapping, got {short(message)}")
-    found = {key: value for key, value in message.items() if value is not None}
-    if not found.get(
-        "tool_calls", True
-    ):  # an empty list is a table's way to say that there is none
-        del found["tool_calls"]
-    role = found.get("role")
+        raise wrong_message(i, message, f"must be a mapping, got {abbreviate(message)}")
+    fields = {key: value for key, value in message.items() if value is not None}
+    # A table has an empty list in each row without calls.
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    role = fields.get("role")
+    if role is None:
+        names = ", ".join(map(str, message)) or "no field"
+        raise wrong_message(i, message, f"has no role, it has {names}")
     if role not in ROLES:
-        what = f"has the role {short(role)}; roles are {', '.join(ROLES)}"
-        if role is None:
-            what = f"has no role, it has {', '.join(map(str, message)) or 'no field'}"
-        raise wrong_message(i, message, what)
-    if "tool_calls" in found:
-        found["tool_calls"] = _checked_calls(i, found)
-    elif "content" not in found:
+        raise wrong_message(
+            i, message, f"has the role {abbreviate(role)}; roles are {', '.join(ROLES)}"
+        )
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _normalize_calls(i, fields)
+    elif "content" not in fields:
         raise wrong_message(i, message, "has no content")
-    if "content" in found:
-        found["content"] = _joined(i, message, found["content"])
-    reasoning = next((found[name] for name in REASONING if name in found), None)
+    if "content" in fields:
+        fields["content"] = _join_content(i, message, fields["content"])
+    reasoning = next((fields[name] for name in REASONING if name in fields), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise wrong_message(i, message, f"has reasoning that is no text: {short(reasoning)}")
-        found["reasoning_content"] = reasoning
-    return found
+            raise wrong_message(
+                i, message, f"has reasoning that is no text: {abbreviate(reasoning)}"
+            )
+        fields["reasoning_content"] = reasoning
+    return fields
 
 
-def _joined(i: int, message: Message, content: Any) -> str:
-    """Return content as one text; parts of another type than text are refused."""
+def _join_content(i: int, message: Message, content: Any) -> str:
+    """Return content as one text; parts that are not text are rejected."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise wrong_message(i, message, f"has content that is no text: {short(content)}")
+        raise wrong_message(i, message, f"has content that is no text: {abbreviate(content)}")
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
-            raise wrong_message(i, message, f"has a part of content that is no text: {short(part)}")
+            raise wrong_message(
+                i, message, f"has a part of content that is no text: {abbreviate(part)}"
+            )
     return "".join(part["text"] for part in content)
 
 
-def _checked_calls(i: int, message: Message) -> list[dict[str, Any]]:
-    """Return calls, each as {"function": {"name", "arguments"}} with its other fields kept."""
+def _normalize_calls(i: int, message: Message) -> list[dict[str, Any]]:
+    """Return calls as {"function": {"name", "arguments"}}, with their other fields unchanged."""
     if message["role"] != "assistant":
         raise wrong_message(i, message, "has tool_calls; only an assistant calls tools")
     calls = message["tool_calls"]
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise wrong_message(i, message, f"has tool_calls that are no list: {short(calls)}")
-    checked = []
+        raise wrong_message(i, message, f"has tool_calls that are no list: {abbreviate(calls)}")
+    normalized = []
     for n, call in enumerate(calls):
+        # Some data sets have the function's fields in the call itself.
         function = call.get("function", call) if isinstance(call, Mapping) else None
         fields = function if isinstance(function, Mapping) else {}
-        missing = "" if isinstance(fields.get("arguments"), (Mapping, str)) else "arguments"
-        missing = missing if isinstance(fields.get("name"), str) else "a name"
-        if missing:
-            raise wrong_message(i, message, f"has a call {n} without {missing}: {short(call)}")
-        checked.append({**(call if "function" in call else {}), "function": dict(fields)})
-    return checked
+        if not isinstance(fields.get("name"), str):
+            raise wrong_message(i, message, f"has a call {n} without a name: {abbreviate(call)}")
+        if not isinstance(fields.get("arguments"), (Mapping, str)):
+            raise wrong_message(i, message, f"has a call {n} without arguments: {abbreviate(call)}")
+        extra_fields = call if "function" in call else {}
+        normalized.append({**extra_fields, "function": dict(fields)})
+    return normalized
 
 
-def wrong_message(i: int, message: Message, what: str) -> DataError:
-    """Return the error that says what is wrong with message `i`.
+def wrong_message(i: int, message: Message, problem: str) -> DataError:
+    """Return the error for message `i`, with its role.
 
     Examples:
         >>> str(wrong_message(2, {"role": "user"}, "has no content"))
         'message 2 (user) has no content'
     """
     role = message.get("role") if isinstance(message, Mapping) else None
-    shown = f" ({role})" if isinstance(role, str) else ""
-    return DataError(f"message {i}{shown} {what}", where=i, got=message)
+    suffix = f" ({role})" if isinstance(role, str) else ""
+    return DataError(f"message {i}{suffix} {problem}", where=i, got=message)
 
 
-def short(value: Any) -> str:
-    """Return a value as code, shortened for a message.
+def abbreviate(value: Any) -> str:
+    """Return the `repr` of a value, truncated for a message.
 
     Examples:
-        >>> short("a" * 100)[-6:]
+        >>> abbreviate("a" * 100)[-6:]
         'aaa...'
     """
     text = repr(value)

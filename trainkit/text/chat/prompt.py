@@ -1,4 +1,4 @@
-"""What a model is given to answer."""
+"""Encode a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def encode_prompt(
     messages: Sequence[Message], tokenizer: Tokenizer, *, template: Template = chatml
 ) -> list[int]:
-    r"""Return the tokens of a conversation up to where the assistant's answer begins.
+    r"""Encode a conversation up to the beginning of the assistant's answer.
 
     Args:
         messages: As in `encode_chat`; the last is not the assistant's.

@@ -1,7 +1,7 @@
-"""The native templates as Jinja, which others' libraries read from a folder.
+"""The native templates as Jinja sources, which other libraries read from a folder.
 
-Each renders what the function of its name in `trainkit.text.chat.templates` does, of messages whose
-contents are texts, and refuses the tools, calls and roles that it refuses.
+Each renders the same text as the function of its name in `trainkit.text.chat.templates`, for
+messages whose contents are texts, and rejects the same tools, calls and roles.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Chat templates: from messages to the text that a model reads, in segments: who wrote which.
+"""Chat templates: render messages as text, in segments that each belong to a message.
 
-A template returns the text as segments, so that the mask of a conversation follows from whose
-segment a token lies in, and never from tags inside a template. Those of ChatML, Llama 3 and Qwen 3
-are written here and need no library; `make_jinja_template` takes any other from its Jinja source
-(`trainkit.text.chat.jinja`).
+The loss mask of a conversation depends on the segment that a token lies in, not on tags inside a
+template. The templates of ChatML, Llama 3 and Qwen 3 are written here and need no library;
+`make_jinja_template` makes any other from its Jinja source (`trainkit.text.chat.jinja`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any, Protocol
 
 import attrs
 
-from trainkit.text.chat.messages import Message, checked_messages, wrong_message
-from trainkit.text.tokenizers.special import (  # noqa: F401 (the room's)
+from trainkit.text.chat.messages import Message, normalize_messages, wrong_message
+from trainkit.text.tokenizers.special import (  # noqa: F401 (this package exports them)
     CHATML_SPECIAL,
     LLAMA3_SPECIAL,
     QWEN3_SPECIAL,
@@ -25,13 +24,13 @@ from trainkit.types import DataError
 
 @attrs.frozen
 class Segment:
-    """A stretch of a rendered conversation.
+    """A part of a rendered conversation.
 
     Attributes:
-        text: The characters; those of all segments, in order, are the conversation.
-        message: The number of the message it belongs to; None for what belongs to no message.
-        body: Whether the message's role said it: the words, the calls and the stop token, but not
-            the header before them.
+        text: The characters; all segments concatenated are the conversation.
+        message: The index of the message it belongs to; None if it belongs to none.
+        body: Whether the message's role produced it: the content, the calls and the stop token, but
+            not the header.
     """
 
     text: str
@@ -40,12 +39,12 @@ class Segment:
 
 
 class Template(Protocol):
-    """From messages to segments; `add_generation_prompt` ends with the header of an answer.
+    """Renders messages as segments; `add_generation_prompt` appends the header of an answer.
 
-    The segments of a message stand together, and messages come in their order. Of its segments any
-    number may be its body, with others between them: all of the body is trained on, and what is
-    between is not. A message without a body cannot be trained on. The stop token ends the last of
-    an assistant's bodies.
+    The segments of a message are adjacent, and messages are in order. Any number of a message's
+    segments may be its body, with others between them; only the body can be in the loss. A message
+    without a body cannot be trained on. The stop token is at the end of the last body segment of an
+    assistant's message.
     """
 
     def __call__(
@@ -71,15 +70,15 @@ def chatml(
 
     Args:
         messages: The conversation.
-        tools: Must be empty: ChatML says nothing about tools.
-        add_generation_prompt: Whether to end with the header of an answer.
+        tools: Must be empty: ChatML has no place for tools.
+        add_generation_prompt: Whether to append the header of an answer.
 
     Returns:
         The segments.
 
     Raises:
         ValueError: There are tools, for which ChatML has no place.
-        DataError: A message is wrong (see `checked_messages`), or calls tools.
+        DataError: A message is wrong (see `normalize_messages`), or calls tools.
 
     Examples:
         >>> [segment.text for segment in chatml([{"role": "user", "content": "hi"}])]
@@ -90,11 +89,12 @@ def chatml(
             f"chatml: got {len(tools)} tools, for which ChatML has no place; take qwen3 or llama3"
         )
     segments: list[Segment] = []
-    for i, message in enumerate(checked_messages(messages)):
+    for i, message in enumerate(normalize_messages(messages)):
         if "tool_calls" in message:
-            what = "has tool_calls, for which ChatML has no place; take qwen3 or llama3"
-            raise wrong_message(i, message, what)
-        segments += _im_turn(i, message["role"], message["content"])
+            raise wrong_message(
+                i, message, "has tool_calls, for which ChatML has no place; take qwen3 or llama3"
+            )
+        segments += _render_im_turn(i, message["role"], message["content"])
     return segments + [Segment("<|im_start|>assistant\n")] * add_generation_prompt
 
 
@@ -107,22 +107,21 @@ def qwen3(
 ) -> list[Segment]:
     r"""Render as Qwen 3 does: ChatML, with tools in the system turn and reasoning in `<think>`.
 
-    Reasoning (`reasoning_content`, or a `<think>` block in the content) is shown for the answers
-    after the last question only; before it, it is dropped. The last answer always has a block: an
-    empty one, where there is no reasoning, counts as part of the header, since the model did not
-    say it.
+    Reasoning (`reasoning_content`, or a `<think>` block in the content) is shown only for the
+    answers after the last question. The last answer always has a block: an empty one, if there is
+    no reasoning, is part of the header, since the model did not generate it.
 
     Args:
         messages: The conversation.
         tools: JSON schemas of the functions that may be called.
-        add_generation_prompt: Whether to end with the header of an answer.
+        add_generation_prompt: Whether to append the header of an answer.
         enable_thinking: False ends the generation prompt with an empty block.
 
     Returns:
         The segments.
 
     Raises:
-        DataError: A message is wrong (see `checked_messages`), or a developer's.
+        DataError: A message is wrong (see `normalize_messages`), or a developer's.
 
     Examples:
         >>> segments = qwen3(
@@ -131,34 +130,38 @@ def qwen3(
         >>> [segment.text for segment in segments if segment.message == 1]
         ['<|im_start|>assistant\n<think>\n\n</think>\n\n', 'A<|im_end|>', '\n']
     """
-    checked = checked_messages(messages)
-    segments = _qwen3_system(checked, tools)
-    last_query = max((i for i, m in enumerate(checked) if _is_query(m)), default=len(checked) - 1)
-    for i, message in enumerate(checked):
-        role, last = message["role"], i == len(checked) - 1
+    normalized = normalize_messages(messages)
+    segments = _render_qwen3_system(normalized, tools)
+    queries = [i for i, message in enumerate(normalized) if _is_query(message)]
+    last_query = max(queries, default=len(normalized) - 1)
+    for i, message in enumerate(normalized):
+        role = message["role"]
+        is_last = i == len(normalized) - 1
         if role == "developer":
             raise wrong_message(i, message, "has a role that Qwen 3 does not know")
         if role == "assistant":
-            segments += _qwen3_answer(i, message, may_think=i > last_query, last=last)
+            segments += _render_qwen3_answer(i, message, may_think=i > last_query, is_last=is_last)
         elif role == "tool":
-            begins = checked[i - 1]["role"] != "tool"
-            ends = last or checked[i + 1]["role"] != "tool"
-            header = "<|im_start|>user" * begins + "\n<tool_response>\n"
-            footer = "\n</tool_response>" + "<|im_end|>\n" * ends
+            # Consecutive answers of tools share one turn of the user.
+            starts_turn = normalized[i - 1]["role"] != "tool"
+            ends_turn = is_last or normalized[i + 1]["role"] != "tool"
+            header = "<|im_start|>user" * starts_turn + "\n<tool_response>\n"
+            footer = "\n</tool_response>" + "<|im_end|>\n" * ends_turn
             segments += [
                 Segment(header, i),
                 Segment(message["content"], i, body=True),
                 Segment(footer, i),
             ]
+        # A system message at the beginning is rendered already.
         elif role == "user" or i > 0:
-            segments += _im_turn(i, role, message["content"])
+            segments += _render_im_turn(i, role, message["content"])
     if add_generation_prompt:
         no_thoughts = "" if enable_thinking else "<think>\n\n</think>\n\n"
         segments.append(Segment("<|im_start|>assistant\n" + no_thoughts))
     return segments
 
 
-def _im_turn(i: int, role: str, content: str, header: str = "") -> list[Segment]:
+def _render_im_turn(i: int, role: str, content: str, header: str = "") -> list[Segment]:
     return [
         Segment(f"<|im_start|>{role}\n{header}", i),
         Segment(f"{content}<|im_end|>", i, body=True),
@@ -167,12 +170,10 @@ def _im_turn(i: int, role: str, content: str, header: str = "") -> list[Segment]
 
 
 def _is_query(message: Message) -> bool:
-    """Say whether a user asks: not where a tool's answer was put into a user's turn."""
-    content = message.get("content")
-    answer = (
-        content and content.startswith("<tool_response>") and content.endswith("</tool_response>")
-    )
-    return message["role"] == "user" and not answer
+    """Return whether a message is a user's own, not a tool's answer in a user's turn."""
+    content = message.get("content") or ""
+    is_tool = content.startswith("<tool_response>") and content.endswith("</tool_response>")
+    return message["role"] == "user" and not is_tool
 
 
 QWEN3_BEFORE_TOOLS = (
@@ -186,37 +187,53 @@ QWEN3_AFTER_TOOLS = (
 )
 
 
-def _qwen3_system(
+def _render_qwen3_system(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Segment]:
     first = messages[0] if messages[0]["role"] == "system" else None
     if not tools:
-        return [] if first is None else _im_turn(0, "system", first["content"])
-    signatures = "".join("\n" + _json(tool) for tool in tools)
+        return [] if first is None else _render_im_turn(0, "system", first["content"])
+    signatures = "".join("\n" + _to_json(tool) for tool in tools)
     rules = QWEN3_BEFORE_TOOLS + signatures + QWEN3_AFTER_TOOLS
     if first is None:
         return [Segment("<|im_start|>system\n" + rules)]
-    own = Segment(first["content"], 0, body=True)
-    return [Segment("<|im_start|>system\n", 0), own, Segment("\n\n" + rules, 0)]
+    return [
+        Segment("<|im_start|>system\n", 0),
+        Segment(first["content"], 0, body=True),
+        Segment("\n\n" + rules, 0),
+    ]
 
 
-def _qwen3_answer(i: int, message: Message, *, may_think: bool, last: bool) -> list[Segment]:
-    content, reasoning = message.get("content") or "", message.get("reasoning_content")
+def _render_qwen3_answer(
+    i: int, message: Message, *, may_think: bool, is_last: bool
+) -> list[Segment]:
+    content = message.get("content") or ""
+    reasoning = message.get("reasoning_content")
     if reasoning is None and "</think>" in content:
-        before, after = content.split("</think>")[0], content.split("</think>")[-1]
-        reasoning = before.rstrip("\n").split("<think>")[-1].lstrip("\n")
-        content = after.lstrip("\n")
-    header, body = "", content
-    if may_think and (last or reasoning):
+        # As the official template does: before the first tag, and after the last.
+        parts = content.split("</think>")
+        reasoning = parts[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+        content = parts[-1].lstrip("\n")
+    header = ""
+    body = content
+    if may_think and (is_last or reasoning):
+        # The last answer has a block even without reasoning; then the model did not write it.
         thoughts = (reasoning or "").strip("\n")
-        block, body = f"<think>\n{thoughts}\n</think>\n\n", content.lstrip("\n")
-        header, body = (block, body) if last and not thoughts else ("", block + body)
+        block = f"<think>\n{thoughts}\n</think>\n\n"
+        body = content.lstrip("\n")
+        if is_last and not thoughts:
+            header = block
+        else:
+            body = block + body
     for n, call in enumerate(message.get("tool_calls", ())):
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        written = arguments if isinstance(arguments, str) else _json(arguments)
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            # A string is JSON already.
+            arguments = _to_json(arguments)
         body += "\n" * bool(n or content)
-        body += f'<tool_call>\n{{"name": "{name}", "arguments": {written}}}\n</tool_call>'
-    return _im_turn(i, "assistant", body, header)
+        body += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    return _render_im_turn(i, "assistant", body, header)
 
 
 # ------------------------------------------------------------------------------------------ Llama 3
@@ -230,54 +247,58 @@ def llama3(
     date: str = "26 Jul 2024",
     tools_in_user_message: bool = True,
 ) -> list[Segment]:
-    r"""Render as Llama 3.1, 3.2 and 3.3 Instruct do, with a system turn that tells the date.
+    r"""Render as Llama 3.1, 3.2 and 3.3 Instruct do, with a system turn that holds the date.
 
-    An assistant's turn that calls a tool shows the call alone, as the official template does, and
-    holds one call. Arguments should be mappings: a string is quoted once more.
+    An assistant's turn with a tool call shows only the call, as in the official template, and has
+    one call. Arguments should be mappings: a string is quoted once more.
 
     Args:
-        messages: The conversation; contents lose the space at their edges.
+        messages: The conversation; contents are stripped of spaces at both ends.
         tools: JSON schemas of the functions that may be called.
-        add_generation_prompt: Whether to end with the header of an answer.
-        date: The day that the system turn says it is, as in "26 Jul 2024", which is what Llama 3.1
-            and 3.3 take when nobody says; 3.2 takes the present day.
-        tools_in_user_message: Whether tools stand in the first user's turn or in the system turn.
+        add_generation_prompt: Whether to append the header of an answer.
+        date: The date in the system turn. The default is that of Llama 3.1 and 3.3; 3.2 takes the
+            present day.
+        tools_in_user_message: Whether tools are in the first user's turn or in the system turn.
 
     Returns:
         The segments.
 
     Raises:
-        DataError: A message is wrong (see `checked_messages`), an assistant calls several tools at
-            once, or the first user's turn, which has to hold the tools, is missing.
+        DataError: A message is wrong (see `normalize_messages`), an assistant calls several tools
+            at once, or the first user's turn, which must hold the tools, is missing.
 
     Examples:
         >>> segments = llama3([{"role": "user", "content": "hi"}])
         >>> "".join(segment.text for segment in segments[-2:])
         '<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>'
     """
-    checked = checked_messages(messages)
-    has_system = checked[0]["role"] == "system"
-    inside = "" if tools is None else "".join(_json(tool, 4) + "\n\n" for tool in tools)
-    in_system = "" if tools is None or tools_in_user_message else LLAMA3_TOOLS_IN_SYSTEM + inside
-    dates = f"Cutting Knowledge Date: December 2023\nToday Date: {date}\n\n"
-    environment = "Environment: ipython\n" * (tools is not None)
+    normalized = normalize_messages(messages)
+    has_system = normalized[0]["role"] == "system"
+    # No tools and an empty list are different: the latter has a prompt without schemas.
+    schemas = "" if tools is None else "".join(_to_json(tool, 4) + "\n\n" for tool in tools)
+    system = _llama3_header("system")
+    system += "Environment: ipython\n" * (tools is not None)
+    system += f"Cutting Knowledge Date: December 2023\nToday Date: {date}\n\n"
+    if tools is not None and not tools_in_user_message:
+        system += LLAMA3_TOOLS_IN_SYSTEM + schemas
     owner = 0 if has_system else None
-    said = checked[0]["content"].strip() if has_system else ""
+    # The official template trims contents.
+    content = normalized[0]["content"].strip() if has_system else ""
     segments = [
         Segment("<|begin_of_text|>"),
-        Segment(_llama3_header("system") + environment + dates + in_system, owner),
-        Segment(said + "<|eot_id|>", owner, body=has_system),
+        Segment(system, owner),
+        Segment(content + "<|eot_id|>", owner, body=has_system),
     ]
-    for i, message in enumerate(checked[has_system:], int(has_system)):
-        first = i == has_system and tools is not None and tools_in_user_message
-        if first and message["role"] != "user":
-            what = "stands where the first user's turn has to hold the tools"
-            raise wrong_message(i, message, what)
-        header, body = _llama3_turn(i, message)
-        header += (LLAMA3_TOOLS_IN_USER + inside) * first
+    # From index 0 or 1: the system turn is rendered already.
+    for i, message in enumerate(normalized[has_system:], int(has_system)):
+        holds_tools = i == has_system and tools is not None and tools_in_user_message
+        if holds_tools and message["role"] != "user":
+            raise wrong_message(i, message, "is where the first user's turn must hold the tools")
+        header, body = _render_llama3_turn(i, message)
+        header += (LLAMA3_TOOLS_IN_USER + schemas) * holds_tools
         segments += [Segment(header, i), Segment(body + "<|eot_id|>", i, body=True)]
-    if tools is not None and tools_in_user_message and len(checked) == has_system:
-        raise DataError("llama3: the tools stand in the first user's turn, and there is none")
+    if tools is not None and tools_in_user_message and len(normalized) == has_system:
+        raise DataError("llama3: the tools go into the first user's turn, but there is none")
     return segments + [Segment(_llama3_header("assistant"))] * add_generation_prompt
 
 
@@ -299,21 +320,22 @@ def _llama3_header(role: str) -> str:
     return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
 
-def _llama3_turn(i: int, message: Message) -> tuple[str, str]:
+def _render_llama3_turn(i: int, message: Message) -> tuple[str, str]:
     """Return the header and the body of a message, without the stop token."""
     if message["role"] == "tool":
-        return _llama3_header("ipython"), _json(message["content"])
-    header, calls = _llama3_header(message["role"]), message.get("tool_calls")
+        return _llama3_header("ipython"), _to_json(message["content"])
+    header = _llama3_header(message["role"])
+    calls = message.get("tool_calls")
     if calls is None:
         return header, message["content"].strip()
     if len(calls) != 1:
         raise wrong_message(i, message, f"has {len(calls)} tool_calls; Llama 3 makes one at a time")
     function = calls[0]["function"]
-    written = _json(function["arguments"])
-    return header, f'{{"name": "{function["name"]}", "parameters": {written}}}'
+    arguments = _to_json(function["arguments"])
+    return header, f'{{"name": "{function["name"]}", "parameters": {arguments}}}'
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

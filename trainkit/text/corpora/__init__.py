@@ -1,11 +1,5 @@
 """Corpora: files of text or tokens as documents of tokens, checked and mapped."""
 
-from trainkit.text.corpora.inspect import describe_corpus, verify_corpus
-from trainkit.text.corpora.library import (
-    docstring_conversations,
-    is_library_source,
-    standard_library,
-)
 from trainkit.text.corpora.open import (
     count_document_labels,
     held_out_documents,
@@ -16,10 +10,23 @@ from trainkit.text.corpora.open import (
     open_corpus,
     open_library_corpus,
 )
-from trainkit.text.corpora.pairs import open_pairs, prolong_answers
+from trainkit.text.corpora.open_corpora import open_chats, open_corpora
+from trainkit.text.corpora.pack_corpora import (
+    pack_corpora,
+    pack_examples,
+    pack_mismatched_answers,
+    split_pairs,
+)
+from trainkit.text.corpora.pairs import open_pairs, open_preferences, prolong_answers
+from trainkit.text.corpora.python_library import (
+    docstring_conversations,
+    is_library_source,
+    standard_library,
+)
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
+from trainkit.text.corpora.verify import describe_corpus, verify_corpus
 
 __all__ = [
     "count_document_labels",
@@ -31,13 +38,20 @@ __all__ = [
     "is_held_out",
     "is_library_source",
     "match_recorded_names",
+    "open_chats",
     "open_conversations",
+    "open_corpora",
     "open_corpus",
     "open_library_corpus",
     "open_pairs",
+    "open_preferences",
     "open_tokens",
+    "pack_corpora",
+    "pack_examples",
+    "pack_mismatched_answers",
     "prolong_answers",
     "read_records",
+    "split_pairs",
     "standard_library",
     "verify_corpus",
     "write_corpus",

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from trainkit.text.corpora.text import damaged_file, split_runs
+from trainkit.text.corpora.text_files import damaged_file, split_runs
 from trainkit.types import needs_extra
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _read_batches(
             _ROWS,
             row_groups=range(file.num_row_groups)[start:end],
             columns=columns if has_all else None,
-            use_threads=False,
+            use_threads=False,  # `prepare` has a process for each core
         )
 
 

@@ -89,12 +89,50 @@ def write_content(
         Writes `file`, and nameless temporary files in its directory: the loss mask and the columns
         come after all tokens.
     """
-    limit = min(vocab_size or 1 << 32, 1 << 8 * dtype.itemsize)
-    offsets = array("q", [0])
-    has_mask: bool | None = None
     _write(file, bytes(BLOCK), path)  # replaced by the header, which needs all hashes
     content = _ChunkWriter(file, path)
+    limit = min(vocab_size or 1 << 32, 1 << 8 * dtype.itemsize)
+    offsets, has_mask = _write_documents(
+        content, path, documents, dtype=dtype, limit=limit, columns=columns
+    )
+    # The offsets come last: their number is unknown until the last document.
+    encoded_offsets = np.frombuffer(offsets, np.int64).astype("<i8").tobytes()
+    content.write(encoded_offsets)
+    content.finish()
+    _write(file, bytes(content.table), path)
+    header = Header(
+        dtype=dtype.name,
+        documents=len(offsets) - 1,
+        tokens=offsets[-1],
+        vocab_size=vocab_size,
+        trained=has_mask,
+        chunk_bytes=CHUNK,
+        offsets_sha256=hashlib.sha256(encoded_offsets).hexdigest(),
+        table_sha256=hashlib.sha256(content.table).hexdigest(),
+        tokenizer=tokenizer_hash,
+        columns=columns,
+        template=template_hash,
+        made_with=made_with,
+    )
+    file.seek(0)
+    _write(file, encode_header(get_header_fields(header)), path)
+
+
+def _write_documents(
+    content: _ChunkWriter,
+    path: Path,
+    documents: Iterable[ArrayLike | Sample],
+    *,
+    dtype: np.dtype[Any],
+    limit: int,
+    columns: Mapping[str, Column],
+) -> tuple[array[int], bool]:
+    """Write tokens, loss mask and columns; return the offsets, and whether there is a mask."""
+    # Of all that is written, only this stays in memory: 8 bytes a document.
+    offsets = array("q", [0])
+    has_mask: bool | None = None
     with ExitStack() as stack:
+        # The mask and the columns follow all tokens, so until then they go into files of their own.
         mask_file, *column_files = [
             stack.enter_context(_open_nameless(path)) for _ in range(1 + len(columns))
         ]
@@ -116,29 +154,11 @@ def write_content(
                 _write(column_file, little_endian.tobytes(), path)
         if has_mask is None:
             raise DataError(f"{path}: there are no documents to write", where=path)
+        # Aligned, so that the sections after the tokens can be viewed in their own dtype.
         content.write(bytes(-offsets[-1] * dtype.itemsize % 8))
         for section in [mask_file, *column_files] if has_mask else []:
             _copy_section(section, content, path)
-    encoded_offsets = np.frombuffer(offsets, np.int64).astype("<i8").tobytes()
-    content.write(encoded_offsets)
-    content.finish()
-    _write(file, bytes(content.table), path)
-    header = Header(
-        dtype=dtype.name,
-        documents=len(offsets) - 1,
-        tokens=offsets[-1],
-        vocab_size=vocab_size,
-        trained=has_mask,
-        chunk_bytes=CHUNK,
-        offsets_sha256=hashlib.sha256(encoded_offsets).hexdigest(),
-        table_sha256=hashlib.sha256(content.table).hexdigest(),
-        tokenizer=tokenizer_hash,
-        columns=columns,
-        template=template_hash,
-        made_with=made_with,
-    )
-    file.seek(0)
-    _write(file, encode_header(get_header_fields(header)), path)
+    return offsets, has_mask
 
 
 def _copy_section(section: BinaryIO, content: _ChunkWriter, path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.mapped import map_file
-from trainkit.text.corpora.layouts import (
+from trainkit.data.memory_map import map_file
+from trainkit.text.corpora.foreign_layouts import (
     FileLayout,
     Sidecar,
     offsets_path,
@@ -21,7 +21,7 @@ from trainkit.text.corpora.layouts import (
     read_sidecar,
     sidecar_path,
 )
-from trainkit.text.corpora.text import BLOCK, hash_file, open_file, read_at, wrong_size
+from trainkit.text.corpora.text_files import BLOCK, hash_file, open_file, read_at, wrong_size
 from trainkit.text.corpora.token_file import check_ids
 from trainkit.types import DataError
 
@@ -66,11 +66,8 @@ def open_foreign(
         ValueError: `eos_id` was given for a file that has document offsets or another eos.
     """
     layout, sidecar = _read_layout(path)
-    if eos_id is not None and (layout.offsets is not None or sidecar.eos_id not in {None, eos_id}):
-        raise ValueError(
-            f"open_corpus: {path}: eos_id={eos_id} is for files that do not say where documents "
-            f"end; this one {f'has {sidecar.eos_id}' if layout.offsets is None else 'does'}"
-        )
+    eos_id = _choose_eos(path, layout, sidecar, eos_id)
+    vocab_size = sidecar.vocab_size or vocab_size
     path = layout.path
     dtype = layout.dtype
     if layout.count == 0:
@@ -79,6 +76,7 @@ def open_foreign(
         read_all = max_chunks is None or os.fstat(file.fileno()).st_size <= WHOLE
         sha256 = hash_file(file, path) if read_all else _hash_samples(file, path)
         data, mapped = map_file(file, path)
+    # Compared again, since the file may have changed after its header was read.
     if mapped.size != layout.start + layout.count * dtype.itemsize:
         raise wrong_size(path, mapped.size, layout.start + layout.count * dtype.itemsize)
     if read_all and sidecar.sha256 not in {None, sha256}:
@@ -89,26 +87,25 @@ def open_foreign(
             want=sidecar.sha256,
         )
     tokens = data[layout.start :].view(dtype)
-    offsets = layout.offsets
-    if offsets is None:
-        offsets = _find_documents(tokens, sidecar.eos_id if eos_id is None else eos_id)
-    tokens_per_block = BLOCK // dtype.itemsize
-    num_blocks = -(-layout.count // tokens_per_block)
+    offsets = layout.offsets if layout.offsets is not None else _find_documents(tokens, eos_id)
+    block_size = BLOCK // dtype.itemsize
+    num_blocks = -(-layout.count // block_size)
     for block in range(num_blocks) if read_all else _sample_blocks(num_blocks):
-        start = block * tokens_per_block
         check_ids(
-            tokens[start : start + tokens_per_block],
-            start,
-            vocab_size=sidecar.vocab_size or vocab_size,
+            tokens[block * block_size : (block + 1) * block_size],
+            block * block_size,
+            vocab_size=vocab_size,
             offsets=offsets,
             first_byte=layout.start,
             path=path,
         )
+    # The same bytes in another dtype, or with other documents, are another corpus.
     content = f"{dtype.name} {sha256} {hashlib.sha256(offsets.tobytes()).hexdigest()}"
     return TokenCorpus(
+        # Checked ids are not negative, so signed ones can be viewed as unsigned, as elsewhere.
         tokens.view(f"u{dtype.itemsize}"),
         offsets,
-        sidecar.vocab_size or vocab_size,
+        vocab_size,
         digest=hashlib.sha256(content.encode()).hexdigest(),
         sources={path.name: sha256[:16]} | layout.sources,
         file=mapped,
@@ -131,6 +128,23 @@ def _read_layout(path: Path) -> tuple[FileLayout, Sidecar]:
             where=path,
         )
     return read_megatron_layout(path), Sidecar()
+
+
+def _choose_eos(path: Path, layout: FileLayout, sidecar: Sidecar, eos_id: int | None) -> int | None:
+    """Return the sidecar's eos, or the given one if the file leaves it open."""
+    if eos_id is None:
+        return sidecar.eos_id
+    if layout.offsets is not None:
+        raise ValueError(
+            f"open_corpus: {path}: eos_id={eos_id} is for files that do not say where documents "
+            "end; this one does"
+        )
+    if sidecar.eos_id not in {None, eos_id}:
+        raise ValueError(
+            f"open_corpus: {path}: eos_id={eos_id} is for files that do not say where documents "
+            f"end; this one has {sidecar.eos_id}"
+        )
+    return eos_id
 
 
 # ------------------------------------------------------------------------------------------ content

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainkit.text.corpora.text import open_file, read_blocks
+from trainkit.text.corpora.text_files import open_file, read_blocks
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def read_results(path: Path, start: int = 0, end: int | None = None) -> Iterator
     unfinished = bytearray()
     with open_file(path) as file:
         for block in read_blocks(file, path, start):
+            # Split as bytes: in UTF-8 a newline byte is never a part of another character.
             *finished, last = block.split(b"\n")
             for tail in finished:
                 line = bytes(unfinished) + tail

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import numpy as np
 
+from trainkit.data.concat import ConcatCorpus, combine_digests, concat_corpora, fingerprint
 from trainkit.data.corpus import TokenCorpus, collect_documents, make_corpus
 from trainkit.data.documents import check_columns
-from trainkit.data.joined import ConcatCorpus, concat_corpora, fingerprint, joint_digest
 from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.noise.jit import jit
-from trainkit.text.corpora.library import (
+from trainkit.text.corpora.python_library import (
     docstring_conversations,
     is_library_source,
     standard_library,
 )
-from trainkit.text.corpora.records import list_document_files, read_records, record_place
+from trainkit.text.corpora.records import describe_record, list_document_files, read_records
 from trainkit.text.corpora.shards import find_token_files, open_parts
-from trainkit.text.corpora.text import TEXT_SUFFIXES, check_readable
+from trainkit.text.corpora.text_files import TEXT_SUFFIXES, check_readable
 from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
 from trainkit.text.tokenizers.documents import encode_documents
 from trainkit.types import Corpus, DataError, check_range
@@ -123,11 +123,13 @@ def open_corpus(
         vocab_size = getattr(tokenizer or encode, "vocab_size", None)
         return _encode_files(path, encode, vocab_size, suffixes, keep)
     tokenizer = tokenizer or make_byte_tokenizer()
+    # Of records `field` holds the text; a text file is read as a record with `text`.
     first = list_document_files(path, suffixes=suffixes, keep=keep)[0]
     encode = make_text_encoder(
         tokenizer, field="text" if first.endswith(tuple(suffixes)) else field
     )
     corpus = _encode_files(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
+    # A document of BOS and EOS alone has no text.
     num_separators = len(encode_documents(tokenizer, [""])[0])
     if (corpus.lengths <= num_separators).all():
         raise DataError(
@@ -168,12 +170,14 @@ def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokeni
             )
         if covered and part.tokenizer_hash is not None and part.tokenizer_hash not in covered:
             file = path if part.file is None else part.file.path
-            advice = "open it with that tokenizer, or make it again"
-            if name is not None:
-                advice = f"give --tokenizer {name}, which made it"
+            its_name = (
+                "the one that made it, or make it again"
+                if name is None
+                else f"{name}, which made it"
+            )
             raise DataError(
                 f"{file}: its tokens were made by the tokenizer {part.tokenizer_hash}, and this "
-                f"one is {covered[-1]}; the same ids mean other text: {advice}",
+                f"one is {covered[-1]}; the same ids mean other text: give --tokenizer {its_name}",
                 where=file,
                 got=part.tokenizer_hash,
                 want=covered[-1],
@@ -196,7 +200,7 @@ def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | N
                 f"{file}: its conversations were written with the template "
                 f"{part.made_with.get('template', 'another')} ({part.template_hash}), and the "
                 f"model's is {template} ({expected}); take that one by --template, or make the "
-                f"file anew: python -m trainkit prepare --messages --template {template}",
+                f"file again: python -m trainkit prepare --messages --template {template}",
                 where=file,
                 got=part.template_hash,
                 want=expected,
@@ -216,6 +220,7 @@ def is_held_out(name: str, *, one_in: int = 20) -> bool:
         57
     """
     check_range("held_out", at_least=1, one_in=one_in)
+    # Not Python's `hash`, which differs between processes; file names may hold surrogates.
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little") % one_in == 0
 
@@ -337,6 +342,7 @@ def hold_out(
     else:
         corpus = _split_documents(corpus, piece)
     mask = held_out_documents(corpus, one_in=one_in)
+    # By chance the hash may select no chunk; evaluation needs one, and training the others.
     if not mask.any() and len(mask) > 1:
         mask[-1] = True
     return corpus, mask
@@ -353,8 +359,9 @@ def _split_documents(corpus: TokenCorpus, chunk_length: int) -> TokenCorpus:
     return attrs.evolve(
         corpus,
         offsets=np.append(starts, corpus.offsets[-1]),
+        # Chunks are held out by their indices: names of documents would keep them together.
         names=None,
-        digest=None if digest is None else joint_digest([digest, str(chunk_length)]),
+        digest=None if digest is None else combine_digests([digest, str(chunk_length)]),
     )
 
 
@@ -448,7 +455,7 @@ def _encode_files(
     def iterate_documents() -> Iterator[tuple[str, ArrayLike | Sample]]:
         for name, record in read_records(path, suffixes=suffixes, keep=keep, sources=sources):
             names.append(name)
-            origin = record_place(path, name)
+            origin = describe_record(path, name)
             yield origin, encode_record(encode, record, origin)
 
     corpus = collect_documents(
@@ -458,11 +465,14 @@ def _encode_files(
     )
     if not len(corpus.tokens):
         kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
-        result = "none has a token" if names else "none was kept"
+        if not names:
+            raise DataError(f"{path}: no documents: of its {kinds}, none is selected", where=path)
         dropped = getattr(encode, "counts", {}).get("dropped", 0)
-        if dropped:
-            result += f": {dropped} were dropped, as too long"
-        raise DataError(f"{path}: no documents: of its {kinds}, {result}", where=path)
+        raise DataError(
+            f"{path}: no documents: of its {kinds}, none has a token"
+            f"{f': {dropped} were dropped, as too long' if dropped else ''}",
+            where=path,
+        )
     return attrs.evolve(corpus, names=names, sources=sources)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.data.corpus import TokenCorpus, make_corpus
-from trainkit.text.corpora.library import docstring_conversations
+from trainkit.text.chat import encode_preference_pair, format_answers_warning, load_template
 from trainkit.text.corpora.open import encode_record
-from trainkit.text.corpora.records import read_records, record_place
-from trainkit.types import DataError
+from trainkit.text.corpora.python_library import docstring_conversations
+from trainkit.text.corpora.records import describe_record, read_records
+from trainkit.types import DataError, Log, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,7 +48,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         >>> from trainkit.text.chat import CHATML_SPECIAL, encode_preference_pair
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
-        >>> encode = partial(encode_pair, tokenizer=tokenizer)
+        >>> encode = partial(encode_preference_pair, tokenizer=tokenizer)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "pairs.jsonl"
         ...     _ = file.write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "11"}')
@@ -62,14 +65,59 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         else:
             records = read_records(path, sources=sources)
         for name, record in records:
+            # One name for both halves: they are held out together.
             names.extend([name, name])
-            origin = name if path is None else record_place(path, name)
+            origin = name if path is None else describe_record(path, name)
             yield from encode_record(encode, record, origin)
 
     corpus = make_corpus(encode_pairs(), vocab_size=vocab_size)
     if path is not None and not names:
         raise DataError(f"{path}: no pairs: it has no lines or rows", where=path)
     return attrs.evolve(corpus, names=names, sources=sources)
+
+
+def open_preferences(
+    path: Path | None,
+    *,
+    tokenizer: Any,
+    template: str,
+    log: Log = log_info,
+) -> TokenCorpus:
+    """Open preference pairs as tokens, written by a chat template.
+
+    `open_pairs` with `chat.encode_preference_pair`.
+
+    Args:
+        path: As in `open_pairs`.
+        tokenizer: As in `chat.encode_preference_pair`.
+        template: The name of the template, as in `chat.load_template`.
+        log: Called with the name of the source, and with a warning if the template hides answers.
+
+    Raises:
+        DataError: As `open_pairs` and `chat.format_answers_warning`.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.text.chat import CHATML_SPECIAL
+        >>> from trainkit.text.tokenizers import make_byte_tokenizer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "pairs.jsonl"
+        ...     _ = file.write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "11"}')
+        ...     corpus = open_preferences(
+        ...         file, tokenizer=make_byte_tokenizer(CHATML_SPECIAL), template="chatml"
+        ...     )
+        >>> corpus.lengths
+        array([26, 27])
+    """
+    log(f"reading {path or 'pairs of docstrings from the standard library'}")
+    counts: Counter[str] = Counter()
+    encode = partial(
+        encode_preference_pair, tokenizer=tokenizer, template=load_template(template), counts=counts
+    )
+    pairs = open_pairs(path, encode, vocab_size=tokenizer.vocab_size)
+    if warning := format_answers_warning(counts):
+        log(warning)
+    return pairs
 
 
 def prolong_answers(

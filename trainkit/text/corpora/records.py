@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.text.corpora.formats import RECORD_FORMATS
-from trainkit.text.corpora.text import (
+from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
     check_readable,
     hash_file,
@@ -67,6 +67,7 @@ def read_records(
     path = Path(path)
     check_readable(path)
     names = list_document_files(path, suffixes=suffixes, keep=keep)
+    # All names are of one format, so the first decides.
     if names[0].endswith(tuple(suffixes)):
         return _read_text_records(path if path.is_dir() else path.parent, names, keep, sources)
     if not path.is_dir():
@@ -94,39 +95,39 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
     all_names = list_files(root)
     text = tuple(suffixes)
     by_format = [[name for name in all_names if name.endswith(text)]]
+    # A suffix may be of text and of records: as the caller names it, it is of text.
     by_format += [
         [name for name in all_names if name.endswith(suffix) and not name.endswith(text)]
         for suffix in RECORD_FORMATS
     ]
     by_format = [names for names in by_format if names]
+    # Only then: `keep` may select records by their names, which are not those of files.
     if len(by_format) > 1 and keep is not None:
         by_format = [
             selected for names in by_format if (selected := [name for name in names if keep(name)])
         ]
     if len(by_format) == 1:
         return by_format[0]
-    problem = "no file of text or records"
-    if by_format:
-        problem = f"both {by_format[0][0]} and {by_format[1][0]}"
+    conflict = f"both {by_format[0][0]} and {by_format[1][0]}" if by_format else None
     raise DataError(
-        f"{root}: there is {problem}; give a directory of text files ({', '.join(suffixes)}), or "
-        f"of files of one format of {', '.join(RECORD_FORMATS)}",
+        f"{root}: there is {conflict or 'no file of text or records'}; give a directory of text "
+        f"files ({', '.join(suffixes)}), or of files of one format of {', '.join(RECORD_FORMATS)}",
         where=root,
-        hint="exclude one format with `keep`, or --exclude of prepare" if by_format else None,
+        hint="exclude one format with `keep`, or --exclude of prepare" if conflict else None,
     )
 
 
-def record_place(path: Path, name: str) -> str:
+def describe_record(path: Path, name: str) -> str:
     """Return the file, and the line or row, of a record that `read_records` named; for messages.
 
     Examples:
-        >>> record_place(Path("a.jsonl"), "3")
+        >>> describe_record(Path("a.jsonl"), "3")
         'a.jsonl: line 3'
     """
     if path.is_dir():
         file, _, number = name.rpartition(":")
         is_in_shard = file.endswith(tuple(RECORD_FORMATS)) and number.isdecimal()
-        return record_place(path / file, number) if is_in_shard else f"{path / name}"
+        return describe_record(path / file, number) if is_in_shard else f"{path / name}"
     if path.suffix not in RECORD_FORMATS:
         return f"{path}"
     return f"{path}: {RECORD_FORMATS[path.suffix].record} {name}"
@@ -154,6 +155,7 @@ def _read_file_records(
             where=path,
             hint=f"text has a name that ends in {', '.join(TEXT_SUFFIXES)}",
         )
+    # Called here, not in the generator, so that a missing library is reported at once.
     records = RECORD_FORMATS[path.suffix].read(
         path, keep=None if keep is None else lambda number: keep(str(number))
     )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from trainkit.text.corpora.foreign import FOREIGN_SUFFIXES
+from trainkit.text.corpora.foreign_layouts import Sidecar, read_sidecar
 from trainkit.text.corpora.formats import RECORD_FORMATS, TOKEN_FORMATS
-from trainkit.text.corpora.layouts import Sidecar, read_sidecar
-from trainkit.text.corpora.text import (
+from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
     check_readable,
     list_files,
@@ -56,6 +56,7 @@ def find_token_files(
     names = list_files(path)
     texts = [name for name in names if name.endswith(tuple(suffixes))]
     texts = texts or [name for name in names if name.endswith(tuple(RECORD_FORMATS))]
+    # Without text all token files count: their documents have no names to select by.
     if texts and keep is not None:
         names = [name for name in names if keep(name)]
     shards = _select_shards(path, names, has_text=bool(texts))
@@ -93,12 +94,12 @@ def _select_shards(root: Path, names: Sequence[str], *, has_text: bool) -> list[
     return by_format[0] if by_format else []
 
 
-def describe_unread_files(path: Path, kinds: Sequence[str] | None = None) -> str:
+def describe_unread_files(path: Path, suffixes: Sequence[str] | None = None) -> str:
     """Describe the files of a directory that are not read; "" if there are none.
 
     Args:
         path: The directory; for a file the result is "".
-        kinds: The suffixes of the files that are read, or that belong to those; by default all
+        suffixes: The suffixes of the files that are read, or that belong to those; by default all
             that `open_corpus` reads.
 
     Examples:
@@ -112,10 +113,10 @@ def describe_unread_files(path: Path, kinds: Sequence[str] | None = None) -> str
     """
     if not path.is_dir():
         return ""
-    if kinds is None:
+    if suffixes is None:
         companions = [suffix for row in TOKEN_FORMATS.values() for suffix in row.companions]
-        kinds = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
-    others = [name for name in list_files(path) if not name.endswith(tuple(kinds))]
+        suffixes = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
+    others = [name for name in list_files(path) if not name.endswith(tuple(suffixes))]
     links = list_linked_folders(path)
     messages = []
     if others:
@@ -157,6 +158,7 @@ def open_parts(
             path,
             vocab_size=vocab_size,
             eos_id=eos_id,
+            # Fewer chunks of each of many files, so that opening them takes no longer.
             max_chunks=None if full else max(1, min(SAMPLED, _MAX_CHUNKS // len(names))),
         )
         folder = name[: -len(path.name)]

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from trainkit.data.documents import check_columns
-from trainkit.text.corpora.text import read_at
+from trainkit.text.corpora.text_files import read_at
 from trainkit.types import Column, DataError
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class Header:
     def digest(self) -> str:
         """A hash of the corpus; the same bytes under another dtype are another corpus."""
         text = f"{self.dtype} {self.trained} {self.chunk_bytes} {self.table_sha256}"
+        # The names and types of columns are in the header, which the chunks do not cover.
         text += f" {list_columns(self.columns)}" if self.columns else ""
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -128,6 +129,7 @@ def list_columns(columns: Mapping[str, Column]) -> list[list[Any]]:
 
 def get_header_fields(header: Header) -> dict[str, Any]:
     """Return the fields of a header as JSON values; empty ones of later versions are omitted."""
+    # A file without these fields is byte for byte as older versions wrote it.
     later = ("columns", "template", "made_with")
     fields = attrs.asdict(header, filter=lambda field, _: field.name not in later)
     if header.columns:
@@ -166,6 +168,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
             got=block[:8],
             want=MAGIC,
         )
+    # After 8 bytes of magic, 8 of the length and 32 of the hash.
     end = 48 + int.from_bytes(block[8:16], "little")
     text = block[48:end]
     is_intact = hashlib.sha256(text).digest() == block[16:48] and not block[end:].strip(b"\0")
@@ -193,6 +196,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
         )
     header = _parse_header(fields, path)
     size = os.fstat(file.fileno()).st_size
+    # From here on sections can be sliced without checks: the file holds all of them.
     if size != header.size:
         raise DataError(
             f"{path}: this token file has {size} bytes instead of {header.size}",
@@ -267,6 +271,7 @@ def sample_chunks(count: int, max_chunks: int | None) -> list[int]:
     if max_chunks < 3:
         return sorted({draw(count) for _ in range(max_chunks)})
     bounds = [1 + part * (count - 2) // (max_chunks - 2) for part in range(max_chunks - 1)]
+    # One chunk from each of equal ranges, so that no part of the file is left out for long.
     middle = (draw(bounds[i], bounds[i + 1]) for i in range(max_chunks - 2))
     return [0, *middle, count - 1]
 
@@ -325,6 +330,7 @@ def check_ids(
     Raises:
         DataError: A token is out of range. The message names it, its document and its position.
     """
+    # Without a vocabulary only the sign of an id can be wrong.
     limit = vocab_size if vocab_size is not None else 1 << 8 * tokens.itemsize
     low = 0 if tokens.dtype.kind == "u" else int(tokens.min(initial=0))
     # A pass over the tokens is skipped where their dtype rules out ids above the limit.

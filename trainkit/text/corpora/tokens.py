@@ -11,10 +11,10 @@ import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, smallest_dtype
-from trainkit.data.mapped import map_file
+from trainkit.data.memory_map import map_file
 from trainkit.files import atomic_write
 from trainkit.text.corpora.content import write_content
-from trainkit.text.corpora.text import check_readable, open_file
+from trainkit.text.corpora.text_files import check_readable, open_file
 from trainkit.text.corpora.token_file import (
     BLOCK,
     DTYPES,
@@ -110,6 +110,7 @@ def write_corpus(
             template_hash=template_hash,
             made_with=made_with or {},
         )
+    # What has just been written need not be read again.
     return open_tokens(path, check="none")
 
 
@@ -154,10 +155,12 @@ def open_part(
     check_readable(path)
     with open_file(path) as file:
         header = read_header(file, path)
+        # Before the map: a read error raises here, and would kill the process there.
         checked = list(check_chunks(file, header, sample_chunks(header.chunks, max_chunks), path))
         data, mapped = map_file(file, path)
     dtype = header.token_dtype
     tokens = data[BLOCK : BLOCK + header.tokens * dtype.itemsize].view(dtype)
+    # All sections are views of the map, whatever the size of the file.
     trained = None
     if header.trained:
         trained = data[header.trained_at : header.trained_at + header.tokens]

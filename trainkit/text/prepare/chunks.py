@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.text.corpora.formats import RECORD_FORMATS
-from trainkit.text.corpora.records import list_document_files, record_place
-from trainkit.text.corpora.text import check_readable, read_text, split_runs
+from trainkit.text.corpora.records import describe_record, list_document_files
+from trainkit.text.corpora.text_files import check_readable, read_text, split_runs
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ class Chunk:
         path: The directory or the file.
         files: The metadata of each file in the chunk when the source was split; names are relative
             to the directory.
-        begin: The first byte, row group or record batch; 0 in a directory.
+        start: The first byte, row group or record batch; 0 in a directory.
         end: One after the last; in a directory the number of files.
         bytes: The size of the chunk in the source.
     """
 
     path: Path
     files: tuple[Stats, ...]
-    begin: int
+    start: int
     end: int
     bytes: int
 
@@ -72,12 +72,14 @@ def split_source(
         ...     path = Path(folder) / "a.jsonl"
         ...     _ = path.write_text('{"text": "one"}\n{"text": "two"}\n')
         ...     chunks = split_source(path, suffixes=[".txt"], chunk_bytes=4)
-        ...     [(chunk.begin, chunk.end) for chunk in chunks]
+        ...     [(chunk.start, chunk.end) for chunk in chunks]
         [(0, 16), (16, 32)]
     """
     check_readable(path)
     if path.is_dir():
         names = list_document_files(path, suffixes=suffixes, keep=keep)
+        # `keep` is applied even to files of one format, as `list_document_files` returns all of
+        # them.
         selected = [name for name in names if keep is None or keep(name)]
         if names[0].endswith(tuple(suffixes)):
             return _split_text_files(path, selected, chunk_bytes)
@@ -95,7 +97,7 @@ def split_source(
 
 
 def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a chunk in order; `document_name` names them.
+    """Yield the records of a chunk in order; `describe_document` names them.
 
     Args:
         chunk: A chunk from `split_source`.
@@ -112,12 +114,12 @@ def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterato
             yield {"text": read_text(chunk.path / name)}
     else:
         read = RECORD_FORMATS[chunk.path.suffix].read
-        for _, record in read(chunk.path, chunk.begin, chunk.end, columns=columns):
+        for _, record in read(chunk.path, chunk.start, chunk.end, columns=columns):
             yield record
     _check_unchanged(chunk)
 
 
-def document_name(chunk: Chunk, index: int) -> str:
+def describe_document(chunk: Chunk, index: int) -> str:
     """Return the file and the line or row (from 1) of document `index` of a chunk, for messages.
 
     It may read all of the file that comes before the document.
@@ -125,7 +127,7 @@ def document_name(chunk: Chunk, index: int) -> str:
     if chunk.path.is_dir():
         return str(chunk.path / chunk.files[index][0])
     locate = RECORD_FORMATS[chunk.path.suffix].locate
-    return record_place(chunk.path, str(locate(chunk.path, chunk.begin, index)))
+    return describe_record(chunk.path, str(locate(chunk.path, chunk.start, index)))
 
 
 def describe_chunk(chunk: Chunk) -> str:
@@ -133,7 +135,7 @@ def describe_chunk(chunk: Chunk) -> str:
     if chunk.path.is_dir():
         return f"{chunk.path}, files {chunk.files[0][0]} to {chunk.files[-1][0]}"
     unit = RECORD_FORMATS[chunk.path.suffix].range_unit
-    return f"{unit} {chunk.begin} to {chunk.end} of {chunk.path}"
+    return f"{unit} {chunk.start} to {chunk.end} of {chunk.path}"
 
 
 def _split_text_files(root: Path, names: Sequence[str], min_bytes: int) -> list[Chunk]:
@@ -144,7 +146,7 @@ def _split_text_files(root: Path, names: Sequence[str], min_bytes: int) -> list[
         Chunk(
             path=root,
             files=tuple(stats[start:end]),
-            begin=0,
+            start=0,
             end=end - start,
             bytes=sum(size for _, size, _ in stats[start:end]),
         )

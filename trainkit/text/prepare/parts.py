@@ -21,16 +21,17 @@ from typing import Any
 import attrs
 import orjson
 
+from trainkit.data.concat import ConcatCorpus, concat_corpora
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, check_document
-from trainkit.data.joined import ConcatCorpus, concat_corpora
 from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.text.corpora.tokens import SUFFIX, Check, open_tokens, write_corpus
-from trainkit.text.prepare.chunks import Chunk, document_name, read_chunk
+from trainkit.text.prepare.chunks import Chunk, describe_document, read_chunk
 from trainkit.text.tokenizers.documents import encode_documents, get_text
 from trainkit.text.tokenizers.open import tokenizer_hash
 from trainkit.types import Column, DataError, Tokenizer
 
+# Increased when the same source gives other parts: older ones are then made again.
 FORMAT = 2
 _BATCH = 64  # documents that are encoded at a time
 _HEARTBEAT = 0.5  # seconds between two heartbeats
@@ -71,7 +72,12 @@ class Work:
 
 
 def make_work(
-    folder: Path, tokenizer: Tokenizer, make_encode: MakeEncode | None, field: str
+    folder: Path,
+    tokenizer: Tokenizer,
+    make_encode: MakeEncode | None,
+    field: str,
+    *,
+    template_hash: str | None = None,
 ) -> Work:
     """Make the `Work` of a run.
 
@@ -84,6 +90,7 @@ def make_work(
         "tokenizer": tokenizer_hash(tokenizer),
         "vocab_size": getattr(tokenizer, "vocab_size", None),
         "encode": f"field {field}" if make_encode is None else identify(make_encode),
+        "template": template_hash,
     }
     return Work(folder.absolute(), tokenizer, make_encode, field, settings)
 
@@ -127,6 +134,7 @@ def code_version() -> str:
         version = metadata.version("trainkit-lm")
     except metadata.PackageNotFoundError:
         version = "not installed"
+    # Ids depend on this code, so a part of other code is made again.
     text = Path(__file__).parents[1]
     files = [*(text / "chat").rglob("*.py"), *(text / "tokenizers").rglob("*.py")]
     digest = hashlib.sha256()
@@ -140,7 +148,7 @@ def make_part_key(settings: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:
     return {
         **settings,
         "source": str(chunk.path.absolute()),
-        "begin": chunk.begin,
+        "begin": chunk.start,
         "end": chunk.end,
         "files": [list(stats) for stats in chunk.files],
     }
@@ -161,10 +169,12 @@ def identify(value: Any) -> str:
         ('3', "('a', None)")
     """
     if isinstance(value, partial):
+        # Sorted, as the order of keywords does not matter.
         bound = [value.func, *value.args, *itertools.chain(*sorted(value.keywords.items()))]
         return f"partial({', '.join(map(identify, bound))})"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         try:
+            # A function under the same name may have changed.
             source = inspect.getsource(value)
         except OSError:
             source = ""
@@ -234,11 +244,13 @@ def make_part_writer(work: Work) -> WritePart:
             tally = Tally(
                 documents=len(lengths),
                 tokens=int(lengths.sum()),
+                # Dropped records have no tokens either, and are counted by the encoder.
                 empty_documents=int((lengths <= empty_length).sum()) - counts.get("dropped", 0),
                 counts=counts,
                 digest=corpus.digest,
             )
         text = orjson.dumps({"key": make_part_key(work.settings, chunk), **attrs.asdict(tally)})
+        # Written last: without it a part does not count.
         path = path.with_suffix(".json")
         with atomic_write(path, by="prepare") as file, convert_disk_errors(path, by="prepare"):
             file.write(text)
@@ -277,7 +289,7 @@ def _raise_for_record(
         try:
             encode_batch([record])
         except Exception as error:
-            origin = document_name(chunk, index)
+            origin = describe_document(chunk, index)
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise DataError(f"{origin}: {kind}{error}", where=origin) from error
 
@@ -302,6 +314,7 @@ def read_finished_part(
         return None, ""
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         return None, f"{path.with_suffix('.json').name} is damaged ({error})"
+    # Through JSON, in which tuples become lists, as the stored key went.
     for name, expected in orjson.loads(orjson.dumps(key)).items():
         if stored_key.get(name) != expected:
             return None, _describe_change(name, stored_key.get(name), expected)

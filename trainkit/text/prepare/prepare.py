@@ -17,7 +17,7 @@ from trainkit.files import convert_disk_errors, fsync_folder
 from trainkit.text.chat.encode import format_answers_warning
 from trainkit.text.corpora.formats import RECORD_FORMATS
 from trainkit.text.corpora.shards import describe_unread_files
-from trainkit.text.corpora.text import TEXT_SUFFIXES, check_name
+from trainkit.text.corpora.text_files import TEXT_SUFFIXES, check_name
 from trainkit.text.corpora.tokens import SUFFIX, write_corpus
 from trainkit.text.prepare.chunks import Chunk, split_source
 from trainkit.text.prepare.parts import (
@@ -57,7 +57,7 @@ class PrepareProgress:
         tokens: Their tokens.
         bytes: Finished bytes of the source, those of an earlier run included.
         total_bytes: Bytes of the whole source.
-        kept_bytes: Bytes that an earlier run had finished.
+        reused_bytes: Bytes that an earlier run had finished.
         seconds: Duration of this run so far.
     """
 
@@ -65,7 +65,7 @@ class PrepareProgress:
     tokens: int
     bytes: int
     total_bytes: int
-    kept_bytes: int
+    reused_bytes: int
     seconds: float
 
 
@@ -84,7 +84,7 @@ class PrepareResult:
             tokens.
         vocab_size: The tokenizer's vocabulary.
         digest: The token file's hash.
-        parts_kept: Parts that an earlier run had finished.
+        parts_reused: Parts that an earlier run had finished.
         workers: The number of processes; None with an `executor`.
         seconds: Duration of the run.
         tokens_per_second: Tokens of this run over its seconds.
@@ -98,7 +98,7 @@ class PrepareResult:
     counts: Mapping[str, int]
     vocab_size: int | None
     digest: str | None
-    parts_kept: int
+    parts_reused: int
     workers: int | None
     seconds: float
     tokens_per_second: float
@@ -183,31 +183,19 @@ def prepare_corpus(
     out = Path(out)
     check_output(out)
     check_range("prepare", at_least=1, workers=workers)
-    work = make_work(out.with_name(f"{out.name}.parts"), tokenizer, make_encode, field)
-    work = attrs.evolve(work, settings={**work.settings, "template": template_hash})
+    folder = out.with_name(f"{out.name}.parts")
+    work = make_work(folder, tokenizer, make_encode, field, template_hash=template_hash)
     sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
     chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
-    for path in sources:
-        if message := describe_unread_files(path, (*suffixes, *RECORD_FORMATS)):
-            log(message)
+    _log_unread_files(sources, (*suffixes, *RECORD_FORMATS), log)
     with lock_output(out), _make_parts_folder(work.folder):
-        parts = _find_finished_parts(work, chunks, log)
-        reused = dict(parts)
-        report = _ProgressReport(chunks, parts, progress, start_time)
-        used_workers = _write_parts(
-            work,
-            {index: chunk for index, chunk in enumerate(chunks) if index not in reused},
-            executor,
-            workers,
-            timeout=timeout,
-            on_part=report.add,
-        )
-        total = add_tallies(parts.values())
-        _check_content(total, sources)
-        if warning := format_answers_warning(total.counts):
-            log(warning)
-        log(f"joining {len(chunks)} parts: {total.documents} documents, {total.tokens} tokens")
-        corpus = _concat_parts(out, work, [parts[i] for i in range(len(chunks))], made_with)
+        reused = _find_finished_parts(work, chunks, log)
+        report = _ProgressReport(chunks, reused, progress, start_time)
+        used_workers = _write_parts(work, chunks, report, executor, workers, timeout=timeout)
+        parts = [report.parts[index] for index in range(len(chunks))]
+        total = add_tallies(parts)
+        _check_content(total, sources, log)
+        corpus = _concat_parts(out, work, parts, made_with, log)
     seconds = time.monotonic() - start_time
     return PrepareResult(
         path=out,
@@ -218,7 +206,7 @@ def prepare_corpus(
         counts=total.counts,
         vocab_size=work.settings["vocab_size"],
         digest=corpus.digest,
-        parts_kept=len(reused),
+        parts_reused=len(reused),
         workers=used_workers,
         seconds=seconds,
         tokens_per_second=(total.tokens - add_tallies(reused.values()).tokens) / seconds,
@@ -226,34 +214,34 @@ def prepare_corpus(
 
 
 class _ProgressReport:
-    """Adds finished parts to `parts`, and reports the progress."""
+    """Collects the finished parts in `parts`, and reports the progress."""
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        parts: dict[int, Tally],
+        reused: Mapping[int, Tally],
         progress: Callable[[PrepareProgress], object] | None,
         start_time: float,
     ) -> None:
         self.total_bytes = sum(chunk.bytes for chunk in chunks)
         self._chunks = chunks
-        self._parts = parts
+        self.parts = dict(reused)
         self._progress = progress
         self._start_time = start_time
-        self._reused_bytes = sum(chunks[index].bytes for index in parts)
+        self._reused_bytes = sum(chunks[index].bytes for index in reused)
 
     def add(self, index: int, part: Tally) -> None:
-        self._parts[index] = part
+        self.parts[index] = part
         if self._progress is None:
             return
-        finished = add_tallies(self._parts.values())
+        finished = add_tallies(self.parts.values())
         self._progress(
             PrepareProgress(
                 documents=finished.documents,
                 tokens=finished.tokens,
-                bytes=sum(self._chunks[i].bytes for i in self._parts),
+                bytes=sum(self._chunks[i].bytes for i in self.parts),
                 total_bytes=self.total_bytes,
-                kept_bytes=self._reused_bytes,
+                reused_bytes=self._reused_bytes,
                 seconds=time.monotonic() - self._start_time,
             )
         )
@@ -311,6 +299,12 @@ def split_sources(
     return chunks
 
 
+def _log_unread_files(sources: Sequence[Path], suffixes: Sequence[str], log: Log) -> None:
+    for path in sources:
+        if message := describe_unread_files(path, suffixes):
+            log(message)
+
+
 def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[int, Tally]:
     """Find the parts that an earlier run has finished; delete those that cannot be reused."""
     parts: dict[int, Tally] = {}
@@ -328,52 +322,65 @@ def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[
     if parts or reasons:
         log(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
     if reasons:
-        log(f"{work.folder}: {len(reasons)} finished parts are made anew: {reasons[0]}")
+        log(f"{work.folder}: {len(reasons)} finished parts are made again: {reasons[0]}")
     return parts
 
 
 def _write_parts(
     work: Work,
-    chunks: Mapping[int, Chunk],
+    chunks: Sequence[Chunk],
+    report: _ProgressReport,
     executor: Executor | None,
     workers: int | None,
     *,
     timeout: float,
-    on_part: Callable[[int, Tally], None],
 ) -> int | None:
-    """Write the parts of chunks; return the number of processes, None with an executor."""
+    """Write the missing parts; return the number of processes, None with an executor."""
+    missing = {index: chunk for index, chunk in enumerate(chunks) if index not in report.parts}
     if executor is not None:
-        write_parts(work, chunks, executor, timeout=timeout, on_part=on_part)
+        write_parts(work, missing, executor, timeout=timeout, on_part=report.add)
         return None
     if workers is None:
-        is_small = sum(chunk.bytes for chunk in chunks.values()) < _SMALL
+        is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
         workers = 1 if is_small else len(os.sched_getaffinity(0))
-    workers = max(1, min(workers, len(chunks)))
+    workers = max(1, min(workers, len(missing)))
     if workers == 1:
         write = make_part_writer(work)
-        for index, chunk in chunks.items():
-            on_part(index, write(index, chunk, bool))
+        for index, chunk in missing.items():
+            report.add(index, write(index, chunk, bool))
     else:
         with process_pool(workers) as pool:
-            write_parts(work, chunks, pool, timeout=timeout, on_part=on_part)
+            write_parts(work, missing, pool, timeout=timeout, on_part=report.add)
     return workers
 
 
-def _check_content(total: Tally, sources: Sequence[Path]) -> None:
-    """Raise DataError if all documents are empty: BOS and EOS alone are no text."""
+def _check_content(total: Tally, sources: Sequence[Path], log: Log) -> None:
+    """Raise DataError if all documents are empty; log a warning if answers are hidden."""
     dropped = total.counts.get("dropped", 0)
     if total.empty_documents + dropped >= total.documents:
         names = ", ".join(map(str, sources))
-        reason = "there is none"
-        if total.documents:
-            reason = "they are all empty" + (f", or dropped ({dropped})" if dropped else "")
-        raise DataError(f"prepare: {names}: no documents: {reason}", where=names)
+        if not total.documents:
+            raise DataError(f"prepare: {names}: no documents: there is none", where=names)
+        raise DataError(
+            f"prepare: {names}: no documents: they are all empty"
+            f"{f', or dropped ({dropped})' if dropped else ''}",
+            where=names,
+        )
+    if warning := format_answers_warning(total.counts):
+        log(warning)
 
 
 def _concat_parts(
-    out: Path, work: Work, parts: Sequence[Tally], made_with: Mapping[str, str] | None
+    out: Path,
+    work: Work,
+    parts: Sequence[Tally],
+    made_with: Mapping[str, str] | None,
+    log: Log,
 ) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
+    total = add_tallies(parts)
+    log(f"joining {len(parts)} parts: {total.documents} documents, {total.tokens} tokens")
+    # Checked before the copy, which may take long.
     needed = sum(file.stat().st_size for file in work.folder.glob(f"*{SUFFIX}"))
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -385,6 +392,7 @@ def _concat_parts(
             want=needed,
             hint="make room and run the same again: the parts are finished",
         )
+    # In the folder of the parts, which is on the same disk: the rename is atomic.
     temporary = work.folder / f"joined{SUFFIX}"
     corpus = open_finished_parts(work.folder, parts)
     written = write_corpus(
@@ -412,6 +420,7 @@ def _make_parts_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         if folder.is_dir():
+            # Heartbeat files of killed processes, and temporary files of their parts.
             for file in folder.glob(".*"):
                 file.unlink(missing_ok=True)
             if not any(folder.iterdir()):
@@ -437,6 +446,7 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
         with convert_disk_errors(path, by=function):
             file = path.open("a+")
         try:
+            # A lock of the kernel, not a file that exists: it ends with a killed process.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)

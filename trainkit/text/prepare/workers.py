@@ -144,7 +144,7 @@ def _find_dead_process(processes: Iterable[BaseProcess], folder: Path) -> DataEr
 def _process_error(names: Iterable[str], problem: str) -> DataError:
     return DataError(
         f"prepare: {' or '.join(sorted(names)) or 'a process'} {problem}",
-        hint="finished parts are kept: run the same again, with fewer workers if memory was short; "
+        hint="finished parts stay: run the same again, with fewer workers if memory was short; "
         "a script that works with several processes does so under `if __name__ == '__main__':`",
     )
 

@@ -1,4 +1,4 @@
-"""Documents from a source of unknown length, packed as they are read, with an exact cursor."""
+"""Streams: pack documents of unknown number, with a cursor that restores the position exactly."""
 
 from trainkit.text.streams.stream import (
     StreamStep,

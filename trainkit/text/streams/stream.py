@@ -1,11 +1,11 @@
-"""A source of unknown length, packed as it is read, with a cursor that restores it exactly.
+"""Pack a source of unknown length as it is read, with a cursor that restores it exactly.
 
-Documents are read into a window of a fixed number of tokens, the window is packed, and its rows
-leave in an order of their own, `rows` for each step; then the next window is read. Documents that
-give no token belong to the window before them, so that the last step counts what was left out after
-it. Where a step begins is a few integers: the document and the token at which the window begins,
-how many of its rows are used, and a hash of it. Reading on from there packs the same window again,
-and the hash tells whether it is the same.
+Documents are read into a window of a fixed number of tokens. The window is packed, and its rows are
+used in a random order, `rows` for each step; then the next window is read. Documents without tokens
+belong to the window before them, so that the last step counts the losses after it. The cursor of a
+step is a few integers: the document and the token at which the window begins, the number of its
+rows that are used, and a hash of it. A resumed run packs the same window again, and compares the
+hash.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainkit.data.documents import Document, check_columns
 from trainkit.data.packed import PackedCorpus
 from trainkit.packing import best_fit, pack_bins, select_rows
 from trainkit.text.streams.windows import (
-    Packing,
     Position,
     Window,
-    corpus_of,
-    noting_errors,
-    windows,
+    WindowOptions,
+    copy_to_corpus,
+    iterate_windows,
+    note_document,
 )
 from trainkit.types import Cursor, DataError, Sample, StepBatch, check_range
 
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from trainkit.types import Column, Fit, IntArray
 
 OpenDocuments = Callable[[int], "Iterator[ArrayLike | Sample]"]
-"""From the number of a document to an iterator over the documents from that one on."""
-
-_MEND = "give the documents, the arguments and the seed of the save, or begin anew with Cursor()"
+"""Returns an iterator over the documents from an index on."""
 
 
 @attrs.frozen(eq=False)
@@ -48,9 +46,9 @@ class StreamStep:
     """The rows of one global step of a stream, for `make_microbatches`: all of `packed`, in order.
 
     Attributes:
-        packed: The rows, with the pieces in them as documents; at the end of the stream those that
-            are left over are blank.
-        cursor: Where the next step begins.
+        packed: The rows, with their pieces as documents. The last step of a stream may have padding
+            rows at its end.
+        cursor: The start of the next step.
     """
 
     packed: PackedCorpus
@@ -60,10 +58,10 @@ class StreamStep:
 def make_document_opener(
     make_iterator: Callable[[], Iterable[ArrayLike | Sample]],
 ) -> OpenDocuments:
-    """Return `open_documents` for a source that can only be read from its beginning.
+    """Make an `open_documents` for a source that can only be read from its beginning.
 
     Args:
-        make_iterator: Begins anew at each call, with the same documents in the same order.
+        make_iterator: Returns a new iterator, over the same documents in the same order.
 
     Examples:
         >>> open_documents = make_document_opener(lambda: iter([[1, 2], [3], [4, 5, 6]]))
@@ -73,10 +71,14 @@ def make_document_opener(
 
     def open_documents(first: int) -> Iterator[ArrayLike | Sample]:
         documents = iter(make_iterator())
-        number = sum(1 for _ in islice(noting_errors(documents, 0), first))
-        if number < first:
-            what = f"the source ends after {number} documents, the cursor is at document {first}"
-            raise DataError(f"make_document_opener: {what}: it has changed", got=number, want=first)
+        count = sum(1 for _ in islice(note_document(documents, 0), first))
+        if count < first:
+            raise DataError(
+                f"make_document_opener: the source ends after {count} documents, the cursor is at "
+                f"document {first}: it has changed",
+                got=count,
+                want=first,
+            )
         return documents
 
     return open_documents
@@ -97,43 +99,43 @@ def pack_stream(
     vocab_size: int | None = None,
     columns: Mapping[str, Column] | None = None,
 ) -> Iterator[StreamStep]:
-    """Pack documents as they come, and give the rows of one global step after the other.
+    """Pack documents as they are read, and yield the rows of one global step at a time.
 
-    Every token of the stream comes exactly once; only `overlong` can leave tokens out, and
-    `count_stream` tells how many. A step may take rows from two windows. At the end of the stream
-    blank rows fill the last step. What comes is a function of the documents, the cursor and the
+    Every token of the stream occurs exactly once; only `overlong` can leave tokens out, and
+    `count_stream` counts them. A step may take rows from two windows. At the end of the stream
+    padding rows fill the last step. The result is a function of the documents, the cursor and the
     arguments, so ranks that read the same documents make the same steps.
 
-    A cursor inside a window is held against what the window now is: all its tokens, and the rows
-    that they are packed in. A cursor between two windows holds nothing that the documents after it
-    could be compared with; another source that has as many documents goes unnoticed there.
+    A cursor inside a window is compared with the window: all its tokens, and the rows that they are
+    packed in. A cursor between two windows holds nothing to compare, so another source with as many
+    documents is not detected there.
 
     Args:
-        open_documents: Gives the documents from a number on; `make_document_opener` makes one of an
-            iterator. Documents are token ids or `Sample`s.
-        cursor: Where to begin: `Cursor()`, or the cursor of an earlier step.
+        open_documents: Returns the documents from an index on; `make_document_opener` makes one of
+            an iterator. Documents are token ids or `Sample`s.
+        cursor: The start: `Cursor()`, or the cursor of an earlier step.
         capacity: Tokens per row.
         rows: Rows in the global batch.
         seed: The run's seed, for the order of the rows of a window.
-        buffer_rows: Full rows' worth of tokens in a window. At most this much, two further
-            documents and the rows of one step are held. The larger, the further a document may move
-            and the fuller rows are.
+        buffer_rows: The size of a window, in full rows. At most this many, two further documents
+            and the rows of one step are in memory. A larger window shuffles documents more widely,
+            and fills rows better.
         fit: As in `pack_bins`, and so the next three.
-        multiple_of: What each piece is aligned to.
-        max_documents: The most pieces in a row.
-        overlong: What becomes of a document longer than the capacity.
-        vocab_size: No token may be this large or larger.
-        columns: What there is of each token besides, by name; each `Sample` has its values.
+        multiple_of: The alignment of each piece.
+        max_documents: The maximum number of pieces in a row.
+        overlong: What happens to a document longer than the capacity.
+        vocab_size: Exclusive upper bound of the ids.
+        columns: Further columns of a token, by name; each `Sample` has values for them.
 
     Returns:
         An iterator that reads a window when a step needs it.
 
     Raises:
-        ValueError: A number is out of its range, or the cursor is another source's.
-        DataError: A document is no sequence of ids that fit, is too long and `overlong` is "error",
-            or is shorter than the cursor says; or the window that the cursor is in has changed, or
-            is gone. The message gives the document's number.
-        Exception: What the source raised, the same object, with a note of the document's number.
+        ValueError: A number is out of range, or the cursor is another source's.
+        DataError: A document is no sequence of ids in range, is too long and `overlong` is "error",
+            or is shorter than the cursor requires; or the window of the cursor has changed, or no
+            longer exists. The message names the document.
+        Exception: What the source raised, the same object, with a note of the document's index.
 
     Examples:
         >>> open_documents = make_document_opener(lambda: iter([[1, 2], [3, 4, 5], [6]]))
@@ -146,19 +148,27 @@ def pack_stream(
         pack_bins,
         capacity=capacity,
         fit=fit,
+        # A window is one group: it is what shuffles documents, and bounds the memory.
         group_size=0,
         multiple_of=multiple_of,
         max_documents=max_documents,
     )
     pack([], overlong=overlong)  # checks the arguments before a document is read
-    declared = check_columns("pack_stream", columns)
-    window = buffer_rows * capacity
-    packing = Packing(pack, capacity, window, overlong, vocab_size, seed, declared)
-    return _steps(open_documents, cursor.batch, _position(cursor), rows, packing)
+    options = WindowOptions(
+        pack=pack,
+        capacity=capacity,
+        window_tokens=buffer_rows * capacity,
+        overlong=overlong,
+        vocab_size=vocab_size,
+        seed=seed,
+        columns=check_columns("pack_stream", columns),
+    )
+    position = _read_position(cursor)
+    return _iterate_steps(open_documents, cursor.batch, position, rows, options)
 
 
 def count_stream(cursor: Cursor) -> dict[str, int]:
-    """Return what a stream has gone through before a cursor, as far as its windows are used up.
+    """Count the documents of a stream before a cursor, up to the end of its last used-up window.
 
     Returns:
         `documents`; `shortened_documents`, which `overlong` truncated or dropped; `lost_tokens`,
@@ -168,7 +178,7 @@ def count_stream(cursor: Cursor) -> dict[str, int]:
         >>> count_stream(Cursor(3, (120, 0, 0, 2, 990, 0)))
         {'documents': 120, 'shortened_documents': 2, 'lost_tokens': 990}
     """
-    position = _position(cursor)
+    position = _read_position(cursor)
     return {
         "documents": position.document,
         "shortened_documents": position.shortened_documents,
@@ -179,13 +189,15 @@ def count_stream(cursor: Cursor) -> dict[str, int]:
 def make_stream_reader(
     batches_from: Callable[[Cursor], Iterator[StepBatch]],
 ) -> Callable[[Cursor], StepBatch | None]:
-    """Return make_batch(cursor), which reads on where it is, and begins anew at any other cursor.
+    """Make a function from a cursor to its batch, which reads on from the batch before.
+
+    At any other cursor it opens the source again.
 
     Args:
-        batches_from: The batches from a cursor on.
+        batches_from: Returns an iterator over the batches from a cursor on.
 
     Returns:
-        A function that gives the batch at a cursor, or None when the source has ended.
+        `make_batch(cursor)`, which returns a batch, or None at the end of the source.
 
     Examples:
         >>> make_batch = make_stream_reader(
@@ -201,7 +213,7 @@ def make_stream_reader(
         nonlocal batches, expected
         if cursor != expected:
             batches = batches_from(cursor)
-        expected = None  # what fails is begun anew: a generator that raised has ended
+        expected = None  # a generator that raised has ended: open the source again after a failure
         batch = next(batches, None)
         expected = cursor if batch is None else batch.cursor
         return batch
@@ -209,85 +221,101 @@ def make_stream_reader(
     return make_batch
 
 
-def _position(cursor: Cursor) -> Position:
-    fields = len(attrs.fields(Position))
-    if len(cursor.stream) not in (0, fields):
-        what = f"a cursor of a stream holds {fields} integers, got {cursor.stream}"
-        raise ValueError(f"pack_stream: {what}: it is another source's")
+def _read_position(cursor: Cursor) -> Position:
+    num_fields = len(attrs.fields(Position))
+    if len(cursor.stream) not in (0, num_fields):
+        raise ValueError(
+            f"pack_stream: a cursor of a stream holds {num_fields} integers, got {cursor.stream}: "
+            "it is another source's"
+        )
     return Position(*cursor.stream)
 
 
-def _steps(
-    open_documents: OpenDocuments, batch: int, position: Position, rows: int, packing: Packing
+def _iterate_steps(
+    open_documents: OpenDocuments,
+    batch: int,
+    position: Position,
+    rows: int,
+    options: WindowOptions,
 ) -> Iterator[StreamStep]:
-    held: list[tuple[Window, IntArray]] = []
+    step_rows: list[tuple[Window, IntArray]] = []
     last: Window | None = None
-    missing, used = rows, position.rows
-    begin = attrs.evolve(position, rows=0, window_hash=0)
-    for window in windows(open_documents(begin.document), begin, packing):
-        if used:
+    num_missing = rows
+    # Rows of the first window that were used before the cursor was saved.
+    num_used = position.rows
+    # The window is packed from its beginning, although some of its rows are used.
+    start = attrs.evolve(position, rows=0, window_hash=0)
+    for window in iterate_windows(open_documents(start.document), start, options):
+        if num_used:
             _check_window(window, position)
-        while used < len(window.order):
-            chosen = window.order[used : used + missing]
-            held.append((window, chosen))
-            used, missing = used + len(chosen), missing - len(chosen)
-            if not missing:
+        while num_used < len(window.order):
+            chosen = window.order[num_used : num_used + num_missing]
+            step_rows.append((window, chosen))
+            num_used += len(chosen)
+            num_missing -= len(chosen)
+            if not num_missing:
                 batch += 1
-                yield _step(held, rows, _cursor(batch, window, used))
-                held.clear()
-                missing = rows
-        last, used = window, 0
-    if last is None:
-        _check_end(position)
-    if last is not None and held:
-        yield _step(held, rows, _cursor(batch + 1, last, len(last.order)))
+                yield _make_step(step_rows, rows, _make_cursor(batch, window, num_used))
+                step_rows.clear()
+                num_missing = rows
+        last = window
+        num_used = 0
+    if last is None and (position.rows or position.token):
+        raise DataError(
+            f"pack_stream: the cursor is at token {position.token} of document "
+            f"{position.document}, with {position.rows} rows used of the window that begins "
+            "there, but the source ends before it: give the documents, the arguments and the seed "
+            "of the save, or start from scratch with Cursor()",
+            where=f"document {position.document}",
+        )
+    if last is not None and step_rows:
+        yield _make_step(step_rows, rows, _make_cursor(batch + 1, last, len(last.order)))
 
 
-def _cursor(batch: int, window: Window, used: int) -> Cursor:
-    if used == len(window.order):
+def _make_cursor(batch: int, window: Window, num_used: int) -> Cursor:
+    # A window that is used up need not be packed again: the next one begins at its end.
+    if num_used == len(window.order):
         return Cursor(batch, attrs.astuple(window.end))
-    position = attrs.evolve(window.begin, rows=used, window_hash=window.hash)
+    position = attrs.evolve(window.start, rows=num_used, window_hash=window.hash)
     return Cursor(batch, attrs.astuple(position))
 
 
 def _check_window(window: Window, saved: Position) -> None:
-    """Raise if a window of which rows are used is not the one that the cursor was saved in."""
+    """Raise DataError if a window is not the one that the cursor was saved in."""
     if window.hash == saved.window_hash and saved.rows < len(window.order):
         return
-    where, got, want = f"document {saved.document}", window.hash, saved.window_hash
-    was = f"the cursor is at row {saved.rows} of the window from {where} on"
-    size = f"{len(window.corpus.tokens)} tokens in {len(window.order)} rows"
-    now = f"now it ends before document {window.end.document} and has {size}"
-    what = f"{was}, which is no longer the same: {now}, with hash {got} instead of {want}"
-    raise DataError(f"pack_stream: {what}: {_MEND}", where=where, got=got, want=want)
+    raise DataError(
+        f"pack_stream: the cursor is at row {saved.rows} of the window from document "
+        f"{saved.document} on, which is no longer the same: now it ends before document "
+        f"{window.end.document} and has {len(window.corpus.tokens)} tokens in {len(window.order)} "
+        f"rows, with hash {window.hash} instead of {saved.window_hash}: give the documents, the "
+        "arguments and the seed of the save, or start from scratch with Cursor()",
+        where=f"document {saved.document}",
+        got=window.hash,
+        want=saved.window_hash,
+    )
 
 
-def _check_end(position: Position) -> None:
-    """Raise if a source that gave no window was left inside of one."""
-    if position.rows or position.token:
-        where = f"document {position.document}"
-        used = f"{position.rows} rows used of the window that begins there"
-        what = f"the cursor is at token {position.token} of {where}, with {used}"
-        mend = f"but the source ends before it: {_MEND}"
-        raise DataError(f"pack_stream: {what}, {mend}", where=where)
-
-
-def _step(held: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> StreamStep:
-    """Copy the pieces of the rows that make up a step."""
-    parts, sizes = list[Document](), [np.zeros(1, np.int64)]
-    for window, chosen in held:
-        corpus, bins = window.corpus, select_rows(window.bins, chosen)
-        sizes.append(np.diff(bins.offsets))
-        whole = Document(corpus.tokens, corpus.trained, corpus.values)
-        begins = corpus.offsets[bins.documents] + bins.starts
-        for begin, length in zip(begins.tolist(), bins.lengths.tolist(), strict=True):
-            parts.append(whole[begin : begin + length])
-    blanks = rows + 1 - sum(len(part) for part in sizes)
-    first = held[0][0].corpus
-    corpus = corpus_of(parts, first.vocab_size, first.columns)
+def _make_step(step_rows: list[tuple[Window, IntArray]], rows: int, cursor: Cursor) -> StreamStep:
+    """Copy the pieces of a step's rows, so that their windows can be freed."""
+    parts: list[Document] = []
+    # The leading 0 of the offsets, then the number of pieces of each row.
+    counts = [np.zeros(1, np.int64)]
+    for window, chosen in step_rows:
+        corpus = window.corpus
+        bins = select_rows(window.bins, chosen)
+        counts.append(np.diff(bins.offsets))
+        tokens = Document(corpus.tokens, corpus.trained, corpus.values)
+        starts = corpus.offsets[bins.documents] + bins.starts
+        for start, length in zip(starts.tolist(), bins.lengths.tolist(), strict=True):
+            parts.append(tokens[start : start + length])
+    num_padding_rows = rows + 1 - sum(map(len, counts))
+    counts.append(np.zeros(num_padding_rows, np.int64))
+    first = step_rows[0][0]
+    corpus = copy_to_corpus(parts, first.corpus.vocab_size, first.corpus.columns)
     bins = attrs.evolve(
-        held[0][0].bins,
-        offsets=np.cumsum(np.concatenate([*sizes, np.zeros(blanks, np.int64)])),
+        first.bins,
+        offsets=np.cumsum(np.concatenate(counts)),
         documents=np.arange(len(parts)),
         starts=np.zeros(len(parts), np.int64),
         lengths=corpus.lengths,

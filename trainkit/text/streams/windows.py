@@ -1,6 +1,6 @@
-"""The windows of a stream: so many tokens of documents at a time, packed.
+"""The windows of a stream: documents of up to a fixed number of tokens, packed together.
 
-A document that is longer than a window is cut at full rows. Documents that give no token belong to
+A document that is longer than a window is split at full rows. Documents without tokens belong to
 the window before them.
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Position:
-    """What `Cursor.stream` holds: where the window begins, its rows that are used, and losses.
+    """The content of `Cursor.stream`: the window's start, its used rows, and the losses so far.
 
-    `window_hash` is the hash of the window of which rows are used, 0 where none is.
+    `window_hash` is the hash of the window, 0 if none of its rows is used.
     """
 
     document: int = 0
@@ -42,12 +42,12 @@ class Position:
 
 
 @attrs.frozen
-class Packing:
-    """What a stream is asked for, as far as its windows go by it."""
+class WindowOptions:
+    """The arguments of `pack_stream` that its windows depend on."""
 
     pack: Callable[[IntArray], Bins]
     capacity: int
-    window: int  # tokens
+    window_tokens: int
     overlong: Overlong
     vocab_size: int | None
     seed: int
@@ -56,9 +56,9 @@ class Packing:
 
 @attrs.frozen(eq=False)
 class Window:
-    """Documents from one place to another, packed; its rows leave in `order`."""
+    """The packed documents between two positions; rows are used in `order`."""
 
-    begin: Position
+    start: Position
     end: Position
     corpus: TokenCorpus
     bins: Bins
@@ -66,134 +66,167 @@ class Window:
     hash: int
 
 
-def windows(
-    source: Iterator[ArrayLike | Sample], position: Position, packing: Packing
+def iterate_windows(
+    source: Iterator[ArrayLike | Sample], position: Position, options: WindowOptions
 ) -> Iterator[Window]:
-    """Cut documents into windows and pack them; the first document is the one at `position`."""
-    documents = _documents(source, position.document, packing)
+    """Split documents into windows and pack each; the first document is the one at `position`."""
+    documents = _check_documents(source, position.document, options)
     pending: Document | None = None  # the rest of the document at `position`
-    skip, ended = position.token, False
-    while not ended:
-        begin, parts, room = position, list[Document](), packing.window
+    skip = position.token
+    has_ended = False
+    while not has_ended:
+        start = position
+        parts: list[Document] = []
+        room = options.window_tokens
         while True:
             if pending is None:
                 pending = next(documents, None)
-                ended = pending is None
+                has_ended = pending is None
             if pending is None:
                 break
             if skip:
-                pending, skip = _rest(pending, skip, position.document), 0
-            if not room and not _takes_no_token(pending, packing):
+                pending = _skip_tokens(pending, skip, position.document)
+                skip = 0
+            # The document begins the next window.
+            if not room and not _has_no_tokens(pending, options):
                 break
-            take, left, position_ = _portion(pending, position, room, packing)
-            if left and not take:
+            take, has_rest, end = _choose_part(pending, position, room, options)
+            # A long document begins a window of its own, if this one has no room for a row.
+            if has_rest and not take:
                 break
             if take:
                 parts.append(pending[:take])
-            pending = pending[take:] if left else None
-            room, position = max(room - take, 0), position_
-        if position != begin:
-            yield _packed(begin, position, parts, packing)
+            pending = pending[take:] if has_rest else None
+            room = max(room - take, 0)
+            position = end
+        # Also without tokens: the documents that were dropped must be counted.
+        if position != start:
+            yield _pack_window(start, position, parts, options)
 
 
-def _takes_no_token(document: Document, packing: Packing) -> bool:
-    """Tell whether a window without room has room for a document: one that is empty or dropped."""
+def _has_no_tokens(document: Document, options: WindowOptions) -> bool:
+    """Return whether a document adds no token to a window: it is empty, or will be dropped."""
     size = len(document)
-    return not size or (packing.overlong == "drop" and size > packing.capacity)
+    return not size or (options.overlong == "drop" and size > options.capacity)
 
 
-def _portion(
-    pending: Document, position: Position, room: int, packing: Packing
+def _choose_part(
+    document: Document, position: Position, room: int, options: WindowOptions
 ) -> tuple[int, bool, Position]:
-    """Return how many tokens of a document the window takes, whether some are left, and the end."""
-    size, capacity = len(pending), packing.capacity
-    beyond = attrs.evolve(position, document=position.document + 1, token=0)
-    if size <= capacity or (packing.overlong == "split" and size <= packing.window):
-        return size, False, beyond
-    if packing.overlong == "split":  # longer than a window: as many full rows as there is room for
+    """Return the number of tokens that a window takes, whether a rest stays, and the new position.
+
+    `room` is the number of tokens that still fit into the window.
+    """
+    size = len(document)
+    capacity = options.capacity
+    next_document = attrs.evolve(position, document=position.document + 1, token=0)
+    if size <= capacity or (options.overlong == "split" and size <= options.window_tokens):
+        return size, False, next_document
+    if options.overlong == "split":
+        # Longer than a window: as many full rows as fit, so that no row is cut by the window's end.
         take = room // capacity * capacity
         return take, True, attrs.evolve(position, token=position.token + take)
-    if packing.overlong == "error":
-        what = f"document {position.document} has {size} tokens; the capacity is {capacity}"
-        mend = 'raise it, or ask for overlong="split", "truncate" or "drop"'
-        raise DataError(f"pack_stream: {what}: {mend}", got=size, want=capacity)
-    take = capacity if packing.overlong == "truncate" else 0
-    shortened, lost = position.shortened_documents + 1, position.lost_tokens + size - take
-    return take, False, attrs.evolve(beyond, shortened_documents=shortened, lost_tokens=lost)
-
-
-def _documents(
-    source: Iterator[ArrayLike | Sample], first: int, packing: Packing
-) -> Iterator[Document]:
-    with_choice: bool | None = None
-    limit, columns = packing.vocab_size or 1 << 32, packing.columns
-    for number, document in enumerate(noting_errors(source, first), first):
-        where = f"pack_stream: document {number}"
-        found = check_document(document, limit, where, columns=columns, has_mask=with_choice)
-        with_choice = found.trained is not None
-        yield found
-
-
-def noting_errors(
-    documents: Iterator[ArrayLike | Sample], first: int
-) -> Iterator[ArrayLike | Sample]:
-    """Yield documents; what their iterator raises gets a note of the document's number."""
-    number = first
-    try:
-        for document in documents:
-            yield document
-            number += 1
-    except Exception as error:
-        error.add_note(f"stream: while reading document {number}")
-        raise
-
-
-def _rest(document: Document, token: int, number: int) -> Document:
-    if token >= len(document):
-        got = len(document)
-        what = f"the cursor is at token {token} of document {number}, which has {got}"
-        raise DataError(f"pack_stream: {what}: it has changed", got=got, want=token)
-    return document[token:]
-
-
-def _packed(begin: Position, end: Position, parts: list[Document], packing: Packing) -> Window:
-    corpus = corpus_of(parts, packing.vocab_size, packing.columns)
-    bins = packing.pack(corpus.lengths)
-    key = make_key(packing.seed, "window", begin.document, begin.token)
-    order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
-    return Window(begin, end, corpus, bins, order, _hash(end, corpus, bins, order))
-
-
-def corpus_of(
-    parts: Sequence[Document], vocab_size: int | None, columns: Mapping[str, Column]
-) -> TokenCorpus:
-    """Return a corpus of copies of documents."""
-    choices = [part.trained for part in parts if part.trained is not None]
-    return TokenCorpus(
-        np.concatenate([np.arange(0), *(part.ids for part in parts)]).astype(
-            smallest_dtype(vocab_size)
+    if options.overlong == "error":
+        raise DataError(
+            f"pack_stream: document {position.document} has {size} tokens; the capacity is "
+            f'{capacity}: raise it, or take overlong="split", "truncate" or "drop"',
+            got=size,
+            want=capacity,
+        )
+    take = capacity if options.overlong == "truncate" else 0
+    return (
+        take,
+        False,
+        attrs.evolve(
+            next_document,
+            shortened_documents=position.shortened_documents + 1,
+            lost_tokens=position.lost_tokens + size - take,
         ),
-        np.cumsum([0, *map(len, parts)]),
-        vocab_size,
-        trained=np.concatenate(choices) if choices else None,
-        columns=columns,
-        values={
-            name: np.concatenate(
-                [np.empty((0, *column.inner), column.dtype), *(part.values[name] for part in parts)]
-            )
-            for name, column in columns.items()
-        },
     )
 
 
-def _hash(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> int:
-    """Return the hash, below 2^63, of a window's end, its tokens, its rows and their order.
+def _check_documents(
+    source: Iterator[ArrayLike | Sample], first: int, options: WindowOptions
+) -> Iterator[Document]:
+    has_mask: bool | None = None
+    for index, given in enumerate(note_document(source, first), first):
+        document = check_document(
+            given,
+            options.vocab_size or 1 << 32,
+            f"pack_stream: document {index}",
+            columns=options.columns,
+            has_mask=has_mask,
+        )
+        has_mask = document.trained is not None
+        yield document
 
-    The rows hold every token, so that they also tell how long each document is.
-    """
+
+def note_document(
+    documents: Iterator[ArrayLike | Sample], first: int
+) -> Iterator[ArrayLike | Sample]:
+    """Yield documents; add a note with the document's index to exceptions of their iterator."""
+    index = first
+    try:
+        for document in documents:
+            yield document
+            index += 1
+    except Exception as error:
+        error.add_note(f"stream: while reading document {index}")
+        raise
+
+
+def _skip_tokens(document: Document, token: int, index: int) -> Document:
+    if token >= len(document):
+        raise DataError(
+            f"pack_stream: the cursor is at token {token} of document {index}, which has "
+            f"{len(document)}: it has changed",
+            got=len(document),
+            want=token,
+        )
+    return document[token:]
+
+
+def _pack_window(
+    start: Position, end: Position, parts: list[Document], options: WindowOptions
+) -> Window:
+    corpus = copy_to_corpus(parts, options.vocab_size, options.columns)
+    bins = options.pack(corpus.lengths)
+    # The order depends on where the window begins, not on how many came before it.
+    key = make_key(options.seed, "window", start.document, start.token)
+    order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
+    return Window(start, end, corpus, bins, order, _hash_window(end, corpus, bins, order))
+
+
+def copy_to_corpus(
+    parts: Sequence[Document], vocab_size: int | None, columns: Mapping[str, Column]
+) -> TokenCorpus:
+    """Copy documents into a corpus."""
+    # An empty array first: there may be no document to concatenate.
+    tokens = np.concatenate([np.arange(0), *(part.ids for part in parts)])
+    masks = [part.trained for part in parts if part.trained is not None]
+    # Copies, so that the documents that the source yielded can be freed.
+    values = {
+        name: np.concatenate(
+            [np.empty((0, *column.inner), column.dtype), *(part.values[name] for part in parts)]
+        )
+        for name, column in columns.items()
+    }
+    return TokenCorpus(
+        tokens.astype(smallest_dtype(vocab_size)),
+        np.cumsum([0, *map(len, parts)]),
+        vocab_size,
+        trained=np.concatenate(masks) if masks else None,
+        columns=columns,
+        values=values,
+    )
+
+
+def _hash_window(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> int:
+    """Return a hash, below 2^63, of a window's end, its tokens, its rows and their order."""
     arrays = {
         "tokens": corpus.tokens,
         "trained": np.arange(0) if corpus.trained is None else corpus.trained,
+        # The rows hold every token, so they determine the lengths of the documents too.
         "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
         "order": order,
     }
@@ -201,6 +234,5 @@ def _hash(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> in
     for name, values in arrays.items():
         total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
     for name, values in corpus.values.items():
-        offset = [0] * values.ndim
-        total += hash_box(f"column {name}", values, shape=values.shape, offset=offset)
-    return total % 2**63  # checkpoints hold it as int64
+        total += hash_box(f"column {name}", values, shape=values.shape, offset=[0] * values.ndim)
+    return total % 2**63  # checkpoints store it as int64

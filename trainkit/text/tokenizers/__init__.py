@@ -1,4 +1,4 @@
-"""Tokenizers: from text to ids and back. Anything with `encode` and `decode` is one."""
+"""Tokenizers, which convert text to ids and back: any object with `encode` and `decode`."""
 
 from trainkit.text.tokenizers.bytes import ByteTokenizer, make_byte_tokenizer
 from trainkit.text.tokenizers.documents import (

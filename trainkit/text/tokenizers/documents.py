@@ -1,4 +1,4 @@
-"""Documents of tokens, by any tokenizer: what stands before and after the text of each."""
+"""Encode documents with any tokenizer, with BOS and EOS around the text of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> IntArray:
-    """Return a document's tokens: `bos_id`, the text's, `eos_id`, where the tokenizer has them.
+    """Encode a document: `bos_id`, the ids of the text, `eos_id`, if the tokenizer has them.
 
     Returns:
         int64 `[N]`.
@@ -27,11 +27,11 @@ def encode_document(tokenizer: Tokenizer, text: str) -> IntArray:
         >>> encode_document(make_byte_tokenizer(), "hi")
         array([256, 104, 105, 257])
     """
-    return _document(tokenizer, tokenizer.encode(text))
+    return _add_bos_eos(tokenizer, tokenizer.encode(text))
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
-    """Return what `encode_document` does of each text, by the tokenizer's `encode_batch` if any.
+    """Encode documents as `encode_document`, with the tokenizer's `encode_batch` if it has one.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
@@ -41,21 +41,33 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
     encode_batch: Callable[[Sequence[str]], Sequence[Any]] | None
     encode_batch = getattr(tokenizer, "encode_batch", None)
     rows = map(tokenizer.encode, texts) if encode_batch is None else encode_batch(texts)
-    return [_document(tokenizer, ids) for ids in rows]
+    return [_add_bos_eos(tokenizer, ids) for ids in rows]
+
+
+def _add_bos_eos(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArray:
+    bos = getattr(tokenizer, "bos_id", None)
+    eos = getattr(tokenizer, "eos_id", None)
+    return np.concatenate(
+        [
+            np.array([] if bos is None else [bos], np.int64),
+            np.asarray(ids, np.int64),
+            np.array([] if eos is None else [eos], np.int64),
+        ]
+    )
 
 
 def make_text_encoder(
     tokenizer: Tokenizer, *, field: str = "text"
 ) -> Callable[[Mapping[str, Any]], IntArray]:
-    """Return the function from a record with a text to its tokens.
+    """Make a function from a record with a text to its tokens.
 
     Args:
-        tokenizer: What encodes the text, by `encode_document`.
-        field: The record's field that holds it.
+        tokenizer: Encodes the text, by `encode_document`.
+        field: The record's field that holds the text.
 
     Returns:
-        `encode(record) -> ids`, int64 `[N]`. It raises DataError where the field is missing or no
-        string, and names it.
+        `encode(record) -> ids`, int64 `[N]`. It raises DataError if the field is missing or no
+        string.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
@@ -65,6 +77,10 @@ def make_text_encoder(
     return partial(_encode_text, tokenizer, field)
 
 
+def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
+    return encode_document(tokenizer, get_text(record, field))
+
+
 def make_sample_encoder(
     tokenizer: Tokenizer | None = None,
     *,
@@ -72,23 +88,23 @@ def make_sample_encoder(
     trained: str | None = None,
     columns: Mapping[str, Column] | None = None,
 ) -> Callable[[Mapping[str, Any]], Sample]:
-    """Return the function from a record that holds token ids, and a value for each, to a `Sample`.
+    """Make a function from a record of token ids, and a value for each, to a `Sample`.
 
-    For what a sampler or a scorer has written: `open_corpus(encode=...)` takes what this returns,
+    For the output of a sampler or a scorer: `open_corpus(encode=...)` takes the result,
     `prepare_corpus(make_encode=...)` this function, or a `functools.partial` of it.
 
     Args:
-        tokenizer: Whose ids they are; its `vocab_size` bounds them.
-        tokens: The record's field that holds them, a list of integers `[N]`.
-        trained: The field that says which of them are trained on, a list of booleans or of 0 and 1
-            `[N]`; without it all are.
-        columns: What there is of each token besides; a record has each in the field of its name, a
-            list `[N]` or `[N, k]`.
+        tokenizer: The tokenizer of the ids; its `vocab_size` bounds them.
+        tokens: The record's field that holds the ids, a list of integers `[N]`.
+        trained: The field that holds the loss mask, a list of booleans or of 0 and 1 `[N]`; without
+            it all tokens are in the loss.
+        columns: Further columns of a token; a record has each in the field of its name, a list
+            `[N]` or `[N, k]`.
 
     Returns:
         `encode(record) -> Sample`, with `columns` and `vocab_size` as its attributes. It raises
-        DataError where a field is missing or `trained` is not as above; what values a column can
-        have is seen to by whoever makes a corpus of them.
+        DataError if a field is missing or `trained` is not as above. The values of the columns are
+        checked when a corpus is made of the samples.
 
     Examples:
         >>> from trainkit.types import Column
@@ -111,20 +127,24 @@ class _SampleEncoder:
         for field in filter(None, (self.tokens, self.trained, *self.columns)):
             _check_field(record, field)
         ids = np.asarray(record[self.tokens])
+        # An empty list is an array of float64.
         ids = ids if ids.size else np.arange(0)
         columns = {name: record[name] for name in self.columns}
         if self.trained is None:
             return Sample(ids, np.ones(ids.shape, bool), columns)
-        return Sample(ids, _choice(record, self.trained), columns)
+        return Sample(ids, _read_mask(record, self.trained), columns)
 
 
-def _choice(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:
-    """Return which tokens are trained on; what is neither 0 nor 1 is a weight, not a choice."""
-    found = np.asarray(record[field])
-    if not np.isin(found, (0, 1)).all():
-        what = f"field {field!r} must be booleans, or 0 and 1, for each token"
-        raise DataError(f"{what}, got {found.dtype} {found.shape}", where=field)
-    return found.astype(bool)
+def _read_mask(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:
+    """Return a loss mask; a value other than 0 and 1 would be a weight, not a mask."""
+    values = np.asarray(record[field])
+    if not np.isin(values, (0, 1)).all():
+        raise DataError(
+            f"field {field!r} must be booleans, or 0 and 1, for each token, got {values.dtype} "
+            f"{values.shape}",
+            where=field,
+        )
+    return values.astype(bool)
 
 
 def get_text(record: Mapping[str, Any], field: str) -> str:
@@ -148,13 +168,3 @@ def get_text(record: Mapping[str, Any], field: str) -> str:
 def _check_field(record: Mapping[str, Any], field: str) -> None:
     if field not in record:
         raise DataError(f"there is no field {field!r}; found {', '.join(record)}", want=field)
-
-
-def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
-    return encode_document(tokenizer, get_text(record, field))
-
-
-def _document(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArray:
-    marks = (getattr(tokenizer, name, None) for name in ("bos_id", "eos_id"))
-    begin, end = (np.array([i for i in (mark,) if i is not None], np.int64) for mark in marks)
-    return np.concatenate([begin, np.asarray(ids, np.int64), end])

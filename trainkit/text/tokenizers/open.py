@@ -1,4 +1,4 @@
-"""Which tokenizer it is: by the name that a command line gives, and by a hash of what it does."""
+"""Open a tokenizer by its name on a command line, and identify one by a hash."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
-    """Return the tokenizer that a command line names.
+    """Open a tokenizer by its name on a command line.
 
     Args:
-        name: `bytes`, which are those of UTF-8 and `CHAT_SPECIAL`, so that what learns to write can
-            be taught to talk; or a `tokenizer.json`, or a folder that has one.
+        name: `bytes`, a byte tokenizer with `CHAT_SPECIAL`, so that a model that was pretrained
+            with it can be finetuned on chats; or a `tokenizer.json`, or a folder that has one.
 
     Raises:
         DataError: There is no such file, or it is no tokenizer.
@@ -36,37 +36,46 @@ def open_tokenizer(name: str | os.PathLike[str]) -> ByteTokenizer | HFTokenizer:
     if name == "bytes":
         return make_byte_tokenizer(CHAT_SPECIAL)
     if not Path(name).exists():
-        mend = "give `bytes`, a tokenizer.json, or a folder that holds one"
-        raise DataError(f"open_tokenizer: there is no {os.fspath(name)!r}; {mend}", where=name)
+        raise DataError(
+            f"open_tokenizer: there is no {os.fspath(name)!r}; give `bytes`, a tokenizer.json, or "
+            "a folder that holds one",
+            where=name,
+        )
     return open_hf_tokenizer(name)
 
 
 def find_tokenizer(name: str | None, data: Iterable[Path] = (), *, init: Path | None = None) -> str:
-    """Return the name of a tokenizer: that given, or found with what a run begins with or reads.
+    """Find the name of a run's tokenizer: the given one, the model's, or the corpus'.
 
     Args:
-        name: What a command line names; None where it names none.
-        data: The files of the corpora; beside `n.tokens` a tokenizer is `n.tokenizer.json`, where
-            `prepare` left it.
-        init: What a run begins with: a Hugging Face folder, which has a `config.json`, goes before.
+        name: The name on the command line; None if there is none.
+        data: The files of the corpora; the tokenizer of `n.tokens` is `n.tokenizer.json` in the
+            same directory, where `prepare` writes it.
+        init: The initial model: a Hugging Face folder, which has a `config.json`, comes before
+            `data`.
 
     Returns:
-        A name for `open_tokenizer`, "bytes" where there is no such file.
+        A name for `open_tokenizer`; "bytes" if there is no such file.
 
     Examples:
         >>> find_tokenizer(None, [Path("web.tokens")]), find_tokenizer("t.json", [])
         ('bytes', 't.json')
     """
-    if name is None and init is not None and (init / "config.json").is_file():
+    if name:
+        return name
+    if init is not None and (init / "config.json").is_file():
         return str(init)
-    beside = (path.with_suffix(".tokenizer.json") for path in data if path.suffix == ".tokens")
-    return name or next((str(path) for path in beside if path.is_file()), "bytes")
+    for path in data:
+        file = path.with_suffix(".tokenizer.json")
+        if path.suffix == ".tokens" and file.is_file():
+            return str(file)
+    return "bytes"
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return what tells one tokenizer from another: 16 hex digits of a hash.
+    """Return a hash of a tokenizer, 16 hex digits.
 
-    It is made from the tokenizer's `identity`, a text that changes with its ids; give one to a
+    It is computed from the tokenizer's `identity`, a text that changes with its ids; give one to a
     tokenizer of your own.
 
     Raises:
@@ -81,21 +90,21 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     identity = getattr(tokenizer, "identity", None)
     if identity is None:
         raise ValueError(
-            f"tokenizer_hash: cannot tell one {type(tokenizer).__name__} from another; give it an "
-            "attribute `identity`, a text that changes with its ids"
+            f"tokenizer_hash: a {type(tokenizer).__name__} has nothing that identifies it; give it "
+            "an attribute `identity`, a text that changes with its ids"
         )
     text = f"{type(tokenizer).__qualname__} {identity}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def list_compatible_hashes(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the hashes of the tokenizers whose ids mean the same in this one; its own is the last.
+    """List the hashes of the tokenizers whose ids mean the same in this one; its own is the last.
 
-    Those are its own and those that it names in an attribute `covers`: bytes with special tokens
-    cover bytes with the first of these, and bytes alone.
+    The others are in its attribute `covers`: a byte tokenizer with special tokens covers those with
+    a prefix of these.
 
     Returns:
-        Hashes as `tokenizer_hash` gives them; none for a tokenizer without an `identity`.
+        Hashes from `tokenizer_hash`; none for a tokenizer without an `identity`.
 
     Examples:
         >>> ours = list_compatible_hashes(make_byte_tokenizer(["<|end|>"]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-"""Those of trainkit's own tokenizers: a document's begin, its end, and padding."""
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+PAD = "<|pad|>"
+"""The special tokens of trainkit's own tokenizers: begin and end of a document, and padding."""
 
 CHATML_SPECIAL = ("<|im_start|>", "<|im_end|>")
-"""Those that the template `chatml` writes."""
+"""The special tokens of the template `chatml`."""
 
 QWEN3_SPECIAL = (
     *CHATML_SPECIAL,
@@ -17,10 +19,10 @@ QWEN3_SPECIAL = (
     "<tool_response>",
     "</tool_response>",
 )
-"""Those that `qwen3` writes; Qwen's tokenizer has one token for each."""
+"""The special tokens of `qwen3`; Qwen's tokenizer has a token for each."""
 
 LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-"""Those that `llama3` writes."""
+"""The special tokens of `llama3`."""
 
 CHAT_SPECIAL = (*QWEN3_SPECIAL, *LLAMA3_SPECIAL)
-"""Those of every native template of `trainkit.text.chat`."""
+"""The special tokens of all native templates of `trainkit.text.chat`."""

@@ -1,26 +1,26 @@
-"""`python -m trainkit certify`: show that the layouts give the numbers of one process.
+"""`python -m trainkit certify`: show that every layout trains like one process.
 
 Train a tiny decoder for three steps on one process, and again in each layout of 1 to 8 ranks, and
 print the largest differences from one process: of the loss, of the gradient norm, and of every
-parameter, buffer and number of the optimizer after the last step, each max|a - b| / max|b|. A tied
-decoder, one with dropout, one of which half is frozen, and a model in plain torch follow in fewer
-layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is needed. With --device
-cuda each rank has a GPU to itself, and NCCL between them. For your own model call
+parameter, buffer and optimizer state after the last step, each max|a - b| / max|b|. A decoder with
+tied embeddings, one with dropout, one that is half frozen, and a model in plain torch follow in
+fewer layouts. Ranks are processes on this machine's CPUs: no GPU and no launcher is needed. With
+--device cuda each rank has a GPU, and NCCL connects them. For your own model call
 trainkit.tools.testing.certify.
 
 The first row of each table compares packed documents with each document alone, in fp64.
 
-A layout's name is its degrees and its choices:
+A layout's name lists its degrees and options:
   dp2           parameters sharded over 2 ranks        replica2    2 replicas of them
-  tp2           tensor parallel                        pp2, gpipe  2 stages, by GPipe
+  tp2           tensor parallel                        pp2, gpipe  2 stages, scheduled by GPipe
   ring2         ring attention                         ulysses2    Ulysses attention
   dp2 x ring2 x tp2, fold none                         8 ranks; FSDP not over the ring
 
 Examples:
   python -m trainkit certify                           all layouts in fp64, a few minutes
   python -m trainkit certify --all                     each optimizer in them too, some minutes more
-  python -m trainkit certify --world 2                 those of two ranks
-  python -m trainkit certify --layouts "dp2*" "*zero*" those whose name matches
+  python -m trainkit certify --world 2                 layouts of two ranks
+  python -m trainkit certify --layouts "dp2*" "*zero*" layouts whose name matches
   python -m trainkit certify --tier exact              integers: equal bit for bit
   python -m trainkit certify --device cuda --tier bf16 on this machine's GPUs, as far as they reach
 
@@ -63,7 +63,7 @@ HELP = "show that the layouts give the numbers of one process"
 
 
 def add(certify: argparse.ArgumentParser) -> None:
-    """Describe the command's flags to its parser."""
+    """Add the command's flags to its parser."""
     certify.add_argument(
         "--layouts",
         nargs="+",
@@ -76,7 +76,7 @@ def add(certify: argparse.ArgumentParser) -> None:
         "--tier",
         default="fp64",
         choices=("fp64", "exact", "fp32", "bf16"),
-        help="the numbers it computes in, and so the bound (default fp64: 1e-12)",
+        help="arithmetic, which sets the bound (default fp64: 1e-12)",
     )
     certify.add_argument(
         "--device",
@@ -90,10 +90,10 @@ def add(certify: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what to print, text or a record for JSON, and the exit code: 0, or 67 when red.
+    """Train in all layouts and return the certificates and the exit code: 0, or 67 when red.
 
     Effects:
-        Starts processes; tells how far it is on stderr.
+        Starts processes; reports progress on stderr.
     """
     # Imported here: they import torch.
     import attrs  # noqa: PLC0415
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.tools.testing.builtin import certify_builtin  # noqa: PLC0415
     from trainkit.tools.testing.certificate import format_markdown, format_text  # noqa: PLC0415
 
-    chosen = _choice(options.layouts, options.world, options.tier, options.device)
+    chosen = _make_filter(options.layouts, options.world, options.tier, options.device)
     certificates = certify_builtin(
         options.tier,
         chosen=chosen,
@@ -113,14 +113,15 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     if options.json:
         return [attrs.asdict(c) | {"ok": c.ok} for c in certificates], code
     if options.markdown:
-        parts = [f"## {c.title}, {c.tier.name}\n\n{format_markdown(c)}" for c in certificates]
-        return "\n\n".join([_PAGE.strip(), *parts]), code
+        sections = [f"## {c.title}, {c.tier.name}\n\n{format_markdown(c)}" for c in certificates]
+        return "\n\n".join([_PAGE.strip(), *sections]), code
     return "\n\n".join(map(format_text, certificates)), code
 
 
-def _choice(
+def _make_filter(
     patterns: list[str] | None, world: int | None, tier: str, device: str
 ) -> Callable[[LayoutCase], bool]:
+    """Return a function that selects layouts by the command's flags."""
     from trainkit.tools.testing.builtin import cases_of_model, models_of_tier  # noqa: PLC0415 (torch)
     from trainkit.tools.testing.cases import runs_here  # noqa: PLC0415 (imports torch)
     from trainkit.tools.testing.ranks import check_devices  # noqa: PLC0415 (imports torch)
@@ -137,8 +138,10 @@ def _choice(
             )
 
     def is_chosen(case: LayoutCase) -> bool:
-        is_named = any(fnmatchcase(case.name, pattern) for pattern in patterns or ())
-        wanted = is_named if patterns else runs_here(case, device)
-        return wanted and world in (None, case.world)
+        if world not in (None, case.world):
+            return False
+        if not patterns:
+            return runs_here(case, device)
+        return any(fnmatchcase(case.name, pattern) for pattern in patterns)
 
     return is_chosen

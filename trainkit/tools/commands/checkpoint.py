@@ -1,51 +1,50 @@
-"""`python -m trainkit checkpoint ls|verify|diff|prune|export|convert`: look after checkpoints.
+"""`python -m trainkit checkpoint ls|verify|diff|prune|export|convert`: manage checkpoints.
 
-Each prints a table on a terminal, JSON elsewhere. What does not verify ends with 66. Only `export`,
-`convert` and `diff --values` import torch.
+Each prints a table on a terminal, JSON elsewhere. Only `export`, `convert` and `diff --values`
+import torch.
 
-What is there, newest first, without reading it all; and with every byte hashed:
+List checkpoints, newest first, from their metadata alone; with --verify every byte is hashed:
 
   python -m trainkit checkpoint ls runs/mine
   python -m trainkit checkpoint ls runs/mine --verify
 
-Is this one as it was written? Exit code 0 or 66. A run directory means all of its checkpoints:
+Verify one checkpoint, or all of a run directory; the exit code is 0 or 66:
 
   python -m trainkit checkpoint verify runs/mine/checkpoints/step_00001000
 
-What differs between two: tensors, counters, facts, configuration; then by how much:
+Compare two: their tensors, counters, facts and configuration; --values measures the differences:
 
   python -m trainkit checkpoint diff A/step_00001000 B/step_00001000 --values
 
-Which would go if three were kept, and every thousandth step:
+List what would be deleted if the last three and every thousandth step are retained:
 
   python -m trainkit checkpoint prune runs/mine --keep 3 --every 1000 --dry-run
 
-Weights for others, in bfloat16, as safetensors files of at most 4 GB:
+Export weights in bfloat16, as safetensors files of at most 4 GB:
 
   python -m trainkit checkpoint export runs/mine weights/ --dtype bfloat16
 
-Others' weights for trainkit. Nothing of the source is ever executed:
+Convert foreign weights. No code of the source is ever executed:
 
   python -m trainkit checkpoint convert pytorch_model.bin weights/
   python -m trainkit checkpoint convert dcp/step-1000 weights/ --prefix model.
 
-Exit codes: 0 fine, 1 two checkpoints differ, 64 wrong use (a target that exists, say), 66 something
-does not verify or is refused, 74 the disk is full or cannot be written.
+Exit codes: 0 success, 1 two checkpoints differ, 64 wrong use (a target that exists, say), 66 a
+checkpoint does not verify or is rejected, 74 the disk is full or cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 from typing import Any
 
 from trainkit.files import say_on_stderr
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.listing import describe_checkpoint
+from trainkit.weights.checkpoint.describe import describe_checkpoint
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
-from trainkit.weights.checkpoint.safe_files import owner_problems
+from trainkit.weights.checkpoint.safe_files import find_owner_problems
 
 _DAMAGED = 66
 
@@ -54,7 +53,7 @@ HELP = "list, verify, compare, delete, export and convert checkpoints"
 
 
 def add(checkpoint: argparse.ArgumentParser) -> None:
-    """Describe the command's flags to its parser."""
+    """Add the command's flags to its parser."""
     actions = checkpoint.add_subparsers(dest="action", required=True)
     parsers = {
         name: actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -70,7 +69,7 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
     for name in ("ls", "prune"):
         parsers[name].add_argument("directory", type=Path, help="a run, or its checkpoints/")
     parsers["ls"].add_argument("--verify", action="store_true", help="hash every byte of each")
-    parsers["verify"].add_argument("directory", type=Path, help="one of them, or a run directory")
+    parsers["verify"].add_argument("directory", type=Path, help="a checkpoint or a run directory")
     _add_diff(parsers["diff"])
     _add_prune(parsers["prune"])
     for name in ("export", "convert"):
@@ -80,7 +79,7 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--strict-owner",
             action="store_true",
-            help="refuse what other users own or may write (by default a warning on stderr)",
+            help="reject files that other users own or may write (default: warn on stderr)",
         )
 
 
@@ -90,22 +89,22 @@ def _add_diff(diff: argparse.ArgumentParser) -> None:
     diff.add_argument(
         "--values",
         action="store_true",
-        help="read both and tell max|a-b|, max|b|, their ratio and how many elements differ, for "
-        "each tensor",
+        help="read both and report max|a-b|, max|b|, their ratio and the number of elements that "
+        "differ, per tensor",
     )
 
 
 def _add_prune(prune: argparse.ArgumentParser) -> None:
     prune.add_argument(
-        "--keep", type=int, default=3, help="the newest that stay, at least 2 (default 3)"
+        "--keep", type=int, default=3, help="retain this many of the newest, at least 2 (default 3)"
     )
     prune.add_argument(
-        "--every", type=int, default=0, metavar="N", help="and the steps that N divides"
+        "--every", type=int, default=0, metavar="N", help="also retain the steps that N divides"
     )
     prune.add_argument(
-        "--best", type=int, default=0, metavar="N", help="and the N with the lowest score"
+        "--best", type=int, default=0, metavar="N", help="also retain the N with the lowest score"
     )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    prune.add_argument("--dry-run", action="store_true", help="delete nothing, only report")
 
 
 def _add_target(parser: argparse.ArgumentParser, *, foreign: bool) -> None:
@@ -117,14 +116,17 @@ def _add_target(parser: argparse.ArgumentParser, *, foreign: bool) -> None:
         )
     else:
         parser.add_argument("source", type=Path, help="a checkpoint, or a run for its newest")
-    parser.add_argument("folder", type=Path, help="the folder to make")
+    parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),
-        help="of floating-point tensors (default: as they are)",
+        help="dtype of floating-point tensors (default: unchanged)",
     )
     parser.add_argument(
-        "--shard-bytes", type=int, default=4_000_000_000, help="most of a file (default 4 GB)"
+        "--shard-bytes",
+        type=int,
+        default=4_000_000_000,
+        help="maximum size of a file (default 4 GB)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a folder that this command wrote"
@@ -133,16 +135,16 @@ def _add_target(parser: argparse.ArgumentParser, *, foreign: bool) -> None:
         parser.add_argument(
             "--prefix",
             default="",
-            help="only tensors whose names begin so; it is taken off their names",
+            help="select tensors whose names start with this, and strip it",
         )
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what to print, and the exit code.
+    """Run the action and return its report and the exit code.
 
     Effects:
-        `prune` deletes directories, `export` and `convert` write one; warns on stderr of what other
-        users could have written.
+        `prune` deletes directories, `export` and `convert` write one. Warns on stderr about files
+        that other users could have written.
     """
     actions = {
         "ls": _ls,
@@ -155,22 +157,22 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     return actions[options.action](options)
 
 
-def _heed_owners(path: Path, *, strict: bool) -> None:
-    """Warn of what others own or may write, or refuse it."""
+def _check_owners(path: Path, *, strict: bool) -> None:
+    """Warn about files that other users own or may write, or raise CheckpointError if strict."""
     folder = path if path.is_dir() else path.parent
-    problems = owner_problems(folder) if folder.is_dir() else []
+    problems = find_owner_problems(folder) if folder.is_dir() else []
     if problems and strict:
         raise CheckpointError(
-            f"checkpoint: {problems[0]}; --strict-owner refuses that",
+            f"checkpoint: {problems[0]}; --strict-owner rejects that",
             where=path,
             got=problems,
-            hint="chmod go-w, chown, or copy it to a place of your own",
+            hint="chmod go-w, chown, or copy it to a directory that only you can write",
         )
     for problem in problems:
-        say_on_stderr(f"warning: {problem}; its numbers may be somebody else's")
+        say_on_stderr(f"warning: {problem}; another user may have changed its values")
 
 
-def _home(directory: Path) -> Path:
+def _find_home(directory: Path) -> Path:
     """Return the checkpoints/ of a run directory, or the directory itself."""
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint: {directory} is not a directory", where=directory)
@@ -178,24 +180,25 @@ def _home(directory: Path) -> Path:
     return inside if inside.is_dir() else directory
 
 
-def _verified(path: Path) -> tuple[bool | None, list[str]]:
-    """Return whether a checkpoint is whole, None if somebody deletes it meanwhile, and problems."""
+def _check_files(path: Path) -> tuple[bool | None, list[str]]:
+    """Return (ok, problems) of a checkpoint; ok is None if it was deleted meanwhile."""
     from trainkit.weights.checkpoint.sources import verify_any  # noqa: PLC0415 - `ls` does without it
 
     problems = verify_any(path)
+    # A run that goes on training deletes old checkpoints while this command reads them.
     if problems and not path.exists():
         return None, [f"{path} was deleted after it was listed, by retention or by somebody"]
     return not problems, problems
 
 
 def _ls(options: argparse.Namespace) -> tuple[Any, int]:
-    home = _home(options.directory)
-    _heed_owners(home, strict=options.strict_owner)
+    home = _find_home(options.directory)
+    _check_owners(home, strict=options.strict_owner)
     rows = []
     for path in list_checkpoints(home):
         row = describe_checkpoint(path)
         if options.verify:
-            ok, problems = _verified(path)
+            ok, problems = _check_files(path)
             row |= {"ok": ok, "problems": problems}
         rows.append(row)
     return rows, _DAMAGED if any(row.get("ok") is False for row in rows) else 0
@@ -203,39 +206,39 @@ def _ls(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _verify(options: argparse.Namespace) -> tuple[Any, int]:
     directory = options.directory
-    _heed_owners(directory, strict=options.strict_owner)
-    was_there = directory.exists()
-    many = list_checkpoints(directory / "checkpoints") or list_checkpoints(directory)
-    reports = [
-        {"checkpoint": str(path), "ok": ok, "problems": problems}
-        for path in many or [directory]
-        for ok, problems in [_verified(path)]
-    ]
-    if many:
+    _check_owners(directory, strict=options.strict_owner)
+    existed = directory.exists()
+    of_run = list_checkpoints(directory / "checkpoints") or list_checkpoints(directory)
+    reports = []
+    for path in of_run or [directory]:
+        ok, problems = _check_files(path)
+        reports.append({"checkpoint": str(path), "ok": ok, "problems": problems})
+    if of_run:
         return reports, _DAMAGED if any(report["ok"] is False for report in reports) else 0
-    if not was_there:
-        reports[0] |= {"ok": False, "problems": [f"{directory} is not there"]}
+    if not existed:
+        reports[0] |= {"ok": False, "problems": [f"{directory} does not exist"]}
     return reports[0], 0 if reports[0]["ok"] else _DAMAGED
 
 
-def _one(path: Path, *, strict: bool) -> Path:
-    """Return the checkpoint that a path names, every byte of it verified."""
-    found = find_checkpoint(path, log=say_on_stderr)
-    _heed_owners(found, strict=strict)
-    return found
+def _find_source(path: Path, *, strict: bool) -> Path:
+    """Return a checkpoint, or the newest of a run, with every byte verified."""
+    source = find_checkpoint(path, log=say_on_stderr)
+    _check_owners(source, strict=strict)
+    return source
 
 
 def _diff(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights.checkpoint.diff import diff_checkpoints  # noqa: PLC0415 - `ls` does without it
 
-    a, b = (_one(path, strict=options.strict_owner) for path in (options.a, options.b))
+    a = _find_source(options.a, strict=options.strict_owner)
+    b = _find_source(options.b, strict=options.strict_owner)
     report = diff_checkpoints(a, b, values=options.values)
     return report, 0 if report["same"] else 1
 
 
 def _prune(options: argparse.Namespace) -> tuple[Any, int]:
-    home = _home(options.directory)
-    _heed_owners(home, strict=options.strict_owner)
+    home = _find_home(options.directory)
+    _check_owners(home, strict=options.strict_owner)
     policy = Retention(last=options.keep, every=options.every, best=options.best)
     report = apply_retention(home, policy, log=say_on_stderr, dry_run=options.dry_run)
     return report, _DAMAGED if report["kept"] and not report["verified"] else 0
@@ -244,20 +247,23 @@ def _prune(options: argparse.Namespace) -> tuple[Any, int]:
 def _export(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights.checkpoint.export import export_checkpoint  # noqa: PLC0415 - `ls` does without it
 
-    source = _one(options.source, strict=options.strict_owner)
-    return _written(functools.partial(export_checkpoint, source), options)
+    report = export_checkpoint(
+        _find_source(options.source, strict=options.strict_owner),
+        folder=options.folder,
+        dtype=options.dtype,
+        shard_bytes=options.shard_bytes,
+        overwrite=options.overwrite,
+    )
+    return report, 0
 
 
 def _convert(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights.convert.weights import convert_weights  # noqa: PLC0415 - as above
 
-    _heed_owners(options.source, strict=options.strict_owner)
-    convert = functools.partial(convert_weights, options.source, prefix=options.prefix)
-    return _written(convert, options)
-
-
-def _written(write: Any, options: argparse.Namespace) -> tuple[Any, int]:
-    report = write(
+    _check_owners(options.source, strict=options.strict_owner)
+    report = convert_weights(
+        options.source,
+        prefix=options.prefix,
         folder=options.folder,
         dtype=options.dtype,
         shard_bytes=options.shard_bytes,

@@ -1,8 +1,8 @@
-r"""`python -m trainkit export RUN FOLDER`: a run as a Hugging Face folder.
+r"""`python -m trainkit export RUN FOLDER`: write a run as a Hugging Face folder.
 
 The folder holds config.json, generation_config.json, safetensors files with their index, and the
-files of the tokenizer: AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load
-it. Which family it is of follows from the model:
+files of the tokenizer. AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load
+it. The model decides the family:
 
   python -m trainkit export runs/pretrain model/
 
@@ -11,14 +11,14 @@ In bfloat16, files of at most 2 GB, with the tokenizer of another folder:
   python -m trainkit export runs/finetune model/ --dtype bfloat16 --shard-bytes 2000000000 \
       --tokenizer base/
 
-Of a run that trains adapters it is a folder of PEFT, for PeftModel.from_pretrained; or, with their
-base where it was, or where --base says, a whole model:
+A run that trains adapters is exported as a PEFT folder, for PeftModel.from_pretrained; with --merge
+as a whole model, whose base is read from where it was or from --base:
 
   python -m trainkit export runs/finetune adapter/
   python -m trainkit export runs/finetune model/ --merge
 
-Exit codes: 0 fine, 64 wrong use (a folder that exists, a model of no known family), 65 no tokenizer
-or another than the run's, 66 a checkpoint that does not verify, 74 the disk is full.
+Exit codes: 0 success, 64 wrong use (a folder that exists, a model of no known family), 65 no
+tokenizer or another than the run's, 66 a checkpoint that does not verify, 74 the disk is full.
 """
 
 from __future__ import annotations
@@ -35,68 +35,80 @@ HELP = "write a run as a Hugging Face folder"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's flags to its parser."""
-    parser.add_argument("source", type=Path, help="a run, for its newest checkpoint, or one")
-    parser.add_argument("folder", type=Path, help="the folder to make")
+    """Add the command's flags to its parser."""
+    parser.add_argument("source", type=Path, help="a checkpoint, or a run for its newest")
+    parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of parameters (default: as they are)",
+        help="dtype of the parameters (default: unchanged)",
     )
-    parser.add_argument("--shard-bytes", type=int, help="most of a file (default: 4 GB)")
-    parser.add_argument("--family", help="the model_type (default: the first that computes it)")
+    parser.add_argument("--shard-bytes", type=int, help="maximum size of a file (default: 4 GB)")
+    parser.add_argument("--family", help="the model_type (default: the first that fits the model)")
     parser.add_argument(
         "--tokenizer", help="bytes, a tokenizer.json or its folder (default: the run's)"
     )
     parser.add_argument(
         "--context",
         type=int,
-        help="the most tokens that the model is for (default: as the folder that the run began "
-        "with, or else the run's row length)",
+        help="the model's maximum context (default: that of the folder the run started from, "
+        "or else the run's row length)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a folder that this command wrote"
     )
     parser.add_argument(
-        "--merge", action="store_true", help="of a run of adapters: add them to their base"
+        "--merge", action="store_true", help="add a run's adapters to their base model"
     )
-    parser.add_argument("--base", help="where the base of adapters is (default: where it was)")
+    parser.add_argument("--base", help="path of the adapters' base model (default: where it was)")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what has been written, and the exit code.
+    """Write the folder and return a report and the exit code.
 
     Effects:
         Writes a folder.
     """
     from trainkit.post import adapters  # noqa: PLC0415 - torch
+    from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
+    from trainkit.weights.hub.trained import has_learned_bos  # noqa: PLC0415 - torch
 
     path = find_checkpoint(options.source, log=say_on_stderr)
     facts = read_facts(path, needs=["model"])
     adapted = "base" in facts
     if options.merge and not adapted:
-        raise ConfigError(f"export: {path} holds a whole model, with no adapters to merge")
+        raise ConfigError(f"export: --merge: {path} holds a whole model, with no adapters to merge")
     if options.base and not adapted:
-        raise ConfigError(f"export: {path} holds a whole model, and --base is about adapters")
+        raise ConfigError(f"export: --base: {path} holds a whole model, and no adapters on a base")
     if adapted and not options.merge:
-        _refuse_of_whole(options)
-        how = {"family": options.family, "base": options.base, "overwrite": options.overwrite}
-        return adapters.export_peft(path, options.folder, **how), 0
+        _check_adapter_flags(options)
+        report = adapters.export_peft(
+            path,
+            options.folder,
+            family=options.family,
+            base=options.base,
+            overwrite=options.overwrite,
+        )
+        return report, 0
     context = options.context or facts.get("context") or facts.get("config.row_length")
     if context is None:
-        raise ConfigError("export: the run does not say its row length; give --context")
-    name, template = _tokenizer(options.tokenizer, facts), facts.get("config.template")
-    if template == facts.get("config.tokenizer"):  # its folder's own, wherever that is now
+        raise ConfigError("export: the run has no row length; give --context")
+    name = _find_tokenizer(options.tokenizer, facts)
+    template = facts.get("config.template")
+    # A template named like the tokenizer is the one in its folder, which may have moved since.
+    if template == facts.get("config.tokenizer"):
         template = name if template is not None else None
     report = hub.export_folder(
         path,
         options.folder,
         context=context,
         family=options.family,
-        files=hub.make_tokenizer_files(name, template=template, adds_bos=_learned_bos(name, facts)),
+        files=hub.make_tokenizer_files(
+            name, template=template, adds_bos=has_learned_bos(open_tokenizer(name), facts)
+        ),
         dtype=options.dtype,
         shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,
         overwrite=options.overwrite,
@@ -105,39 +117,34 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     return report, 0
 
 
-def _refuse_of_whole(options: argparse.Namespace) -> None:
-    """Refuse flags about a whole model: a folder of PEFT has adapters alone, as they are."""
+def _check_adapter_flags(options: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that only affect the export of a whole model."""
     names = ("dtype", "shard_bytes", "tokenizer", "context")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
-    if given:
+    flags = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if flags:
         raise ConfigError(
-            f"export: adapters are written as they are; {', '.join(given)} would change nothing",
-            where=given[0],
+            f"export: adapters are written without conversion, so {', '.join(flags)} would change "
+            "nothing",
+            where=flags[0],
             hint="leave it out; or add the adapters to their base: --merge",
         )
 
 
-def _learned_bos(name: str, facts: dict[str, Any]) -> bool:
-    from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
-    from trainkit.weights.hub.trained import has_learned_bos  # noqa: PLC0415 - torch
-
-    return has_learned_bos(open_tokenizer(name), facts)
-
-
-def _tokenizer(name: str | None, facts: dict[str, Any]) -> str:
-    """Return the name of the tokenizer that a run was trained with."""
+def _find_tokenizer(name: str | None, facts: dict[str, Any]) -> str:
+    """Return the name or path of the run's tokenizer, checked against the hash in its facts."""
     from trainkit.text.tokenizers import open_tokenizer, tokenizer_hash  # noqa: PLC0415 - torch
 
     name = name or facts.get("config.tokenizer")
     if name is None:
-        raise DataError("export: the run does not say its tokenizer; give --tokenizer")
-    found, want = tokenizer_hash(open_tokenizer(name)), facts.get("tokenizer")
-    if want not in (None, found):
+        raise DataError("export: the run names no tokenizer; give --tokenizer")
+    actual = tokenizer_hash(open_tokenizer(name))
+    expected = facts.get("tokenizer")
+    if expected not in (None, actual):
         raise DataError(
             f"export: {name} is another tokenizer than the run was trained with",
             where=name,
-            got=found,
-            want=want,
-            hint="name the run's own with --tokenizer",
+            got=actual,
+            want=expected,
+            hint="name the run's tokenizer with --tokenizer",
         )
     return name

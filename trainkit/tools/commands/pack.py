@@ -1,6 +1,6 @@
-"""`python -m trainkit pack CORPUS --capacity N`: what a packing would come to, without training.
+"""`python -m trainkit pack CORPUS --capacity N`: pack a corpus and report the padding.
 
-It prints the report of `packing_report`, and draws the rows with `--out`.
+Nothing is trained. Prints `packing.report_packing`; `--out` draws the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELP = "pack a corpus into rows and report the padding"
 
 
 def add(pack: argparse.ArgumentParser) -> None:
-    """Describe the command's flags to its parser."""
+    """Add the command's flags to its parser."""
     pack.add_argument("corpus", type=Path, help="a token file, a .jsonl file, a directory of text")
     pack.add_argument("--capacity", type=int, required=True, help="tokens per row")
     fits = ("best_fit", "first_fit", "sequential")
@@ -28,30 +28,30 @@ def add(pack: argparse.ArgumentParser) -> None:
         "--balanced",
         type=int,
         metavar="ROWS",
-        help="make k x ROWS rows, about equally full",
+        help="fill a multiple of ROWS rows about equally",
     )
     pack.add_argument(
         "--group-size", type=int, default=100_000, help="pieces packed together; 0 means all"
     )
     policies = ("split", "truncate", "drop", "error")
     pack.add_argument(
-        "--overlong", choices=policies, default="split", help="of documents above the capacity"
+        "--overlong", choices=policies, default="split", help="documents above the capacity"
     )
     pack.add_argument("--multiple-of", type=int, default=1, help="align every piece to this")
-    pack.add_argument("--max-documents", type=int, help="the most pieces of a row")
-    pack.add_argument("--seed", type=int, help="deal the documents to groups at random")
+    pack.add_argument("--max-documents", type=int, help="maximum number of pieces in a row")
+    pack.add_argument("--seed", type=int, help="shuffle the documents into groups")
     pack.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     pack.add_argument("--out", type=Path, help="draw the packing into this .png, .svg or .pdf")
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what to print, and the exit code.
+    """Pack the corpus and return the report and the exit code.
 
     Raises:
         DataError: The policies leave no row.
 
     Effects:
-        Writes the picture, if one is asked for.
+        Writes a picture to `--out`.
     """
     from trainkit import packing  # noqa: PLC0415 -- slow to import
     from trainkit.text.corpora import open_corpus  # noqa: PLC0415 -- slow to import
@@ -85,16 +85,18 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 def _check_rows(options: argparse.Namespace, report: dict[str, int | float]) -> None:
     if report["rows"]:
         return
-    dropped, empty = report["dropped_documents"], report["empty_documents"]
-    fate = (
-        f"all {dropped} that have tokens are longer than --capacity {options.capacity} and were "
-        "dropped; raise it, or ask for --overlong split or truncate"
-        if dropped
-        else "there are none with tokens"
-    )
+    if not report["dropped_documents"]:
+        raise DataError(
+            f"pack: {options.corpus} has no tokens: all {report['documents']} documents are empty",
+            where=options.corpus,
+            got=0,
+            want="at least one row",
+        )
     raise DataError(
-        f"pack: {options.corpus}: no row is left of its {report['documents']} documents ({empty} "
-        f"empty): {fate}",
+        f"pack: {options.corpus}: no row is left of its {report['documents']} documents: "
+        f"{report['empty_documents']} are empty, and {report['dropped_documents']} are longer than "
+        f"--capacity {options.capacity} and were dropped; raise it, or use --overlong split or "
+        "truncate",
         where=options.corpus,
         got=0,
         want="at least one row",

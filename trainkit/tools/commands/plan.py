@@ -1,23 +1,22 @@
-r"""`python -m trainkit plan`: which layouts a model has on some machines, and what each would cost.
+r"""`python -m trainkit plan`: list the layouts of a model on a cluster, with memory and step time.
 
-Nothing is trained and nothing is started: all figures follow from shapes, by
+Nothing is trained and no process is started: all figures follow from shapes, by
 `trainkit.tools.planning`.
 
-It lists the ways to spread a model over ranks, as degrees of pipeline (pp), data (dp_replicate,
-dp_shard), sequence (ring, ulysses), tensor (tp) and expert parallelism (ep, where a model has
-experts), with the memory each rank needs, what it sends in a step, and an estimate of the step's
-time; and says what does not fit, and why. Experts are taken to be balanced.
+A layout is a choice of the degrees of pipeline (pp), data (dp_replicate, dp_shard), sequence (ring,
+ulysses), tensor (tp) and, for a model with experts, expert parallelism (ep). For each the command
+estimates the memory of a rank, the bytes it sends per step and the step time, and gives the reason
+where a layout does not fit. Experts are assumed to be balanced.
 
-The columns: peak is the most that a rank holds at any moment, in GiB. The next are the largest of
-each kind, which are not all there at once: parameters, gradients and optimizer state in fp32, what
-waits for backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and
-gradients that are not reduced yet (gathered). With --cpu-offload the first three are in the memory
-of the host (host), with --offload-optimizer the third, with --offload-activations a part of what
-waits for backward, and the peak is that of the device. Memory is counted from what trainkit's
-decoder keeps, and within 10 % of what torch measures. Sent is what
-one rank sends in a step, in GB. The step's time is an estimate that puts layouts in an order, not a
-promise: arithmetic at --efficiency of the peak, communication at the speed of the wires, where the
-ring's and FSDP's run beside arithmetic.
+The columns: peak is the peak memory of a rank, in GiB. The next are the maxima of its parts, which
+do not all coincide: parameters, gradients and optimizer state in fp32, activations saved for
+backward (activ.), the output layer and the loss (logits), FSDP's gathered blocks and unreduced
+gradients (gathered). Host memory (host) holds the first three with --cpu-offload, the third with
+--offload-optimizer, and some activations with --offload-activations; the peak is always that of the
+device. Memory is counted from the tensors of trainkit's decoder, within 10 % of what torch
+measures. Sent is what one rank sends per step, in GB. The step time ranks layouts and is no
+promise: it takes computation at --efficiency of the peak and communication at link speed, with
+ring attention and FSDP overlapping computation.
 
 Examples:
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
@@ -25,11 +24,11 @@ Examples:
   # a model of your own: a Hugging Face folder, or a run
   python -m trainkit plan --init ./my-model --world 8 --hardware h100 --row-length 8192
 
-  # longer rows: only layouts with tensor parallelism of 2, with everything computed again
+  # longer rows: only layouts with tensor parallelism of 2, with full recomputation
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 131072 --rows 16 \
       --tp 2 --recompute full
 
-  # between selective and full: attention and every second product are kept, or a fifth of all bytes
+  # between selective and full: save attention and every second matmul, or a fifth of all bytes
   python -m trainkit plan --size llama-3.1-8b --world 8 --row-length 32768 \
       --recompute attention+products/2 0.2
 
@@ -37,10 +36,10 @@ Examples:
   python -m trainkit plan --size llama-3.1-8b --world 16 --row-length 65536 --rows 16 \
       --fold-sp none --cpu-offload
 
-  # a mixture of experts, dealt to 8 ranks of each machine
+  # a mixture of experts, sharded over the 8 ranks of each machine
   python -m trainkit plan --size mixtral-8x7b --world 32 --row-length 8192 --ep 8
 
-  # adapters beside matrices of 4 bits: only adapters have gradients and optimizer state
+  # adapters on 4-bit matrices: only adapters have gradients and optimizer state
   python -m trainkit plan --size llama-3.1-8b --world 1 --row-length 4096 --method qlora --rank 32
 
   # your own machines: 4 GPUs of 24 GiB in each node
@@ -49,11 +48,11 @@ Examples:
   # for a script
   python -m trainkit plan --size 10m --world 2 --hardware cpu --row-length 256 --json
 
-FSDP reduces gradients once, after the last microbatch (--reduce last, the recipes' default), and
-until then every rank holds them whole; or after each one (--reduce each), which takes less memory
-and sends more. Where they differ both are in the table, unless --reduce names one.
+FSDP reduces gradients once, after the last microbatch (--reduce last, the recipes' default), with
+unsharded gradients until then; or after each one (--reduce each), which takes less memory and sends
+more. The table has both where they differ, unless --reduce names one.
 
-A layout from the table goes to a recipe as it stands: --dp-shard 4 --tp 2 --reduce each.
+The recipes take the same flags as the table: --dp-shard 4 --tp 2 --reduce each.
 """
 
 from __future__ import annotations
@@ -73,67 +72,84 @@ HELP = "list layouts for a model, with memory, communication and time"
 
 
 def add(plan: argparse.ArgumentParser) -> None:
-    """Describe the command's flags to its parser."""
-    _add_work(plan.add_argument_group("what is trained"))
-    _add_machines(plan.add_argument_group("what it runs on"))
+    """Add the command's flags to its parser."""
+    work = plan.add_argument_group("model and training")
+    _add_work(work)
+    _add_training(work)
+    _add_machines(plan.add_argument_group("machines"))
     only = plan.add_argument_group("only layouts with these degrees")
     for name in _DEGREES:
         only.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    shown = plan.add_argument_group("what is printed")
-    shown.add_argument("--limit", type=int, default=10, help="lines of a table (10); 0 for all")
+    shown = plan.add_argument_group("output")
+    shown.add_argument("--limit", type=int, default=10, help="rows of the table (10); 0 for all")
     shown.add_argument("--json", action="store_true", help="print all plans as JSON, in bytes")
 
 
 def _add_work(group: Any) -> None:
     group.add_argument("--size", help="a named model, such as llama-3.1-8b (tiny)")
     group.add_argument(
-        "--init", metavar="FOLDER", help="a Hugging Face folder or a run, for its model instead"
+        "--init", metavar="FOLDER", help="take the model of a Hugging Face folder or a run"
     )
-    group.add_argument("--vocab-size", type=int, metavar="V", help="another size of vocabulary")
-    group.add_argument("--row-length", type=int, default=4096, metavar="S", help="tokens (4096)")
+    group.add_argument("--vocab-size", type=int, metavar="V", help="override the vocabulary size")
     group.add_argument(
-        "--rows", type=int, metavar="B", help="rows of a step, over all ranks (4 for each rank)"
-    )
-    group.add_argument(
-        "--microbatch", type=int, default=1, metavar="N", help="rows at a time on a rank (1)"
+        "--row-length", type=int, default=4096, metavar="S", help="tokens per row (4096)"
     )
     group.add_argument(
-        "--documents", type=int, default=1, metavar="N", help="documents of a row (1)"
+        "--rows", type=int, metavar="B", help="rows per step, over all ranks (4 per rank)"
+    )
+    group.add_argument(
+        "--microbatch", type=int, default=1, metavar="N", help="rows per microbatch of a rank (1)"
+    )
+    group.add_argument(
+        "--documents", type=int, default=1, metavar="N", help="documents per row (1)"
     )
     group.add_argument(
         "--recompute",
         nargs="+",
         default=["none", "selective", "full"],
         metavar="MODE",
-        help="none, selective, full (all three); what is kept; or how much of it: 0.4",
+        help="none, selective, full (default: all three); the operations whose outputs are saved, "
+        "such as attention+products/2; or a fraction of the bytes, such as 0.4",
     )
     group.add_argument(
-        "--offload-activations", type=int, metavar="BYTES", help="that stay on the device"
+        "--offload-activations",
+        type=int,
+        metavar="BYTES",
+        help="bytes of activations that stay on the device",
     )
-    few, help_of = ("fp32", "bf16"), {"storage": "what parameters are kept in (fp32)"}
-    help_of["reduction"] = "what FSDP sums gradients in (fp32)"
-    for name, text in help_of.items():
-        group.add_argument(f"--{name}", choices=few, default="fp32", help=text)
-    more = (*few, "fp16")
-    group.add_argument("--compute", choices=more, help="what is computed in (bf16; fp32 on cpu)")
-    kinds = (*few, "8bit")
     group.add_argument(
-        "--moments", choices=kinds, default="fp32", help="what the optimizer remembers in (fp32)"
+        "--storage", choices=("fp32", "bf16"), default="fp32", help="dtype of parameters (fp32)"
     )
-    _add_training(group)
-    group.add_argument("--schedule", default="1f1b", help="of a pipeline (1f1b)")
+    group.add_argument(
+        "--reduction",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of FSDP's gradient reduction (fp32)",
+    )
+    group.add_argument(
+        "--compute",
+        choices=("fp32", "bf16", "fp16"),
+        help="dtype of computation (bf16; fp32 on cpu)",
+    )
+    group.add_argument(
+        "--moments",
+        choices=("fp32", "bf16", "8bit"),
+        default="fp32",
+        help="dtype of the optimizer's moments (fp32)",
+    )
+    group.add_argument("--schedule", default="1f1b", help="pipeline schedule (1f1b)")
     group.add_argument(
         "--reduce",
         nargs="+",
         choices=("last", "each"),
         default=["last", "each"],
-        help="after which microbatch FSDP reduces gradients (both)",
+        help="microbatch after which FSDP reduces gradients (both)",
     )
     group.add_argument(
         "--fold-sp",
         choices=("all", "ring", "ulysses", "none"),
         default="all",
-        help="which of ring and Ulysses FSDP shards over, besides dp_shard (all)",
+        help="sequence axes that FSDP shards over, besides dp_shard (all)",
     )
     group.add_argument(
         "--cpu-offload",
@@ -141,68 +157,88 @@ def _add_work(group: Any) -> None:
         help="parameters, gradients and optimizer state in host memory",
     )
     group.add_argument(
-        "--reshard-over", type=int, default=0, metavar="N", help="ranks that keep a block (0)"
+        "--reshard-over",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks that a block is resharded over after forward (0: all)",
     )
     group.add_argument(
-        "--prefetch", type=int, default=0, metavar="N", help="blocks gathered ahead (0: FSDP's way)"
+        "--prefetch",
+        type=int,
+        default=0,
+        metavar="N",
+        help="blocks gathered ahead (0: FSDP's default)",
     )
     group.add_argument(
-        "--ends-apart", action="store_true", help="embedding and head gathered when needed"
+        "--ends-apart",
+        action="store_true",
+        help="gather embedding and head separately, when they are needed",
     )
 
 
-def _part(text: str) -> float:
+def _parse_decay(text: str) -> float:
     if not 0 <= (value := float(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
     return value
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="what steps (adamw)")
+    group.add_argument("--optimizer", default="adamw", metavar="NAME", help="(adamw)")
     group.add_argument(
         "--optimizer-options",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="of the optimizer",
+        help="the optimizer's hyperparameters",
     )
-    group.add_argument("--mean", type=_part, metavar="X", help="a mean of the weights is kept")
-    group.add_argument("--offload-optimizer", action="store_true", help="its state in host memory")
     group.add_argument(
-        "--loss", choices=("linear", "plain"), default="linear", help="logits by chunks, or whole"
+        "--mean", type=_parse_decay, metavar="X", help="average the weights with this decay"
+    )
+    group.add_argument(
+        "--offload-optimizer", action="store_true", help="optimizer state in host memory"
+    )
+    group.add_argument(
+        "--loss",
+        choices=("linear", "plain"),
+        default="linear",
+        help="compute logits in chunks, or all at once (linear)",
     )
     group.add_argument(
         "--method",
         choices=("full", "lora", "qlora"),
         default="full",
-        help="train all, or adapters beside frozen matrices, these in 4 bits (full)",
+        help="train all parameters, or adapters on frozen matrices, with qlora in 4 bits (full)",
     )
-    group.add_argument("--rank", type=int, default=16, help="of the adapters (16)")
+    group.add_argument("--rank", type=int, default=16, help="rank of the adapters (16)")
 
 
 def _add_machines(group: Any) -> None:
     group.add_argument("--world", type=int, default=1, metavar="N", help="ranks (1)")
     group.add_argument("--hardware", default="h100", help="a100, h100, h200, b200 or cpu (h100)")
-    group.add_argument("--memory", type=float, metavar="GIB", help="of a rank, instead of its own")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="instead of its own")
+    group.add_argument("--memory", type=float, metavar="GIB", help="override the memory of a rank")
     group.add_argument(
-        "--efficiency", type=float, default=0.5, help="part of the peak that is reached (0.5)"
+        "--ranks-per-node", type=int, metavar="N", help="override the ranks per node"
     )
     group.add_argument(
-        "--headroom", type=float, default=0.1, help="part of memory that is kept free (0.1)"
+        "--efficiency", type=float, default=0.5, help="fraction of peak FLOP/s achieved (0.5)"
+    )
+    group.add_argument(
+        "--headroom", type=float, default=0.1, help="fraction of memory to leave free (0.1)"
     )
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what to print, a table or records for JSON, and the exit code."""
+    """Rank the layouts and return a table, or records for JSON, and the exit code."""
     # Imported here: they import torch.
     import attrs  # noqa: PLC0415
 
     from trainkit.optim import parse_options  # noqa: PLC0415
     from trainkit.tools.planning import Job, format_estimates, rank_layouts  # noqa: PLC0415
 
-    config = _config(options)
-    layouts, machine = _layouts(options, config), _hardware(options)
+    config = _read_config(options)
+    layouts = _list_layouts(options, config)
+    machine = _make_hardware(options)
     job = Job(
         config=config,
         row_length=options.row_length,
@@ -221,7 +257,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         offload_activations=options.offload_activations,
         loss=options.loss,
         documents=options.documents,
-        begins=_begins(options),
+        begins=_make_adapter_plan(options),
     )
     plans = rank_layouts(
         job,
@@ -234,20 +270,18 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     )
     if options.json:
         return [
-            attrs.asdict(one) | {"compute": job.precision.compute, "fits": one.fits}
-            for one in plans
+            attrs.asdict(plan) | {"compute": job.precision.compute, "fits": plan.fits}
+            for plan in plans
         ], 0
-    return (
-        f"{_heading(options, config)}\n\n{format_estimates(plans, limit=options.limit or None)}",
-        0,
-    )
+    table = format_estimates(plans, limit=options.limit or None)
+    return f"{_describe_job(options, config)}\n\n{table}", 0
 
 
-def _config(options: argparse.Namespace) -> DecoderConfig:
-    """Return the model of --size, or that of the folder or run that --init names."""
+def _read_config(options: argparse.Namespace) -> DecoderConfig:
+    """Return the configuration of --size, or of the folder or run of --init."""
     import attrs  # noqa: PLC0415 -- see run
 
-    from trainkit.models.sizes import make_decoder_config  # noqa: PLC0415 -- see run
+    from trainkit.models.decoder_sizes import make_decoder_config  # noqa: PLC0415 -- see run
     from trainkit.weights.hub import read_model_info  # noqa: PLC0415 -- see run
 
     if options.init is not None and options.size is not None:
@@ -255,78 +289,91 @@ def _config(options: argparse.Namespace) -> DecoderConfig:
             f"plan: --size {options.size} and --init {options.init} both name a model; give one",
             where="init",
         )
-    words = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
     if options.init is None:
-        return make_decoder_config(options.size or "tiny", **words)
-    return attrs.evolve(read_model_info(options.init, context=options.row_length), **words)
+        config = make_decoder_config(options.size or "tiny")
+    else:
+        config = read_model_info(options.init, context=options.row_length)
+    if options.vocab_size is not None:
+        config = attrs.evolve(config, vocab_size=options.vocab_size)
+    return config
 
 
-def _begins(options: argparse.Namespace) -> list[Any]:
-    """Return what the plan of a method begins with: adapters of all of a block's matrices."""
+def _make_adapter_plan(options: argparse.Namespace) -> list[Any]:
+    """Return the transforms that add adapters to all matrices of the blocks."""
     if options.method == "full":
         return []
     from trainkit.post.adapters import Lora, lora, quantized  # noqa: PLC0415 -- see run
 
     pattern = r"layers\.\d+\.(attention|mlp|mlp\.experts)\.(w\w+|gate|up|down)"
-    held = [quantized("nf4")] if options.method == "qlora" else []
-    return [*held, lora(Lora(pattern, rank=options.rank))]
+    storage = [quantized("nf4")] if options.method == "qlora" else []
+    return [*storage, lora(Lora(pattern, rank=options.rank))]
 
 
-def _heading(options: argparse.Namespace, config: DecoderConfig) -> str:
-    """Return one line that says what was planned: the model, the machines, the rows."""
+def _describe_job(options: argparse.Namespace, config: DecoderConfig) -> str:
+    """Return the heading of the table: model, machines and rows per step."""
     # see run
     from trainkit.models.config import count_active_parameters, count_parameters  # noqa: PLC0415
 
-    machine, rows = _hardware(options), options.rows or 4 * options.world
-    every, active = count_parameters(config), count_active_parameters(config)
-    met = f" ({active / 1e6:,.1f} for a token)" if active < every else ""
+    machine = _make_hardware(options)
+    rows = options.rows or 4 * options.world
+    total = count_parameters(config)
+    active = count_active_parameters(config)
+    per_token = f" ({active / 1e6:,.1f} for a token)" if active < total else ""
     return (
-        f"{options.init or options.size or 'tiny'}, {every / 1e6:,.1f} million parameters{met}, on "
-        f"{options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, of which "
-        f"{options.headroom:.0%} stay free; steps of {rows} rows of {options.row_length:,} tokens"
+        f"{options.init or options.size or 'tiny'}, {total / 1e6:,.1f} million parameters"
+        f"{per_token}, on {options.world} x {machine.name} with {machine.memory / 2**30:g} GiB, "
+        f"of which {options.headroom:.0%} stay free; steps of {rows} rows of "
+        f"{options.row_length:,} tokens"
     )
 
 
-def _hardware(options: argparse.Namespace) -> Hardware:
+def _make_hardware(options: argparse.Namespace) -> Hardware:
+    """Return the machine of --hardware, with the figures that other flags override."""
     import attrs  # noqa: PLC0415 -- see run
 
     from trainkit.tools.planning import get_hardware  # noqa: PLC0415 -- see run
 
-    own = {
-        "memory": None if options.memory is None else round(options.memory * 2**30),
-        "ranks_per_node": options.ranks_per_node,
-    }
-    given = {name: figure for name, figure in own.items() if figure is not None}
-    return attrs.evolve(get_hardware(options.hardware), **given)
+    machine = get_hardware(options.hardware)
+    if options.memory is not None:
+        machine = attrs.evolve(machine, memory=round(options.memory * 2**30))
+    if options.ranks_per_node is not None:
+        machine = attrs.evolve(machine, ranks_per_node=options.ranks_per_node)
+    return machine
 
 
-def _layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
-    """Return the layouts of the world that have the degrees asked for."""
+def _list_layouts(options: argparse.Namespace, config: DecoderConfig) -> list[Layout]:
+    """Return the layouts of the world that have the requested degrees."""
     from trainkit.tools.planning import list_layouts  # noqa: PLC0415 -- see run
 
-    asked = {name: getattr(options, name) for name in _DEGREES}
-    fixed = {name: degree for name, degree in asked.items() if degree is not None}
-    names = ("fold_sp", "schedule", "cpu_offload")
-    names += ("reshard_over", "prefetch", "ends_apart")
-    experts = 1 if config.experts is None else config.experts.count
-    like = Layout(**{name: getattr(options, name) for name in names})
-    found = [
-        layout
-        for layout in list_layouts(options.world, like=like, experts=experts)
-        if all(getattr(layout, name) == degree for name, degree in fixed.items())
-    ]
     if options.world < 1:
         raise ConfigError(
             f"plan: --world must be at least 1, got {options.world}",
             where="world",
             got=options.world,
         )
-    if not found:
-        text = " x ".join(f"{name} {degree}" for name, degree in fixed.items())
+    degrees = {
+        name: getattr(options, name) for name in _DEGREES if getattr(options, name) is not None
+    }
+    like = Layout(
+        fold_sp=options.fold_sp,
+        schedule=options.schedule,
+        cpu_offload=options.cpu_offload,
+        reshard_over=options.reshard_over,
+        prefetch=options.prefetch,
+        ends_apart=options.ends_apart,
+    )
+    experts = 1 if config.experts is None else config.experts.count
+    layouts = [
+        layout
+        for layout in list_layouts(options.world, like=like, experts=experts)
+        if all(getattr(layout, name) == degree for name, degree in degrees.items())
+    ]
+    if not layouts:
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
         raise ConfigError(
             f"plan: no layout of {options.world} ranks has {text}, which must divide "
             f"{options.world}; change a degree or --world",
             where="world",
             got=options.world,
         )
-    return found
+    return layouts

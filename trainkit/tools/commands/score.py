@@ -1,19 +1,19 @@
-"""`python -m trainkit score MODEL CORPUS --out FILE.tokens`: a model's log-probabilities, stored.
+"""`python -m trainkit score MODEL CORPUS --out FILE.tokens`: store a model's log-probabilities.
 
-A frozen reference or teacher goes over a corpus once; what it finds are columns of a token file, by
-which others are trained without it. MODEL is a run, a checkpoint or a Hugging Face folder.
+A frozen reference or teacher reads a corpus once. Its log-probabilities become columns of a token
+file, so that training needs no second model. MODEL is a run, a checkpoint or a Hugging Face folder.
 
 The log-probability of each token, "reference_logprobs":
 
   python -m trainkit score runs/pretrain books.tokens --out referenced.tokens
 
-The 16 likeliest words in the place of each token and their log-probabilities, "teacher_ids" and
+The 16 most likely tokens at each position and their log-probabilities, "teacher_ids" and
 "teacher_logprobs", which objectives.stored_distillation reads:
 
   python -m trainkit score runs/pretrain books.tokens --out taught.tokens --top-k 16
 
-A command that was killed goes on when it is given again: finished parts lie in OUT.parts until the
-file is written.
+Give the same command again to resume after an interruption: finished parts stay in OUT.parts until
+the file is written.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ HELP = "store a model's log-probabilities as columns of a token file"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's flags to its parser."""
+    """Add the command's flags to its parser."""
     parser.add_argument("model", type=Path, help="a run, a checkpoint or a Hugging Face folder")
-    parser.add_argument("corpus", type=Path, help="a .tokens file, or what prepare takes")
-    parser.add_argument("--out", type=Path, required=True, help="the file to make: NAME.tokens")
+    parser.add_argument("corpus", type=Path, help="a .tokens file, or any source of prepare")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write: NAME.tokens")
     parser.add_argument(
-        "--top-k", type=int, metavar="K", help="store the K likeliest words in each place instead"
+        "--top-k", type=int, metavar="K", help="store the K most likely tokens at each position"
     )
     parser.add_argument(
-        "--temperature", type=float, help="with --top-k: what logits are divided by (1)"
+        "--temperature", type=float, help="with --top-k: divide logits by this (default 1)"
     )
     parser.add_argument(
         "--context",
         type=int,
-        help="the most tokens that the model is given (by default "
-        "what it is for: its row length, or the context of the folder that it began with)",
+        help="maximum number of tokens in the model's input (default: the run's row length, or "
+        "the context of the folder it started from)",
     )
     parser.add_argument(
-        "--batch", type=int, default=8192, help="tokens that go through it at once (8192)"
+        "--batch", type=int, default=8192, help="tokens per forward pass (default 8192)"
     )
     parser.add_argument(
-        "--part", type=int, default=1 << 17, help="tokens after which work is kept (131072)"
+        "--part", type=int, default=1 << 17, help="tokens per saved part (default 131072)"
     )
     parser.add_argument(
-        "--compute", choices=("auto", "fp32", "bf16"), default="auto", help="what is computed in"
+        "--compute", choices=("auto", "fp32", "bf16"), default="auto", help="dtype of computation"
     )
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Return what was written, and the exit code.
+    """Score the corpus and return a report and the exit code.
 
     Effects:
-        Writes the token file, and OUT.parts while it works.
+        Writes the token file, and OUT.parts until it is complete.
     """
     from trainkit import data, models, parallel  # noqa: PLC0415
     from trainkit.mesh import get_world_size, parallel_session  # noqa: PLC0415
@@ -71,9 +71,11 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights import hub  # noqa: PLC0415 - torch
 
     if options.temperature is not None and options.top_k is None:
-        raise ConfigError("score: --temperature is for --top-k: a reference is scored as it is")
+        raise ConfigError(
+            "score: --temperature needs --top-k: a reference is scored at temperature 1"
+        )
     if get_world_size() > 1:
-        raise ConfigError(f"score: one process does it, and there are {get_world_size()}")
+        raise ConfigError(f"score: needs one process, but there are {get_world_size()}")
     trained = hub.open_model(options.model, context=options.context, log=say_on_stderr)
     corpus = corpora.open_corpus(
         options.corpus, tokenizer=trained.tokenizer, template=trained.template
@@ -84,33 +86,52 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     with parallel_session() as ps:
         plan = [parallel.mixed_precision(parallel.DTYPES[compute])]
         stages = adapters.build_trained_stages(trained.path, make_model, ps, plan)
-        how: dict[str, Any] = {"call": models.call_routed, "tokens_per_batch": options.batch}
         if options.top_k is None:
-            measured = evaluation.make_logprob_columns(evaluation.make_scorer(stages, **how))
+            score = evaluation.make_scorer(
+                stages, call=models.call_routed, tokens_per_batch=options.batch
+            )
+            columns = evaluation.make_logprob_columns(score)
         else:
-            how |= {"temperature": temperature}
-            found = evaluation.make_top_k_scorer(stages, options.top_k, **how)
-            measured = evaluation.make_top_k_columns(found, options.top_k)
-        facts = {
-            "model": _hash(stages, ps),
-            "corpus": data.fingerprint(corpus),
-            "compute": compute,
-            "top_k": options.top_k,
-            "temperature": temperature,
-            "batch": options.batch,
-        }
-        size = {"context": trained.context, "part_tokens": options.part}
-        kept = evaluation.score_corpus(measured, corpus, options.out, facts=facts, **size)
-    told = {"path": str(options.out), "columns": [*measured[0]], "parts_kept": kept}
-    return {**told, "tokens": int(corpus.offsets[-1]), "context": trained.context}, 0
+            score_top_k = evaluation.make_top_k_scorer(
+                stages,
+                options.top_k,
+                call=models.call_routed,
+                tokens_per_batch=options.batch,
+                temperature=temperature,
+            )
+            columns = evaluation.make_top_k_columns(score_top_k, options.top_k)
+        parts_reused = evaluation.score_corpus(
+            columns,
+            corpus,
+            options.out,
+            # All that the values depend on: a part with other facts is computed again.
+            facts={
+                "model": _hash_weights(stages, ps),
+                "corpus": data.fingerprint(corpus),
+                "compute": compute,
+                "top_k": options.top_k,
+                "temperature": temperature,
+                "batch": options.batch,
+            },
+            log=say_on_stderr,
+            context=trained.context,
+            part_tokens=options.part,
+        )
+    return {
+        "path": str(options.out),
+        "columns": [*columns[0]],
+        "parts_reused": parts_reused,
+        "tokens": int(corpus.offsets[-1]),
+        "context": trained.context,
+    }, 0
 
 
-def _hash(stages: Any, ps: Any) -> str:
-    """Return the hash of a model's weights."""
+def _hash_weights(stages: Any, ps: Any) -> str:
     import torch  # noqa: PLC0415 - slow
 
     from trainkit.grads import get_parameters  # noqa: PLC0415 - torch
     from trainkit.types import TrainState  # noqa: PLC0415
     from trainkit.weights.checkpoint import state_hash  # noqa: PLC0415 - torch
 
+    # An SGD without momentum has no state, so this is a hash of the weights alone.
     return state_hash(TrainState(), stages, torch.optim.SGD(get_parameters(stages)), ps)

@@ -174,5 +174,12 @@ def _box(axes: Axes, ranks: list[int], row: float, text: str, colour: str) -> No
     edge = "#c4c8cf" if colour == "#ffffff" else "white"
     sides, width = (row + 0.05, 0.9), len(ranks)
     axes.broken_barh([(ranks[0] + 0.03, width - 0.06)], sides, facecolor=colour, edgecolor=edge)
-    style = {"ha": "center", "va": "center", "fontsize": 9, "color": drawing.ink_on(colour)}
-    axes.text(ranks[0] + width / 2, row + 0.51, text, **style)
+    axes.text(
+        ranks[0] + width / 2,
+        row + 0.51,
+        text,
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=drawing.ink_on(colour),
+    )

@@ -215,9 +215,11 @@ def plot_pipeline(
     """
     drawing.check_picture("plot_pipeline", Path(path))
     names = [schedules] if isinstance(schedules, str) else list(schedules)
-    numbers = {"pp": pp, "microbatches": microbatches}
     timelines = {
-        name: simulate_pipeline(name, **numbers, stages_per_rank=stages_per_rank) for name in names
+        name: simulate_pipeline(
+            name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank
+        )
+        for name in names
     }
     longest = max(task.end for tasks in timelines.values() for task in tasks)
     figure = drawing.new_figure(

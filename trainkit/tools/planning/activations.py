@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.cost import WHOLE, Result, fitting
 from trainkit.parallel.recompute import read_mode
+from trainkit.parallel.recompute_budget import WHOLE, Result, fitting
 from trainkit.tools.planning.jobs import FP32, Job
 from trainkit.types import Layout
 
@@ -83,7 +83,7 @@ def block_activations(
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.types import Precision
         >>> kept = Precision(compute="fp32")
         >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1, precision=kept)
@@ -132,7 +132,7 @@ def results_of(job: Job, layout: Layout, *, experts: bool = False) -> list[Resul
     back.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1)
         >>> [(x.group, x.inner) for x in results_of(job, Layout())][2:5]
         [('products', 128), ('attention', 0), ('products', 128.0)]
@@ -274,7 +274,7 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
     """Return T, the tokens of a microbatch on one rank.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8, microbatch=4)
         >>> tokens_per_microbatch(job, Layout(ring=2))
         512
@@ -327,7 +327,7 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool, trained: bo
     and of the logits.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
         >>> for loss in ("linear", "plain"):
         ...     head = head_activations(attrs.evolve(job, loss=loss), Layout(), fused_norms=True)
@@ -356,7 +356,7 @@ def logits_at_once(job: Job, layout: Layout) -> bool:
     """Say whether all logits of a microbatch exist at once.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.types import Precision
         >>> kept = Precision(compute="fp32")
         >>> job = Job(config=make_decoder_config("tiny"), row_length=8, rows=1, precision=kept)
@@ -372,7 +372,7 @@ def chunk_of_tokens(job: Job, layout: Layout) -> int:
     """Return how many tokens' logits exist at a time, as `linear_cross_entropy` chooses.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
         >>> chunk_of_tokens(job, Layout())
         2048

@@ -120,7 +120,7 @@ def num_microbatches(job: Job, layout: Layout) -> int:
     """Return how many microbatches a rank computes in a step; the last may hold blank rows.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny"), row_length=8, rows=12, microbatch=2)
         >>> num_microbatches(job, Layout(dp_shard=3))
         2
@@ -172,7 +172,7 @@ def explain_refusal(job: Job, layout: Layout) -> str | None:
     for, on GPUs.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("10m"), row_length=256, rows=8)
         >>> explain_refusal(job, Layout(tp=3))
         '4 heads do not divide by tp = 3; ...'

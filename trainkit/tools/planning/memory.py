@@ -12,7 +12,7 @@ from functools import partial
 
 import attrs
 
-from trainkit.optim.table import OPTIMIZERS, options_of, state_bytes
+from trainkit.optim.table import OPTIMIZERS, list_precision_options, state_bytes
 from trainkit.tools.planning.activations import (
     Block,
     Head,
@@ -95,7 +95,7 @@ def estimate_memory(
             `grads.make_step_in_backward`.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
         >>> memory = estimate_memory(job, Layout(dp_shard=64))
         >>> memory.parameters * 64 / 4 / 1e9  # billions of parameters
@@ -118,7 +118,10 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
 
     Of all parameters, and of the one of which it is the most.
     """
-    options = {**options_of(job.optimizer, job.precision), **dict(job.optimizer_options)}
+    options = {
+        **list_precision_options(job.optimizer, job.precision),
+        **dict(job.optimizer_options),
+    }
     each = []
     is_kahan = options.get("rounding") == "kahan"
     rest = job.stored if is_kahan and job.stored < FP32 else 0

@@ -112,7 +112,7 @@ def rank_layouts(
         ConfigError: A fraction is out of range, or a policy unknown.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.tools.planning import get_hardware, list_layouts
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
         >>> best, *_, worst = rank_layouts(job, list_layouts(8), get_hardware("h100"))
@@ -225,7 +225,7 @@ def estimate_seconds(
       `offload_activations`).
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.tools.planning import get_hardware
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=64)
         >>> estimate_seconds(job, Layout(dp_shard=64), get_hardware("h100"), efficiency=0.5).bubble
@@ -289,9 +289,10 @@ def _row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     # Of a stage's layers as many slide as of all, which are near to even.
     sliding = part.layers * len(config.sliding_layers) / config.layers
     window = config.sliding.window if config.sliding is not None else None
-    whole = {"linear_parameters": met if products else 0, "layers": part.layers - sliding}
     seen = model_flops(linear_parameters=0, layers=sliding, window=window, **shape)
-    return seen + model_flops(**whole, **shape)
+    return seen + model_flops(
+        linear_parameters=met if products else 0, layers=part.layers - sliding, **shape
+    )
 
 
 def _flops_of_rank(job: Job, layout: Layout, pp_rank: int, *, products: bool = True) -> float:

@@ -39,7 +39,7 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
     """Return what a pipeline rank holds, all of its stages together, as `split_layers` cuts it.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("10m"), row_length=8, rows=8)
         >>> [part_of(job, Layout(pp=3), rank).layers for rank in range(3)]
         [3, 3, 2]
@@ -94,7 +94,7 @@ def in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> fl
             part of them.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("10m"), row_length=8, rows=8)
         >>> [in_flight(job, Layout(pp=4), rank) for rank in range(4)]
         [4, 3, 2, 1]
@@ -157,7 +157,7 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
     the copies that `precision` casts live until the microbatch is done.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=8)
         >>> found = sharding_of(job, layout, part=part_of(job, layout, 0))
@@ -194,7 +194,7 @@ def units_apart(job: Job, layout: Layout, *, part: Part) -> tuple[Held, Held]:
     """Return a rank's embedding, and its last norm and head, where `ends_apart` makes them units.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=2, ends_apart=True)
         >>> [x.trained.tensors for x in units_apart(job, layout, part=part_of(job, layout, 0))]
@@ -217,7 +217,7 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
     across them until the step ends.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8)
         >>> buffers_of(job, Layout(), 0)
         0

@@ -26,7 +26,7 @@ def format_estimates(plans: Sequence[LayoutEstimate], *, limit: int | None = 10)
             rest is impossible; None for all.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.tools.planning import Job, get_hardware, list_layouts, rank_layouts
         >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8)
         >>> found = rank_layouts(job, list_layouts(1), get_hardware("cpu"))

@@ -74,7 +74,7 @@ def estimate_traffic(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Tra
     Left out are the few numbers of the gradient norm, of metrics and of a pipeline's terms.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny", vocab_size=256), row_length=256, rows=8)
         >>> for transfer in estimate_traffic(job, Layout(dp_shard=8)):
         ...     print(transfer.axis, transfer.kind, transfer.count, transfer.bytes)
@@ -246,7 +246,7 @@ def entering_attention(config: DecoderConfig) -> list[int]:
     """Return the columns of what tensor parallelism gathers for attention, a number for each call.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> entering_attention(make_decoder_config("qwen3-8b"))
         [4096]
         >>> entering_attention(make_decoder_config("deepseek-v3"))

@@ -16,7 +16,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.names import Kind, get_named_parameters, kind_of
+from trainkit.parallel.parameters import Kind, get_kind, get_named_parameters
 from trainkit.post.adapters.frozen import SCALES
 from trainkit.tools.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
@@ -175,7 +175,7 @@ def units_of(job: Job, layout: Layout) -> Units:
     expert_fsdp, as `parallel.fsdp` says.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny", vocab_size=259), row_length=8, rows=8)
         >>> units_of(job, Layout(dp_shard=2)).embedding.trained
         Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152, short=16640)
@@ -197,7 +197,7 @@ def _parameters(
         for transform in begins:
             model = transform(model, solo_parallel())
     return tuple(
-        (name, tuple(p.shape), kind_of(p.detach() if name in frozen else p))
+        (name, tuple(p.shape), get_kind(p.detach() if name in frozen else p))
         for name, p in get_named_parameters([model]).items()
     )
 
@@ -220,8 +220,9 @@ def _units(of_job: _OfJob, tp: int, fsdp: int, ep: int) -> Units:
         distinct.setdefault((i in config.expert_layers, tuple(own)), len(distinct))
         for i, own in of_layers.items()
     )
-    ranks = {"tp": tp, "fsdp": fsdp, "ep": ep}
-    layers = (_layer(own, wide=wide, routed=routed, **ranks) for routed, own in distinct)
+    layers = (
+        _layer(own, wide=wide, routed=routed, tp=tp, fsdp=fsdp, ep=ep) for routed, own in distinct
+    )
     parts = (ends.get(part, Held()) for part in ("embedding", "positions", "norm", "head"))
     return Units(tuple(layers), kinds, *parts)
 

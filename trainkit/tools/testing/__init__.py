@@ -5,7 +5,7 @@ model; `count_collectives` lists what a step sends. Faults to put into a run on 
 of train steps: `kill_at`, `nan_loss_at` and the like; see `trainkit.tools.testing.faults`.
 """
 
-from trainkit.tools.testing.cases import LayoutCase, covering, make_default_cases
+from trainkit.tools.testing.cases import LayoutCase, make_default_cases
 from trainkit.tools.testing.certificate import (
     Certificate,
     CertificateRow,
@@ -37,7 +37,6 @@ __all__ = [
     "certify",
     "check_packing",
     "count_collectives",
-    "covering",
     "format_markdown",
     "format_text",
     "make_default_cases",

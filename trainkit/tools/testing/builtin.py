@@ -22,7 +22,7 @@ from trainkit.noise.counters import make_token_keys
 from trainkit.optim import OPTIMIZERS, make_optimizer
 from trainkit.packing import pack_bins
 from trainkit.parallel.compile import compile_blocks
-from trainkit.parallel.experts import expert_parallel
+from trainkit.parallel.expert_parallel import expert_parallel
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence_parallel import sequence_parallel
@@ -684,7 +684,6 @@ def certify_builtin(
     *,
     chosen: Callable[[LayoutCase], bool] = lambda _: True,
     optimizers: bool = False,
-    steps: int = 3,
     log: Log | None = None,
     device: str = "cpu",
 ) -> list[Certificate]:
@@ -697,7 +696,6 @@ def certify_builtin(
         tier: See `certify`.
         chosen: Which of the cases to run.
         optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
-        steps: How many optimizer steps to take.
         log: Called with a line after every layout.
         device: "cpu" or "cuda"; see `certify`.
 
@@ -708,7 +706,7 @@ def certify_builtin(
     Effects:
         Starts processes; see `certify`.
     """
-    subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers, steps=steps)
+    subjects = builtin_subjects(tier, chosen=chosen, optimizers=optimizers)
     return certify_together(subjects, timeout=TIMEOUT, log=log, device=device)
 
 
@@ -725,7 +723,7 @@ def builtin_subjects(
     Args:
         tier: See `certify`.
         chosen: Which of the cases to run.
-        pick: Takes some of the chosen (name of a model, case), as `covering` does; all by default.
+        pick: Takes some of the chosen (name of a model, case); all by default.
         optimizers: See `models_of_tier`.
         steps: How many optimizer steps to take.
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
-from typing import Any, TypeVar
-
 import attrs
 import torch
 
 from trainkit.parallel.check_layout import problems
 from trainkit.types import Layout
-
-Row = TypeVar("Row")
 
 _SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
 
@@ -79,79 +73,6 @@ def runs_here(case: LayoutCase, device: str = "cpu") -> bool:
     if device == "cuda" and case.world > torch.cuda.device_count():
         return False
     return not problems(case.layout, world=case.world, device=device)
-
-
-def choices_of(case: LayoutCase) -> set[Any]:
-    """Return what a case chooses: each degree above 1, whatever its size, and all that is unusual.
-
-    Examples:
-        >>> sorted(choices_of(LayoutCase(Layout(dp_shard=4, tp=2, reduce="each"), compiled=True)))
-        ['compiled = True', 'dp_shard', 'reduce = each', 'tp']
-    """
-    usual, degrees = Layout(), case.layout.degrees
-    chosen = {name for name, degree in degrees.items() if degree > 1}
-    for record, plain in ((case.layout, usual), (case, LayoutCase())):
-        fields = [name for name in attrs.fields_dict(type(record)) if name not in {*degrees}]
-        values = {name: getattr(record, name) for name in fields if name != "layout"}
-        chosen |= {f"{k} = {v}" for k, v in values.items() if v != getattr(plain, k)}
-    return chosen
-
-
-def pairs_of(choices: Iterable[Any]) -> set[frozenset[Any]]:
-    """Return every two of some choices, and each choice alone.
-
-    Examples:
-        >>> pairs_of("ab") == {frozenset("a"), frozenset("b"), frozenset("ab")}
-        True
-    """
-    some = list(choices)
-    return {frozenset(pair) for size in (1, 2) for pair in combinations(some, size)}
-
-
-def covering(
-    rows: Sequence[Row],
-    *,
-    choices: Callable[[Any], Iterable[Any]] = choices_of,
-    cost: Callable[[Any], float] = lambda row: 1 + row.world / 2,
-) -> list[Row]:
-    """Return few of the rows, which hold every two choices that stand together in any of them.
-
-    What goes wrong in a layout nearly always takes two choices, not three. The row that holds the
-    most that no row before it does, for its cost, comes next; then those are left out which the
-    others make needless.
-
-    Args:
-        rows: Cases, or anything that has choices.
-        choices: What a row chooses, of which two at a time are covered; `choices_of` a case.
-        cost: What a row costs; a fixed part and its ranks, of which two run at a time.
-
-    Returns:
-        Some of the rows, in their order.
-
-    Examples:
-        >>> found = covering(
-        ...     [
-        ...         LayoutCase(Layout(tp=2)),
-        ...         LayoutCase(Layout(ring=2)),
-        ...         LayoutCase(Layout(ring=2, tp=2)),
-        ...     ]
-        ... )
-        >>> [case.name for case in found]
-        ['ring2 x tp2']
-        >>> len(covering(make_default_cases())) < len(make_default_cases()) / 2
-        True
-    """
-    held = [pairs_of(choices(row)) for row in rows]
-    worth = [1 / cost(row) for row in rows]
-    left, taken = set[frozenset[Any]]().union(*held), list[int]()
-    while left:
-        taken.append(max(range(len(rows)), key=lambda i: len(held[i] & left) * worth[i]))
-        left -= held[taken[-1]]
-    for index in sorted(taken, key=lambda i: worth[i]):
-        others = [held[i] for i in taken if i != index]
-        if held[index] <= set[frozenset[Any]]().union(*others):
-            taken.remove(index)
-    return [rows[index] for index in sorted(taken)]
 
 
 def make_default_cases() -> list[LayoutCase]:

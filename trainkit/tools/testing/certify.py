@@ -25,7 +25,7 @@ from torch import nn
 
 from trainkit.batch import to_device
 from trainkit.models import call_model
-from trainkit.parallel.leaks import tensors_of
+from trainkit.parallel.packing_leaks import tensors_of
 from trainkit.parallel.stages import SplitModel, split_layers
 from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import Certificate, CertificateRow, is_within, tier_called

@@ -22,7 +22,7 @@ from trainkit.losses import declare_terms
 from trainkit.noise import counters
 from trainkit.noise.hashing import make_key
 from trainkit.packing import pack_bins
-from trainkit.parallel.names import get_local_box
+from trainkit.parallel.parameters import get_local_box
 from trainkit.types import IGNORED_LABEL, Axis, Batch
 
 VOCABULARY = 8

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainkit.batch import batch_from_rows, to_device
 from trainkit.batch.shards import spans_of_lengths
 from trainkit.models import call_model
-from trainkit.parallel.leaks import tensors_of
+from trainkit.parallel.packing_leaks import tensors_of
 from trainkit.types import BATCH_TENSORS, Batch, Call, ConfigError
 
 PACKING_BOUNDS = {

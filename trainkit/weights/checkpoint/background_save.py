@@ -1,6 +1,6 @@
-"""One save under way: what runs beside the training, and where ranks tell each other how far it is.
+"""One save from its copy to its commit, and how the ranks agree on its progress.
 
-It is a generator that yields wherever training may go on, so that a save reads from top to bottom.
+A save is a generator that yields wherever training may continue, so it reads top to bottom.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from threading import enumerate as all_threads
@@ -21,34 +22,34 @@ from trainkit.types import Axis
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, remove_staging, write_rank
 
-_PATIENCE = 20.0  # seconds for a commit that is under way when an exception ends the run
+_PATIENCE = 20.0  # seconds that an exception waits for a commit in progress
 
 SAVE_THREAD = "trainkit-save"
 """The name of the thread that writes a save."""
 
 
-def save_threads() -> list[Thread]:
+def list_save_threads() -> list[Thread]:
     """Return the threads of this process that write saves.
 
     Examples:
-        >>> save_threads()
+        >>> list_save_threads()
         []
     """
     return [thread for thread in all_threads() if thread.name == SAVE_THREAD]
 
 
 Start = Callable[[Callable[[], Any]], "Future[Any]"]
-"""How work is done: `at_once`, or `in_thread`."""
+"""Runs some work and returns its future: `run_now` or `run_in_thread`."""
 
 
 @attrs.frozen
 class SaveResult:
-    """How a save has ended: with a checkpoint at `path`, or with an `error`.
+    """The result of a save: a checkpoint at `path`, or an `error`.
 
-    `seconds` is the time that the first rank needed to copy, write and commit, `blocked` how long
-    the training stood still on this rank for the copy. `told` is what the first rank has to say.
-    `time` is when the first rank committed it, or this rank's work failed, in seconds since 1970:
-    training may ask for it much later.
+    `seconds` is how long the first rank took to copy, write and commit, `blocked` how long the copy
+    stopped training on this rank. `messages` are the first rank's. `time` is when the first rank
+    committed, or when this rank failed, in seconds since 1970; training may collect the result much
+    later.
     """
 
     step: int
@@ -56,47 +57,48 @@ class SaveResult:
     seconds: float
     blocked: float
     error: Exception | None = None
-    told: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     time: float = attrs.field(factory=time.time)
 
 
-Flight = Generator[None, bool, SaveResult]
+PendingSave = Generator[None, bool, SaveResult]
+"""A save in progress. Sending True waits for the current phase, sending False only polls it."""
 
 
-def at_once(work: Callable[[], Any]) -> Future[Any]:
-    """Return the result of some work, or its failure, as a future that is done."""
+def run_now(work: Callable[[], Any]) -> Future[Any]:
+    """Run some work, and return its result or its exception as a finished future."""
     future: Future[Any] = Future()
-    try:
+    try:  # not BaseException: Ctrl-C must end the process at once
         future.set_result(work())
-    except Exception as error:  # noqa: BLE001 (told to all ranks)
+    except Exception as error:  # noqa: BLE001 (raised again on all ranks)
         future.set_exception(error)
     return future
 
 
-def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Begin some work in a thread, and return the future of its result.
+def run_in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Start some work in a thread, and return the future of its result.
 
     Effects:
-        Starts a daemon thread: a disk that never answers must not keep a process that wants to end.
+        Starts a daemon thread: a disk that never answers must not keep the process alive.
     """
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001 (told to all ranks)
+        except Exception as error:  # noqa: BLE001 (raised again on all ranks)
             future.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 (nobody would see how a thread ends)
+        except BaseException as error:  # noqa: BLE001 (it would vanish with the thread)
             future.set_exception(RuntimeError(f"the thread of a save was ended by {error!r}"))
 
     try:
         Thread(target=run, name=SAVE_THREAD, daemon=True).start()
-    except RuntimeError as error:  # the system has no thread left
+    except RuntimeError as error:  # the system cannot start another thread
         future.set_exception(error)
     return future
 
 
-def fly(
+def start_save(
     take: Callable[[], Snapshot],
     target: Destination,
     axis: Axis,
@@ -104,100 +106,119 @@ def fly(
     step: int,
     start: Start,
     after: Callable[[Path], list[str]],
-) -> Flight:
-    """Save once: copy, write, and when all ranks have written, commit.
+) -> PendingSave:
+    """Copy a state, write it, and commit it once all ranks have written their files.
 
-    How far each rank has come is told to all between two yields, and what a rank does next follows
-    from that alone, so that all do the same. What is sent says whether to wait.
+    Between two yields the ranks exchange their progress. What a rank does next depends on that
+    alone, so all ranks take the same branch.
 
     Args:
         take: Takes the snapshot.
-        target: Where it goes.
-        axis: The ranks, and a group on which nothing else is under way.
+        target: Where the checkpoint goes.
+        axis: The ranks, with a process group that nothing else uses at the same time.
         step: The step of the state.
-        start: `at_once` or `in_thread`.
-        after: Called on the first rank with the checkpoint, where it was committed; returns what is
-            to be told of it, and raises nothing.
+        start: `run_now` or `run_in_thread`.
+        after: Called on the first rank with a committed checkpoint. Returns messages for the user
+            and must not raise.
 
     Returns:
-        How it has ended, the same on all ranks.
+        The result, the same on all ranks.
 
     Effects:
-        Writes to disk; communicates on `axis`. When it is closed before its end, a commit under way
-        is waited for, for a while, and any other save given up.
+        Writes to disk; communicates on `axis`. Closing the generator early waits a while for a
+        commit in progress, and abandons any other save.
     """
     began = time.perf_counter()
-    stopped = Event()
-    shot = at_once(take)
+    snapshot = run_now(take)
     blocked = time.perf_counter() - began
-
-    ends: list[float] = []
-
-    def write() -> float:
-        begin = time.perf_counter()
-        try:
-            write_rank(shot.result(), target, axis.index, stopped)
-        finally:
-            ends.append(time.time())
-        return time.perf_counter() - begin
-
-    def finish() -> dict[str, Any]:
-        wrote, begin = written.result(), time.perf_counter()
-        path = commit(shot.result(), target)
-        known = {"path": str(path), "time": time.time()}
-        seconds = blocked + wrote + time.perf_counter() - begin
-        return known | {"told": after(path), "seconds": seconds}
-
-    written = start(write)
-    # A rank alone has nobody to ask, and commits without waiting for the next step.
-    committed = start(finish) if axis.count == 1 else None
+    work = _Work(snapshot, target, axis.index, after, blocked)
+    written = start(work.write)
+    # A single rank has nobody to wait for, so it commits without waiting for the next step.
+    committed = start(partial(work.commit, written)) if axis.count == 1 else None
     try:
-        failed = yield from _ended(written, axis)
+        failed = yield from _wait_on_all(written, axis)
         if not failed:
-            if committed is None:
-                committed = start(finish) if axis.index == 0 else at_once(dict)
-            failed = yield from _ended(committed, axis)
+            if committed is None and axis.index == 0:
+                committed = start(partial(work.commit, written))
+            committed = committed or run_now(dict)
+            failed = yield from _wait_on_all(committed, axis)
         if failed:
-            stopped.set()
+            # The threads of this rank must have closed their files before these are removed.
+            work.stopped.set()
             wait([future for future in (written, committed) if future is not None])
-        found, error = _outcome(written if written.exception() else committed or written, axis)
+        last = written if written.exception() else committed or written
+        result, error = _share_result(last, axis)
     except BaseException:
-        _give_up(written, committed, stopped)
+        if committed is None:  # other ranks may not have written, and may have exited
+            work.stopped.set()
+        wait([x for x in (written, committed) if x is not None], timeout=_PATIENCE)
+        # Only a committed checkpoint has left the staging directory.
         if axis.index == 0 and not (committed and committed.done() and not committed.exception()):
             remove_staging(target.staging)
         raise
     if error is not None and axis.index == 0:
         remove_staging(target.staging)
-    path = Path(found["path"]) if error is None else None
-    seconds = found.get("seconds", time.perf_counter() - began)
-    told = () if axis.index else tuple(found.get("told", ()))
-    ended = found.get("time") or max(ends, default=time.time())
-    return SaveResult(step, path, seconds, blocked, error, told, ended)
+    return SaveResult(
+        step=step,
+        path=Path(result["path"]) if error is None else None,
+        seconds=result.get("seconds", time.perf_counter() - began),
+        blocked=blocked,
+        error=error,
+        messages=() if axis.index else tuple(result.get("messages", ())),
+        time=result.get("time") or work.write_ended or time.time(),
+    )
 
 
-def _ended(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:
-    """Yield until a future is done on all ranks, or has failed on one; return whether one has."""
+@attrs.define(eq=False)
+class _Work:
+    """The parts of a save that may run in a thread."""
+
+    snapshot: Future[Snapshot]
+    target: Destination
+    rank: int
+    after: Callable[[Path], list[str]]
+    blocked: float
+    stopped: Event = attrs.field(factory=Event)
+    write_ended: float | None = None
+
+    def write(self) -> float:
+        """Write this rank's files, and return the seconds that it took."""
+        began = time.perf_counter()
+        try:
+            write_rank(self.snapshot.result(), self.target, self.rank, self.stopped)
+        finally:
+            self.write_ended = time.time()
+        return time.perf_counter() - began
+
+    def commit(self, written: Future[float]) -> dict[str, Any]:
+        """Commit the checkpoint once this rank's files are written."""
+        write_seconds = written.result()
+        began = time.perf_counter()
+        path = commit(self.snapshot.result(), self.target)
+        result: dict[str, Any] = {"path": str(path), "time": time.time()}
+        result["seconds"] = self.blocked + write_seconds + time.perf_counter() - began
+        result["messages"] = self.after(path)
+        return result
+
+
+def _wait_on_all(future: Future[Any], axis: Axis) -> Generator[None, bool, bool]:
+    """Yield until a future is done on all ranks or has failed on one; return whether one has."""
     device = get_comm_device(axis)
     while True:
-        patient = yield
-        if patient:
+        is_waiting = yield
+        if is_waiting:
             wait([future])
         failed = future.done() and future.exception() is not None
-        told = torch.tensor([not future.done(), failed], dtype=torch.uint8, device=device)
-        running, failed = all_max(told, axis).tolist()
+        # The only communication of a save: two bytes a step, and none when no save is pending.
+        flags = torch.tensor([not future.done(), failed], dtype=torch.uint8, device=device)
+        running, failed = all_max(flags, axis).tolist()
         if failed or not running:
             return bool(failed)
 
 
-def _outcome(future: Future[Any], axis: Axis) -> tuple[Mapping[str, Any], Exception | None]:
-    """Return what the first rank gave, or what a rank failed with, on all ranks."""
+def _share_result(future: Future[Any], axis: Axis) -> tuple[Mapping[str, Any], Exception | None]:
+    """Return the first rank's result, or the error of a rank that failed, on all ranks."""
     try:
         return run_on_all_ranks(future.result, axis)[0], None
-    except Exception as error:  # noqa: BLE001 (that a rank has failed is known by now)
+    except Exception as error:  # noqa: BLE001 (the caller returns it in `Saved.error`)
         return {}, error
-
-
-def _give_up(written: Future[Any], committed: Future[Any] | None, stopped: Event) -> None:
-    if committed is None:  # others may not have written, and may be gone
-        stopped.set()
-    wait([future for future in (written, committed) if future is not None], timeout=_PATIENCE)

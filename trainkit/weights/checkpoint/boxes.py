@@ -1,7 +1,7 @@
-"""Boxes: the parts that a tensor was cut into; whether they are the whole, and where two meet.
+"""Boxes: the rectangular parts of a saved tensor; whether they tile it, and where two overlap.
 
-An index comes from a file, so everything about it is checked before anything is read or allocated
-by its word. No torch here.
+An index comes from a file. Everything about it is checked before anything is read or allocated
+because of it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,67 +27,68 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-"""The dtypes that a checkpoint may hold, in torch's name: safetensors' name of it, and bytes."""
+"""The dtypes of a checkpoint: torch's name to safetensors' name and the bytes of an element."""
 
-_MOST_DIMS = 16
-_MOST_ELEMENTS = 2**53
-_TOLD = 10
+_MAX_DIMS = 16
+_MAX_ELEMENTS = 2**53
+_MAX_PROBLEMS = 10
 
 
 def overlap(
     offset: Sequence[int],
     shape: Sequence[int],
-    own_offset: Sequence[int],
-    own_shape: Sequence[int],
+    local_offset: Sequence[int],
+    local_shape: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where a box that was saved meets one that is wanted: slices into each; or None.
+    """Return the overlap of a saved box and a local box as slices into each; None if disjoint.
 
     Examples:
-        >>> saved, wanted = overlap([2, 0], [2, 2], [1, 0], [2, 2])
-        >>> saved[0], wanted[0]
+        >>> saved, local = overlap([2, 0], [2, 2], [1, 0], [2, 2])
+        >>> saved[0], local[0]
         (slice(0, 1, None), slice(1, 2, None))
         >>> overlap([0], [2], [2], [5]) is None
         True
     """
     in_saved: list[slice] = []
-    in_wanted: list[slice] = []
-    for start, length, own_start, own_length in zip(
-        offset, shape, own_offset, own_shape, strict=True
+    in_local: list[slice] = []
+    for start, length, local_start, local_length in zip(
+        offset, shape, local_offset, local_shape, strict=True
     ):
-        low, high = max(start, own_start), min(start + length, own_start + own_length)
+        low = max(start, local_start)
+        high = min(start + length, local_start + local_length)
         if low >= high:
             return None
         in_saved.append(slice(low - start, high - start))
-        in_wanted.append(slice(low - own_start, high - own_start))
-    return tuple(in_saved), tuple(in_wanted)
+        in_local.append(slice(low - local_start, high - local_start))
+    return tuple(in_saved), tuple(in_local)
 
 
-def box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
-    """Return how many bytes a box of a tensor has.
+def count_box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
+    """Return the bytes of one box of a tensor.
 
     Examples:
-        >>> box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
+        >>> count_box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
         12
     """
     return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
 
 
-def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
-    """Say what is wrong with the index of a checkpoint; of many problems the first ones.
+def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
+    """Return the problems of a checkpoint's index, at most the first ten.
 
     Args:
-        index: What `index.json` holds.
-        files: The bytes of every file that the manifest names.
+        index: The parsed `index.json`.
+        files: The bytes of every file in the manifest.
 
     Returns:
-        One sentence for each tensor that is described wrongly, or whose boxes are not the whole of
-            it, each element once; and for each file that is too small for its boxes. Empty when
-            the index may be believed.
+        One sentence for each tensor with a wrong description, or whose boxes do not cover every
+            element exactly once, and for each file that is too small for its boxes. An empty list
+            means that the index can be trusted.
 
     Examples:
         >>> box = {"file": "rank_00000.safetensors", "offset": [0], "shape": [2]}
         >>> entry = {"dtype": "float32", "shape": [3], "boxes": [box]}
-        >>> index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
+        >>> find_index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
         ['the boxes of model/a hold 2 of its 3 elements']
     """
     tensors = index.get("tensors") if isinstance(index, dict) else None
@@ -96,41 +97,62 @@ def index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     problems: list[str] = []
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
-        found = entry_problem(name, entry, files)
-        if found is not None:
-            problems.append(found)
-            if len(problems) == _TOLD:
+        problem = find_entry_problem(name, entry, files)
+        if problem is not None:  # its boxes cannot be trusted, so they do not count below
+            problems.append(problem)
+            if len(problems) == _MAX_PROBLEMS:
                 return problems
             continue
         for box in entry["boxes"]:
-            used[box["file"]] += box_bytes(entry, box)
+            used[box["file"]] += count_box_bytes(entry, box)
+    # So no load allocates more memory than there are bytes on the disk.
     return problems + [
-        f"{name} has {files[name]} bytes, too few for the {bytes_} of its boxes"
-        for name, bytes_ in used.items()
-        if bytes_ > files[name]
+        f"{name} has {files[name]} bytes, too few for the {num_bytes} of its boxes"
+        for name, num_bytes in used.items()
+        if num_bytes > files[name]
     ]
 
 
-def entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None:
-    """Say what is wrong with one entry of an index.
+def find_entry_problem(name: Any, entry: Any, files: Mapping[str, int]) -> str | None:
+    """Return what is wrong with one entry of an index, or None.
 
     Examples:
-        >>> entry_problem("../x", {}, {})
+        >>> find_entry_problem("../x", {}, {})
         "a tensor is named '../x'"
     """
-    found = description_problem(name, entry)
-    if found is not None:
-        return found
+    problem = find_description_problem(name, entry)
+    if problem is not None:
+        return problem
     if not isinstance(entry.get("boxes"), list):
         return f"{name} has no boxes"
-    return _cover_problem(name, entry["shape"], entry["boxes"], files)
+    return _find_cover_problem(name, entry["shape"], entry["boxes"], files)
 
 
-def description_problem(name: Any, entry: Any) -> str | None:
-    """Say what is wrong with the name, the dtype or the shape of a tensor.
+def _find_cover_problem(
+    name: str,
+    shape: list[int],
+    boxes: list[Any],
+    files: Mapping[str, int],
+) -> str | None:
+    """Return why boxes do not cover each element of a tensor exactly once, or None."""
+    if not all(_is_box(box, shape, files) for box in boxes):
+        return f"a box of {name} is not inside it, or names a file that the manifest does not"
+    # The header of a file has one entry per name, so it cannot describe a second box.
+    if len({box["file"] for box in boxes}) < len(boxes):
+        return f"two boxes of {name} are in one file"
+    if not _are_disjoint([(box["offset"], box["shape"]) for box in boxes]):
+        return f"the boxes of {name} overlap"
+    covered = sum(math.prod(box["shape"]) for box in boxes)
+    if covered != math.prod(shape):
+        return f"the boxes of {name} hold {covered} of its {math.prod(shape)} elements"
+    return None
+
+
+def find_description_problem(name: Any, entry: Any) -> str | None:
+    """Return what is wrong with the name, dtype or shape of a tensor, or None.
 
     Examples:
-        >>> description_problem("model/a", {"dtype": "complex64", "shape": []})
+        >>> find_description_problem("model/a", {"dtype": "complex64", "shape": []})
         "model/a has the dtype 'complex64', which no checkpoint holds"
     """
     if not _is_tensor_name(name):
@@ -140,26 +162,12 @@ def description_problem(name: Any, entry: Any) -> str | None:
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         return f"{name} has the dtype {str(dtype)[:100]!r}, which no checkpoint holds"
-    return None if _are_sizes(entry.get("shape")) else f"{name} has no sane shape"
-
-
-def _cover_problem(
-    name: str, shape: list[int], boxes: list[Any], files: Mapping[str, int]
-) -> str | None:
-    if not all(_is_box(box, shape, files) for box in boxes):
-        return f"a box of {name} is not inside it, or names a file that the manifest does not"
-    if len({box["file"] for box in boxes}) < len(boxes):
-        return f"two boxes of {name} are in one file"
-    if not _are_disjoint([(box["offset"], box["shape"]) for box in boxes]):
-        return f"the boxes of {name} overlap"
-    held = sum(math.prod(box["shape"]) for box in boxes)
-    if held != math.prod(shape):
-        return f"the boxes of {name} hold {held} of its {math.prod(shape)} elements"
-    return None
+    return None if _are_sizes(entry.get("shape")) else f"{name} has no valid shape"
 
 
 def _is_tensor_name(name: Any) -> bool:
-    """Say whether a name has the form that saving gives: it is only ever a key, never a path."""
+    """Return whether a name has the form that a save writes; it is a key, never used as a path."""
+    # Names appear in messages, so they must not contain control characters.
     if not isinstance(name, str) or len(name) > 1000 or not name.isprintable():
         return False
     kind, _, rest = name.partition("/")
@@ -167,24 +175,27 @@ def _is_tensor_name(name: Any) -> bool:
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
         return False
-    whole = all(type(n) is int and 0 <= n < _MOST_ELEMENTS for n in value)
-    return whole and math.prod(value) < _MOST_ELEMENTS
+    # The product is bounded too: every later allocation is computed from it.
+    are_ints = all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in value)
+    return are_ints and math.prod(value) < _MAX_ELEMENTS
 
 
 def _is_box(box: Any, shape: Sequence[int], files: Mapping[str, int]) -> bool:
     file = box.get("file") if isinstance(box, dict) else None
     if not isinstance(file, str) or file not in files:
         return False
-    offset, sizes = box.get("offset"), box.get("shape")
+    offset = box.get("offset")
+    sizes = box.get("shape")
     if not isinstance(offset, list) or not _are_sizes(sizes):
         return False
+    # Ranks do not write empty boxes, and `_are_disjoint` relies on that.
     if not len(offset) == len(sizes) == len(shape) or math.prod(sizes) == 0:
         return False
     return all(
-        type(start) is int and start >= 0 and start + size <= whole
-        for start, size, whole in zip(offset, sizes, shape, strict=True)
+        type(start) is int and start >= 0 and start + size <= length
+        for start, size, length in zip(offset, sizes, shape, strict=True)
     )
 
 
@@ -192,26 +203,27 @@ _Boxes = list[tuple[list[int], list[int]]]
 
 
 def _are_disjoint(boxes: _Boxes) -> bool:
-    """Say whether no two boxes overlap, of boxes that straight cuts through all of them made.
+    """Return whether axis-aligned cuts separate all boxes.
 
-    Layouts cut in straight lines, and then sorting finds the cuts: n log n for n boxes, where
-    comparing every two would let a hostile index of many boxes take hours. What no straight cut
-    takes apart counts as overlapping.
+    Layouts split tensors by straight cuts, and sorting finds those in n log n. Comparing every pair
+    would let a hostile index with many boxes take hours. Boxes that no straight cut separates count
+    as overlapping, even if they do not.
     """
-    rest = [boxes]
-    while rest:
-        group = rest.pop()
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
         if len(group) < 2:
             continue
-        parts = next((p for d in range(len(group[0][0])) if len(p := _cut(group, d)) > 1), None)
+        dims = range(len(group[0][0]))
+        parts = next((p for dim in dims if len(p := _split_along(group, dim)) > 1), None)
         if parts is None:
             return False
-        rest += parts
+        groups += parts
     return True
 
 
-def _cut(boxes: _Boxes, dim: int) -> list[_Boxes]:
-    """Cut boxes apart along a dimension, wherever no box crosses the cut."""
+def _split_along(boxes: _Boxes, dim: int) -> list[_Boxes]:
+    """Split boxes along a dimension, wherever no box crosses the cut."""
     parts: list[_Boxes] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box[0][dim]):
@@ -222,49 +234,52 @@ def _cut(boxes: _Boxes, dim: int) -> list[_Boxes]:
     return parts
 
 
-def shared_out(
-    sizes: Mapping[str, int], *, most_bytes: int, most_names: int | None = None
+def split_into_files(
+    sizes: Mapping[str, int],
+    *,
+    max_bytes: int,
+    max_names: int | None = None,
 ) -> list[list[str]]:
-    """Share names out over files in their order, each file full; a name alone may be larger.
+    """Split names into files, in order, and fill each file before the next one starts.
 
     Args:
         sizes: The bytes of each name.
-        most_bytes: Of a file.
-        most_names: In a file; None for any number.
+        max_bytes: The bytes of a file; a single larger name gets a file alone.
+        max_names: The names in a file; None for no limit.
 
     Examples:
-        >>> shared_out({"a": 2, "b": 2, "c": 9}, most_bytes=4)
+        >>> split_into_files({"a": 2, "b": 2, "c": 9}, max_bytes=4)
         [['a', 'b'], ['c']]
     """
     files: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
-        if not files or size > room or len(files[-1]) == most_names:
+        if not files or size > room or len(files[-1]) == max_names:
             files.append([])
-            room = most_bytes
+            room = max_bytes
         files[-1].append(name)
         room -= size
     return files
 
 
-def parameter_of(full: str) -> str:
-    """Return whose tensor it is that an index names.
+def get_parameter_name(full: str) -> str:
+    """Return the parameter that an entry of an index belongs to.
 
     Examples:
-        >>> parameter_of("model/a.weight"), parameter_of("optimizer/exp_avg/a.weight")
+        >>> get_parameter_name("model/a.weight"), get_parameter_name("optimizer/exp_avg/a.weight")
         ('a.weight', 'a.weight')
     """
     kind, _, rest = full.partition("/")
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-def shortened(problems: Iterable[str], most: int = _TOLD) -> str:
-    """Join problems into one line: the first ones, and how many more there are.
+def shorten(problems: Iterable[str], max_problems: int = _MAX_PROBLEMS) -> str:
+    """Join the first problems into one line, and count the others.
 
     Examples:
-        >>> shortened(["a", "b", "c"], most=2)
+        >>> shorten(["a", "b", "c"], max_problems=2)
         'a; b; and 1 more'
     """
     problems = list(problems)
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+    more = f"; and {len(problems) - max_problems} more" if len(problems) > max_problems else ""
+    return "; ".join(problems[:max_problems]) + more

@@ -1,4 +1,4 @@
-"""What a checkpoint holds against what the run has: every difference, in one list."""
+"""Compare a checkpoint's tensors and optimizer with the run's, and list every difference."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.weights.checkpoint.boxes import parameter_of
+from trainkit.weights.checkpoint.boxes import get_parameter_name
+from trainkit.weights.checkpoint.load_targets import get_saved_name, predict_state
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import expected_state, saved_name
-from trainkit.weights.checkpoint.tensors import group_options, optimizer_state
+from trainkit.weights.checkpoint.run_state import get_group_options, optimizer_state
 
 
 @attrs.frozen
-class Leeway:
-    """What a caller says may differ: patterns of parameter names (`*` stands for any letters).
+class Tolerance:
+    """Which differences a caller allows; patterns match parameter names, `*` any letters.
 
-    `missing` parameters keep what they have and begin with no moments; `extra` ones in the
-    checkpoint are left aside; those of `cast` may be stored in another floating dtype. Where
-    `optimizer` is true, the run may have another one, or the same with other options, which goes
-    on with what it can; see `changed.taken_over`. Options of a parameter group that `options` names
-    may have another value.
+    `missing` parameters keep their values and start without moments. `extra` ones in the checkpoint
+    are ignored. Parameters of `cast` may be stored in another floating dtype. With `optimizer` the
+    run may have another optimizer or other options of it, and carries over what it can; see
+    `optimizer_switch.select_carried_over`. Options of a parameter group in `options` may have
+    another value.
     """
 
     missing: Sequence[str] = ()
@@ -35,182 +35,192 @@ class Leeway:
 
 
 def matches(full: str, patterns: Iterable[str]) -> bool:
-    """Say whether a tensor's parameter is one of those that patterns name.
+    """Return whether the parameter of a tensor matches one of the patterns.
 
     Examples:
         >>> matches("optimizer/step/layers.0.lora_a", ["*.lora_*"])
         True
     """
-    return any(fnmatchcase(parameter_of(full), pattern) for pattern in patterns)
+    return any(fnmatchcase(get_parameter_name(full), pattern) for pattern in patterns)
 
 
-def tensor_problems(
+def find_tensor_problems(
     index: Mapping[str, Any],
     targets: Mapping[str, Target],
     *,
     wanted: Collection[str],
     frozen: Collection[str],
-    leeway: Leeway,
+    tolerance: Tolerance,
 ) -> list[str]:
-    """Say which tensors are missing, left over, or of another shape or dtype than the run's.
+    """List the tensors that are missing, left over, or of another shape or dtype than the run's.
 
     Args:
         index: The entries of the checkpoint's index that are to be loaded.
-        targets: This rank's.
-        wanted: The names of the targets of all ranks, of which a pipeline rank has some.
-        frozen: Parameters whose moments are told of elsewhere; see `frozen_problems`.
-        leeway: What may differ.
+        targets: This rank's targets.
+        wanted: The names of the targets of all ranks; a pipeline rank has only some.
+        frozen: Parameters whose moments `find_frozen_problems` reports.
+        tolerance: Which differences are allowed.
     """
     by_name = {target.saved: target for target in targets.values()}
     problems = [
         f"{name} is missing in the checkpoint"
         for name in by_name
-        if name not in index and not matches(name, leeway.missing)
+        if name not in index and not matches(name, tolerance.missing)
     ]
+    # Left over only if no rank has a place for it: a pipeline rank has some of the tensors.
     problems += [
         f"{name} is left over"
         for name in index
-        if name not in wanted and not matches(name, leeway.extra)
-        if not (name.startswith("optimizer/") and parameter_of(name) in frozen)
+        if name not in wanted and not matches(name, tolerance.extra)
+        if not (name.startswith("optimizer/") and get_parameter_name(name) in frozen)
     ]
     for name in sorted(by_name.keys() & index.keys()):
         tensor = by_name[name].tensor
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
+        # An integer is never cast: a token count in another dtype is a bug, not a precision.
         are_floats = all(getattr(torch, dtype).is_floating_point for dtype in (found[0], want[0]))
-        may_cast = want[1] == found[1] and are_floats and matches(name, leeway.cast)
+        may_cast = want[1] == found[1] and are_floats and matches(name, tolerance.cast)
         if want != found and not may_cast:
             problems.append(f"{name} is {found[0]}{found[1]}, the run has {want[0]}{want[1]}")
     return problems
 
 
-def optimizer_problems(
+def find_optimizer_problems(
     saved: Mapping[str, Any],
     index: Mapping[str, Any],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     *,
     step: int,
-    leeway: Leeway,
+    tolerance: Tolerance,
 ) -> list[str]:
-    """Say where the saved optimizer is not the run's: moments must never begin afresh unseen.
+    """List where the saved optimizer differs from the run's.
+
+    No parameter may silently start again without its moments.
 
     Args:
-        saved: Of `state.json` what it says of the optimizer.
+        saved: The "optimizer" table of `state.json`.
         index: The entries of the checkpoint's index.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
-        step: The step of the checkpoint; before the first there are no moments.
-        leeway: Parameters that may be missing.
+        step: The step of the checkpoint; at step 0 there are no moments yet.
+        tolerance: Which differences are allowed.
     """
-    differs = kind_problems(saved, optimizer, leeway)
+    differences = find_kind_problems(saved, optimizer, tolerance)
     trained = {
         name
-        for name in trained_names(stages, optimizer)
-        if not matches(f"model/{name}", leeway.missing)
+        for name in list_trained_names(stages, optimizer)
+        if not matches(f"model/{name}", tolerance.missing)
     }
     problems = [
         f"{name} was not trained when it was saved"
         for name in sorted(trained - saved["scalars"].keys())
     ]
-    if differs:
-        return problems if leeway.optimizer else problems + differs
-    expected = expected_state(stages, optimizer)
-    problems += _scalar_problems(saved["scalars"], expected)
+    if differences:
+        # The state of another optimizer has other keys: its moments cannot be compared.
+        return problems if tolerance.optimizer else problems + differences
+    expected = predict_state(stages, optimizer)
+    problems += _find_scalar_problems(saved["scalars"], expected)
     if step == 0:
         return problems
-    known = trained & saved["scalars"].keys()
+    in_both = trained & saved["scalars"].keys()
     return problems + [
-        f"optimizer/{key}/{saved_name(live)} is missing in the checkpoint"
-        for live, made in expected.items()
-        if saved_name(live) in known
-        for key in _missing_keys(
-            saved_name(live), {k for k, v in made.items() if isinstance(v, Tensor)}, saved, index
+        f"optimizer/{key}/{get_saved_name(live)} is missing in the checkpoint"
+        for live, state in expected.items()
+        if get_saved_name(live) in in_both
+        for key in _find_missing_keys(
+            get_saved_name(live),
+            {k for k, v in state.items() if isinstance(v, Tensor)},
+            saved,
+            index,
         )
     ]
 
 
-def kind_problems(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, leeway: Leeway
+def find_kind_problems(
+    saved: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    tolerance: Tolerance,
 ) -> list[str]:
-    """Say where the saved optimizer is of another kind than the run's, or has other options.
+    """List the differences in the class and the options of the saved and the run's optimizer.
 
     Args:
-        saved: Of `state.json` what it says of the optimizer.
-        optimizer: The run's.
-        leeway: What may differ.
+        saved: The "optimizer" table of `state.json`.
+        optimizer: The run's optimizer.
+        tolerance: Which differences are allowed.
     """
     if saved["class"] != type(optimizer).__name__:
         return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
-    return _option_problems(saved["options"], group_options(optimizer), leeway)
-
-
-def _missing_keys(
-    name: str, keys: Collection[str], saved: Mapping[str, Any], index: Mapping[str, Any]
-) -> list[str]:
-    """Return which moments of a parameter a checkpoint lacks, and ought to have."""
-    missing = sorted(key for key in keys if f"optimizer/{key}/{name}" not in index)
-    if len(missing) < len(keys):
-        return missing
-    if "untouched" in saved:  # the parameters that never had a gradient; format 1 does not say
-        return [] if name in saved["untouched"] else missing
-    has_some = any(full.startswith("optimizer/") for full in index)
-    return [] if has_some or saved["scalars"][name] else missing
-
-
-def _scalar_problems(
-    saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Say what the optimizer cannot have remembered beside tensors: it would fail in a step."""
-    return [
-        f"the optimizer's {key} of {name} is {str(value)[:50]!r}, which it never is"
-        for live, made in expected.items()
-        for name in [saved_name(live)]
-        for key, value in saved.get(name, {}).items()
-        if not _may_be(value, made.get(key, 0))
-        if made or value is not None  # of one that cannot be made to step little is known
-    ]
-
-
-def _may_be(value: Any, made: Any) -> bool:
-    """Say whether a value from a file may stand where an optimizer has put `made`."""
-    if isinstance(made, Tensor) or type(value) not in (int, float):
-        return type(value) is type(made)
-    return type(made) is float or (type(made) is not str and value >= 0)
-
-
-def _option_problems(
-    saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], leeway: Leeway
-) -> list[str]:
-    if len(live) != len(saved):
+    live = get_group_options(optimizer)
+    if len(live) != len(saved["options"]):
         new_ones = " (parameters that may be missing go into the groups of the others)"
         return [
-            f"it has {len(saved)} parameter groups, the run has {len(live)}"
-            + new_ones * bool(leeway.missing)
+            f"it has {len(saved['options'])} parameter groups, the run has {len(live)}"
+            + new_ones * bool(tolerance.missing)
         ]
     return [
         f"parameter group {group} has {name} = {old.get(name)}, the run's has {new.get(name)}"
-        for group, (old, new) in enumerate(zip(saved, live, strict=True))
+        for group, (old, new) in enumerate(zip(saved["options"], live, strict=True))
+        # An option that one side lacks counts as None: torch adds options in later versions.
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name not in leeway.options
+        if old.get(name) != new.get(name) and name not in tolerance.options
     ]
 
 
-def trained_names(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the parameters that the optimizer steps, as they are saved.
+def _find_missing_keys(
+    name: str,
+    keys: Collection[str],
+    saved: Mapping[str, Any],
+    index: Mapping[str, Any],
+) -> list[str]:
+    """Return the moments of a parameter that a checkpoint should hold and does not."""
+    missing = sorted(key for key in keys if f"optimizer/{key}/{name}" not in index)
+    if len(missing) < len(keys):
+        return missing
+    # A parameter that never had a gradient has no moments. Format 1 does not list those.
+    if "untouched" in saved:
+        return [] if name in saved["untouched"] else missing
+    has_moments = any(full.startswith("optimizer/") for full in index)
+    return [] if has_moments or saved["scalars"][name] else missing
+
+
+def _find_scalar_problems(
+    saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """List the numbers in the optimizer's state that would make its next step fail."""
+    return [
+        f"the optimizer's {key} of {name} is {str(value)[:50]!r}, which it never is"
+        for live, state in expected.items()
+        for name in [get_saved_name(live)]
+        for key, value in saved.get(name, {}).items()
+        if not _is_possible(value, state.get(key, 0))
+        if state or value is not None  # without a probe step there is nothing to compare with
+    ]
+
+
+def _is_possible(value: Any, expected: Any) -> bool:
+    """Return whether a value from a file may stand where the optimizer itself puts `expected`."""
+    if isinstance(expected, Tensor) or type(value) not in (int, float):
+        return type(value) is type(expected)
+    return type(expected) is float or (type(expected) is not str and value >= 0)
+
+
+def list_trained_names(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the saved names of the parameters that the optimizer steps.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> trained_names([model], torch.optim.SGD(model.parameters()))
+        >>> list_trained_names([model], torch.optim.SGD(model.parameters()))
         ['weight']
     """
-    return [saved_name(name) for name in optimizer_state(stages, optimizer)]
+    return [get_saved_name(name) for name in optimizer_state(stages, optimizer)]
 
 
-def frozen_problems(frozen: Collection[str], leeway: Leeway) -> list[str]:
-    """Say which of the parameters that the run trains no more the caller does not leave aside."""
+def find_frozen_problems(frozen: Collection[str], tolerance: Tolerance) -> list[str]:
+    """List the parameters that were trained and now are frozen, unless `extra` allows them."""
     return [
         f"{name} was trained when it was saved and is frozen now"
         for name in sorted(frozen)
-        if not matches(f"model/{name}", leeway.extra)
+        if not matches(f"model/{name}", tolerance.extra)
     ]

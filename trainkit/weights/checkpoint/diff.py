@@ -1,4 +1,4 @@
-"""What two checkpoints have in common and what not: told from their JSON, values if asked for."""
+"""Compare two checkpoints: by their JSON files, and on request by their values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.weights.checkpoint.export import row_boxes
-from trainkit.weights.checkpoint.manifest import refuse_deleted
+from trainkit.weights.checkpoint.export import split_into_row_boxes
+from trainkit.weights.checkpoint.manifest import check_not_deleted
 from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.sources import checkpoint_tensors
-from trainkit.weights.checkpoint.stored import Stored
+from trainkit.weights.checkpoint.sources import read_checkpoint_tensors
+from trainkit.weights.checkpoint.tensor_files import Stored
 
-_TOLD = 200  # entries of a kind; more would hide the others
-_ELEMENTS = 4 * 1024 * 1024
+_MAX_ENTRIES = 200  # of one table of the report
+_ELEMENTS = 4 * 1024 * 1024  # compared at once
 
 
 def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> dict[str, Any]:
@@ -22,16 +22,16 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
 
     Args:
         a: A checkpoint.
-        b: Another, of the same run or of any.
-        values: Compare the numbers as well, which reads all of both and needs torch.
+        b: Another one, of the same run or of any.
+        values: Also compare the numbers. This reads all of both, and needs torch.
 
     Returns:
         {"same", "tensors", "state", "facts", "config", "optimizer", "layout", "manifest"}.
         "tensors" has "only_a", "only_b" and "dtype_or_shape". The others are {name: [in
-        a, in b]} for what differs, names joined by dots. "bytes" says whether the tensors of both
-        have the same bytes: True, False, or None when only the values could tell. With `values`,
-        "values" is {name: {"max_abs", "max_b", "relative", "unequal"}} for the tensors that differ.
-        "same" is True when the tensors and counters are: the same state.
+        a, in b]} of the values that differ, names joined by dots. "bytes" is whether the tensors of
+        both have the same bytes: True, False, or None when only the values could show it. With
+        `values`, "values" is {name: {"max_abs", "max_b", "relative", "unequal"}} of the tensors
+        that differ. "same" is True when tensors and counters are equal: the same state.
 
     Raises:
         CheckpointError: One of them cannot be read.
@@ -50,114 +50,138 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     """
     a, b = Path(a), Path(b)
     for path in (a, b):
-        refuse_deleted(path)
+        check_not_deleted(path)
     saved = [read_json(path / "state.json") for path in (a, b)]
     manifests = [read_json(path / "manifest.json") for path in (a, b)]
-    indices = [checkpoint_tensors(path) for path in (a, b)]
+    indices = [read_checkpoint_tensors(path) for path in (a, b)]
     report: dict[str, Any] = {"a": str(a), "b": str(b)}
-    report["tensors"] = _tensor_difference(*indices)
+    tensors_a, tensors_b = indices
+    report["tensors"] = {
+        "only_a": sorted(tensors_a.keys() - tensors_b.keys()),
+        "only_b": sorted(tensors_b.keys() - tensors_a.keys()),
+        "dtype_or_shape": {
+            name: [_describe(tensors_a[name]), _describe(tensors_b[name])]
+            for name in sorted(tensors_a.keys() & tensors_b.keys())
+            if _describe(tensors_a[name]) != _describe(tensors_b[name])
+        },
+    }
     for part in ("state", "facts", "optimizer", "layout"):
-        report[part] = _difference(saved[0].get(part), saved[1].get(part))
-    report["config"] = _difference(manifests[0].get("config"), manifests[1].get("config"))
-    report["manifest"] = _difference(
-        *({name: m.get(name) for name in ("run", "version", "step", "parent")} for m in manifests)
-    )
-    report["bytes"] = _same_bytes(a, b, manifests, indices)
+        report[part] = _diff_tables(saved[0].get(part), saved[1].get(part))
+    report["config"] = _diff_tables(manifests[0].get("config"), manifests[1].get("config"))
+    origins = [
+        {name: manifest.get(name) for name in ("run", "version", "step", "parent")}
+        for manifest in manifests
+    ]
+    report["manifest"] = _diff_tables(*origins)
+    report["bytes"] = _have_same_bytes(a, b, manifests, indices)
     if values:
-        report["values"] = _value_difference(*indices)
+        report["values"] = _diff_values(*indices)
         report["bytes"] = not report["values"]
     unequal = any(report["tensors"].values()) or report["state"] or report["bytes"] is False
     report["same"] = not unequal if report["bytes"] is not None or unequal else None
     return report
 
 
-def _tensor_difference(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Any]:
-    changed = {
-        name: [[a[name].dtype, list(a[name].shape)], [b[name].dtype, list(b[name].shape)]]
-        for name in sorted(a.keys() & b.keys())
-        if (a[name].dtype, a[name].shape) != (b[name].dtype, b[name].shape)
-    }
-    return {
-        "only_a": sorted(a.keys() - b.keys()),
-        "only_b": sorted(b.keys() - a.keys()),
-        "dtype_or_shape": changed,
-    }
+def _describe(stored: Stored) -> list[Any]:
+    return [stored.dtype, list(stored.shape)]
 
 
-def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables with their paths; a list is one value."""
-    todo = [("", value)]  # by hand: a file may be nested more deeply than Python recurs
-    while todo:
-        name, value = todo.pop()
+def _flatten(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables with their dotted paths; a list is one value."""
+    pending = [("", value)]  # no recursion: a file may be nested deeper than Python's stack allows
+    while pending:
+        name, value = pending.pop()
         if isinstance(value, Mapping) and value:
-            todo += [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
+            for key, item in value.items():
+                pending.append((f"{name}.{key}" if name else str(key), item))
         else:
             yield name, value
 
 
-def _difference(a: Any, b: Any) -> dict[str, list[Any]]:
-    """Return {path: [in a, in b]} of the values that are not equal; None where there is none.
+def _diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
+    """Return {path: [in a, in b]} of the values that differ; None for one that is absent.
 
     Examples:
-        >>> _difference({"x": {"y": 1}, "z": 2}, {"x": {"y": 3}, "z": 2})
+        >>> _diff_tables({"x": {"y": 1}, "z": 2}, {"x": {"y": 3}, "z": 2})
         {'x.y': [1, 3]}
     """
-    left, right = dict(_leaves(a)), dict(_leaves(b))
-    names = sorted(left.keys() | right.keys())
-    differ = {name: [left.get(name), right.get(name)] for name in names}
-    unequal = ((name, pair) for name, pair in differ.items() if pair[0] != pair[1])
-    return dict(itertools.islice(unequal, _TOLD))
+    left = dict(_flatten(a))
+    right = dict(_flatten(b))
+    unequal = (
+        (name, [left.get(name), right.get(name)])
+        for name in sorted(left.keys() | right.keys())
+        if left.get(name) != right.get(name)
+    )
+    return dict(itertools.islice(unequal, _MAX_ENTRIES))
 
 
-def _same_bytes(
-    a: Path, b: Path, manifests: list[Any], indices: list[dict[str, Stored]]
+def _have_same_bytes(
+    a: Path,
+    b: Path,
+    manifests: list[Any],
+    indices: list[dict[str, Stored]],
 ) -> bool | None:
-    """Say whether all tensors are equal where hashes tell: those of the state, or of the files."""
+    """Return whether all tensors are equal, or None where no hash decides it."""
     files = [
-        {name: want["sha256"] for name, want in m["files"].items() if name.startswith("rank_")}
-        for m in manifests
+        {
+            name: file["sha256"]
+            for name, file in manifest["files"].items()
+            if name.startswith("rank_")
+        }
+        for manifest in manifests
     ]
     if a.resolve() == b.resolve() or files[0] == files[1]:
         return True
-    hashes = [m.get("state_hash") for m in manifests]
+    hashes = [manifest.get("state_hash") for manifest in manifests]
     if None not in hashes and hashes[0] == hashes[1]:
         return True
-    cuts = [
+    boxes = [
         {
-            name: [(p.path.name, p.start, p.offset, p.shape) for p in s.extents]
-            for name, s in i.items()
+            name: [(x.path.name, x.start, x.offset, x.shape) for x in stored.extents]
+            for name, stored in index.items()
         }
-        for i in indices
+        for index in indices
     ]
-    return False if cuts[0] == cuts[1] else None  # the same files, cut alike, with other bytes
+    # With the same boxes at the same offsets, other file hashes mean other values.
+    return False if boxes[0] == boxes[1] else None
 
 
-def _value_difference(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Any]:
-    found = {}
+def _diff_values(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Any]:
+    differences = {}
     for name in sorted(a.keys() & b.keys()):
-        if (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape):
-            told = _compare_values(a[name], b[name])
-            if told["unequal"]:
-                found[name] = told
-    return found
+        if _describe(a[name]) != _describe(b[name]):  # listed under "dtype_or_shape"
+            continue
+        difference = _compare_values(a[name], b[name])
+        if difference["unequal"]:
+            differences[name] = difference
+    return differences
 
 
 def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
-    """Compare two tensors in parts: the largest difference, and how many elements differ."""
-    import torch  # noqa: PLC0415 - all but values is told without it
+    """Return the largest difference of two tensors and how many elements differ, part by part."""
+    import torch  # noqa: PLC0415 - everything but the values is compared without torch
 
     from trainkit.weights.checkpoint.reading import read_box  # noqa: PLC0415 - likewise
 
-    largest = scale = 0.0
+    max_abs = max_b = 0.0
     unequal = 0
-    for shape, offset in row_boxes(a.shape, _ELEMENTS):
-        x, y = (read_box(stored, shape, offset) for stored in (a, b))
-        bits = [v.contiguous().reshape(-1, 1).view(torch.uint8) for v in (x, y)]
-        unequal += int((bits[0] != bits[1]).any(1).sum())
-        x, y = x.double(), y.double()
-        gap = (x - y).abs()
-        largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
-        scale = max(scale, float(y.abs().nan_to_num(nan=float("inf")).max()))
-    # JSON has no infinity: orjson writes it as null.
-    relative = largest / scale if scale else (0.0 if not largest else float("inf"))
-    return {"max_abs": largest, "max_b": scale, "relative": relative, "unequal": unequal}
+    for shape, offset in split_into_row_boxes(a.shape, _ELEMENTS):
+        x = read_box(a, shape, offset)
+        y = read_box(b, shape, offset)
+        # Bits and not values: NaN is equal to NaN here, and 0.0 differs from -0.0.
+        x_bits = x.contiguous().reshape(-1, 1).view(torch.uint8)
+        y_bits = y.contiguous().reshape(-1, 1).view(torch.uint8)
+        unequal += int((x_bits != y_bits).any(1).sum())
+        gap = (x.double() - y.double()).abs()
+        size = y.double().abs()
+        max_abs = max(max_abs, float(gap.nan_to_num(nan=float("inf")).max()))
+        max_b = max(max_b, float(size.nan_to_num(nan=float("inf")).max()))
+    relative = 0.0
+    if max_abs:  # infinite if b is all zeros; JSON has no infinity, orjson writes it as null
+        relative = max_abs / max_b if max_b else float("inf")
+    return {
+        "max_abs": max_abs,
+        "max_b": max_b,
+        "relative": relative,
+        "unequal": unequal,
+    }

@@ -1,8 +1,8 @@
-"""Weights for others: full tensors in safetensors files of a bounded size, hashed, and read back.
+"""Export weights for other programs: full tensors in hashed safetensors files of a bounded size.
 
-The layout is the one that the Hub knows: `model.safetensors`, or `model-00001-of-00003.safetensors`
-with `model.safetensors.index.json`; `manifest.json` holds the size and sha256 of each, and of
-itself.
+The folder is laid out as on the Hugging Face Hub: `model.safetensors`, or
+`model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. `manifest.json`
+has the size and sha256 of each file, and its own hash.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.files import atomic_folder, convert_disk_errors, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
-from trainkit.weights.checkpoint.boxes import DTYPES, shared_out, shortened
+from trainkit.weights.checkpoint.boxes import DTYPES, shorten, split_into_files
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     READABLE,
@@ -25,17 +26,17 @@ from trainkit.weights.checkpoint.manifest import (
     dump_json,
     find_checkpoint,
     read_manifest,
-    sealed,
+    seal,
 )
-from trainkit.weights.checkpoint.safe_files import refusal, refuse_no_room, write_durably
-from trainkit.weights.checkpoint.sources import INDEX, model_of
-from trainkit.weights.checkpoint.stored import Stored, safetensors_header
+from trainkit.weights.checkpoint.safe_files import check_free_space, refusal, write_durably
+from trainkit.weights.checkpoint.sources import INDEX, read_model_tensors
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 4_000_000_000
-_CHUNK = 32 * 1024 * 1024
+_CHUNK = 32 * 1024 * 1024  # bytes of a tensor that are in memory at once
 Sizes = tuple[int, ...]
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -48,26 +49,27 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write the weights of a checkpoint of any layout as full tensors that others can read.
+    """Export the weights of a checkpoint, saved in any layout, as full tensors.
 
     Args:
-        checkpoint: A checkpoint, or a run directory, of which the newest that verifies is taken.
-        folder: The new folder; it appears by one rename when it is complete.
-        dtype: What floating-point tensors become, "bfloat16" for instance; None keeps them.
-        shard_bytes: The most bytes of one file, unless a single tensor is larger.
-        overwrite: Replace a folder that an earlier export wrote. It stays until the new one is
-            complete.
+        checkpoint: A checkpoint, or a run directory, of which the newest checkpoint that verifies
+            is read.
+        folder: The new folder. It appears by one rename when it is complete.
+        dtype: The dtype that floating-point tensors are cast to, for instance "bfloat16"; by
+            default they keep theirs.
+        shard_bytes: The maximum bytes of a file; a single larger tensor gets a file alone.
+        overwrite: Replace a folder that an earlier export wrote, once the new one is complete.
 
     Returns:
-        What has been written: {"folder", "files", "tensors", "bytes", "from"}.
+        {"folder", "files", "tensors", "bytes", "from"}.
 
     Raises:
         CheckpointError: The checkpoint does not verify.
-        ConfigError: The folder is there already.
-        DiskError: It cannot be written; then there is no folder, or the old one.
+        ConfigError: The folder exists.
+        DiskError: It cannot be written. An existing folder is left as it was.
 
     Effects:
-        Writes a folder; reads with the memory of a few chunks of 32 MiB.
+        Writes a folder, with a few chunks of 32 MiB in memory.
 
     Examples:
         >>> import tempfile, torch
@@ -85,12 +87,12 @@ def export_checkpoint(
     """
     path = find_checkpoint(checkpoint)
     return write_weights(
-        model_of(path),
+        read_model_tensors(path),
         folder,
         dtype=dtype,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
-        origin=origin_of(path),
+        origin=describe_origin(path),
     )
 
 
@@ -101,29 +103,29 @@ def save_tensors(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Write tensors in memory as a folder of safetensors files that is there whole or not at all.
+    """Write tensors from memory as a folder of safetensors files, completely or not at all.
 
-    `open_weights(folder)` reads it into any layout, after every byte has been compared with its
-    hash; `verify_weights(folder)` only compares. What others read safetensors with reads it too.
+    `open_weights(folder)` verifies every hash and reads the folder into any layout.
+    `verify_weights(folder)` only verifies. Any other safetensors reader works too.
 
     Args:
-        tensors: Whole tensors by name, on any device; what shares memory is written twice.
-        folder: The new folder; it appears by one rename when it is complete.
+        tensors: Full tensors by name, on any device. Tensors that share memory are each written.
+        folder: The new folder. It appears by one rename when it is complete.
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
         overwrite: See `export_checkpoint`.
-        beside: Other files of the folder, by their names: a `config.json`, say.
+        extra_files: The contents of other files by name, for instance of `config.json`.
 
     Returns:
         {"folder", "files", "tensors", "bytes", "from"}.
 
     Raises:
-        ConfigError: A tensor is no plain one (a DTensor, a sparse tensor, one on the meta device),
-            or of a dtype that safetensors files do not hold; or the folder is there already.
+        ConfigError: A tensor is a DTensor, sparse, on the meta device, or of a dtype that
+            safetensors does not have; or the folder exists.
         CheckpointError: There are no tensors.
-        DiskError: It cannot be written; then there is no folder, or the old one.
+        DiskError: The folder cannot be written. An existing one is left as it was.
 
     Effects:
         Writes a folder.
@@ -137,60 +139,65 @@ def save_tensors(
         ['model.safetensors']
         tensor([[1., 1., 1.]])
     """
-    import torch  # noqa: PLC0415 - see `_chunks`
+    import torch  # noqa: PLC0415 - see `_split_into_chunks`
 
-    kinds = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
-    wrong = [
-        f"{name} of {kinds[name]} ({x.layout}, {type(x).__name__} on {x.device.type})"
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
+    unsupported = [
+        f"{name} of {dtypes[name]} ({x.layout}, {type(x).__name__} on {x.device.type})"
         for name, x in tensors.items()
-        if kinds[name] not in DTYPES
+        if dtypes[name] not in DTYPES
         or x.layout != torch.strided
         or x.device.type == "meta"
         or hasattr(x, "full_tensor")
     ]
-    if wrong:
+    if unsupported:
         raise ConfigError(
-            f"save_tensors: {shortened(wrong)} cannot be written as they are; give whole dense "
-            "tensors, of a DTensor its full_tensor()",
+            f"save_tensors: {shorten(unsupported)} cannot be written; pass full dense tensors, "
+            "for a DTensor its full_tensor()",
             where="tensors",
-            got=wrong,
+            got=unsupported,
         )
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
         return tensors[name].detach()[box].cpu()
 
-    described = {name: Stored(kinds[name], tuple(x.shape), ()) for name, x in tensors.items()}
     return write_weights(
-        described,
+        {name: Stored(dtypes[name], tuple(x.shape), ()) for name, x in tensors.items()},
         folder,
         dtype=dtype,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         read=read,
-        beside=beside,
+        extra_files=extra_files,
     )
 
 
-def origin_of(checkpoint: Path) -> dict[str, Any]:
-    """Return what a folder made of a checkpoint says of it: its name, step, run and hash."""
-    saved = read_manifest(checkpoint)
-    found = {name: saved[name] for name in ("step", "run", "state_hash") if name in saved}
-    return {"checkpoint": checkpoint.name, **found}
+def describe_origin(checkpoint: Path) -> dict[str, Any]:
+    """Return the name, step, run and hash of a checkpoint, for the manifest of its export."""
+    manifest = read_manifest(checkpoint)
+    origin = {name: manifest[name] for name in ("step", "run", "state_hash") if name in manifest}
+    return {"checkpoint": checkpoint.name, **origin}
 
 
 # ----------------------------------------------------------------------------------------- plans
 
 
 def plan_shards(
-    tensors: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES, stem: str = "model"
+    tensors: Mapping[str, int],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    stem: str = "model",
 ) -> dict[str, tuple[str, ...]]:
-    """Return which tensors go into which file: in the order of their names, each file full.
+    """Assign tensors to files in the order of their names, filling each file.
 
     Args:
         tensors: The bytes of each tensor by name.
-        shard_bytes: The most bytes of a file, unless a single tensor is larger.
-        stem: What the names of the files begin with.
+        shard_bytes: The maximum bytes of a file; a single larger tensor gets a file alone.
+        stem: The start of the file names.
+
+    Returns:
+        The names of the tensors in each file, by file name.
 
     Raises:
         ValueError: `shard_bytes` is below 1.
@@ -203,19 +210,20 @@ def plan_shards(
     """
     check_range("plan_shards", at_least=1, shard_bytes=shard_bytes)
     sizes = {name: tensors[name] for name in sorted(tensors)}
-    groups = shared_out(sizes, most_bytes=shard_bytes)
-    if len(groups) == 1:
+    groups = split_into_files(sizes, max_bytes=shard_bytes)
+    if len(groups) == 1:  # the Hub's convention: a single file has no number and no index
         return {f"{stem}.safetensors": tuple(groups[0])}
     return {
-        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": tuple(names)
-        for number, names in enumerate(groups, 1)
+        f"{stem}-{index:05d}-of-{len(groups):05d}.safetensors": tuple(names)
+        for index, names in enumerate(groups, 1)
     }
 
 
 def _cast(stored: Stored, dtype: str | None) -> Stored:
-    """Return how a tensor is described once it has been written, in one extent."""
-    kept = dtype is None or stored.dtype not in _FLOATS
-    return Stored(stored.dtype if kept else str(dtype), stored.shape, ())
+    """Return the tensor as it will be written: floating-point tensors in another dtype."""
+    if dtype is None or stored.dtype not in _FLOATS:
+        dtype = stored.dtype
+    return Stored(dtype, stored.shape, ())
 
 
 # --------------------------------------------------------------------------------------- writing
@@ -230,31 +238,31 @@ def write_weights(
     overwrite: bool = False,
     origin: Mapping[str, Any] | None = None,
     read: Weights | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     stem: str = "model",
     axis: Axis = SOLO,
 ) -> dict[str, Any]:
-    """Write described tensors as a folder of safetensors files that is there whole or not at all.
+    """Write tensors from files as a folder of safetensors files, completely or not at all.
 
     Args:
-        tensors: What `checkpoint_tensors` or `read_foreign_tensors` has found.
+        tensors: The tensors by name, from `read_checkpoint_tensors` or `read_foreign_tensors`.
         folder: The new folder.
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
         overwrite: See `export_checkpoint`.
         origin: Where the weights come from, for the manifest.
         read: Reads a box of a tensor by its name; by default from the tensors' own extents.
-        beside: Other files of the folder, by their names.
-        stem: What the names of the files of tensors begin with.
-        axis: The ranks that call this together, on one disk: each writes its share of the files.
+        extra_files: The contents of other files by name.
+        stem: The start of the names of the safetensors files.
+        axis: The ranks that write together to one disk, each its part of the files.
 
     Returns:
         {"folder", "files", "tensors", "bytes", "from"}.
 
     Raises:
-        ConfigError: The folder is there already, or the dtype is unknown.
+        ConfigError: The folder exists, or the dtype is unknown.
         CheckpointError: There are no tensors.
-        DiskError: It cannot be written.
+        DiskError: The folder cannot be written.
 
     Effects:
         Writes a folder; communicates on `axis`.
@@ -265,129 +273,152 @@ def write_weights(
             f"export: dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}", where="dtype"
         )
     if not tensors:
-        raise refusal(target, "would hold no tensor: the source has none of those asked for")
-    described = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
-    sizes = {name: stored.nbytes for name, stored in described.items()}
+        raise refusal(target, "would hold no tensor: the source has none of the requested ones")
+    # Sorted, so that every export of the same weights has the same files.
+    written = {name: _cast(tensors[name], dtype) for name in sorted(tensors)}
+    sizes = {name: stored.nbytes for name, stored in written.items()}
     plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
     total = sum(sizes.values())
-    mine, others = list(plan)[axis.index :: axis.count], {**(beside or {})}
+    # Complete files per rank, so that no two ranks write to one file.
+    local_files = list(plan)[axis.index :: axis.count]
+    extra_files = dict(extra_files or {})
     if len(plan) > 1:
-        weights = {name: file for file, names in plan.items() for name in names}
-        others[INDEX] = dump_json({"metadata": {"total_size": total}, "weight_map": weights})
-    needed = total + sum(map(len, others.values()))
-    with _folder_of_all(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
-
+        weight_map = {name: file for file, names in plan.items() for name in names}
+        extra_files[INDEX] = dump_json(
+            {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
+    needed = total + sum(map(len, extra_files.values()))
+    with _open_shared_folder(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
+        # An error on one rank is raised on all, and then none of them renames the folder.
         def write() -> dict[str, Any]:
-            from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_chunks`
+            from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_split_into_chunks`
 
-            give = read or reader(tensors)
+            read_box = read or reader(tensors)
             with convert_disk_errors(staging, by="export"):
-                return {f: _write_shard(staging / f, plan[f], described, give) for f in mine}
+                return {
+                    f: _write_shard(staging / f, plan[f], written, read_box) for f in local_files
+                }
 
-        files = {f: facts for told in _on_all(write, axis) for f, facts in told.items()}
-        _on_all(lambda: _seal(staging, files, others, origin) if axis.index == 0 else None, axis)
+        files = {f: hashes for part in _run_on_all(write, axis) for f, hashes in part.items()}
+        seal = partial(_seal_folder, staging, files, extra_files, origin)
+        _run_on_all(seal if axis.index == 0 else lambda: None, axis)
     return {
         "folder": str(target),
-        "files": [*plan, *others],
-        "tensors": len(described),
+        "files": [*plan, *extra_files],
+        "tensors": len(written),
         "bytes": total,
         "from": dict(origin or {}),
     }
 
 
 @contextmanager
-def _folder_of_all(target: Path, *, needed: int, overwrite: bool, axis: Axis) -> Iterator[Path]:
-    """Yield the `atomic_folder` of rank 0, into which all ranks write."""
+def _open_shared_folder(
+    target: Path, *, needed: int, overwrite: bool, axis: Axis
+) -> Iterator[Path]:
+    """Yield the first rank's staging folder to all ranks, and rename it at the end."""
     with ExitStack() as stack:
 
-        def begin() -> str | None:
+        def open_folder() -> str | None:
             if axis.index:
                 return None
+            # All checks come before the first byte is written.
             with convert_disk_errors(target, by="export"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 recover_folder(target)
                 _check_target(target, overwrite=overwrite)
                 free = shutil.disk_usage(target.parent).free
-                refuse_no_room(f"export: {target}", target, free=free, needed=needed)
+                check_free_space(f"export: {target}", target, free=free, needed=needed)
             return str(stack.enter_context(atomic_folder(target, by="export", replace=overwrite)))
 
-        yield Path(_on_all(begin, axis)[0])
-        _on_all(stack.close, axis)
+        yield Path(_run_on_all(open_folder, axis)[0])
+        _run_on_all(stack.close, axis)  # renames; if that fails, all ranks raise
 
 
-def _on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
-    """Do work as `run_on_all_ranks` does; alone, without torch."""
+def _run_on_all(work: Callable[[], Any], axis: Axis) -> list[Any]:
+    """Run work as `run_on_all_ranks` does, but without torch on a single rank."""
     if axis.count == 1:
         return [work()]
-    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - see `_chunks`
+    from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - see `_split_into_chunks`
 
     return run_on_all_ranks(work, axis)
 
 
-def _seal(
+def _seal_folder(
     staging: Path,
     files: Mapping[str, Any],
-    others: Mapping[str, bytes],
+    extra_files: Mapping[str, bytes],
     origin: Mapping[str, Any] | None,
 ) -> None:
-    """Write what a folder holds beside tensors, and its manifest."""
+    """Write the other files of a folder, and then its manifest."""
     with convert_disk_errors(staging, by="export"):
-        known = {**files}
-        for name, data in others.items():
-            known[name] = write_durably(staging / name, [data])
-        body = {"format": WEIGHTS, "version": READABLE[WEIGHTS][-1], "files": known}
-        write_durably(staging / MANIFEST, [dump_json(sealed(body | {"from": dict(origin or {})}))])
+        hashes = {**files}
+        for name, data in extra_files.items():
+            hashes[name] = write_durably(staging / name, [data])
+        manifest = {
+            "format": WEIGHTS,
+            "version": READABLE[WEIGHTS][-1],
+            "files": hashes,
+            "from": dict(origin or {}),
+        }
+        write_durably(staging / MANIFEST, [dump_json(seal(manifest))])
 
 
 def _write_shard(
-    path: Path, names: Sequence[str], described: Mapping[str, Stored], read: Weights
+    path: Path,
+    names: Sequence[str],
+    tensors: Mapping[str, Stored],
+    read: Weights,
 ) -> dict[str, Any]:
-    """Write one file in chunks, hashing what is written; return its size and sha256."""
-    ordered = sorted(names, key=lambda name: (-DTYPES[described[name].dtype][1], name))
-    header = safetensors_header(
-        {name: described[name] for name in ordered}, metadata={"format": "pt"}
+    """Write one file in chunks and hash them; return its size and sha256."""
+    # The widest elements first: then every tensor is aligned to the size of its elements.
+    ordered = sorted(names, key=lambda name: (-DTYPES[tensors[name].dtype][1], name))
+    header = make_safetensors_header(
+        {name: tensors[name] for name in ordered}, metadata={"format": "pt"}
     )
-    size = len(header) + sum(described[name].nbytes for name in ordered)
-    parts = (part for name in ordered for part in _chunks(name, described[name], read))
+    size = len(header) + sum(tensors[name].nbytes for name in ordered)
+    chunks = (chunk for name in ordered for chunk in _split_into_chunks(name, tensors[name], read))
     with convert_disk_errors(path, by="export", needed=size):
-        return write_durably(path, chain([header], parts))
+        return write_durably(path, chain([header], chunks))
 
 
-def _chunks(name: str, described: Stored, read: Weights) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in its order, a bounded number at a time."""
-    import torch  # noqa: PLC0415 - the command line plans, refuses and verifies without it
+def _split_into_chunks(name: str, stored: Stored, read: Weights) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order, a bounded number at a time."""
+    import torch  # noqa: PLC0415 - the command line plans, checks and verifies without torch
 
-    most = max(1, _CHUNK // DTYPES[described.dtype][1])
-    for shape, offset in row_boxes(described.shape, most):
-        part = read(name, shape, offset).to(getattr(torch, described.dtype)).contiguous()
+    max_elements = max(1, _CHUNK // DTYPES[stored.dtype][1])
+    for shape, offset in split_into_row_boxes(stored.shape, max_elements):
+        part = read(name, shape, offset).to(getattr(torch, stored.dtype)).contiguous()
         yield part.reshape(-1).view(torch.uint8).numpy().data
 
 
-def row_boxes(
-    shape: Sizes, most: int, offset: Sizes | None = None
+def split_into_row_boxes(
+    shape: Sizes, max_elements: int, offset: Sizes | None = None
 ) -> Iterator[tuple[Sizes, Sizes]]:
-    """Cut a box into boxes that lie one after another in row-major order, (shape, offset) each.
+    """Split a box into consecutive boxes in row-major order, and yield (shape, offset) of each.
 
     Args:
         shape: The shape of the box.
-        most: How many elements a part may have.
-        offset: Where the box begins, by default at the beginning.
+        max_elements: The maximum elements of a part.
+        offset: The offset of the box, by default all zeros.
 
     Examples:
-        >>> list(row_boxes((2, 3), 3))
+        >>> list(split_into_row_boxes((2, 3), 3))
         [((1, 3), (0, 0)), ((1, 3), (1, 0))]
     """
     offset = offset or (0,) * len(shape)
-    if math.prod(shape) <= most:
+    if math.prod(shape) <= max_elements:
         if math.prod(shape):
             yield shape, offset
         return
+    # Splitting the first dimension longer than 1 keeps every part contiguous.
     cut = next(dim for dim, size in enumerate(shape) if size > 1)
-    rows = max(1, most // math.prod(shape[cut + 1 :]))
+    rows = max(1, max_elements // math.prod(shape[cut + 1 :]))
     for first in range(0, shape[cut], rows):
         count = min(rows, shape[cut] - first)
         start = (*offset[:cut], offset[cut] + first, *offset[cut + 1 :])
-        yield from row_boxes((*shape[:cut], count, *shape[cut + 1 :]), most, start)
+        yield from split_into_row_boxes(
+            (*shape[:cut], count, *shape[cut + 1 :]), max_elements, start
+        )
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -398,18 +429,19 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(
-            f"export: {target} is there already",
+            f"export: {target} exists already",
             where=str(target),
             hint="name another folder, or give --overwrite to replace what an export wrote",
         )
+    # Never delete what an export did not write, not even a file that was added to its folder.
     problem = "is not a folder that an export wrote"
     with suppress(CheckpointError):
         manifest = read_manifest(target, form=WEIGHTS)
-        extra = {entry.name for entry in target.iterdir()} - {*manifest["files"], MANIFEST}
-        problem = f"also holds {min(extra)!r}, which would be lost" if extra else ""
+        unknown = {entry.name for entry in target.iterdir()} - {*manifest["files"], MANIFEST}
+        problem = f"also holds {min(unknown)!r}, which would be lost" if unknown else ""
     if problem or target.is_symlink():
         raise ConfigError(
             f"export: {target} {problem or 'is a link'}; it is not overwritten",
             where=str(target),
-            hint="name another folder, or move what is there",
+            hint="name another folder, or move what is in this one",
         )

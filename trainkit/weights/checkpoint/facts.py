@@ -1,4 +1,4 @@
-"""Facts: what a run must be continued with as it was begun, saved with each checkpoint."""
+"""Facts: values that a checkpoint stores, and that a resumed run must agree with."""
 
 from __future__ import annotations
 
@@ -13,87 +13,89 @@ from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.types import Axis, ConfigError
 
 Facts = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
-"""Values that JSON holds by name; or a function to them from the number of global batches that have
-been read, for what has happened by then: the phases of a mixture that have begun, say, while those
-to come may still change. A roll-back takes no batch back.
+"""JSON values by name; or a function of the number of global batches read so far, for facts that
+only become final over time: the phases of a mixture that have started, for instance, while later
+ones may still change. A roll-back does not lower that number.
 """
 
-_TOLD = 5  # places where tables differ; more would hide the others
+_MAX_CHANGES = 5  # of one table that a message lists
 
 
 def facts_at(facts: Facts | None, batches: int) -> Mapping[str, Any]:
-    """Return the facts that hold after a number of global batches."""
+    """Return the facts after a number of global batches."""
     return facts(batches) if callable(facts) else facts or {}
 
 
-def agree_on_facts(facts: Mapping[str, Any], axis: Axis) -> None:
-    """Refuse ranks that do not have the same facts.
+def check_facts_agree(facts: Mapping[str, Any], axis: Axis) -> None:
+    """Raise ConfigError on all ranks unless their facts are equal.
 
     Raises:
-        ConfigError: On all ranks; names the first fact that differs.
+        ConfigError: Names the first fact that differs.
 
     Effects:
         Communicates on `axis`.
     """
-    # Facts may name a hundred thousand files: all of them travel only to say where ranks differ.
-    if len(set(run_on_all_ranks(lambda: _hash_of(facts), axis))) == 1:
+
+    def hash_facts() -> str:
+        data = orjson.dumps(dict(facts), option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(data).hexdigest()
+
+    # Facts may list a hundred thousand files, so only their hashes travel unless they differ.
+    if len(set(run_on_all_ranks(hash_facts, axis))) == 1:
         return
-    told = all_gather_objects(dict(facts), axis)
-    for rank, other in enumerate(told):
-        names = sorted(name for name in told[0] | other if told[0].get(name) != other.get(name))
+    by_rank = all_gather_objects(dict(facts), axis)
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        names = sorted(name for name in first | other if first.get(name) != other.get(name))
         if names:
             raise ConfigError(
                 f"resume: ranks 0 and {rank} do not have the same {names[0]}: "
-                f"{_short(told[0].get(names[0]))} and {_short(other.get(names[0]))}",
+                f"{_truncate(first.get(names[0]))} and {_truncate(other.get(names[0]))}",
                 where=names[0],
                 hint="give every rank the same configuration, code and data",
             )
 
 
-def _hash_of(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(orjson.dumps(dict(facts), option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _short(value: Any, most: int = 200) -> str:
+def _truncate(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @attrs.frozen
 class ResumeRules:
-    """Which facts a run may be continued with another value of.
+    """Which facts may change when a run is resumed.
 
-    A fact is named as it is, or, where it is a field of the configuration ("config.lr"), as its
-    flag is ("lr", "schedule-steps"). "config.tokenizer" is that field alone, "tokenizer" also a
-    fact of that name. What is in neither list must be as it was.
+    A fact is given by its own name, or, if it is a field of the configuration ("config.lr"), by its
+    flag ("lr", "schedule-steps"). "config.tokenizer" is that field alone; "tokenizer" also matches
+    a fact of that name. A fact in neither list must not change.
 
-    `free` facts change nothing that is computed, or nothing that has been computed so far: a change
-    is told. `flagged` ones change the run, which may be what its user wants: a change is refused
-    but for those that `allow` names, which are told.
+    Facts in `allow` do not affect any result, or none so far: a change is only logged. Facts in
+    `ask` change the run, which may be intended: a change is an error unless the user has `granted`
+    it, and is then logged.
     """
 
-    free: Sequence[str] = ()
-    flagged: Sequence[str] = ()
     allow: Sequence[str] = ()
+    ask: Sequence[str] = ()
+    granted: Sequence[str] = ()
 
 
-def check_allowed(changes: ResumeRules) -> None:
-    """Refuse to allow what no run can be continued with.
+def check_allowed(rules: ResumeRules) -> None:
+    """Raise ConfigError if `granted` names a fact that can never change in a run.
 
     Raises:
-        ConfigError: `allow` names a fact that is neither free nor flagged.
+        ConfigError: `granted` names a fact that is in neither `allow` nor `ask`.
 
     Examples:
-        >>> check_allowed(ResumeRules(flagged=("lr",), allow=("lr",)))
+        >>> check_allowed(ResumeRules(ask=("lr",), granted=("lr",)))
     """
-    may = {_plain_name(name) for name in (*changes.free, *changes.flagged)}
-    for name in changes.allow:
-        if _plain_name(name) not in may:
-            flagged = ", ".join(sorted(map(_plain_name, changes.flagged))) or "nothing"
+    known = {_plain_name(name) for name in (*rules.allow, *rules.ask)}
+    for name in rules.granted:
+        if _plain_name(name) not in known:
+            choices = ", ".join(sorted(map(_plain_name, rules.ask))) or "nothing"
             raise ConfigError(
-                f"resume: {name} cannot change in a run; what can be allowed to is {flagged}",
+                f"resume: {name} cannot change in a run; what can be allowed to is {choices}",
                 where=name,
-                hint="begin another run with it: --out",
+                hint="start another run with it: --out",
             )
 
 
@@ -101,99 +103,103 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
-def allowed_names(changes: ResumeRules) -> set[str]:
-    """Return the names of the facts that a user allows to change, as attributes are written.
+def list_allowed_names(rules: ResumeRules) -> set[str]:
+    """Return the facts that the user allows to change, spelled as Python attributes.
 
     Examples:
-        >>> allowed_names(ResumeRules(flagged=["max_norm"], allow=["max-norm"]))
+        >>> list_allowed_names(ResumeRules(ask=["max_norm"], granted=["max-norm"]))
         {'max_norm'}
     """
-    return {_plain_name(name) for name in changes.allow}
+    return {_plain_name(name) for name in rules.granted}
 
 
-def may_change_optimizer(changes: ResumeRules) -> bool:
-    """Say whether a run may be continued with another optimizer, or with other options of it.
+def may_change_optimizer(rules: ResumeRules) -> bool:
+    """Return whether the run may be resumed with another optimizer or other options of it.
 
     Examples:
-        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(ask=["optimizer"]))
         False
-        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"], allow=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(ask=["optimizer"], granted=["optimizer"]))
         True
     """
-    known = ("optimizer", "moments", "mean")
-    names = {*map(_plain_name, changes.free), *allowed_names(changes)}
-    return any(name in known or name.startswith("optimizer_") for name in names)
+    names = {*map(_plain_name, rules.allow), *list_allowed_names(rules)}
+    return any(
+        name in ("optimizer", "moments", "mean") or name.startswith("optimizer_") for name in names
+    )
 
 
 def compare_facts(
-    saved: Mapping[str, Any], facts: Mapping[str, Any], changes: ResumeRules
+    saved: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    rules: ResumeRules,
 ) -> tuple[list[str], list[str]]:
-    """Say which facts are not what they were.
+    """Return the changes of facts that are errors, and those that are only logged.
 
     Args:
         saved: The facts of a checkpoint.
-        facts: The run's.
-        changes: Which may differ.
+        facts: The run's facts.
+        rules: Which may change.
 
     Returns:
-        Two lists of sentences: what must not be, and what is only told. Where anything must not be,
-        it is followed by where the tables differ that may: which of the files, where the
-        fingerprint of them all does.
+        The sentences of the errors and the sentences to log. If there is an error, it is followed
+        by the differences in tables that may change: the files that differ explain why the
+        fingerprint of all files does.
 
     Examples:
-        >>> changes = ResumeRules(free=["microbatch"], flagged=["lr"])
+        >>> rules = ResumeRules(allow=["microbatch"], ask=["lr"])
         >>> saved = {"config.lr": 0.1, "config.microbatch": 2, "config.seed": 0}
         >>> live = {"config.lr": 0.2, "config.microbatch": 4, "config.seed": 0}
-        >>> refused, told = compare_facts(saved, live, changes)
-        >>> print(*refused)
-        its config.lr is 0.1, the run's is 0.2 (--allow-change lr goes on with that)
-        >>> print(*told)
+        >>> errors, messages = compare_facts(saved, live, rules)
+        >>> print(*errors)
+        its config.lr is 0.1, the run's is 0.2 (--allow-change lr resumes with it)
+        >>> print(*messages)
         its config.microbatch is 2, the run's is 4
     """
-    free, flagged, allow = (
-        {_plain_name(name) for name in names}
-        for names in (changes.free, changes.flagged, changes.allow)
+    allow, ask, granted = (
+        {_plain_name(name) for name in names} for names in (rules.allow, rules.ask, rules.granted)
     )
-    fields = {name for name in changes.free if name.startswith("config.")}
-    others = {_plain_name(name) for name in changes.free if name not in fields}
-    refused: list[str] = []
-    told: list[str] = []
+    # "config.tokenizer" allows that field alone, a path; "tokenizer" is also the hash of its files.
+    allowed_fields = {name for name in rules.allow if name.startswith("config.")}
+    allowed_names = {_plain_name(name) for name in rules.allow if name not in allowed_fields}
+    errors: list[str] = []
+    messages: list[str] = []
     tables: list[str] = []
+    # Through JSON, as the saved facts went: tuples become lists, and integer keys strings.
+    # Facts that only the checkpoint has are ignored: the option behind them no longer exists.
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
-        if plain in free | flagged and name not in saved:  # it was not recorded then
+        if plain in allow | ask and name not in saved:  # older checkpoints lack newer facts
             continue
-        problems = _fact_problems(name, saved.get(name), value)
-        if name in fields or plain in others or plain in flagged & allow:
-            told += ["; ".join(problems)] if problems else []
-            tables += problems if isinstance(value, dict) else []
-        elif plain in flagged:
+        differences = _diff_fact(name, saved.get(name), value)
+        if name in allowed_fields or plain in allowed_names or plain in ask & granted:
+            messages += ["; ".join(differences)] if differences else []
+            tables += differences if isinstance(value, dict) else []
+        elif plain in ask:
             flag = plain.replace("_", "-")
-            refused += [f"{p} (--allow-change {flag} goes on with that)" for p in problems]
+            errors += [f"{x} (--allow-change {flag} resumes with it)" for x in differences]
         else:
-            refused += problems
-    return [*refused, *tables] if refused else [], told
+            errors += differences
+    return [*errors, *tables] if errors else [], messages
 
 
-def _fact_problems(name: str, old: Any, new: Any) -> list[str]:
-    if isinstance(new, dict) and isinstance(old, dict):
-        return _table_problems(name, old, new)
-    return [] if old == new else [f"its {name} is {_short(old)}, the run's is {_short(new)}"]
-
-
-def _table_problems(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Say where a fact that is a table differs, in a few places."""
-    # What was not known then, and is off now, is no change: an option that came later.
-    later = {key for key in new.keys() - old.keys() if new[key] is False}
-    keys = sorted((old.keys() | new.keys()) - later)
+def _diff_fact(name: str, old: Any, new: Any) -> list[str]:
+    """Return the differences of a fact; of a table the first few keys."""
+    if not (isinstance(new, dict) and isinstance(old, dict)):
+        if old == new:
+            return []
+        return [f"its {name} is {_truncate(old)}, the run's is {_truncate(new)}"]
+    # An option that was added later and is off is not a change.
+    added_and_off = {key for key in new.keys() - old.keys() if new[key] is False}
+    keys = sorted((old.keys() | new.keys()) - added_and_off)
     changed = [key for key in keys if old.get(key) != new.get(key)]
-    problems = [
+    differences = [
         f"{name}: {key} was added"
         if key not in old
         else f"{name}: {key} was removed"
         if key not in new
-        else f"{name}: {key} was changed from {_short(old[key])} to {_short(new[key])}"
-        for key in changed[:_TOLD]
+        else f"{name}: {key} was changed from {_truncate(old[key])} to {_truncate(new[key])}"
+        for key in changed[:_MAX_CHANGES]
     ]
-    more = len(changed) - _TOLD
-    return problems if more <= 0 else [*problems, f"and {more} more places in {name}"]
+    if len(changed) > _MAX_CHANGES:
+        differences.append(f"and {len(changed) - _MAX_CHANGES} more places in {name}")
+    return differences

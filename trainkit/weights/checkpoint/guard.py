@@ -1,4 +1,4 @@
-"""The numbers of a run under guard: what is done after a step whose loss, state or replicas err."""
+"""Guard the numbers of a run: what happens after a step with a bad loss, state or replica."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
-from trainkit.parallel.names import modules_of
+from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
     Axis,
     CheckpointError,
@@ -29,29 +29,30 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.background_save import SaveResult
+from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
-from trainkit.weights.checkpoint.replicas import (
+from trainkit.weights.checkpoint.replica_check import (
     find_nonfinite_state,
     make_replica_check,
     refuse_drift,
 )
+from trainkit.weights.checkpoint.retention import Retention
 from trainkit.weights.checkpoint.rollback import roll_back
 from trainkit.weights.checkpoint.save import Collect, Save, open_saver
-
-_Record = Mapping[str, Any]
+from trainkit.weights.checkpoint.write import SaveProgress
 
 
 class Guard(Protocol):
-    """Return the state to go on with after a step on a batch, whatever its numbers were.
+    """Return the state to continue with after a step on a batch, whatever its numbers were.
 
-    A step that others have followed since has no batch, as its parameters are gone; `seen` is the
-    health that it began with, where steps before it had not been judged yet.
+    `batch` is None for a step that others have followed since, whose parameters are gone. `seen` is
+    the health at the start of the step, if earlier steps had not been checked by then.
     """
 
     def __call__(
         self,
         state: TrainState,
-        record: _Record,
+        record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
         seen: HealthState | None = None,
@@ -71,7 +72,12 @@ def open_guarded_saver(
     log: Log = log_warning,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
-    **how: Any,
+    retention: Retention | None = None,
+    background: bool = True,
+    grace: float = 25.0,
+    before_commit: Callable[[], None] | None = None,
+    get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
+    progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Guard]]:
     """Yield `(save, guard)`: `open_saver` and `make_guard` of one run.
 
@@ -80,14 +86,18 @@ def open_guarded_saver(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        policy: What is done about bad numbers; see `make_guard`.
-        replay: What the steps take their gradients with; see `make_guard`.
-        event: Where lines of saves and of bad steps go, as `open_run_sinks` yields it.
-        log: Called on rank 0 with what a user wants to read.
+        policy: What to do about bad numbers; see `make_guard`.
+        replay: Computes the gradients of a step; see `make_guard`.
+        event: Where records of saves and of bad steps go, from `open_run_sinks`.
+        log: Called on rank 0 with messages for the user.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
-        **how: What `open_saver` takes besides: `retention`, `background`, `grace`, `before_commit`,
-            `unsaved`, `progress`.
+        retention: As for `open_saver`.
+        background: As for `open_saver`.
+        grace: As for `open_saver`.
+        before_commit: As for `open_saver`.
+        get_unsaved: As for `open_saver`.
+        progress: As for `open_saver`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
@@ -96,35 +106,61 @@ def open_guarded_saver(
     Effects:
         Those of `open_saver` and of `make_guard`.
     """
-    run = (run_dir, stages, optimizer, ps)
-    said: dict[str, Any] = {"facts": facts, "config": config, "log": log}
-    with open_saver(*run, event=event, **said, **how) as (save, saved):
-        numbers: dict[str, Any] = {"policy": policy, "replay": replay, "event": event}
-        guard = make_guard(*run, saved=saved, **numbers, **said)
-        yield _save_once(save, guard)
-        saved(wait=True)
+    with open_saver(
+        run_dir,
+        stages,
+        optimizer,
+        ps,
+        facts=facts,
+        config=config,
+        retention=retention,
+        background=background,
+        grace=grace,
+        log=log,
+        before_commit=before_commit,
+        event=event,
+        get_unsaved=get_unsaved,
+        progress=progress,
+    ) as (save, collect_saves):
+        guard = make_guard(
+            run_dir,
+            stages,
+            optimizer,
+            ps,
+            policy=policy,
+            collect_saves=collect_saves,
+            replay=replay,
+            event=event,
+            log=log,
+            facts=facts,
+            config=config,
+        )
+        yield _skip_duplicate_saves(save, guard)
+        collect_saves(wait=True)  # writes the event of the last save
 
 
-def _save_once(save: Save, guard: Guard) -> tuple[Save, Guard]:
-    """Return the two so that a state which a roll-back has just saved is not saved again."""
-    based: list[TrainState] = []
+def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
+    """Return both functions, wrapped so that a state saved by a roll-back is not saved again."""
+    rolled_back: list[TrainState] = []
 
-    def guard_and_see(
+    def guard_and_remember(
         state: TrainState,
-        record: _Record,
+        record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
+        # A roll-back has saved the state that it returns: a save that is due now is a duplicate.
         after = guard(state, record, batch, seen=seen)
-        based[:] = [after] if after.step < state.step else []
+        rolled_back[:] = [after] if after.step < state.step else []
         return after
 
-    def save_what_is_new(state: TrainState, score: float | None = None) -> None:
-        if not any((state.step, state.cursor) == (known.step, known.cursor) for known in based):
+    def save_if_new(state: TrainState, score: float | None = None) -> None:
+        is_saved = any(x.step == state.step and x.cursor == state.cursor for x in rolled_back)
+        if not is_saved:
             save(state, score)
 
-    return save_what_is_new, guard_and_see
+    return save_if_new, guard_and_remember
 
 
 def make_guard(
@@ -134,20 +170,21 @@ def make_guard(
     ps: ParallelState,
     *,
     policy: Policy,
-    saved: Collect,
+    collect_saves: Collect,
     replay: ForwardBackward,
     event: Callable[..., None],
     log: Log = log_warning,
-    **saving: Any,
+    facts: Facts | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Guard:
-    """Return `guard(state, record, batch)`: tells, rolls back or ends a run as a policy has it.
+    """Return `guard(state, record, batch)`, which reports, rolls back or ends a run by a policy.
 
-    A good step costs it nothing but the canary's hashes. A bad one has been skipped, so that its
-    parameters are still there: its backward pass is taken once more, and the rank and the parameter
-    are told where its numbers stop being finite. A run that has to go back goes back there and
-    then: the state that `guard` returns is an earlier one, saved anew, whose data begins behind
-    what went wrong. So do runs of which a save has found that they are not finite. Replicas that
-    have come to differ end the run: which of them is right cannot be known from within.
+    A good step costs only the hashes of the replica check. A bad step was skipped, so its
+    parameters are still there: its forward and backward pass runs again, and the report names the
+    rank and the parameter whose numbers stop being finite. A roll-back happens at once: `guard`
+    then returns an earlier state, saved under a new name, whose data starts after the bad batches.
+    A save that finds a non-finite state has the same effect. Replicas that differ end the run,
+    because nothing shows which of them is right.
 
     Args:
         run_dir: The run directory.
@@ -155,89 +192,107 @@ def make_guard(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         policy: See `health.Policy`.
-        saved: What tells of saves that have ended, from `open_saver`.
-        replay: What the steps take their gradients with, from `make_forward_backward`: it is taken
-            again after a bad step, never the optimizer.
-        event: Where a line for each bad step goes, as `open_run_sinks` yields it.
-        log: Called on rank 0 with what was bad in a step, and with what a roll-back did.
-        **saving: What `save_checkpoint` takes besides: the facts, the configuration.
+        collect_saves: Returns the saves that have finished, from `open_saver`.
+        replay: Computes the gradients of a step, from `make_forward_backward`. It runs again after
+            a bad step; the optimizer does not.
+        event: Where a record of each bad step goes, from `open_run_sinks`.
+        log: Called on rank 0 with what was bad in a step, and what a roll-back did.
+        facts: As for `save_checkpoint`, for the checkpoint of a roll-back.
+        config: Likewise.
 
     Returns:
-        A function of the state after a step, of its record, which has `loss`, `grad_norm`,
-        `tokens` and `skipped`, and of its batch; every rank must call it for every step, in their
-        order, if not at once: see `Guard`.
+        A function of the state after a step, of its record (`loss`, `grad_norm`, `tokens` and
+        `skipped`) and of its batch. Every rank must call it for every step in order, if not at
+        once; see `Guard`.
 
     Raises:
-        NumericsError: From `guard`: roll-backs are used up, there is no checkpoint to go back to,
-            or replicas differ.
+        NumericsError: From `guard`: the roll-backs are used up, there is no checkpoint to roll back
+            to, or replicas differ.
 
     Effects:
-        `guard` may write parameters, optimizer state and checkpoints; it communicates on
-        `ps.world` after bad steps and at the canary's.
+        `guard` may write parameters, optimizer state and checkpoints. It communicates on `ps.world`
+        after bad steps and when replicas are checked.
     """
     stages = modules_of(stages)
     damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
-    looks = [make_replica_check(stages, optimizer, ps)]
+    # In a list, because a roll-back replaces it: it refers to the moments from before.
+    replica_checks = [make_replica_check(stages, optimizer, ps)]
 
     def guard(
         state: TrainState,
-        record: _Record,
+        record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
+        # `damage` reads all of the state, and is called only if the step was bad.
         action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
-            guilty = list[str]()
-            if batch and action.kind != "apply" and _is_bad_somewhere(record, ps.world):
-                guilty = find_nonfinite(_again(replay, record, batch), stages, ps.world)
-            event(action.kind, step=state.step, reason=action.reason, guilty=guilty)
+            culprits: list[str] = []
+            if batch and action.kind != "apply":
+                culprits = _find_culprits(record, batch, replay, stages, ps.world)
+            event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
             if ps.world.index == 0:
-                log(_bad_step(state.step, action, guilty))
-        action = _after_saves(saved(), action)
+                log(_describe_bad_step(state.step, action, culprits))
+        action = _check_saves(collect_saves(), action)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
         if action.kind == "rollback":
-            saved(wait=True)  # a save of what is given up must not come after what is gone back to
-            most = policy.max_rollbacks
-            options: dict[str, Any] = {"before": action.before, "max_rollbacks": most, "log": log}
+            collect_saves(
+                wait=True
+            )  # a save of the abandoned branch must not commit after the roll-back
             try:
-                state = roll_back(run_dir, state, stages, optimizer, ps, **options, **saving)
-            except CheckpointError as error:  # the numbers ended the run, not the checkpoints
-                told = attrs.evolve(action, reason=f"{action.reason}; {error}")
-                raise make_stop_error(told, state.health) from error
-            saved(forgive=True)  # the checkpoint that it has made stands in for a failed save
+                state = roll_back(
+                    run_dir,
+                    state,
+                    stages,
+                    optimizer,
+                    ps,
+                    before=action.before,
+                    max_rollbacks=policy.max_rollbacks,
+                    facts=facts,
+                    config=config,
+                    log=log,
+                )
+            except CheckpointError as error:
+                # The numbers ended the run, not the checkpoints: the exit code is theirs.
+                action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
+                raise make_stop_error(action, state.health) from error
+            collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)
-            looks[0] = make_replica_check(stages, optimizer, ps)
+            replica_checks[0] = make_replica_check(stages, optimizer, ps)
         else:
-            refuse_drift(looks[0](state.step))
+            refuse_drift(replica_checks[0](state.step))
         return state
 
     return guard
 
 
-def _again(
-    replay: ForwardBackward, record: _Record, batch: StepBatch
-) -> Callable[[], Mapping[str, Tensor]]:
-    """Return what takes a step's passes again."""
+def _find_culprits(
+    record: Mapping[str, Any],
+    batch: StepBatch,
+    replay: ForwardBackward,
+    stages: Sequence[nn.Module],
+    axis: Axis,
+) -> list[str]:
+    """Run a step's passes again, and return where its numbers stop being finite."""
+    is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
+    if all(map(all, all_gather_objects(is_finite, axis))):
+        return []  # a loss spike is finite everywhere
     tokens = torch.as_tensor(record["tokens"])
-    return partial(replay, batch.microbatches, denominator=tokens)
+    run_again = partial(replay, batch.microbatches, denominator=tokens)
+    return find_nonfinite(run_again, stages, axis)
 
 
-def _is_bad_somewhere(record: _Record, axis: Axis) -> bool:
-    """Say whether a number of a step is not finite on any rank: a spike has nothing to look for."""
-    finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
-    return not all(map(all, all_gather_objects(finite, axis)))
+def _describe_bad_step(step: int, action: Action, culprits: Sequence[str]) -> str:
+    outcomes = {"apply": "it was taken", "skip": "it was skipped"}
+    outcome = outcomes.get(action.kind, action.kind)
+    return f"step {step}: {'; '.join([action.reason, *culprits, outcome])}"
 
 
-def _bad_step(step: int, action: Action, guilty: Sequence[str]) -> str:
-    done = {"apply": "it was taken", "skip": "it was skipped"}.get(action.kind, action.kind)
-    return f"step {step}: {'; '.join([action.reason, *guilty, done])}"
-
-
-def _after_saves(ended: Sequence[SaveResult], action: Action) -> Action:
-    """Return a roll-back where a save has found its state not finite, else the action."""
-    bad = [done for done in ended if isinstance(done.error, NumericsError)]
+def _check_saves(saves: Sequence[SaveResult], action: Action) -> Action:
+    """Return a roll-back if a finished save found a non-finite state, else the action."""
+    bad = [save for save in saves if isinstance(save.error, NumericsError)]
     if not bad or action.kind in ("rollback", "stop"):
         return action
     return Action("rollback", str(bad[0].error), before=bad[0].step - 1)

@@ -1,4 +1,4 @@
-"""Read a checkpoint into any layout: verify, compare, read all, and only then change the run."""
+"""Load a checkpoint into any layout: verify, compare, read all of it, and only then write."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.parallel.names import modules_of
-from trainkit.types import SOLO, Axis, CheckpointError, Log, ParallelState, TrainState, log_warning
-from trainkit.weights.checkpoint.compare import Leeway
-from trainkit.weights.checkpoint.directory import fork_run, get_run_id, saved_before
+from trainkit.parallel.parameters import modules_of
+from trainkit.types import (
+    SOLO,
+    Axis,
+    CheckpointError,
+    Log,
+    ParallelState,
+    TrainState,
+    log_warning,
+)
+from trainkit.weights.checkpoint.compare import Tolerance
 from trainkit.weights.checkpoint.facts import (
     Facts,
     ResumeRules,
-    agree_on_facts,
-    allowed_names,
     check_allowed,
+    check_facts_agree,
     compare_facts,
     facts_at,
+    list_allowed_names,
     may_change_optimizer,
 )
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
-    damaged,
+    damage_error,
+    inspect_files,
     list_checkpoints,
-    none_verifies,
-    outline,
-    step_of,
+    no_checkpoint_error,
+    parse_step,
 )
-from trainkit.weights.checkpoint.safe_files import owner_problems, read_json
-from trainkit.weights.checkpoint.snapshot import machine_of
-from trainkit.weights.checkpoint.staging import Check, install_, stage_checkpoint, summed_up
+from trainkit.weights.checkpoint.run_id import find_saved_mark, fork_run, get_run_id
+from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_json
+from trainkit.weights.checkpoint.snapshot import describe_machine
+from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint
 
-_NO_CHANGES = ResumeRules()
+_NO_RULES = ResumeRules()
 
 
 def resume(
@@ -50,96 +58,100 @@ def resume(
     *,
     request: str | Path = "auto",
     facts: Facts | None = None,
-    changes: ResumeRules = _NO_CHANGES,
+    rules: ResumeRules = _NO_RULES,
     strict_owner: bool = False,
     log: Log = log_warning,
 ) -> TrainState:
-    """Go on from a checkpoint of a run, written by any layout.
+    """Resume a run from one of its checkpoints, written in any layout.
 
-    Another run's checkpoint is never taken by mistake. One that is asked for by its path makes this
-    run a fork: it gets an identity of its own, and what it was forked from stays as it is.
-    Checkpoints of the run that are not on the branch that it goes on with (all of them after
-    "never", later ones after a path) are set aside in `checkpoints/abandoned-1`, so that "auto"
-    never goes back to them; nothing is deleted but what a killed save left half done.
+    A checkpoint of another run is never taken by mistake. If one is requested by its path, this run
+    becomes a fork with an id of its own, and the other run stays as it is. Checkpoints of this run
+    that are not on the branch that it resumes from (all of them after "never", later ones after a
+    path) are moved to `checkpoints/abandoned-1`, so that "auto" never returns to them. Nothing is
+    deleted except the incomplete output of a killed save.
 
     Args:
         run_dir: The run directory.
-        state: The counters of a fresh run, returned when there is nothing to go on from.
-        stages: This rank's stages, filled with anything.
+        state: The counters of a new run, returned when there is nothing to resume from.
+        stages: This rank's stages, with any values.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        request: "auto" takes the newest checkpoint that verifies, and begins afresh only where
-            nothing tells that the run has saved; "never" takes none, a path takes that one; where
-            the run was forked from it before and has saved since, it is "auto".
-        facts: What must be as it was saved, for instance the fingerprint of the data, or a function
-            from a number of global batches to that, for what only those can have changed; the same
-            on all ranks.
-        changes: Which facts may have changed, and which the user allows to. Where "optimizer",
-            "moments", "mean", or what begins with "optimizer_", may change, another optimizer than
-            the one that was saved takes over what it can, which is told; see `changed.taken_over`.
-        strict_owner: Refuse a checkpoint that others own or can write; without it they are told of.
-        log: Called on rank 0 with what was passed over, taken, changed and set aside.
+        request: "auto" takes the newest checkpoint that verifies, and starts from scratch only if
+            nothing shows that the run has saved; "never" takes none; a path takes that one, or acts
+            as "auto" if the run was forked from it earlier and has saved since.
+        facts: Values that must be as they were saved, for instance the fingerprint of the data; or
+            a function of the number of global batches. Equal on all ranks.
+        rules: Which facts may have changed, and which changes the user allows. If "optimizer",
+            "moments", "mean", or a name that begins with "optimizer_" may change, another optimizer
+            than the saved one carries over what it can, which is logged; see
+            `optimizer_switch.select_carried_over`.
+        strict_owner: Raise for a checkpoint that other users own or can write; by default that is
+            only logged.
+        log: Called on rank 0 with what was skipped, taken, changed and moved.
 
     Returns:
-        The counters to go on with.
+        The counters of the checkpoint.
 
     Raises:
-        CheckpointError: Nothing verifies where there is something, or there is nothing where the
-            run has saved; it is another run's, or it does not fit the run.
-        ConfigError: The ranks do not agree on `facts`, or what is allowed to change cannot.
+        CheckpointError: There are checkpoints and none verifies, or none is left of a run that has
+            saved; the checkpoint is of another run, or does not fit this one.
+        ConfigError: The ranks do not agree on `facts`, or a fact that is allowed to change cannot.
 
     Effects:
         Writes parameters and optimizer state, on all ranks or on none, after everything has been
         verified, compared and read; moves directories; communicates on `ps.world`.
     """
     stages = modules_of(stages)
-    check_allowed(changes)
-    run_dir, is_first = Path(run_dir), ps.world.index == 0
+    check_allowed(rules)
+    tolerance = Tolerance(optimizer=may_change_optimizer(rules), options=list_allowed_names(rules))
+    run_dir = Path(run_dir)
+    is_first = ps.world.index == 0
     directory = run_dir / "checkpoints"
-    say = log if is_first else (lambda _: None)
-    agree_on_facts(facts_at(facts, sys.maxsize), ps.world)
-    request = run_on_all_ranks(lambda: _looked_over(run_dir, request, say), ps.world)[0]
-    passed_over: list[str] = []
-    candidates = _candidates(run_dir, request, passed_over, say) if is_first else iter(())
+    log = log if is_first else (lambda _: None)
+    # The facts after all batches: the ranks must also agree on phases that have not started.
+    check_facts_agree(facts_at(facts, sys.maxsize), ps.world)
+    request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
+    skipped: list[str] = []
+    # Only the first rank lists the directory: on a network disk others may see another state.
+    candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
     while True:
         chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
-            run_on_all_ranks(
-                lambda: _begin_afresh(run_dir, request, log) if is_first else None, ps.world
-            )
+            run_on_all_ranks(lambda: _start(run_dir, request, log) if is_first else None, ps.world)
             return state
         path, manifest = Path(chosen[0]), chosen[1]
-        told: list[str] = []
-        check = _fact_check(facts, changes, told)
-        leeway = Leeway(optimizer=may_change_optimizer(changes), options=allowed_names(changes))
+        messages: list[str] = []
         staged = stage_checkpoint(
-            path, manifest, stages, optimizer, axis=ps.world, check=check, leeway=leeway
+            path,
+            manifest,
+            stages,
+            optimizer,
+            axis=ps.world,
+            check=_make_fact_check(facts, rules, messages),
+            tolerance=tolerance,
         )
         if not staged.problems:
             break
-        _pass_over(path, staged.problems, request, passed_over, say)
+        _skip(path, staged.problems, request, skipped, log)
 
     def accept() -> None:
         if not is_first:
             return
-        notes = [*_owner_notes(path, strict=strict_owner), *told, *summed_up(staged.changes)]
-        newest = list_checkpoints(directory)[0] if passed_over else path
-        lost = step_of(newest) - manifest["step"] if passed_over else 0
-        log(f"going on from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
-        for note in (*notes, *_machine_notes(staged.saved["machine"], ps)):
-            log(note)
+        messages[:0] = _check_owner(path, strict=strict_owner)
+        messages.extend(count_messages(staged.changes))
+        messages.extend(_compare_machine(staged.saved["machine"], ps))
+        newest = list_checkpoints(directory)[0] if skipped else path
+        lost = parse_step(newest) - manifest["step"] if skipped else 0
+        log(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
+        for message in messages:
+            log(message)
         clear_directory(directory, path, request, log=log)
         if _is_fork(run_dir, path, manifest, request):
-            log(_forked(run_dir, path, manifest))
+            log(_make_fork(run_dir, path, manifest))
 
     run_on_all_ranks(accept, ps.world)
+    # From here on nothing can fail on one rank alone.
     return install_(staged, stages, optimizer)
-
-
-def _forked(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
-    """Make a run a fork of another, and say so."""
-    parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
-    return f"this is run {fork_run(run_dir, parent)['run']}, forked from {parent['run']}"
 
 
 def load_checkpoint(
@@ -148,57 +160,68 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
-    changes: ResumeRules = _NO_CHANGES,
+    rules: ResumeRules = _NO_RULES,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
     log: Log = log_warning,
 ) -> TrainState:
-    """Verify one checkpoint and read it into stages and their optimizer.
+    """Verify one checkpoint and load it into stages and their optimizer.
 
-    What may be missing or different is said by patterns of parameter names, in which `*` stands for
+    Parameters that may be missing or different are given by patterns of names, in which `*` matches
     any letters.
 
     Args:
         path: The checkpoint's directory.
         stages: This rank's stages.
-        optimizer: The optimizer of their parameters; None leaves what it remembered aside.
-        facts: What must be as it was saved; see `resume`.
-        changes: Which facts may have changed; see `resume`.
-        allow_missing: Parameters that the checkpoint may lack, or may have without moments: they
-            keep their values, and begin with no moments.
+        optimizer: The optimizer of their parameters; None ignores the saved optimizer state.
+        facts: Values that must be as they were saved; see `resume`.
+        rules: Which facts may have changed; see `resume`.
+        allow_missing: Parameters that the checkpoint may lack, or have without moments. They keep
+            their values, and start without moments.
         allow_extra: Parameters of the checkpoint that the run may lack or not train.
         cast: Parameters that may be stored in another floating dtype.
-        axis: All ranks that read it, `ps.world`: if one cannot, none changes anything.
-        log: Called on the first rank with each fact that has changed as `changes` allows.
+        axis: All ranks that load it, `ps.world`: if one fails, none changes anything.
+        log: Called on the first rank with each change that `rules` allow.
 
     Returns:
-        The counters it holds.
+        The counters of the checkpoint.
 
     Raises:
-        CheckpointError: It is damaged; or it names every tensor that is missing, left over, or of
-            another shape or dtype, and every fact that differs.
+        CheckpointError: It is damaged; or it does not fit, and the message lists every tensor that
+            is missing, left over, or of another shape or dtype, and every fact that differs.
 
     Effects:
         Writes parameters and optimizer state, after everything has been verified, compared and
         read; communicates on `axis`.
     """
     stages = modules_of(stages)
-    check_allowed(changes)
+    check_allowed(rules)
     path = Path(path)
-    manifest = run_on_all_ranks(lambda: _whole_manifest(path) if axis.index == 0 else None, axis)[0]
-    may_change = may_change_optimizer(changes), allowed_names(changes)
-    leeway = Leeway(allow_missing, allow_extra, cast, *may_change)
-    told: list[str] = []
-    check = _fact_check(facts, changes, told)
+    # One rank reads it, so that all ranks compare with the same manifest.
+    manifest = run_on_all_ranks(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
+    messages: list[str] = []
     staged = stage_checkpoint(
-        path, manifest, stages, optimizer, axis=axis, check=check, leeway=leeway
+        path,
+        manifest,
+        stages,
+        optimizer,
+        axis=axis,
+        check=_make_fact_check(facts, rules, messages),
+        tolerance=Tolerance(
+            missing=allow_missing,
+            extra=allow_extra,
+            cast=cast,
+            optimizer=may_change_optimizer(rules),
+            options=list_allowed_names(rules),
+        ),
     )
     if staged.problems:
-        raise damaged(path, staged.problems)
-    for note in (*told, *summed_up(staged.changes)) if axis.index == 0 else ():
-        log(note)
+        raise damage_error(path, staged.problems)
+    if axis.index == 0:
+        for message in (*messages, *count_messages(staged.changes)):
+            log(message)
     return install_(staged, stages, optimizer)
 
 
@@ -211,29 +234,35 @@ def load_weights(
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
 ) -> TrainState:
-    """Verify one checkpoint, read its parameters, and leave the optimizer state aside.
+    """Verify one checkpoint and load its parameters, without the optimizer state.
 
     Args:
         path: The checkpoint's directory.
         stages: This rank's stages.
-        allow_missing: Patterns of parameters that the checkpoint may lack, new adapters say.
+        allow_missing: Patterns of parameters that the checkpoint may lack, for instance adapters.
         allow_extra: Patterns of parameters of the checkpoint that the stages may lack.
         cast: Patterns of parameters that may be stored in another floating dtype.
         axis: The ranks that hold the other stages, `ps.pp` or `ps.world`.
 
     Returns:
-        The counters it holds.
+        The counters of the checkpoint.
 
     Raises:
-        CheckpointError: It is damaged; or it names every parameter that is missing, left over, or
-            of another shape or dtype.
+        CheckpointError: It is damaged; or it does not fit, and the message lists every parameter
+            that is missing, left over, or of another shape or dtype.
 
     Effects:
         Writes the parameters and persistent buffers of `stages`; communicates on `axis`.
     """
-    stages = modules_of(stages)
-    may = {"allow_missing": allow_missing, "allow_extra": allow_extra, "cast": cast}
-    return load_checkpoint(path, stages, None, axis=axis, **may)
+    return load_checkpoint(
+        path,
+        stages,
+        None,
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
+        cast=cast,
+        axis=axis,
+    )
 
 
 def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
@@ -244,7 +273,7 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
         needs: Facts that must be among them.
 
     Raises:
-        CheckpointError: Some are not: the run that saved it was of another recipe.
+        CheckpointError: One is missing: another kind of recipe saved the checkpoint.
     """
     facts = read_json(Path(path) / "state.json")["facts"]
     missing = [name for name in needs if name not in facts]
@@ -260,151 +289,163 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
     return facts
 
 
-def _whole_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint that was named, whose files have the right sizes."""
-    problems, manifest = outline(path)
+def _read_outline(path: Path) -> dict[str, Any]:
+    """Return the manifest of a requested checkpoint whose files have the right sizes."""
+    problems, manifest = inspect_files(path)
     if problems:
-        raise damaged(path, problems)
+        raise damage_error(path, problems)
     return manifest
 
 
-def _fact_check(facts: Facts | None, changes: ResumeRules, told: list[str]) -> Check:
-    """Return a check of the saved facts against the run's, which also writes what is only told."""
+def _make_fact_check(facts: Facts | None, rules: ResumeRules, messages: list[str]) -> Check:
+    """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
+        # Facts of later phases may have changed: those at the saved batch are compared.
         live = facts_at(facts, saved["state"]["cursor"]["batch"])
-        refused, changed = compare_facts(saved["facts"], live, changes)
-        told[:] = changed
-        return refused
+        errors, allowed = compare_facts(saved["facts"], live, rules)
+        messages[:] = allowed
+        return errors
 
     return check
 
 
 # ----------------------------------------------------------------------------------------- choosing
 
-_Candidate = tuple[str, dict[str, Any]]
 
+def _find_candidates(
+    run_dir: Path,
+    request: str | Path,
+    skipped: list[str],
+    log: Log,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the checkpoints that the run may resume from, the best first, with their manifests.
 
-def _candidates(
-    run_dir: Path, request: str | Path, passed_over: list[str], log: Log
-) -> Iterator[_Candidate]:
-    """Go through the checkpoints that may be gone on from, the best first, with their manifests.
-
-    Their tensors have not been looked at. Who finds one damaged after all adds it to `passed_over`.
+    Their tensors are not verified yet. The caller adds a checkpoint that turns out to be damaged to
+    `skipped`.
     """
     if request == "never":
         return
     directory = run_dir / "checkpoints"
-    known = list_checkpoints(directory) if request == "auto" else []
-    if request == "auto" and not known:
-        _refuse_lost(run_dir)
-    named = _identity(run_dir)[1] if request == "auto" else str(Path(request).absolute())
-    if named is not None and not known:
-        yield named, _whole_manifest(Path(named))
+    if request != "auto":
+        path = Path(request).absolute()
+        yield str(path), _read_outline(path)
         return
-    for path in known:
-        problems, manifest = outline(path)
+    checkpoints = list_checkpoints(directory)
+    if not checkpoints:
+        _check_never_saved(run_dir)
+        parent = _read_run_id(run_dir)[1]
+        if parent is not None:  # a fork that has not saved yet starts again from its parent
+            yield parent, _read_outline(Path(parent))
+        return
+    own, _ = _read_run_id(run_dir)
+    # One by one: all ranks hash a candidate before the next is considered.
+    for path in checkpoints:
+        problems, manifest = inspect_files(path)
         if problems:
-            _pass_over(path, problems, request, passed_over, log)
+            _skip(path, problems, request, skipped, log)
             continue
-        _refuse_another_run(run_dir, path, manifest)
+        other = manifest.get("run")
+        if own is not None and other is not None and own != other:
+            raise CheckpointError(
+                f"resume: {path} has the run_id {other}, this run has {own}: it was copied from "
+                "another run",
+                where=path,
+                got=other,
+                want=own,
+                hint=f"--resume {path} makes this run a fork of that one; or move it elsewhere",
+            )
         yield str(path.absolute()), manifest
-    if passed_over:
-        raise none_verifies(directory, passed_over)
+    if skipped:
+        raise no_checkpoint_error(directory, skipped)
 
 
-def _pass_over(
+def _skip(
     path: Path,
     problems: Sequence[str],
     request: str | Path,
-    passed_over: list[str],
+    skipped: list[str],
     log: Log,
 ) -> None:
+    """Log and record a damaged checkpoint, or raise if it was requested."""
     if request != "auto":
-        raise damaged(path, problems)
-    passed_over.append(f"{path.name}: {problems[0]}")
-    log(f"passed over {path}: {problems[0]}")
+        raise damage_error(path, problems)
+    skipped.append(f"{path.name}: {problems[0]}")
+    log(f"skipped {path}: {problems[0]}")
 
 
-def _refuse_another_run(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> None:
-    own, other = _identity(run_dir)[0], manifest.get("run")
-    if own is not None and other is not None and own != other:
-        raise CheckpointError(
-            f"resume: {path} has the run_id {other}, this run has {own}: it was copied from another"
-            " run",
-            where=path,
-            got=other,
-            want=own,
-            hint=f"--resume {path} makes this run a fork of that one; or take it out of here",
-        )
-
-
-def _identity(run_dir: Path) -> tuple[str | None, str | None]:
-    """Return which run this is, if the directory has been told, and the path it was forked from.
-
-    A fork goes on from there until it has saved itself.
-    """
+def _read_run_id(run_dir: Path) -> tuple[str | None, str | None]:
+    """Return the id of the run and the path that it was forked from, if the directory has them."""
     if not (run_dir / "run.json").exists():
         return None, None
-    known = get_run_id(run_dir)
-    return known["run"], (known["parent"] or {}).get("path")
+    identity = get_run_id(run_dir)
+    return identity["run"], (identity["parent"] or {}).get("path")
 
 
-def _looked_over(run_dir: Path, request: str | Path, log: Log) -> str:
-    """Return what to go on from: "auto" where the run was forked from `request` before."""
+def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
+    """Return what to resume from: "auto" if the run was forked from `request` earlier."""
     directory = run_dir / "checkpoints"
+    # A dangling link: its volume is not mounted. A new directory in its place would hide that.
     if os.path.lexists(directory) and not directory.is_dir():
         link = f"a link to {directory.readlink()}, which is" if directory.is_symlink() else ""
         raise CheckpointError(
             f"resume: {directory} is {link or 'a file and'} no directory",
             where=directory,
             want="a directory",
-            hint="mount or put back what it leads to, or choose another --out",
+            hint="mount or restore the folder that it points to, or choose another --out",
         )
-    parent = None if request in ("auto", "never") else _identity(run_dir)[1]
+    parent = None if request in ("auto", "never") else _read_run_id(run_dir)[1]
     if parent is None or Path(parent).resolve() != Path(request).resolve():
         return str(request)
-    # Taken at its word, the command of a requeued job would begin at the fork each time.
+    # A job that is requeued runs the same command again. It must not restart at the fork each time.
     if not list_checkpoints(directory):
-        _refuse_lost(run_dir)
+        _check_never_saved(run_dir)
         return str(request)
-    log(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    log(f"this run was forked from {request} earlier, and resumes from its own checkpoints")
     return "auto"
 
 
-def _refuse_lost(run_dir: Path) -> None:
-    """Refuse to begin afresh, or at a fork again, where the run has saved what is not there."""
-    told = saved_before(run_dir)
-    if told is not None:
+def _check_never_saved(run_dir: Path) -> None:
+    """Raise if the run has saved checkpoints that no longer exist."""
+    file = find_saved_mark(run_dir)
+    if file is not None:
         raise CheckpointError(
-            f"resume: {run_dir / told} tells that this run has saved, but there is no checkpoint "
+            f"resume: {run_dir / file} shows that this run has saved, but there is no checkpoint "
             f"in {run_dir / 'checkpoints'}",
             where=run_dir / "checkpoints",
             want="the checkpoints of this run",
-            hint="mount or put back what is missing; to begin afresh all the same say --resume "
-            "never, or choose another --out",
+            hint="mount or restore what is missing; to start from scratch all the same, use "
+            "--resume never or choose another --out",
         )
 
 
-def _begin_afresh(run_dir: Path, request: str | Path, log: Log) -> None:
+def _start(run_dir: Path, request: str | Path, log: Log) -> None:
+    """Prepare the directory of a run that starts from scratch."""
     clear_directory(run_dir / "checkpoints", None, request, log=log)
     if request == "never" and (run_dir / "run.json").exists():
-        fork_run(run_dir, None)  # another run, whose parent is none
+        fork_run(run_dir, None)  # a new run without a parent
+
+
+def _make_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
+    """Give the run a new id with a checkpoint of another run as its parent; return a message."""
+    parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
+    run = fork_run(run_dir, parent)["run"]
+    return f"this is run {run}, forked from {parent['run']}"
 
 
 def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: str | Path) -> bool:
-    """Say whether going on from `path`, which was asked for, begins another run."""
+    """Return whether resuming from the requested checkpoint makes this another run."""
     if request == "auto":
         return False
-    own, _ = _identity(run_dir)
-    is_inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
-    if own is None or manifest.get("run") is None:
-        return not is_inside
+    own, _ = _read_run_id(run_dir)
+    if own is None or manifest.get("run") is None:  # the first format has no ids: go by the path
+        return path.resolve().parent != (run_dir / "checkpoints").resolve()
     return own != manifest["run"]
 
 
-def _owner_notes(path: Path, *, strict: bool) -> list[str]:
-    problems = owner_problems(path)
+def _check_owner(path: Path, *, strict: bool) -> list[str]:
+    """Return messages about other users who can write a checkpoint; raise if `strict`."""
+    problems = find_owner_problems(path)
     if problems and strict:
         raise CheckpointError(
             f"resume: {problems[0]}",
@@ -416,13 +457,14 @@ def _owner_notes(path: Path, *, strict: bool) -> list[str]:
     return [f"note that {problem}" for problem in problems]
 
 
-def _machine_notes(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[str]:
-    """Say whether sums may come out in another order than where the checkpoint was written."""
+def _compare_machine(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[str]:
+    """Return a message if sums may be taken in another order than where it was written."""
     then = saved or {}
-    differing = [
+    changed = [
         f"{name} {then[name]}, now {value}"
-        for name, value in machine_of(ps.device).items()
+        for name, value in describe_machine(ps.device).items()
         if name in then and then[name] != value
     ]
-    told = f"it was written with {'; '.join(differing)}: the last bits may differ from here on"
-    return [told] if differing else []
+    if not changed:
+        return []
+    return [f"it was written with {'; '.join(changed)}: the last bits may differ from here on"]

@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint: its name, its manifest, one rename. No torch here."""
+"""The name and the manifest that make a directory a checkpoint. Without torch."""
 
 from __future__ import annotations
 
@@ -13,31 +13,40 @@ from typing import Any
 
 import orjson
 
-from trainkit.types import CheckpointError, Log, log_warning
-from trainkit.weights.checkpoint.boxes import shortened
-from trainkit.weights.checkpoint.safe_files import file_problem, parse_json, read_bounded, read_json
+from trainkit.types import (
+    CheckpointError,
+    Log,
+    log_warning,
+)
+from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.safe_files import (
+    find_file_problem,
+    parse_json,
+    read_bounded,
+    read_json,
+)
 
 FORMAT = "trainkit-checkpoint"
 VERSION = 2
 WEIGHTS = "trainkit-weights"
 READABLE = {FORMAT: (1, 2), WEIGHTS: (1,)}
-"""The versions that this trainkit reads, of checkpoints and of exported folders."""
+"""The versions of checkpoints and of exported folders that this trainkit reads."""
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_([0-9]{8,18})(?:-([0-9]{1,9}))?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_MANIFEST_BYTES = 8 * 1024 * 1024
+_MANIFEST_BYTES = 8 * 1024 * 1024  # of some 50,000 files
 _MANIFEST_VALUES = 500_000
-_READERS = 8  # files hashed at once, at most; one SHA-256 is bound by its core
+_READERS = 8  # files that are hashed at once; each SHA-256 is bound by one core
 
 
 # ---------------------------------------------------------------------------------------- manifest
 
 
-def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of plain values with its own hash as "sha256".
+def seal(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of plain values with its own hash added as "sha256".
 
     Examples:
-        >>> is_sealed(sealed({"step": 3})), is_sealed({"step": 3, "sha256": "0"})
+        >>> is_sealed(seal({"step": 3})), is_sealed({"step": 3, "sha256": "0"})
         (True, False)
     """
     data = orjson.dumps(dict(body), option=orjson.OPT_SORT_KEYS)
@@ -45,28 +54,28 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(record: Any) -> bool:
-    """Say whether a record that was read is as `sealed` made it."""
+    """Return whether a record contains its own hash, as `seal` adds it."""
     if not isinstance(record, dict):
         return False
     try:
-        return record == sealed({key: value for key, value in record.items() if key != "sha256"})
-    except orjson.JSONEncodeError:  # it is nested more deeply than anything that was written
+        return record == seal({key: value for key, value in record.items() if key != "sha256"})
+    except orjson.JSONEncodeError:  # orjson refuses deep nesting, which no save writes
         return False
 
 
 def dump_json(value: Any) -> bytes:
-    """Return JSON for people and for comparing: indented, keys sorted."""
+    """Return indented JSON with sorted keys: readable, and equal for equal values."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2)
 
 
 def make_manifest(step: int, files: Mapping[str, Mapping[str, Any]], **facts: Any) -> bytes:
-    """Return the manifest of a checkpoint, which also holds its own hash.
+    """Return the manifest of a checkpoint, with its own hash.
 
     Args:
-        step: The step the checkpoint was taken after.
-        files: For each other file its name and {"size", "sha256"}.
-        facts: What else it says, plain values: run, parent, state_hash, score, config, and the
-            versions of trainkit and torch.
+        step: The step that the checkpoint was saved after.
+        files: {"size", "sha256"} of every other file, by name.
+        facts: Further plain values: run, parent, state_hash, score, config, and the versions of
+            trainkit and torch.
 
     Examples:
         >>> orjson.loads(make_manifest(3, {}, run="0" * 32))["run"][:4]
@@ -74,45 +83,45 @@ def make_manifest(step: int, files: Mapping[str, Mapping[str, Any]], **facts: An
     """
     names = ("run", "parent", "state_hash", "score", "config", "trainkit", "torch")
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(files)}
-    return dump_json(sealed(dict.fromkeys(names) | facts | body))
+    return dump_json(seal(dict.fromkeys(names) | facts | body))
 
 
 def read_manifest(path: Path | str, *, form: str = FORMAT) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, whose own hash is right and whose version can be read.
+    """Return the manifest of a checkpoint after checking its hash and its version.
 
-    The other files are not looked at; see `verify_checkpoint`.
+    The other files are not read; see `verify_checkpoint`.
 
     Args:
         path: A checkpoint directory.
-        form: What it must be: `FORMAT`, or `WEIGHTS` for an exported folder.
+        form: The expected format: `FORMAT`, or `WEIGHTS` for an exported folder.
 
     Raises:
-        CheckpointError: It is missing, damaged, no manifest, or of a later format.
+        CheckpointError: It is missing, damaged, not a manifest, or of a later version.
     """
     file = Path(path) / MANIFEST
     data = read_bounded(file, _MANIFEST_BYTES)
     manifest = parse_json(file, data, _MANIFEST_VALUES)
-    problems = _manifest_problems(manifest, data, form)
+    problems = _find_manifest_problems(manifest, data, form)
     if problems:
         raise CheckpointError(f"checkpoint: {path}: {problems[0]}", where=file, got=problems)
     return manifest
 
 
-def format_of(path: Path | str) -> str | None:
-    """Return which format the manifest of a directory claims, be it damaged; None without one.
+def read_format(path: Path | str) -> str | None:
+    """Return the format that a directory's manifest claims, even if damaged; None without one.
 
     Examples:
-        >>> format_of("/does/not/exist")
+        >>> read_format("/does/not/exist")
     """
     file = Path(path) / MANIFEST
     try:
-        manifest = read_json(file, most_bytes=_MANIFEST_BYTES, most_values=_MANIFEST_VALUES)
+        manifest = read_json(file, max_bytes=_MANIFEST_BYTES, max_values=_MANIFEST_VALUES)
     except CheckpointError:
         return None
     return manifest.get("format") if isinstance(manifest, dict) else None
 
 
-def _manifest_problems(manifest: Any, data: bytes | bytearray, form: str) -> list[str]:
+def _find_manifest_problems(manifest: Any, data: bytes | bytearray, form: str) -> list[str]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return [f"{MANIFEST} is not a manifest"]
     if not is_sealed(manifest):
@@ -120,33 +129,34 @@ def _manifest_problems(manifest: Any, data: bytes | bytearray, form: str) -> lis
     if manifest.get("format") != form:
         return [f"{MANIFEST} has the format {manifest.get('format')!r}, not {form!r}"]
     if manifest.get("version") not in READABLE[form]:
-        found, by = manifest.get("version"), manifest.get("trainkit")
-        reads = " and ".join(map(str, READABLE[form]))
-        told = f"has version {found}, written by trainkit {by}; this trainkit reads {reads}"
-        return [f"{MANIFEST} {told}: upgrade trainkit"]
-    if data != dump_json(manifest):  # the same values in other bytes
+        readable = " and ".join(map(str, READABLE[form]))
+        problem = (
+            f"{MANIFEST} has version {manifest.get('version')}, written by trainkit "
+            f"{manifest.get('trainkit')}; this trainkit reads {readable}: upgrade trainkit"
+        )
+        return [problem]
+    # The seal is over the values. Comparing the bytes too rejects duplicate keys, of which a
+    # parser sees only the last.
+    if data != dump_json(manifest):
         return [f"{MANIFEST} is not written as trainkit writes it"]
-    return _listing_problems(manifest)
-
-
-def _listing_problems(manifest: Mapping[str, Any]) -> list[str]:
     files = manifest["files"]
     problems = [
         f"{MANIFEST} names {name!r}, which is no plain file name"
         for name in files
-        if not plain_file_name(name)
+        if not is_plain_file_name(name)
     ]
+    # On a disk that ignores case both would be the same file.
     if len({name.casefold() for name in files}) < len(files):
         problems.append(f"{MANIFEST} names two files that differ by upper and lower case alone")
     if manifest["format"] == FORMAT and not _is_count(manifest.get("step")):
         problems.append(f"{MANIFEST} names no step")
     problems += [
         f"{MANIFEST} does not say the size and sha256 of {name}"
-        for name, want in files.items()
+        for name, entry in files.items()
         if not (
-            isinstance(want, dict)
-            and _is_count(want.get("size"))
-            and isinstance(want.get("sha256"), str)
+            isinstance(entry, dict)
+            and _is_count(entry.get("size"))
+            and isinstance(entry.get("sha256"), str)
         )
     ]
     return problems
@@ -156,25 +166,25 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def plain_file_name(name: str) -> bool:
-    """Say whether a name read from a file names one in the same directory, and nothing else.
+def is_plain_file_name(name: str) -> bool:
+    """Return whether a name from a file names another file of the same directory.
 
     Examples:
-        >>> plain_file_name("rank_00000.safetensors"), plain_file_name("../x")
+        >>> is_plain_file_name("rank_00000.safetensors"), is_plain_file_name("../x")
         (True, False)
     """
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Return what is wrong with a checkpoint: an empty list when every byte is as it was written.
+    """Verify every byte of a checkpoint, and return the problems; none if it is intact.
 
     Args:
         path: A checkpoint directory.
 
     Returns:
-        One sentence per problem: a missing, added, cut or changed file, or a manifest that is not
-            ours.
+        One sentence per problem: a missing, added, truncated or changed file, or a manifest that
+            trainkit did not write.
 
     Effects:
         Reads every file; hashes up to eight at once, in threads.
@@ -184,45 +194,48 @@ def verify_checkpoint(path: Path | str) -> list[str]:
         ['/does/not/exist is not there']
     """
     path = Path(path)
-    problems, manifest = outline(path)
+    problems, manifest = inspect_files(path)
     if problems:
         return problems
-    return file_problems(path, manifest["files"])
+    return find_file_problems(path, manifest["files"])
 
 
-def file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return which files of a folder are not as its manifest says, by every byte.
+def find_file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Verify every byte of some files of a folder against its manifest; return the problems.
 
     Effects:
-        Reads them; hashes up to eight at once, in threads.
+        Reads the files; hashes up to eight at once, in threads.
     """
+    # The largest first, so that no thread starts a large file when the others are done.
     largest = sorted(files.items(), key=lambda item: -item[1]["size"])
+    # Threads suffice, since hashlib releases the GIL.
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        found = pool.map(
-            file_problem, (path / name for name, _ in largest), (w for _, w in largest)
+        problems = pool.map(
+            find_file_problem, (path / name for name, _ in largest), (entry for _, entry in largest)
         )
-        return [problem for problem in found if problem is not None]
+        return [problem for problem in problems if problem is not None]
 
 
-def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[str, Any]]:
-    """Return what can be seen to be wrong with a checkpoint without its tensors; and its manifest.
+def inspect_files(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[str, Any]]:
+    """Check a checkpoint's manifest and the names and sizes of its files, not their contents.
 
     Args:
         path: A checkpoint directory.
-        form: See `read_manifest`. Beside the files of an exported folder others may put some, a
-            `config.json` say, but no other weights.
+        form: See `read_manifest`. An exported folder may contain other files, a `config.json` for
+            instance, but no other weights.
 
     Returns:
-        What `verify_checkpoint` would say of its manifest and of the names and sizes of its files;
-            the manifest, empty where it cannot be believed.
+        The problems, as `verify_checkpoint` returns them, and the manifest, which is empty if it
+            cannot be trusted.
 
     Examples:
-        >>> outline("/does/not/exist")
+        >>> inspect_files("/does/not/exist")
         (['/does/not/exist is not there'], {})
     """
     path = Path(path)
     if not path.exists():
         return [f"{path} is not there"], {}
+    # A link could be changed to another directory between the check and the load.
     if not path.is_dir() or path.is_symlink():
         return [f"{path} is not a directory"], {}
     if (path / "checkpoints").is_dir():
@@ -232,29 +245,31 @@ def outline(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], dict[st
         present = {entry.name for entry in os.scandir(path)} - {MANIFEST}
     except CheckpointError as error:
         return error.got if isinstance(error.got, list) else [error.what], {}
-    except OSError as error:  # deleted between two looks, for instance
+    except OSError as error:  # deleted between the checks above and here, for instance
         return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
-    named = form == FORMAT and _NAME.fullmatch(path.name)
-    if named and step_of(path) != manifest["step"]:
+    has_step = form == FORMAT and _NAME.fullmatch(path.name)
+    if has_step and parse_step(path) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
     problems += [
         f"{name} is not in the manifest"
         for name in sorted(present - set(manifest["files"]))
         if form == FORMAT or name.endswith(".safetensors")
     ]
-    sizes = (file_problem(path / f, w, whole=False) for f, w in manifest["files"].items())
-    return [*problems, *filter(None, sizes)], manifest
+    for name, entry in manifest["files"].items():
+        problem = find_file_problem(path / name, entry, check_hash=False)
+        problems += [problem] if problem else []
+    return problems, manifest
 
 
 # ------------------------------------------------------------------------------------- directories
 
 
 def list_checkpoints(directory: Path | str) -> list[Path]:
-    """Return the checkpoints in a directory by name, newest first; verified or not.
+    """List the checkpoints in a directory by their names, newest first, verified or not.
 
     Args:
-        directory: A `checkpoints/` directory; one that is missing holds none.
+        directory: A `checkpoints/` directory; if it is missing the list is empty.
 
     Examples:
         >>> list_checkpoints("/does/not/exist")
@@ -263,46 +278,46 @@ def list_checkpoints(directory: Path | str) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_place_of, reverse=True)
+    checkpoints = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=_parse_name, reverse=True)
 
 
-def _place_of(path: Path) -> tuple[int, int]:
-    """Return the step in a checkpoint's name, and which save of that step it is."""
+def _parse_name(path: Path) -> tuple[int, int]:
+    """Return the step in a checkpoint's name, and the index of the save of that step."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
 
 
-def first_verified(paths: Iterable[Path], passed_over: list[str], log: Log) -> Path | None:
-    """Return the first of some checkpoints that verifies; tell of the others, and list them."""
+def find_first_verified(paths: Iterable[Path], skipped: list[str], log: Log) -> Path | None:
+    """Return the first checkpoint that verifies; log those before it, and add them to `skipped`."""
     for path in paths:
         problems = verify_checkpoint(path)
         if not problems:
             return path
-        passed_over.append(f"{path.name}: {problems[0]}")
-        log(f"passed over {path}: {problems[0]}")
+        skipped.append(f"{path.name}: {problems[0]}")
+        log(f"skipped {path}: {problems[0]}")
     return None
 
 
-def none_verifies(directory: Path, passed_over: Sequence[str]) -> CheckpointError:
-    """Return the error for a run whose every checkpoint is damaged.
+def no_checkpoint_error(directory: Path, skipped: Sequence[str]) -> CheckpointError:
+    """Return the error for a run whose checkpoints are all damaged.
 
-    A fresh start would throw away a run that somebody wants to continue.
+    It is never a reason to start from scratch: somebody wants to continue this run.
     """
     return CheckpointError(
-        f"resume: none of the {len(passed_over)} checkpoints in {directory} verifies "
-        f"({shortened(passed_over)})",
+        f"resume: none of the {len(skipped)} checkpoints in {directory} verifies "
+        f"({shorten(skipped)})",
         where=directory,
-        got=list(passed_over),
-        hint="to begin afresh say --resume never, or choose another --out",
+        got=list(skipped),
+        hint="to start from scratch use --resume never, or choose another --out",
     )
 
 
-def damaged(path: Path, problems: Sequence[str]) -> CheckpointError:
-    """Return the error for a checkpoint that was named, and does not verify."""
+def damage_error(path: Path, problems: Sequence[str]) -> CheckpointError:
+    """Return the error for a requested checkpoint that does not verify."""
     return CheckpointError(
-        f"resume: {path} was asked for, but {shortened(problems, most=3)}",
+        f"resume: {path} was requested, but {shorten(problems, max_problems=3)}",
         where=path,
         got=list(problems),
         want="a checkpoint directory that verifies",
@@ -314,39 +329,51 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
 
     Args:
         path: A checkpoint, or a run directory with `checkpoints/`.
-        best: Of a run, the one of the lowest score that verifies (of equal ones the newest), not
-            the newest.
-        log: Called with one sentence about each checkpoint passed over.
+        best: Take the checkpoint of a run with the lowest score that verifies (of equal scores the
+            newest); by default the newest.
+        log: Called with a message about each damaged checkpoint.
 
     Raises:
-        CheckpointError: There is none, or none that verifies; with `best`, none has a score; or
-            `path` is a folder of weights alone, and what such weights are for is said.
+        CheckpointError: There is no checkpoint, or none that verifies; with `best`, none has a
+            score; or `path` is a folder of weights without a run.
 
     Examples:
         >>> find_checkpoint("/does/not/exist")
         Traceback (most recent call last):
         ...
-        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in /does/not/exist
+        trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
     path = Path(path)
-    _refuse_weights(path)
-    refuse_deleted(path)
+    _check_not_weights(path)
+    check_not_deleted(path)
     if (path / MANIFEST).exists():
         problems = verify_checkpoint(path)
         if problems:
-            raise damaged(path, problems)
+            raise damage_error(path, problems)
         return path
-    directory, passed_over = path / "checkpoints", list[str]()
+    directory = path / "checkpoints"
     paths = list_checkpoints(directory)
     if not paths:
-        what = f"find_checkpoint: there is no checkpoint in {path}"
-        hint = "name a run that has saved, or one of its checkpoints"
-        raise CheckpointError(what, where=path, hint=hint)
-    found = first_verified(_by_score(paths) if best else paths, passed_over, log)
-    if found is not None:
-        return found
+        raise CheckpointError(
+            f"find_checkpoint: there is no checkpoint in {path}",
+            where=path,
+            hint="name a run that has saved, or one of its checkpoints",
+        )
+    if best:
+        scores = {path: get_score(inspect_files(path)[1]) for path in paths}
+        # sorted() is stable, and the paths come newest first.
+        candidates = sorted(
+            (path for path in paths if scores[path] is not None),
+            key=lambda path: scores[path] or 0.0,
+        )
+    else:
+        candidates = paths
+    skipped: list[str] = []
+    checkpoint = find_first_verified(candidates, skipped, log)
+    if checkpoint is not None:
+        return checkpoint
     if not best:
-        raise none_verifies(directory, passed_over)
+        raise no_checkpoint_error(directory, skipped)
     raise CheckpointError(
         f"find_checkpoint: of the {len(paths)} checkpoints in {directory} none has a score and "
         "verifies",
@@ -355,40 +382,34 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
     )
 
 
-def refuse_deleted(path: Path) -> None:
-    """Refuse the path of a checkpoint that is not there, beside others of its run.
+def check_not_deleted(path: Path) -> None:
+    """Raise CheckpointError for a path that is missing from a directory of checkpoints.
 
     Raises:
-        CheckpointError: It is not; names those that are, and how to keep one.
+        CheckpointError: It is missing; lists the checkpoints that exist, and how to retain one.
 
     Examples:
-        >>> refuse_deleted(Path("/does/not/exist"))
+        >>> check_not_deleted(Path("/does/not/exist"))
     """
     others = [other.name for other in list_checkpoints(path.parent)]
     if others and not path.exists():
         raise CheckpointError(
             f"checkpoint: there is no {path.name} in {path.parent} (any more); there are "
-            f"{shortened(others)}",
+            f"{shorten(others)}",
             where=path,
             got=others,
-            hint="a run keeps its newest (--keep), every so many steps (--keep-every) and those "
-            f"with a file beside them: {path.name}.pin",
+            hint="a run retains its newest (--keep), every Nth step (--keep-every N) and each "
+            f"checkpoint that has a pin file, here {path.name}.pin",
         )
 
 
-def _by_score(paths: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints that have a score, the lowest first, and of equal ones the newest."""
-    scores = {path: score_of(outline(path)[1]) for path in paths}
-    return sorted((p for p in paths if scores[p] is not None), key=lambda p: scores[p] or 0.0)
-
-
-def _refuse_weights(path: Path) -> None:
-    """Refuse a Hugging Face folder, or one that `export` or `convert` wrote, in words."""
-    kinds = ("*.safetensors", "pytorch_model*.bin", ".metadata")
+def _check_not_weights(path: Path) -> None:
+    """Raise if the path is a folder of weights alone, from Hugging Face, `export` or `convert`."""
+    patterns = ("*.safetensors", "pytorch_model*.bin", ".metadata")
     if (
         not path.is_dir()
-        or format_of(path) == FORMAT
-        or not any(any(path.glob(kind)) for kind in kinds)
+        or read_format(path) == FORMAT
+        or not any(any(path.glob(pattern)) for pattern in patterns)
     ):
         return
     raise CheckpointError(
@@ -396,76 +417,77 @@ def _refuse_weights(path: Path) -> None:
         "of which model",
         where=path,
         want="a run directory, or one of its checkpoints",
-        hint="build the model that they fit and fill it by build_stages(..., weights=open_weights("
-        "folder)); others' files first become such a folder by python -m trainkit checkpoint "
-        "convert SOURCE FOLDER",
+        hint="build the model and fill it by build_stages(..., weights=open_weights(folder)); "
+        "convert foreign files into such a folder by python -m trainkit checkpoint convert SOURCE "
+        "FOLDER",
     )
 
 
-def score_of(manifest: Mapping[str, Any]) -> float | None:
-    """Return the score that a checkpoint was saved with, the lower the better, if it has one.
+def get_score(manifest: Mapping[str, Any]) -> float | None:
+    """Return the score that a checkpoint was saved with, or None; a lower score is better.
 
     Examples:
-        >>> score_of({"score": 2}), score_of({})
+        >>> get_score({"score": 2}), get_score({})
         (2.0, None)
     """
     score = manifest.get("score")
-    plain = isinstance(score, int | float) and not isinstance(score, bool)
-    return float(score) if plain else None
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    return float(score) if is_number else None
 
 
 def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *, log: Log) -> None:
-    """Make a `checkpoints/` directory ready for a run that goes on from `chosen`.
+    """Prepare a `checkpoints/` directory for a run that resumes from `chosen`.
 
     Args:
-        directory: The directory; it is made if need be.
-        chosen: The checkpoint that the run goes on from, or None.
-        request: What was asked for; after "auto" nothing is set aside.
-        log: Called with what is set aside.
+        directory: The directory; it is made if it is missing.
+        chosen: The checkpoint that the run resumes from, or None.
+        request: The requested checkpoint; with "auto" nothing is moved.
+        log: Called with a message about what is moved.
 
     Effects:
-        Removes what a killed save left half done; moves the checkpoints that are not on the run's
-        branch into `abandoned-1`, `abandoned-2`, and so on.
+        Removes the incomplete output of a killed save or deletion; moves the checkpoints that are
+        not on the run's branch into `abandoned-1`, `abandoned-2`, and so on.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for half in (*directory.glob(".staging-*"), *directory.glob(".deleting-*")):
-        shutil.rmtree(half, ignore_errors=True)
+    for incomplete in (*directory.glob(".staging-*"), *directory.glob(".deleting-*")):
+        shutil.rmtree(incomplete, ignore_errors=True)
+    # After "never", or a checkpoint of another run, none of these is on the branch.
     last = -1
     if chosen is not None and chosen.resolve().parent == directory.resolve():
-        last = step_of(chosen)
-    off_branch = [path for path in list_checkpoints(directory) if step_of(path) > last]
+        last = parse_step(chosen)
+    off_branch = [path for path in list_checkpoints(directory) if parse_step(path) > last]
     if request == "auto" or not off_branch:
         return
-    number = 1
-    while (directory / f"abandoned-{number}").exists():
-        number += 1
-    aside = directory / f"abandoned-{number}"
-    aside.mkdir()
+    index = 1
+    while (directory / f"abandoned-{index}").exists():
+        index += 1
+    abandoned = directory / f"abandoned-{index}"
+    abandoned.mkdir()
     for path in off_branch:
-        path.rename(aside / path.name)
-    log(f"set {len(off_branch)} checkpoints of another branch aside in {aside}")
+        path.rename(abandoned / path.name)
+    log(f"set {len(off_branch)} checkpoints of another branch aside in {abandoned}")
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step in a checkpoint's name.
 
     Examples:
-        >>> step_of(Path("step_00000012-1"))
+        >>> parse_step(Path("step_00000012-1"))
         12
     """
-    return _place_of(path)[0]
+    return _parse_name(path)[0]
 
 
-def next_name(directory: Path, step: int) -> str:
+def choose_checkpoint_name(directory: Path, step: int) -> str:
     """Return a free directory name for a step: a second save appends -1, a third -2.
 
-    It is above all that are there, so that the newest of a step is the one saved last.
+    The number is above all existing ones, so the newest checkpoint of a step sorts last.
 
     Examples:
-        >>> next_name(Path("/does/not/exist"), 12)
+        >>> choose_checkpoint_name(Path("/does/not/exist"), 12)
         'step_00000012'
     """
-    places = map(_place_of, list_checkpoints(directory))
-    taken = [number for found, number in places if found == step]
+    parsed = map(_parse_name, list_checkpoints(directory))
+    taken = [index for other, index in parsed if other == step]
     name = f"step_{step:08d}"
     return f"{name}-{max(taken) + 1}" if taken else name

@@ -1,4 +1,4 @@
-"""What an optimizer remembers beside its `state`, where neither a save nor a load would look."""
+"""Find optimizer state outside of `optimizer.state`, where neither a save nor a load looks."""
 
 from __future__ import annotations
 
@@ -8,79 +8,84 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (list, tuple, set, frozenset)
+_SEQUENCES = (list, tuple, set, frozenset)
+_OWN_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
-def hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Say what an optimizer holds that its own `state` does not show.
+def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """List the state of an optimizer that its own `state` does not contain.
 
-    That is what optimizers inside of it remember of their parameters, and tensors of a parameter's
-    size, or of all parameters' together, which stand in an attribute.
+    That is the state of optimizers inside it, and tensors in its attributes that have the size of a
+    parameter or of all parameters together.
 
     Args:
         optimizer: Any optimizer, or a wrapper of several.
         names: The name of each parameter by its id.
 
     Returns:
-        One sentence for each place.
+        One sentence for each attribute.
 
     Examples:
         >>> model = nn.Linear(1, 1)
-        >>> hidden_state(torch.optim.AdamW(model.parameters()), {})
+        >>> find_hidden_state(torch.optim.AdamW(model.parameters()), {})
         []
     """
-    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    shown = {p: optimizer.state.get(p, {}) for p in stepped.values()}
-    known = {id(x) for values in shown.values() for x in values.values() if isinstance(x, Tensor)}
-    sizes = {p.numel() for p in shown} | {sum(p.numel() for p in shown)}
-    found: list[str] = []
-    for place, held in _held_by(optimizer):
-        if not isinstance(held, Tensor):
-            kind = type(held).__name__
-            found += [f"{place} ({kind}) remembers {what}" for what in _unshown(held, shown, names)]
-        elif held.numel() > 1 and held.numel() in sizes and id(held) not in known:
-            found.append(f"{place} is a tensor of shape {tuple(held.shape)}")
-    return found
+    states = {
+        p: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
+    }
+    known = {id(x) for values in states.values() for x in values.values() if isinstance(x, Tensor)}
+    total = sum(p.numel() for p in states)
+    sizes = {p.numel() for p in states} | {total}
+    problems: list[str] = []
+    for path, value in _find_in_attributes(optimizer):
+        if isinstance(value, Tensor):
+            # Only the size distinguishes state from other tensors, such as a table of constants.
+            if value.numel() > 1 and value.numel() in sizes and id(value) not in known:
+                problems.append(f"{path} is a tensor of shape {tuple(value.shape)}")
+            continue
+        for p, state in value.state.items():
+            outer = states.get(p, {}) if isinstance(p, Tensor) else {}
+            missing = [str(key) for key, x in state.items() if outer.get(key) is not x]
+            if missing:
+                kind = type(value).__name__
+                name = names.get(id(p), "a parameter that is in no stage")
+                problems.append(f"{path} ({kind}) remembers {', '.join(missing)} of {name}")
+    return problems
 
 
-def _unshown(
-    part: Any, shown: Mapping[Tensor, Mapping[str, Any]], names: Mapping[int, str]
-) -> Iterator[str]:
-    for p, values in part.state.items():
-        other = shown.get(p, {}) if isinstance(p, Tensor) else {}
-        missing = [key for key, value in values.items() if other.get(key) is not value]
-        if missing:
-            name = names.get(id(p), "a parameter that is in no stage")
-            yield f"{', '.join(map(str, missing))} of {name}"
-
-
-def optimizers_in(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the optimizers that an optimizer holds, and those that they hold.
+def find_inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the optimizers inside an optimizer, at any depth.
 
     Examples:
-        >>> optimizers_in(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        >>> find_inner_optimizers(torch.optim.SGD(nn.Linear(1, 1).parameters()))
         []
     """
-    return [held for _, held in _held_by(optimizer) if not isinstance(held, Tensor)]
+    return [x for _, x in _find_in_attributes(optimizer) if not isinstance(x, Tensor)]
 
 
-def _held_by(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and the optimizers in an optimizer's attributes, with their places."""
-    own = ("state", "param_groups", "defaults")
-    rest = [(name, value) for name, value in vars(optimizer).items() if name not in own]
-    seen = {id(optimizer)}
-    while rest:
-        place, value = rest.pop()
-        if id(value) in seen:
+def _find_in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and the optimizers in an optimizer's attributes, with their paths."""
+    pending = [
+        (name, value) for name, value in vars(optimizer).items() if name not in _OWN_ATTRIBUTES
+    ]
+    visited = {id(optimizer)}
+    while pending:
+        path, value = pending.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
+        # Parameters belong to the model, wherever an optimizer refers to them.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            yield place, value
+            yield path, value
         elif isinstance(value, Mapping):
-            rest += [(f"{place}[...]", held) for held in value.values()]
-        elif isinstance(value, _PLAIN):
-            rest += [(f"{place}[{i}]", held) for i, held in enumerate(value)]
+            pending += [(f"{path}[...]", x) for x in value.values()]
+        elif isinstance(value, _SEQUENCES):
+            pending += [(f"{path}[{i}]", x) for i, x in enumerate(value)]
         elif hasattr(value, "param_groups") and hasattr(value, "state"):
-            yield place, value
-            inner = [(name, x) for name, x in vars(value).items() if name not in own]
-            rest += [(f"{place}.{name}", held) for name, held in inner]
+            # By its attributes and not its class: wrappers need not derive from Optimizer.
+            yield path, value
+            pending += [
+                (f"{path}.{name}", x)
+                for name, x in vars(value).items()
+                if name not in _OWN_ATTRIBUTES
+            ]

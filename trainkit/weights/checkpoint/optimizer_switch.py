@@ -1,9 +1,9 @@
-"""A run goes on with another optimizer: what it can take over of what the one before remembered.
+"""Resume with another optimizer, and carry over the state that it can use.
 
-State of a name and a shape that the new one knows is taken over, through numbers where it is kept
-in other bits. Moments that a count of steps corrects are taken over together with it, or not at
-all: a first moment of 1000 steps beside a second one of none would make the next step many times
-as large.
+State is carried over by name and shape, and is converted where it is stored in another format.
+Moments with a bias correction are carried over together with their step count, or not at all: a
+first moment of 1000 steps with a second moment of none would make the next step many times too
+large.
 """
 
 from __future__ import annotations
@@ -15,59 +15,65 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.optim.elementwise import ElementwiseOptimizer
-from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
-from trainkit.parallel.names import empty_rows_like, get_named_parameters
-from trainkit.parallel.reduction import local_of
-from trainkit.weights.checkpoint.boxes import parameter_of
-from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.targets import (
-    part_of,
-    refuse_copies,
-    saved_name,
-    state_after_a_step,
+from trainkit.optim.storage import BLOCK, encode_moment, get_step_dtype, read_moment, scale_name
+from trainkit.parallel.grad_reduction import get_local
+from trainkit.parallel.parameters import empty_rows_like, get_named_parameters
+from trainkit.weights.checkpoint.load_targets import (
+    check_shared_state,
+    find_part,
+    get_saved_name,
+    probe_state,
 )
-from trainkit.weights.checkpoint.tensors import optimizer_state
+from trainkit.weights.checkpoint.reading import Target
+from trainkit.weights.checkpoint.run_state import optimizer_state
 
 _MEAN = "mean"
-"""The mean of weights that `together` keeps: of the run, whatever steps."""
+"""The mean of the weights that `together` keeps; it does not depend on a step count."""
 
 
-def taken_over(
-    index: Mapping[str, Any], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+def select_carried_over(
+    index: Mapping[str, Any],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], list[str]]:
-    r"""Return what another optimizer takes over of a checkpoint, and what becomes of the rest.
+    r"""Select the saved optimizer state that another optimizer can carry over.
 
     Args:
         index: The entries of the checkpoint's index.
         stages: This rank's stages.
-        optimizer: The run's optimizer, which is not the one that was saved.
+        optimizer: The run's optimizer, which is not the saved one.
 
     Returns:
-        The entries of the index that are to be loaded, of the parameters on this rank; and by
-        parameter, as "NAME\nWHAT", what is done.
+        The entries of the index to load for the parameters on this rank; and for each parameter a
+        message "NAME\nMESSAGE".
     """
     saved: dict[str, dict[str, Any]] = {}
     for full, entry in index.items():
-        kind, *rest = full.split("/", 2)
-        if kind == "optimizer":
-            saved.setdefault(rest[1], {})[rest[0]] = entry
-    named, after = get_named_parameters(stages), state_after_a_step(optimizer)
+        if full.startswith("optimizer/"):
+            _, key, name = full.split("/", 2)
+            saved.setdefault(name, {})[key] = entry
+    named = get_named_parameters(stages)
+    after_step = probe_state(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    entries, told = dict[str, Any](), list[str]()
+    entries: dict[str, Any] = {}
+    messages: list[str] = []
     for live in optimizer_state(stages, optimizer):
-        p, name = named[live], saved_name(live)
-        held = saved.get(name, {})
-        part = part_of(optimizer, groups[id(p)])
-        keys = _kept_of(p, held, _tensors(after[p]), part)
-        entries |= {f"optimizer/{key}/{name}": held[key] for key in keys}
-        told.append(f"{name}\n{_what_becomes(keys, held, _tensors(after[p]))}")
-    return entries, told
+        p = named[live]
+        name = get_saved_name(live)
+        saved_state = saved.get(name, {})
+        expected = _drop_scales(after_step[p])
+        keys = _find_matching_keys(p, saved_state, expected, find_part(optimizer, groups[id(p)]))
+        entries |= {f"optimizer/{key}/{name}": saved_state[key] for key in keys}
+        messages.append(f"{name}\n{_describe(keys, saved_state, expected)}")
+    return entries, messages
 
 
-def install_taken_over_(
-    targets: Mapping[str, Target], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+def install_carried_over_(
+    targets: Mapping[str, Target],
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Give an optimizer what it takes over, as it keeps it, in place of what it remembered.
+    """Replace an optimizer's state by the carried-over state, in the formats that it stores.
 
     Raises:
         ValueError: As `install_moments_`.
@@ -75,76 +81,97 @@ def install_taken_over_(
     Effects:
         Replaces the optimizer's state.
     """
+    # A probe or an earlier load may have left state that the checkpoint does not have.
     optimizer.state.clear()
-    named, after = get_named_parameters(stages), state_after_a_step(optimizer)
+    named = get_named_parameters(stages)
+    after_step = probe_state(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name: dict[str, dict[str, Tensor]] = {}
     for full, target in targets.items():
         if full.startswith("optimizer/"):
-            by_name.setdefault(parameter_of(full), {})[full.split("/", 2)[1]] = target.tensor
-    for live, held in by_name.items():
-        p, part = named[live], part_of(optimizer, groups[id(named[live])])
-        made: dict[str, Tensor] = {}
-        if isinstance(part, ElementwiseOptimizer) and held.keys() != {_MEAN}:
-            made = part.begun(p, groups[id(p)])
-        for key, like in _tensors(after[p]).items():
-            if key in held:
-                made |= _as_kept(p, key, held, like.dtype, scaled=scale_name(key) in after[p])
-        optimizer.state[p].update(made)
-    refuse_copies(optimizer)
+            _, key, name = full.split("/", 2)
+            by_name.setdefault(name, {})[key] = target.tensor
+    for live, loaded in by_name.items():
+        p = named[live]
+        part = find_part(optimizer, groups[id(p)])
+        state: dict[str, Tensor] = {}
+        # An elementwise optimizer initializes a parameter only while its state is empty, so what is
+        # not loaded gets its initial values here.
+        if isinstance(part, ElementwiseOptimizer) and loaded.keys() != {_MEAN}:
+            state = part.make_state(p, groups[id(p)])
+        for key, like in _drop_scales(after_step[p]).items():
+            if key in loaded:
+                is_scaled = scale_name(key) in after_step[p]
+                state |= _convert_state(p, key, loaded, like.dtype, is_scaled=is_scaled)
+        optimizer.state[p].update(state)
+    check_shared_state(optimizer)
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what is remembered in tensors, but for scales, which belong to their moments."""
+def _drop_scales(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state without block scales, which belong to their moments."""
     scales = {scale_name(key) for key in state}
     return {k: x for k, x in state.items() if isinstance(x, Tensor) and k not in scales}
 
 
-def _kept_of(
+def _find_matching_keys(
     p: nn.Parameter,
-    held: Mapping[str, Any],
-    wanted: Mapping[str, Tensor],
+    saved_state: Mapping[str, Any],
+    expected: Mapping[str, Tensor],
     part: torch.optim.Optimizer,
 ) -> list[str]:
-    """Return which keys of a parameter are taken over, those of scales too."""
+    """Return the keys of a parameter's state to carry over, block scales included."""
 
     def fits(key: str) -> bool:
-        shape = tuple(p.shape) if wanted[key].dim() else ()
-        return key in held and tuple(held[key]["shape"]) == shape
+        shape = tuple(p.shape) if expected[key].dim() else ()
+        return key in saved_state and tuple(saved_state[key]["shape"]) == shape
 
-    corrected: Collection[str] = [key for key, x in wanted.items() if x.dim() and key != _MEAN]
+    # Of an unknown optimizer any moment may have a bias correction: all are taken, or none.
+    moments = [key for key, x in expected.items() if x.dim()]
+    corrected: Collection[str] = [key for key in moments if key != _MEAN]
     if isinstance(part, ElementwiseOptimizer):
         corrected = [key for key in part.moments if key not in part.copies]
         corrected += [key for key in part.counts if key == "step"]
-    keys = [key for key in wanted if fits(key)]
+    keys = [key for key in expected if fits(key)]
     if not all(key in keys for key in corrected):
         keys = [key for key in keys if key == _MEAN]
-    return keys + [scale_name(key) for key in keys if scale_name(key) in held]
+    return keys + [scale_name(key) for key in keys if scale_name(key) in saved_state]
 
 
-def _what_becomes(keys: Collection[str], held: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    scales = {scale_name(key) for key in held}
-    lists = {
-        "takes over": [key for key in wanted if key in keys],
-        "begins afresh with": [key for key in wanted if key not in keys],
-        "drops": [key for key in held if key not in {*keys, *scales}],
+def _describe(
+    keys: Collection[str],
+    saved_state: Mapping[str, Any],
+    expected: Mapping[str, Any],
+) -> str:
+    """Return which keys are carried over, initialized and dropped."""
+    scales = {scale_name(key) for key in saved_state}
+    verbs = {
+        "carries over": [key for key in expected if key in keys],
+        "initializes": [key for key in expected if key not in keys],
+        "drops": [key for key in saved_state if key not in {*keys, *scales}],
     }
-    return ", ".join(f"{do} {' and '.join(x)}" for do, x in lists.items() if x) or "keeps nothing"
+    parts = [f"{verb} {' and '.join(names)}" for verb, names in verbs.items() if names]
+    return ", ".join(parts) or "has no state"
 
 
-def _as_kept(
-    p: nn.Parameter, key: str, held: Mapping[str, Tensor], dtype: torch.dtype, *, scaled: bool
+def _convert_state(
+    p: nn.Parameter,
+    key: str,
+    loaded: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    is_scaled: bool,
 ) -> dict[str, Tensor]:
-    """Return a number or a moment that was read in the dtype, or the blocks, that it is kept in."""
-    if not held[key].dim():
-        return {key: held[key].to(dtype)}
+    """Convert a loaded count or moment to the dtype, or the block scales, of the new optimizer."""
+    if not loaded[key].dim():
+        return {key: loaded[key].to(dtype)}
     length = p.shape[-1]
-    parts = {x: local_of(held[x]).reshape(-1) for x in (key, scale_name(key)) if x in held}
-    values = read_moment(key, parts, wide(p.dtype))
-    made = {key: empty_rows_like(p.data, length, dtype)}
-    if scaled:
-        made[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
-    for x, kept in written_moment(key, values, made, 0).items():
-        local = local_of(made[x])
-        local.copy_(kept.view(local.shape))
-    return made
+    parts = {x: get_local(loaded[x]).reshape(-1) for x in (key, scale_name(key)) if x in loaded}
+    # Through full-precision values: block scales of another format cannot be copied.
+    values = read_moment(key, parts, get_step_dtype(p.dtype))
+    state = {key: empty_rows_like(p.data, length, dtype)}
+    if is_scaled:
+        state[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
+    for x, converted in encode_moment(key, values, state, 0).items():
+        local = get_local(state[x])
+        local.copy_(converted.view(local.shape))
+    return state

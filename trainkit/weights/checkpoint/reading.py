@@ -1,7 +1,7 @@
-"""Read boxes of tensors out of files; of a checkpoint, every byte that is loaded has been hashed.
+"""Read boxes of tensors from files, and verify a checkpoint's files while they are read.
 
-The files of a checkpoint are dealt to the ranks. A rank hashes its share while the bytes that it
-needs go straight to where they belong; of the other files it reads only what it needs.
+The files of a checkpoint are shared among the ranks for verification. A rank hashes its files while
+the bytes that it needs go straight to their tensors. From other files it reads only those bytes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.parallel.names import Box
+from trainkit.parallel.parameters import Box
 from trainkit.types import CheckpointError, Share
 from trainkit.weights.checkpoint.boxes import overlap
 from trainkit.weights.checkpoint.safe_files import fill, open_plain, refusal, skim
-from trainkit.weights.checkpoint.stored import (
+from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
     contiguous_stride,
-    extent_of,
+    find_extent,
     read_header,
 )
 
-_AT_ONCE = 512 * 1024  # bytes of rows that are read to take a part of each
+_ROWS_BYTES = 512 * 1024  # of full rows read at once, where only a part of each is needed
 _FILES_AT_ONCE = 4
-_ENTRY_BYTES = 300  # of a safetensors header, or of one box in an index, beside the name
+_ENTRY_BYTES = 300  # of an entry in a safetensors header without its name, at most
 
 
 @attrs.frozen(eq=False)
 class Target:
-    """A tensor to be loaded: the name it was saved under, and this rank's box of it.
+    """A tensor to load: the name that it was saved under, and this rank's box of it.
 
-    `out` is where the box is read to: on the CPU, of the saved dtype. By default it is the box.
+    The box is read into `out`, on the CPU and of the saved dtype. By default `out` is the box.
     """
 
     saved: str
@@ -49,18 +49,18 @@ class Target:
 
 
 def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Read one box of a tensor, with the memory of the box and of the rows it is read from.
+    """Read one box of a tensor; only the box and the rows it lies in are in memory.
 
     Args:
         stored: The tensor, whose extents have been checked.
-        shape: The shape of the box, which lies inside of the tensor.
-        offset: Where it begins in the whole tensor.
+        shape: The shape of the box, which lies inside the tensor.
+        offset: The offset of the box in the full tensor.
 
     Returns:
         A new tensor on the CPU, of the dtype of the file.
 
     Raises:
-        CheckpointError: A file has been cut since it was checked.
+        CheckpointError: A file has been truncated since it was checked.
 
     Examples:
         >>> read_box(Stored("float32", (0, 2), ()), (0, 2), (0, 0)).shape
@@ -68,16 +68,16 @@ def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Ten
     """
     out = torch.empty(tuple(shape), dtype=getattr(torch, stored.dtype))
     for extent in stored.extents:
-        fetches = list(_fetches(extent, offset, out))
+        fetches = list(_plan_fetches(extent, offset, out))
         if fetches:
             with open_plain(extent.path, shared=True) as file:
                 for fetch in fetches:
-                    _fetch(file, fetch, fetch.begin, extent.path, _ignore)
+                    _read_bytes(file, fetch, fetch.start, extent.path, _ignore)
     return out
 
 
 def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
-    """Return a `Weights` function that reads described tensors by name."""
+    """Return a `Weights` function that reads boxes of tensors by name."""
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in tensors:
@@ -85,12 +85,12 @@ def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Seque
             raise CheckpointError(f"weights: there is no {name}; there are {some}", where=name)
         stored = tensors[name]
         if len(shape) != len(stored.shape) or any(
-            start + length > whole
-            for start, length, whole in zip(offset, shape, stored.shape, strict=True)
+            start + length > size
+            for start, length, size in zip(offset, shape, stored.shape, strict=True)
         ):
             raise CheckpointError(
                 f"weights: {name} has the shape {list(stored.shape)}; a box of {list(shape)} at "
-                f"{list(offset)} was asked for",
+                f"{list(offset)} was requested",
                 where=name,
             )
         return read_box(stored, shape, offset)
@@ -105,42 +105,51 @@ def read_tensors(
     wanted: Sequence[Target],
     share: Share,
 ) -> list[str]:
-    """Fill the wanted boxes from a checkpoint, and verify this rank's share of its files.
+    """Read this rank's boxes from a checkpoint, and verify this rank's share of its files.
 
     Args:
         path: The checkpoint's directory.
-        files: Of every file of tensors its "size" and "sha256", from the manifest.
+        files: "size" and "sha256" of every file of tensors, from the manifest.
         index: The entries of its index by name, which have been checked.
-        wanted: What this rank wants; their `out` is written.
-        share: This rank's part of the work of verifying.
+        wanted: This rank's targets; their `out` is written.
+        share: This rank's share of the files to verify.
 
     Returns:
-        One sentence for each file that is not what was written: then `out` must not be used. Only
-            what all ranks find together tells of all files.
+        One sentence for each file that differs from the manifest; then `out` must not be used. A
+            file is verified by one rank, so only the lists of all ranks cover all files.
 
     Effects:
         Writes every `out`; reads each file of the share once, in threads that end.
     """
-    mine = set(sorted(files)[share.index :: share.count])
-    by_file: dict[str, list[Target]] = {name: [] for name in files}
-    held: dict[str, dict[str, Any]] = {name: {} for name in files}
-    most = 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)  # of a header
+    # Sorted, because all ranks must assign the files in the same way.
+    to_verify = set(sorted(files)[share.index :: share.count])
+    targets: dict[str, list[Target]] = {name: [] for name in files}
+    entries: dict[str, dict[str, Any]] = {name: {} for name in files}
+    # The index bounds the header, so a hostile header cannot fill the memory.
+    max_header = 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)
     for name, entry in index.items():
         for box in entry["boxes"]:
-            held[box["file"]][name] = entry, box
-    for want in wanted:
-        for box in index[want.saved]["boxes"]:
-            by_file[box["file"]].append(want)
+            entries[box["file"]][name] = entry, box
+    for target in wanted:
+        for box in index[target.saved]["boxes"]:
+            targets[box["file"]].append(target)
 
     def read(name: str) -> list[str]:
-        said = (files[name], held[name], by_file[name])
         try:
-            _read_file(path / name, *said, most=most, hashed=name in mine)
+            _read_file(
+                path / name,
+                files[name],
+                entries[name],
+                targets[name],
+                max_header=max_header,
+                is_hashed=name in to_verify,
+            )
         except CheckpointError as error:
             return [error.what]
         return []
 
-    names = [name for name in sorted(files) if name in mine or by_file[name]]
+    # All ranks together verify every file; of another rank's files only the boxes are read.
+    names = [name for name in sorted(files) if name in to_verify or targets[name]]
     if not names:
         return []
     with ThreadPoolExecutor(min(len(names), _FILES_AT_ONCE)) as pool:
@@ -149,46 +158,51 @@ def read_tensors(
 
 def _read_file(
     path: Path,
-    want: Mapping[str, Any],
-    held: Mapping[str, Any],
-    wanted: Sequence[Target],
+    expected: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    targets: Sequence[Target],
     *,
-    most: int,
-    hashed: bool,
+    max_header: int,
+    is_hashed: bool,
 ) -> None:
+    """Read the boxes of one file, in the order of the file, and hash all of it if `is_hashed`."""
     digest = hashlib.sha256()
-    feed = digest.update if hashed else _ignore
+    feed = digest.update if is_hashed else _ignore
     with open_plain(path) as file:
         size = os.fstat(file).st_size
-        if size != want["size"]:
-            raise refusal(path, f"has {size} bytes, the manifest says {want['size']}")
-        header, stored = read_header(file, path, size, most=most)
+        if size != expected["size"]:
+            raise refusal(path, f"has {size} bytes, the manifest says {expected['size']}")
+        header, stored = read_header(file, path, size, max_bytes=max_header)
         feed(memoryview(header))
-        # Other boxes may be there too: a rank outside a tensor's mesh writes what another has.
-        extents = {name: extent_of(path, name, e, box, stored) for name, (e, box) in held.items()}
+        # The file may have other boxes too: a rank outside a tensor's mesh writes a duplicate.
+        extents = {
+            name: find_extent(path, name, entry, box, stored)
+            for name, (entry, box) in entries.items()
+        }
         fetches = [
             fetch
-            for wish in wanted
-            for fetch in _fetches(extents[wish.saved], wish.box.offset, wish.out)
+            for target in targets
+            for fetch in _plan_fetches(extents[target.saved], target.box.offset, target.out)
         ]
-        at = len(header)
-        for fetch in sorted(fetches, key=lambda fetch: fetch.begin):
-            if hashed:
-                skim(file, at, fetch.begin, path, feed)
-            at = _fetch(file, fetch, at, path, feed)
-        if hashed:
-            skim(file, at, size, path, feed)
-    if hashed:
-        _must_match(path, digest.hexdigest(), want)
+        position = len(header)
+        # In the order of the file, so that one pass both hashes and copies.
+        for fetch in sorted(fetches, key=lambda fetch: fetch.start):
+            if is_hashed:
+                skim(file, position, fetch.start, path, feed)
+            position = _read_bytes(file, fetch, position, path, feed)
+        if is_hashed:
+            skim(file, position, size, path, feed)
+    if is_hashed:
+        _check_sha256(path, digest.hexdigest(), expected)
 
 
-def _must_match(path: Path, found: str, want: Mapping[str, Any]) -> None:
-    if found != want["sha256"]:
+def _check_sha256(path: Path, actual: str, expected: Mapping[str, Any]) -> None:
+    if actual != expected["sha256"]:
         raise refusal(path, "does not match its sha256")
 
 
 def _ignore(_: memoryview) -> None:
-    pass
+    """Take the place of a hash's `update`."""
 
 
 # ------------------------------------------------------------------------------------------- bytes
@@ -196,65 +210,83 @@ def _ignore(_: memoryview) -> None:
 
 @attrs.frozen(eq=False)
 class _Fetch:
-    """Bytes of a file, and where they go: straight into `into`, or a part of them (`taken`).
+    """The bytes from `start` to `end` of a file, which fill `into`.
 
-    A part is taken out of the elements that the bytes are, seen with `shape` and `stride`.
+    With `slices` only a part of them is copied: the bytes are viewed as elements with `shape` and
+    `stride`, starting at element `skip`, and sliced.
     """
 
-    begin: int
+    start: int
     end: int
     into: Tensor
-    taken: tuple[slice, ...] | None = None
+    slices: tuple[slice, ...] | None = None
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     skip: int = 0
 
 
-def _fetch(
-    file: int, fetch: _Fetch, at: int, path: Path, feed: Callable[[memoryview], object]
+def _read_bytes(
+    file: int,
+    fetch: _Fetch,
+    hashed_to: int,
+    path: Path,
+    feed: Callable[[memoryview], object],
 ) -> int:
-    """Read what a fetch says; `at` is where the hash has come to. Return where it has come to."""
-    count = (fetch.end - fetch.begin) // fetch.into.element_size()
-    room = fetch.into if fetch.taken is None else fetch.into.new_empty(count)
-    data = room.reshape(-1).view(torch.uint8).numpy().data
-    known = max(0, min(at, fetch.end) - fetch.begin)  # a tied copy's bytes have been hashed before
-    fill(file, fetch.begin, data[:known], path)
-    fill(file, fetch.begin + known, data[known:], path, feed)
-    if fetch.taken is not None:
-        fetch.into.copy_(room.as_strided(fetch.shape, fetch.stride, fetch.skip)[fetch.taken])
-    return max(at, fetch.end)
+    """Read the bytes of a fetch, hash those after `hashed_to`, and return the new `hashed_to`."""
+    count = (fetch.end - fetch.start) // fetch.into.element_size()
+    buffer = fetch.into if fetch.slices is None else fetch.into.new_empty(count)
+    data = buffer.reshape(-1).view(torch.uint8).numpy().data
+    # Two targets may need the same bytes, a tied copy for instance. They are hashed only once.
+    hashed = max(0, min(hashed_to, fetch.end) - fetch.start)
+    fill(file, fetch.start, data[:hashed], path)
+    fill(file, fetch.start + hashed, data[hashed:], path, feed)
+    if fetch.slices is not None:
+        fetch.into.copy_(buffer.as_strided(fetch.shape, fetch.stride, fetch.skip)[fetch.slices])
+    return max(hashed_to, fetch.end)
 
 
-def _fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterator[_Fetch]:
-    """Say which bytes of an extent a wanted box needs.
+def _plan_fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterator[_Fetch]:
+    """Yield the bytes of an extent that a box needs.
 
-    Rows that both hold whole are read in place; of others, whole rows are read, some at a time.
-    Storage that is not in the order of its rows is read whole.
+    Full rows are read in place. For parts of rows, full rows are read in small groups and sliced.
+    Storage that is not row-major is read completely.
     """
-    found = overlap(extent.offset, extent.shape, offset, out.shape)
-    if found is None:
+    slices = overlap(extent.offset, extent.shape, offset, out.shape)
+    if slices is None:
         return
-    saved, into = found[0], out[found[1]]
-    shape, item = extent.shape, out.element_size()
+    in_extent, in_out = slices
+    into = out[in_out]
+    shape = extent.shape
+    item = out.element_size()
     if extent.stride != contiguous_stride(shape):
-        layout = (shape, extent.stride, extent.skip)
-        yield _Fetch(extent.start, extent.start + extent.size, into, saved, *layout)
+        yield _Fetch(
+            start=extent.start,
+            end=extent.start + extent.size,
+            into=into,
+            slices=in_extent,
+            shape=shape,
+            stride=extent.stride,
+            skip=extent.skip,
+        )
         return
     start = extent.start + extent.skip * item
     if not shape:
         yield _Fetch(start, start + item, into)
         return
-    row = math.prod(shape[1:]) * item
-    first, last = saved[0].start, saved[0].stop
+    row_bytes = math.prod(shape[1:]) * item
+    first, last = in_extent[0].start, in_extent[0].stop
     if into.shape[1:] == shape[1:] and into.is_contiguous():
-        yield _Fetch(start + first * row, start + last * row, into)
+        yield _Fetch(start + first * row_bytes, start + last * row_bytes, into)
         return
-    many = max(1, _AT_ONCE // row)
-    for low in range(first, last, many):
-        high = min(low + many, last)
-        part = into[low - first : high - first]
-        rows = (high - low, *shape[1:])
-        taken = (slice(None), *saved[1:])
+    rows_per_fetch = max(1, _ROWS_BYTES // row_bytes)
+    for low in range(first, last, rows_per_fetch):
+        high = min(low + rows_per_fetch, last)
+        rows_shape = (high - low, *shape[1:])
         yield _Fetch(
-            start + low * row, start + high * row, part, taken, rows, contiguous_stride(rows)
+            start=start + low * row_bytes,
+            end=start + high * row_bytes,
+            into=into[low - first : high - first],
+            slices=(slice(None), *in_extent[1:]),
+            shape=rows_shape,
+            stride=contiguous_stride(rows_shape),
         )

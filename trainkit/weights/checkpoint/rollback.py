@@ -1,13 +1,13 @@
-"""Roll back: take an earlier state again, go on behind the data that went wrong, and remember it.
+"""Roll back to an earlier checkpoint, and skip the batches that were read since.
 
-PaLM's authors found that a spike in the loss does not come back when training is taken up a hundred
-steps before it and the batches around it are left out (Chowdhery et al., "PaLM: Scaling Language
-Modeling with Pathways", 2022, section 5.1): it takes that data and that state together.
+A spike in PaLM's loss did not recur when training restarted a hundred steps earlier and skipped the
+batches around the spike (Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022,
+section 5.1). It takes that data and that state together to cause a spike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,20 @@ from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
 from trainkit.health import Action, make_stop_error, restore_health
-from trainkit.types import CheckpointError, Log, ParallelState, TrainState, log_warning
+from trainkit.types import (
+    CheckpointError,
+    Log,
+    ParallelState,
+    TrainState,
+    log_warning,
+)
 from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
-    first_verified,
+    find_first_verified,
     list_checkpoints,
-    step_of,
+    parse_step,
 )
 from trainkit.weights.checkpoint.save import save_checkpoint
 
@@ -39,34 +45,33 @@ def roll_back(
     before: int,
     max_rollbacks: int = 3,
     facts: Facts | None = None,
+    config: Mapping[str, Any] | None = None,
     log: Log = log_warning,
-    **saving: Any,
 ) -> TrainState:
-    """Take the newest checkpoint before the numbers went wrong, and go on with the data after.
+    """Load the newest checkpoint before the numbers went bad, and continue with the data after.
 
-    What comes back is the checkpoint's state with the present cursor: the batches between are never
-    trained on. It is saved at once under a name of its own, so that a run that is killed now goes
-    on from there. Checkpoints of the branch that is given up are set aside, none is deleted.
+    The result is the checkpoint's state with the present cursor: the batches in between are never
+    trained on. It is saved at once under a new name, so that a run that is killed now resumes from
+    it. Checkpoints of the abandoned branch are moved, and none is deleted.
 
     Args:
         run_dir: The run directory.
-        state: The counters now. Its cursor is kept, and `health` says what has been rolled back
-            before.
+        state: The present counters. The cursor stays, and `health` counts earlier roll-backs.
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        before: The last step whose numbers were good: a later checkpoint is not taken.
-        max_rollbacks: How many rollbacks a run may do.
-        facts: As for `resume`; what has changed since the checkpoint is not asked about.
+        before: The last step with good numbers; no later checkpoint is loaded.
+        max_rollbacks: How many roll-backs a run may do.
+        facts: As for `save_checkpoint`. They are not compared with the loaded checkpoint.
+        config: As for `save_checkpoint`.
         log: Called on rank 0 with what was done.
-        **saving: What `save_checkpoint` takes besides: the configuration, say.
 
     Returns:
-        The counters to go on with; their health is as `health.restore_health` says.
+        The counters to continue with; see `health.restore_health` for their health.
 
     Raises:
-        NumericsError: The run has rolled back as often as it may; all the steps are named.
-        CheckpointError: There is no checkpoint at or before step `before` that verifies.
+        NumericsError: The run has used up its roll-backs; the message lists their steps.
+        CheckpointError: No checkpoint at or before step `before` verifies.
         DiskError: The state could not be saved.
 
     Effects:
@@ -84,42 +89,53 @@ def roll_back(
         2
     """
     run_dir = Path(run_dir)
+    # The health may know an earlier bad step, which counts.
     live = {"first_bad": float(before + 1), **state.health}
     if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
         raise make_stop_error(
             Action("stop", f"a run may roll back {max_rollbacks} times", before), live
         )
+    # On one rank: hashing on all would read every checkpoint once per rank.
     chosen = run_on_all_ranks(
-        lambda: _newest_before(run_dir, before) if ps.world.index == 0 else None, ps.world
+        lambda: _find_newest(run_dir, before) if ps.world.index == 0 else None, ps.world
     )[0]
-    # It may be of before the run was continued with another optimizer, which was asked for then.
-    changes = ResumeRules(free=("optimizer",))
-    loaded = load_checkpoint(chosen, stages, optimizer, changes=changes, axis=ps.world, log=log)
-    memory = restore_health(loaded.health, live)
-    based = attrs.evolve(loaded, cursor=state.cursor, health=memory)
+    loaded = load_checkpoint(
+        chosen,
+        stages,
+        optimizer,
+        # The checkpoint may be older than a change of the optimizer that the user allowed then.
+        rules=ResumeRules(allow=("optimizer",)),
+        axis=ps.world,
+        log=log,
+    )
+    health = restore_health(loaded.health, live)
+    rolled_back = attrs.evolve(loaded, cursor=state.cursor, health=health)
 
-    def set_aside() -> None:
+    def move_branch() -> None:
         if ps.world.index == 0:
             log(
                 f"rolled back from step {state.step} to {chosen}; the data of the steps between is "
-                f"left out (rollback {memory['rollbacks']:.0f} of {max_rollbacks})"
+                f"left out (rollback {health['rollbacks']:.0f} of {max_rollbacks})"
             )
             clear_directory(run_dir / "checkpoints", Path(chosen), chosen, log=log)
 
-    run_on_all_ranks(set_aside, ps.world)
-    save_checkpoint(run_dir, based, stages, optimizer, ps, facts=facts, **saving)
-    return based
+    run_on_all_ranks(move_branch, ps.world)
+    # At once: a run that is killed now must not resume before the bad batches again.
+    save_checkpoint(run_dir, rolled_back, stages, optimizer, ps, facts=facts, config=config)
+    return rolled_back
 
 
-def _newest_before(run_dir: Path, before: int) -> str:
-    passed_over: list[str] = []
-    known = [path for path in list_checkpoints(run_dir / "checkpoints") if step_of(path) <= before]
-    found = first_verified(known, passed_over, lambda _: None)
-    if found is not None:
-        return str(found.absolute())
+def _find_newest(run_dir: Path, before: int) -> str:
+    skipped: list[str] = []
+    paths = [
+        path for path in list_checkpoints(run_dir / "checkpoints") if parse_step(path) <= before
+    ]
+    newest = find_first_verified(paths, skipped, lambda _: None)
+    if newest is not None:
+        return str(newest.absolute())
     raise CheckpointError(
         f"roll_back: there is no checkpoint at or before step {before} that verifies in {run_dir}",
         where=run_dir,
-        got=passed_over,
-        hint="begin afresh with --resume never, and save more often",
+        got=skipped,
+        hint="start from scratch with --resume never, and save more often",
     )

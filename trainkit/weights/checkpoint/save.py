@@ -1,4 +1,4 @@
-"""Save a run: copy its state, write the copy beside the training, commit it by one rename."""
+"""Save a run: copy its state, write the copy while training continues, commit it by one rename."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +20,8 @@ from trainkit.collectives import all_gather_objects
 from trainkit.files import atomic_write
 from trainkit.mesh import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
-from trainkit.parallel.names import get_local_box, modules_of
 from trainkit.parallel.offload_state import check_awake
+from trainkit.parallel.parameters import get_local_box, modules_of
 from trainkit.types import (
     SOLO,
     Axis,
@@ -34,42 +33,40 @@ from trainkit.types import (
     log_info,
     log_warning,
 )
-from trainkit.weights.checkpoint.background_save import Flight, SaveResult, at_once, fly, in_thread
-from trainkit.weights.checkpoint.directory import mark_saved
+from trainkit.weights.checkpoint.background_save import (
+    PendingSave,
+    SaveResult,
+    run_in_thread,
+    run_now,
+    start_save,
+)
+from trainkit.weights.checkpoint.emergency_save import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.facts import Facts, facts_at
-from trainkit.weights.checkpoint.interrupted import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.manifest import dump_json
 from trainkit.weights.checkpoint.retention import Retention, apply_retention
-from trainkit.weights.checkpoint.safe_files import refuse_no_room
-from trainkit.weights.checkpoint.snapshot import Snapshot, bind_snapshots
-from trainkit.weights.checkpoint.tensors import counters_of, model_tensors, state_hash
+from trainkit.weights.checkpoint.run_id import mark_saved
+from trainkit.weights.checkpoint.run_state import list_counters, model_tensors, state_hash
+from trainkit.weights.checkpoint.safe_files import check_free_space
+from trainkit.weights.checkpoint.snapshot import Snapshot, TakeSnapshot, make_snapshot_taker
 from trainkit.weights.checkpoint.write import Destination, SaveProgress, point_to
 
-_WORTH_TELLING = 0.1  # seconds that a save had to wait for the one before
+_LONG_WAIT = 0.1  # seconds of waiting for the previous save that are worth a message
 
 
 class Save(Protocol):
-    """Begin to save a state; every rank must call it."""
+    """Start to save a state; every rank must call it."""
 
     def __call__(self, state: TrainState, score: float | None = None) -> None: ...
 
 
 class Collect(Protocol):
-    """Return the saves that have ended since the last call; every rank must call it.
+    """Return the saves that have finished since the last call; every rank must call it.
 
-    `wait` waits for the one under way. `forgive` says that another checkpoint stands in for what
-    has failed so far: leaving the block does not raise it.
+    `wait` waits for the pending one. `forgive` says that another checkpoint replaces what has
+    failed so far: leaving the block does not raise it.
     """
 
     def __call__(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]: ...
-
-
-def _no_event(name: str, **facts: Any) -> None:
-    del name, facts
-
-
-def _nothing(error: BaseException) -> None:
-    del error
 
 
 @contextmanager
@@ -86,25 +83,25 @@ def open_saver(
     grace: float = 25.0,
     log: Log = log_warning,
     before_commit: Callable[[], None] | None = None,
-    event: Callable[..., None] = _no_event,
-    unsaved: Callable[[BaseException], UnsavedState | None] = _nothing,
+    event: Callable[..., None] | None = None,
+    get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
     progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
-    """Save a run again and again, for a `with` block, while training goes on.
+    """Save a run repeatedly, for a `with` block, while training continues.
 
-    `save(state, score=None)` copies the state to host memory; a thread hashes the copy, looks for
-    numbers that are not finite, and writes it. There is one copy, so a save waits for the one
-    before. The thread never communicates: what ranks tell each other travels when all call
-    `saved()`, once a step, over a group of its own, and only while a save is under way. It returns
-    what has ended since, the same on all ranks, a failure too. Snapshots in host memory follow
-    CheckFreq (Mohan, Phanishayee and Chidambaram, 2021).
+    `save(state, score=None)` copies the state to host memory. A thread hashes the copy, checks that
+    its numbers are finite, and writes it. There is one copy, so a save waits for the previous one.
+    The thread never communicates: the ranks exchange their progress when all of them call
+    `collect()`, once a step, over a process group of its own, and only while a save is pending.
+    `collect()` returns the saves that have finished since, failed ones too, the same on all ranks.
+    Snapshots in host memory follow CheckFreq (Mohan, Phanishayee and Chidambaram, 2021).
 
-    Leaving the block waits, and raises when the last save failed. An exception that leaves it does
-    not wait for other ranks: a commit under way is let finish, any other save is given up. Then
-    the state that `unsaved` returns is saved, if it returns one, and the exception goes on,
-    whatever comes of that save. Ranks do not communicate for it, as another one may be in a
-    collective of the step: each writes its part, and the last one to do so commits the checkpoint.
-    Ranks whose counters differ write into different folders, of which none is ever complete.
+    Leaving the block waits, and raises if the last save failed. An exception that leaves it does
+    not wait for other ranks: a commit in progress may finish, and any other save is abandoned. Then
+    the state that `get_unsaved` returns is saved, if it returns one, and the exception continues,
+    whether that save succeeds or not. The ranks do not communicate for it, as another one may be
+    inside a collective of the step: each writes its files, and the last one commits the checkpoint.
+    Ranks whose counters differ write into different folders, none of which is ever complete.
 
     Args:
         run_dir: The run directory, on a disk that all ranks share.
@@ -113,168 +110,213 @@ def open_saver(
         ps: The layout.
         facts: As for `save_checkpoint`; rank 0's are saved.
         config: The resolved configuration, plain values.
-        retention: Which checkpoints stay, by default the last three; None deletes none.
-        background: False saves completely before `save` returns; the rest is the same.
-        grace: Seconds that a run has for its last save when it is told to stop; a save that took
-            longer is told of.
-        log: Called on rank 0 with what could not be saved, was waited for, is damaged, or could
-            not be deleted.
-        before_commit: Called on rank 0, in the thread, when a checkpoint is complete but for its
-            manifest: for what must not be older than it, `sync` of a metrics file for instance. If
-            it raises, the save fails.
-        event: Called with "save" and what is known of each save that `saved` returns.
-        unsaved: Called with an exception that leaves the block. Returns the state that the stages
-            and the optimizer hold, or None if they are in the middle of a step or it is saved
-            already.
-        progress: Counts what this rank writes, for a watch to see whether the disk hangs.
+        retention: Which checkpoints to retain; None deletes none.
+        background: False completes each save before `save` returns; the rest is the same.
+        grace: Seconds that the run has for its last save after a stop signal; a save that took
+            longer is logged.
+        log: Called on rank 0 with saves that failed or were waited for, and with checkpoints that
+            are damaged or could not be deleted.
+        before_commit: Called on rank 0, in the thread, when a checkpoint is complete except for its
+            manifest, for files that must not be older than it, for instance to `sync` a metrics
+            file. If it raises, the save fails.
+        event: Called with "save" and the fields of each save that `collect` returns.
+        get_unsaved: Called with an exception that leaves the block. Returns the state of the stages
+            and the optimizer, or None if they are in the middle of a step or it is saved already.
+        progress: Counts what this rank writes, so that a watchdog can see whether the disk hangs.
 
     Yields:
-        `save` and `saved`, of the types `Save` and `Collect`.
+        `save` and `collect`, of the types `Save` and `Collect`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
         NumericsError: On leaving: the last state saved was not finite.
 
     Effects:
-        Opens a process group; holds host memory of the size of what this rank writes; writes and
-        deletes under `run_dir/checkpoints`; `save` and `saved` communicate.
+        Opens a process group; uses host memory of the size of what this rank writes; writes and
+        deletes under `run_dir/checkpoints`; `save` and `collect` communicate.
     """
     stages = modules_of(stages)
-    run_dir, config = Path(run_dir), _plain(config)
-    take = bind_snapshots(stages, optimizer, ps)
-    after, progress = _pruning(retention), progress or SaveProgress()
-    own_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
-    with own_group as axis:
-        outcomes = _Outcomes((lambda _: None) if axis.index else log, grace, event)
-        token, number = all_gather_objects(secrets.token_hex(8), axis)[0], count()
-        start = in_thread if background else at_once
-
-        def save(state: TrainState, score: float | None = None) -> None:
-            check_awake(stages, by="save")
-            outcomes.make_room_for(state)
-            staging = run_dir / "checkpoints" / f".staging-{token}-{next(number)}"
-            target = Destination(
-                run_dir, staging, axis.count, config, score, before_commit, progress
-            )
-
-            def taken() -> Snapshot:
-                return take(state, {} if axis.index else facts_at(facts, state.cursor.batch))
-
-            outcomes.follow(fly(taken, target, axis, step=state.step, start=start, after=after))
-            if not background:
-                outcomes.land()
-
+    # A copy: the recipe may change its dictionary before the next save.
+    try:
+        config = orjson.loads(orjson.dumps(None if config is None else dict(config)))
+    except TypeError as error:
+        raise ConfigError(
+            f"open_saver: config holds what JSON does not ({error}); give plain values",
+            where="config",
+        ) from error
+    take = make_snapshot_taker(stages, optimizer, ps)
+    # A process group of its own: the order of its collectives must not depend on the step's.
+    separate_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
+    with separate_group as axis:
+        saver = _Saver(
+            run_dir=Path(run_dir),
+            stages=stages,
+            take=take,
+            facts=facts,
+            config=config,
+            axis=axis,
+            background=background,
+            after=_make_after_commit(retention),
+            before_commit=before_commit,
+            progress=progress or SaveProgress(),
+            # Equal on all ranks, and a name that no earlier process has used on the shared disk.
+            token=all_gather_objects(secrets.token_hex(8), axis)[0],
+            log=(lambda _: None) if axis.index else log,
+            grace=grace,
+            event=event,
+        )
         try:
-            yield save, outcomes.collect
+            yield saver.save, saver.collect
         except BaseException as error:
-            outcomes.give_up()
-            found = unsaved(error)
-            if found is not None:
-                name = f".staging-{token}-{hash_counters(counters_of(found.state)):016x}"
-                staging = run_dir / "checkpoints" / name
-                target = Destination(
-                    run_dir, staging, axis.count, config, found.score, before_commit, progress
-                )
-
-                def taken_whole() -> Snapshot:
-                    check_awake(stages, by="save")
-                    return take(found.state, facts_at(facts, found.state.cursor.batch))
-
-                outcomes.save_unsaved(found, taken_whole, target, axis)
+            # The ranks can no longer agree on anything: another may be inside a collective.
+            saver.abandon()
+            last = None if get_unsaved is None else get_unsaved(error)
+            if last is not None:
+                saver.save_last(last)
             raise
-        outcomes.land()
-        outcomes.raise_last()
+        saver.advance()
+        saver.raise_last()
 
 
 @attrs.define(eq=False)
-class _Outcomes:
-    """The save under way, if there is one, and what has become of those before."""
+class _Saver:
+    """The pending save, if there is one, and the results of those before."""
 
+    run_dir: Path
+    stages: Sequence[nn.Module]
+    take: TakeSnapshot  # reuses its memory, so that only one save may be pending
+    facts: Facts | None
+    config: Mapping[str, Any] | None
+    axis: Axis
+    background: bool
+    after: Callable[[Path], list[str]]
+    before_commit: Callable[[], None] | None
+    progress: SaveProgress
+    token: str
     log: Log
     grace: float
-    event: Callable[..., None]
-    flights: list[Flight] = attrs.field(factory=list)  # one at most
-    ended: list[SaveResult] = attrs.field(factory=list)
-    latest: list[SaveResult] = attrs.field(factory=list)  # that was collected
+    event: Callable[..., None] | None
+    num_saves: int = 0
+    pending: list[PendingSave] = attrs.field(factory=list)  # at most one
+    finished: list[SaveResult] = attrs.field(factory=list)  # not collected yet
+    latest: list[SaveResult] = attrs.field(factory=list)  # the last one that was collected
 
-    def make_room_for(self, state: TrainState) -> None:
-        """Wait for the save before, and tell of it if that took long."""
+    def save(self, state: TrainState, score: float | None = None) -> None:
+        """Start to save a state, after waiting for the previous save."""
+        check_awake(self.stages, by="save")
         began = time.perf_counter()
-        self.land()
+        self.advance()
         waited = time.perf_counter() - began
-        if waited > _WORTH_TELLING:
+        if waited > _LONG_WAIT:
             self.log(f"step {state.step} waited {waited:.1f} s for the save before to be written")
+        facts = None if self.axis.index else self.facts  # only the first rank's are written
+        pending = start_save(
+            lambda: self.take(state, facts_at(facts, state.cursor.batch)),
+            self._make_target(str(self.num_saves), score),
+            self.axis,
+            step=state.step,
+            start=run_in_thread if self.background else run_now,
+            after=self.after,
+        )
+        self.num_saves += 1
+        self.pending.append(pending)
+        next(pending)  # takes the snapshot, and starts to write
+        if not self.background:
+            self.advance()
 
-    def follow(self, flight: Flight) -> None:
-        """Begin a save."""
-        self.flights.append(flight)
-        next(flight)
+    def _make_target(self, name: str, score: float | None) -> Destination:
+        return Destination(
+            run_dir=self.run_dir,
+            staging=self.run_dir / "checkpoints" / f".staging-{self.token}-{name}",
+            ranks=self.axis.count,
+            config=self.config,
+            score=score,
+            before_commit=self.before_commit,
+            progress=self.progress,
+        )
 
-    def land(self, *, polls: int | None = None) -> None:
-        """Ask a save under way so many times how far it is, or wait for its end."""
-        while self.flights and polls != 0:
+    def advance(self, *, polls: int | None = None) -> None:
+        """Poll the pending save a number of times, or wait until it finishes."""
+        while self.pending and polls != 0:
             try:
-                self.flights[0].send(polls is None)
+                self.pending[0].send(polls is None)
             except StopIteration as end:
-                self.flights.clear()
-                self.ended.append(end.value)
-                for line in _complaints(end.value, self.grace):
-                    self.log(line)
+                self.pending.clear()
+                result: SaveResult = end.value
+                self.finished.append(result)
+                self._log_result(result)
             polls = None if polls is None else polls - 1
 
+    def _log_result(self, result: SaveResult) -> None:
+        for message in result.messages:
+            self.log(message)
+        if result.error is not None:
+            self.log(f"warning: step {result.step} was not saved: {format_error(result.error)}")
+        if result.seconds > self.grace:
+            self.log(
+                f"the save of step {result.step} took {result.seconds:.1f} s; a run that gets a "
+                f"stop signal has {self.grace:.0f} s to save, and may be killed before: save more "
+                "often, or to a faster disk"
+            )
+
     def collect(self, *, wait: bool = False, forgive: bool = False) -> list[SaveResult]:
-        """Return what has ended since the last call; see `Collect`."""
-        self.land(polls=None if wait else 1)
-        found = self.ended.copy()
-        self.latest[:] = [] if forgive else self.ended[-1:] or self.latest
-        for done in found:
-            self.event("save", **_told(done))
-        self.ended.clear()
-        return found
+        """Return the saves that have finished since the last call; see `Collect`."""
+        self.advance(polls=None if wait else 1)
+        finished = self.finished.copy()
+        # Only the last save counts at the end: a later success makes up for an earlier failure.
+        self.latest[:] = [] if forgive else self.finished[-1:] or self.latest
+        for result in finished:
+            self._record(result)
+        self.finished.clear()
+        return finished
 
-    def give_up(self) -> None:
-        """Let a commit under way finish, and nothing else."""
-        for flight in self.flights:
-            flight.close()
+    def _record(self, result: SaveResult) -> None:
+        """Write the event of a save."""
+        if self.event is not None:
+            fields = attrs.asdict(result, filter=attrs.filters.exclude("messages"))
+            for name in ("path", "error"):
+                fields[name] = fields[name] and str(fields[name])
+            self.event("save", **fields)
 
-    def save_unsaved(
-        self, found: UnsavedState, take: Callable[[], Snapshot], target: Destination, axis: Axis
-    ) -> None:
-        """Save a state after an error, or say why that failed; raises nothing."""
-        began, step = time.perf_counter(), found.state.step
+    def abandon(self) -> None:
+        """Let a commit in progress finish, and abandon any other save."""
+        for pending in self.pending:
+            pending.close()
+
+    def save_last(self, last: UnsavedState) -> None:
+        """Save a state after an error, or log why that failed; raises nothing."""
+        began = time.perf_counter()
+        state = last.state
+        # Named by a hash of the counters: ranks in different steps must not mix files.
+        name = f"{hash_counters(list_counters(state)):016x}"
+
+        def take() -> Snapshot:
+            check_awake(self.stages, by="save")  # here, so that its error is logged
+            # With facts on every rank: any of them may be the last to write, and so commit.
+            return self.take(state, facts_at(self.facts, state.cursor.batch))
+
         try:
-            path = write_and_commit(take, target, axis, follows=found.follows)
-        except Exception as error:  # noqa: BLE001 (the error that ended the run is raised)
-            found.log(f"warning: step {step} was not saved after the error: {format_error(error)}")
+            path = write_and_commit(
+                take,
+                self._make_target(name, last.score),
+                self.axis,
+                after_peer_error=last.after_peer_error,
+            )
+        except Exception as error:  # noqa: BLE001 (the error that ended the run is raised instead)
+            last.log(
+                f"warning: step {state.step} was not saved after the error: {format_error(error)}"
+            )
             return
         if path is not None:
             seconds = time.perf_counter() - began
-            self.event("save", **_told(SaveResult(step, path, seconds, seconds)))
-            found.log(f"step {step}, the last one before the error, is saved in {path}")
+            self._record(SaveResult(state.step, path, seconds, seconds))
+            last.log(f"step {state.step}, the last one before the error, is saved in {path}")
 
     def raise_last(self) -> None:
-        """Raise what the last save failed with, if it has failed."""
-        outcomes = [*self.latest, *self.ended]
-        if outcomes and outcomes[-1].error is not None:
-            raise outcomes[-1].error
-
-
-def _told(done: SaveResult) -> dict[str, Any]:
-    """Return what a line of events.jsonl says of a save."""
-    said = attrs.asdict(done, filter=attrs.filters.exclude("told"))
-    return said | {name: said[name] and str(said[name]) for name in ("path", "error")}
-
-
-def _complaints(outcome: SaveResult, grace: float) -> list[str]:
-    """Return what a user has to know of a save that has ended."""
-    found = list(outcome.told)
-    if outcome.error is not None:
-        found.append(f"warning: step {outcome.step} was not saved: {format_error(outcome.error)}")
-    if outcome.seconds > grace:
-        took = f"the save of step {outcome.step} took {outcome.seconds:.1f} s"
-        late = f"a run that is told to stop has {grace:.0f} s to save, and may be killed before"
-        found.append(f"{took}; {late}: save more often, or to a faster disk")
-    return found
+        """Raise the error of the last save, if it failed."""
+        results = [*self.latest, *self.finished]
+        if results and results[-1].error is not None:
+            raise results[-1].error
 
 
 def save_checkpoint(
@@ -288,9 +330,9 @@ def save_checkpoint(
     config: Mapping[str, Any] | None = None,
     score: float | None = None,
 ) -> Path:
-    """Write a checkpoint of a run; it is there completely, or not at all.
+    """Write a checkpoint of a run, completely or not at all.
 
-    A loop that saves again and again uses `open_saver`, which writes while training goes on.
+    A loop that saves repeatedly uses `open_saver`, which writes while training continues.
 
     Args:
         run_dir: The run directory, on a disk that all ranks share; checkpoints go to
@@ -299,63 +341,62 @@ def save_checkpoint(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
-        facts: Anything that JSON holds, for `resume` to compare: for instance the configuration. Or
-            a function from the step to that. Rank 0's are saved.
+        facts: JSON values that `resume` compares, for instance the configuration; or a function of
+            the number of global batches. Rank 0's are saved.
         config: The resolved configuration, plain values, for the manifest.
-        score: What `Retention.best` ranks checkpoints by, the lower the better.
+        score: The score by which `Retention.best` ranks checkpoints, the lower the better.
 
     Returns:
         The new directory; a second save of a step appends `-1`.
 
     Raises:
-        DiskError: A rank could not write. Then all ranks raise, nothing is committed, and nothing
-            old has changed.
-        NumericsError: A parameter, or what the optimizer remembers of it, is not finite; the same.
-        ValueError: A tensor has a name, a shape or a dtype that no checkpoint holds; the same.
+        DiskError: A rank could not write. Then all ranks raise, nothing is committed, and no
+            earlier checkpoint has changed.
+        NumericsError: A parameter or its optimizer state is not finite; likewise.
+        ValueError: A tensor has a name, shape or dtype that no checkpoint can store; likewise.
 
     Effects:
         Writes to disk and waits until it is durable; communicates on `ps.world`. The run is not
         changed.
     """
     paths: list[Path] = []
-    options: dict[str, Any] = {"retention": None, "background": False}
-    with open_saver(run_dir, stages, optimizer, ps, facts=facts, config=config, **options) as both:
-        save, saved = both
+    with open_saver(
+        run_dir,
+        stages,
+        optimizer,
+        ps,
+        facts=facts,
+        config=config,
+        retention=None,
+        background=False,
+    ) as (save, collect):
         save(state, score)
-        paths = [outcome.path for outcome in saved() if outcome.path is not None]
+        paths = [result.path for result in collect() if result.path is not None]
     return paths[0]
 
 
-def _plain(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    try:
-        return orjson.loads(orjson.dumps(None if config is None else dict(config)))
-    except TypeError as error:
-        raise ConfigError(
-            f"saves: config holds what JSON does not ({error}); give plain values", where="config"
-        ) from error
-
-
-def _pruning(retention: Retention | None) -> Callable[[Path], list[str]]:
-    """Return what follows a commit: the pointer, the mark, the deletion of what need not stay."""
+def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str]]:
+    """Return a function for after a commit: update `latest` and `run.json`, apply retention."""
     good: set[str] = set()
 
     def after(path: Path) -> list[str]:
-        told: list[str] = []
+        messages: list[str] = []
 
         def prune() -> None:
             if retention is not None:
-                known = {*good, path.name}
-                found = apply_retention(path.parent, retention, known_good=known, log=told.append)
+                result = apply_retention(
+                    path.parent, retention, known_good={*good, path.name}, log=messages.append
+                )
                 good.clear()
-                good.update(found["verified"])
+                good.update(result["verified"])
 
         mark = partial(mark_saved, path.parent.parent)
         for work in (partial(point_to, path), mark, prune):
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 (the checkpoint stands, whatever follows)
-                told.append(f"beside {path}: {type(error).__name__}: {error}")
-        return told
+            except Exception as error:  # noqa: BLE001 (the checkpoint is valid all the same)
+                messages.append(f"after the commit of {path}: {type(error).__name__}: {error}")
+        return messages
 
     return after
 
@@ -368,18 +409,19 @@ def check_disk_space(
     axis: Axis = SOLO,
     log: Log = log_info,
 ) -> None:
-    """Refuse to begin where the disk has no room for one checkpoint; warn where two do not fit.
+    """Raise DiskError if the disk has no room for one checkpoint; warn if it has none for two.
 
     Args:
         run_dir: The run directory, which exists.
         stages: This rank's stages.
-        copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two.
+        copies: Tensors of a parameter's size in a checkpoint; with AdamW the parameter and two
+            moments.
         axis: The ranks that write to this disk.
-        log: Called on the first rank with a sentence when there is room for one but not for two,
-            of which the older goes only when the newer is committed.
+        log: Called on the first rank with a message if there is room for one checkpoint but not
+            for two: the older one is deleted only after the newer is committed.
 
     Raises:
-        DiskError: On all ranks: names the bytes that will be needed and those that are free.
+        DiskError: On all ranks, with the bytes that are needed and those that are free.
 
     Effects:
         Communicates on `axis`.
@@ -388,17 +430,19 @@ def check_disk_space(
         >>> check_disk_space("/", [nn.Linear(1, 1)])
     """
     stages = modules_of(stages)
-    own = copies * sum(
-        get_local_box(tensor).local.nbytes for tensor in model_tensors(stages).values()
+    local_bytes = copies * sum(
+        get_local_box(x).local.nbytes for x in model_tensors(stages).values()
     )
-    needed = int(1.1 * sum(all_gather_objects(own, axis)))  # a tenth for what else is written
+    needed = int(1.1 * sum(all_gather_objects(local_bytes, axis)))  # a tenth for all else
     free = min(all_gather_objects(shutil.disk_usage(run_dir).free, axis))
-    what = f"check_disk_space: a checkpoint in {run_dir}"
-    refuse_no_room(what, run_dir, free=free, needed=needed)
+    check_free_space(
+        f"check_disk_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed
+    )
+    # The older checkpoint is deleted only after the newer one is committed.
     if free < 2 * needed and axis.index == 0:
         log(
             f"{run_dir} has {free} bytes free, and a checkpoint needs about {needed}: there is room"
-            " for one, but not for a second beside it"
+            " for one, but not for a second one"
         )
 
 
@@ -409,7 +453,7 @@ def write_final(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> None:
-    """Write `final.json`: the step, the tokens and the hash with which a run has ended.
+    """Write `final.json`: the step, the tokens and the state hash at the end of a run.
 
     Raises:
         DiskError: It cannot be written.
@@ -418,11 +462,11 @@ def write_final(
         Writes a file on the first rank, by a rename; communicates on `ps.world`.
     """
     stages = modules_of(stages)
-    end = {
+    final = {
         "step": state.step,
         "tokens_total": int(state.tokens),
         "state_hash": state_hash(state, stages, optimizer, ps),
     }
     if ps.world.index == 0:
         with atomic_write(Path(run_dir) / "final.json", by="write_final") as file:
-            file.write(dump_json(end) + b"\n")
+            file.write(dump_json(final) + b"\n")

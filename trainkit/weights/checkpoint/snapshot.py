@@ -1,7 +1,7 @@
-"""A copy of what this rank writes, in host memory, laid out as it will lie in the files.
+"""Copy what this rank writes of a state to host memory, in the layout of the files.
 
-The blocking part of a save is this copy alone. The memory is kept for the next one: the system
-zeroes pages that are new, which takes longer than to fill them.
+Training waits for this copy alone. Its memory is reused for the next one, because the system zeroes
+new pages, which takes longer than filling them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.names import Box, get_named_buffers
+from trainkit.parallel.parameters import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
-from trainkit.weights.checkpoint.boxes import description_problem, shared_out
-from trainkit.weights.checkpoint.stored import Stored, safetensors_header
-from trainkit.weights.checkpoint.tensors import (
+from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
+from trainkit.weights.checkpoint.run_state import (
     INTEGERS,
-    MOST_BATCHES,
-    MOST_STREAM,
-    boxes_to_write,
+    MAX_BATCHES,
+    MAX_STREAM,
     check_modules,
     check_optimizer,
-    group_options,
+    find_tied_copies,
+    get_boxes_to_write,
+    get_group_options,
     optimizer_state,
-    tied_copies_of,
 )
+from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
 
-_FILE_BYTES = 128 * 1024 * 1024  # files of a rank are written and hashed in parallel
-_FILES = 16  # of a rank, about: with more bytes each file has more
+_FILE_BYTES = 128 * 1024 * 1024  # the files of a rank are written and hashed in parallel
+_FILES = 16  # of a rank, about; a rank with more bytes writes larger files
 _FILE_BOXES = 50_000  # a reader parses all names of a file to find one
 
 
@@ -41,8 +41,8 @@ _FILE_BOXES = 50_000  # a reader parses all names of a file to find one
 class SavedBox:
     """One box in a file: its values, and which part of which tensor they are.
 
-    `values` lie in the memory of the file. A number whose bits, without the top one, are at least
-    `not_below`, is not finite; None where any value will do.
+    `values` is a view of the file's memory. A number whose bits without the sign are at least
+    `not_below` is not finite; None allows any value.
     """
 
     name: str
@@ -54,7 +54,7 @@ class SavedBox:
 
 @attrs.frozen(eq=False)
 class TensorFile:
-    """A safetensors file to write: its name, its header, and what follows."""
+    """A safetensors file to write: its name, its header, and the bytes of its boxes."""
 
     name: str
     header: bytes
@@ -64,11 +64,11 @@ class TensorFile:
 
 @attrs.frozen(eq=False)
 class Snapshot:
-    """What one rank writes of a state, at rest in host memory.
+    """What one rank writes of a state, in host memory.
 
-    `tensors` are its entries of the index, `scalars` what its optimizer remembers beside tensors,
-    `untouched` the parameters of which it remembers nothing, and `described` the rest of
-    `state.json`, on the first rank.
+    `tensors` are its entries of the index, `scalars` the optimizer state that is not tensors,
+    `untouched` the parameters without optimizer state, and `described` the rest of `state.json`,
+    which the first rank writes.
     """
 
     state: TrainState
@@ -82,12 +82,14 @@ class Snapshot:
 TakeSnapshot = Callable[[TrainState, Mapping[str, Any]], Snapshot]
 
 
-def bind_snapshots(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ps: ParallelState
+def make_snapshot_taker(
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ps: ParallelState,
 ) -> TakeSnapshot:
-    """Return take(state, facts): copy what this rank writes of a state to host memory.
+    """Return `take(state, facts)`, which copies what this rank writes of a state to host memory.
 
-    Every snapshot lies in the memory of the one before, which must have been written by then.
+    Each snapshot reuses the memory of the previous one, which must have been written by then.
 
     Args:
         stages: This rank's stages.
@@ -95,46 +97,57 @@ def bind_snapshots(
         ps: The layout.
 
     Raises:
-        ValueError: A module has an extra state; or from `take`: the optimizer's memory cannot be
-            saved, or a value that JSON cannot hold is among the facts or in `state.health`.
+        ValueError: A module has an extra state; or from `take`: the optimizer state cannot be
+            saved, or a fact or a value of `state.health` is not JSON.
 
     Effects:
-        From `take`: gives gathered parameters back to their shards; on a GPU waits for the copy.
+        From `take`: reshards gathered parameters; on a GPU waits for the copy.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
         >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> take = bind_snapshots([model], optimizer, solo_parallel())
+        >>> take = make_snapshot_taker([model], optimizer, solo_parallel())
         >>> [box.name for box in take(TrainState(), {}).files[0].boxes]
         ['model/bias', 'model/weight']
     """
     check_modules(stages)
-    kept: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []
+    allocated: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []  # at most one
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
-        state = _plain_counters(state)
-        boxes = boxes_to_write(stages, optimizer, ps)
+        # Device scalars are read here; the thread that writes only touches host memory.
+        health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
+        state = attrs.evolve(state, tokens=int(state.tokens), health=health)
+        boxes = get_boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
-        described = _described(state, optimizer, ps, facts)
+        # Before the copy: a state that cannot be saved raises while the old snapshot is intact.
+        described = _describe_state(state, optimizer, ps, facts)
         layout = [
             (name, x.dtype, box.shape, box.offset, box.local.shape)
             for name, (x, box) in boxes.items()
         ]
-        if not kept or kept[0][0] != layout:
-            kept.clear()  # before the next is asked for
-            anything = {f"model/{name}" for name in get_named_buffers(stages)}
-            kept.append((layout, *_allocate(boxes, ps, anything)))
-        _, files, tensors = kept[0]
+        if not allocated or allocated[0][0] != layout:
+            allocated.clear()  # frees the old memory before the new is allocated
+            # A buffer may be infinite on purpose: a mask, for instance.
+            buffers = {f"model/{name}" for name in get_named_buffers(stages)}
+            allocated.append((layout, *_allocate(boxes, ps, may_be_infinite=buffers)))
+        _, files, tensors = allocated[0]
         saved = [box for file in files for box in file.boxes]
-        _copy([boxes[box.name][1].local for box in saved], [box.values for box in saved])
+        sources = [boxes[box.name][1].local for box in saved]
+        _copy(sources, [box.values for box in saved])
+        states = optimizer_state(stages, optimizer)
+        copies = find_tied_copies(stages)
         return Snapshot(
-            state,
-            files,
-            tensors,
-            _scalars(stages, optimizer),
-            [name for name, held in optimizer_state(stages, optimizer).items() if not held],
-            described,
+            state=state,
+            files=files,
+            tensors=tensors,
+            scalars={
+                name: {key: x for key, x in values.items() if not isinstance(x, Tensor)}
+                for name, values in states.items()
+                if name not in copies
+            },
+            untouched=[name for name, values in states.items() if not values],
+            described=described,
         )
 
     return take
@@ -146,10 +159,10 @@ def check_savable(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> None:
-    """Refuse a state that no checkpoint could hold, without saving it.
+    """Raise ValueError for a state that a checkpoint cannot store, without saving it.
 
-    An optimizer makes its state in its first step, so this is worth asking after that step: the
-    first save may come hundreds of steps later.
+    An optimizer creates its state in its first step. A check after that step reports a problem
+    hundreds of steps before the first save would.
 
     Args:
         state: The counters of the run.
@@ -158,11 +171,11 @@ def check_savable(
         ps: The layout.
 
     Raises:
-        ValueError: Names the tensor, the module or the entry of the optimizer's state that a
-            checkpoint cannot hold, as `save_checkpoint` would.
+        ValueError: Names the tensor, the module or the entry of the optimizer state that a
+            checkpoint cannot store, as `save_checkpoint` would.
 
     Effects:
-        Gives gathered parameters back to their shards.
+        Reshards gathered parameters.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -171,56 +184,40 @@ def check_savable(
         >>> check_savable(TrainState(step=1), [model], optimizer, solo_parallel())
     """
     check_modules(stages)
-    _entries(boxes_to_write(stages, optimizer, ps))
+    _make_entries(get_boxes_to_write(stages, optimizer, ps))
     check_optimizer(stages, optimizer)
-    counts = dict.fromkeys(state.health, 0.0)  # their values would be waited for
-    _described(attrs.evolve(state, tokens=0, health=counts), optimizer, ps, {})
-
-
-def _plain_counters(state: TrainState) -> TrainState:
-    health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
-    return attrs.evolve(state, tokens=int(state.tokens), health=health)
+    zeros = dict.fromkeys(state.health, 0.0)  # reading the real values would wait for the device
+    _describe_state(attrs.evolve(state, tokens=0, health=zeros), optimizer, ps, {})
 
 
 def _copy(values: list[Tensor], into: list[Tensor]) -> None:
+    """Copy tensors to host memory in one call, and wait once per device."""
     devices = {value.device for value in values if value.is_cuda}
     with torch.no_grad():
-        if values:
+        if values:  # one call for all: thousands of small copies would each cost a launch
             torch._foreach_copy_(into, values, non_blocking=bool(devices))
+    # Training may overwrite the parameters as soon as this returns.
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _scalars(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer remembers of each parameter that it steps besides tensors."""
-    copies = tied_copies_of(stages)
-    return {
-        name: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        for name, values in optimizer_state(stages, optimizer).items()
-        if name not in copies
-    }
-
-
-def _described(
+def _describe_state(
     state: TrainState,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what `state.json` will say, as plain values of this moment."""
-    unfit = [name for name, value in state.health.items() if not np.isfinite(value).all()]
-    if unfit:
-        raise ValueError(
-            f"save_checkpoint: health[{unfit[0]!r}] is {state.health[unfit[0]]}; JSON holds finite "
-            "numbers only"
-        )
-    if len(state.cursor.stream) > MOST_STREAM or state.cursor.batch > MOST_BATCHES:
+    """Return the contents of `state.json` as plain values, copied now."""
+    for name, value in state.health.items():
+        if not np.isfinite(value).all():
+            raise ValueError(
+                f"save_checkpoint: health[{name!r}] is {value}; JSON holds finite numbers only"
+            )
+    if len(state.cursor.stream) > MAX_STREAM or state.cursor.batch > MAX_BATCHES:
         raise ValueError(
             f"save_checkpoint: the cursor is at batch {state.cursor.batch} and has "
-            f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MOST_BATCHES} "
-            f"and {MOST_STREAM} at most"
+            f"{len(state.cursor.stream)} numbers of a stream; a checkpoint holds {MAX_BATCHES} "
+            f"and {MAX_STREAM} at most"
         )
     return orjson.loads(
         orjson.dumps(
@@ -228,21 +225,21 @@ def _described(
                 "state": attrs.asdict(state),
                 "optimizer": {
                     "class": type(optimizer).__name__,
-                    "options": group_options(optimizer),
+                    "options": get_group_options(optimizer),
                 },
                 "layout": ps.degrees,
                 "facts": dict(facts),
-                "machine": machine_of(ps.device),
+                "machine": describe_machine(ps.device),
             }
         )
     )
 
 
-def machine_of(device: torch.device) -> dict[str, Any]:
-    """Return what of a machine decides in which order sums are taken.
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return the properties of a machine that determine the order in which sums are taken.
 
     Examples:
-        >>> machine_of(torch.device("cpu"))["device"]
+        >>> describe_machine(torch.device("cpu"))["device"]
         'cpu'
     """
     return {
@@ -256,44 +253,53 @@ def machine_of(device: torch.device) -> dict[str, Any]:
 
 
 def _allocate(
-    boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState, anything: set[str]
+    boxes: Mapping[str, tuple[Tensor, Box]],
+    ps: ParallelState,
+    *,
+    may_be_infinite: set[str],
 ) -> tuple[tuple[TensorFile, ...], dict[str, Any]]:
-    """Lay boxes out in files; return these, and their entries of the index.
-
-    Of boxes in `anything`, infinite values are saved too.
-    """
-    tensors = _entries(boxes)
+    """Assign boxes to files and allocate these; return them, and their entries of the index."""
+    entries = _make_entries(boxes)
     full = {name: box.local for name, (_, box) in boxes.items() if box.local.numel()}
-    order = sorted(full, key=lambda name: (-full[name].element_size(), name))  # so all are aligned
-    most = max(_FILE_BYTES, sum(x.nbytes for x in full.values()) // _FILES)
+    # The widest elements first: then every box is aligned to the size of its elements.
+    order = sorted(full, key=lambda name: (-full[name].element_size(), name))
     sizes = {name: full[name].nbytes for name in order}
+    max_bytes = max(_FILE_BYTES, sum(sizes.values()) // _FILES)
     files = []
-    for number, names in enumerate(shared_out(sizes, most_bytes=most, most_names=_FILE_BOXES)):
+    for index, names in enumerate(
+        split_into_files(sizes, max_bytes=max_bytes, max_names=_FILE_BOXES)
+    ):
         stem = f"rank_{ps.world.index:05d}"
-        file = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
-        files.append(_one_file(file, {name: boxes[name] for name in names}, anything))
+        file = f"{stem}-{index}.safetensors" if index else f"{stem}.safetensors"
+        files.append(_allocate_file(file, {x: boxes[x] for x in names}, may_be_infinite))
         for box in files[-1].boxes:
-            part = {"offset": list(box.offset), "shape": list(box.values.shape), "file": file}
-            tensors[box.name]["boxes"].append(part)
-    return tuple(files), tensors
+            entries[box.name]["boxes"].append(
+                {"offset": list(box.offset), "shape": list(box.values.shape), "file": file}
+            )
+    return tuple(files), entries
 
 
-def _entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str, Any]]:
-    """Return the entries of the index, without the boxes; refuse what no index can hold."""
-    tensors: dict[str, dict[str, Any]] = {
-        name: {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
+def _make_entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str, Any]]:
+    """Return the entries of the index without boxes; raise ValueError if one is not valid."""
+    entries: dict[str, dict[str, Any]] = {
+        name: {"dtype": _get_dtype_name(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
         for name, (tensor, _) in boxes.items()
     }
-    for name, entry in tensors.items():
-        problem = description_problem(name, entry)
+    for name, entry in entries.items():
+        problem = find_description_problem(name, entry)
         if problem is not None:
             raise ValueError(f"save_checkpoint: {problem}")
-    return tensors
+    return entries
 
 
-def _one_file(file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[str]) -> TensorFile:
-    """Give memory to the boxes of one file."""
+def _allocate_file(
+    file: str,
+    boxes: Mapping[str, tuple[Tensor, Box]],
+    may_be_infinite: set[str],
+) -> TensorFile:
+    """Allocate the memory of one file, with a view of it for each box."""
     locals_ = [box.local for _, box in boxes.values()]
+    # empty, not zeros: every byte is overwritten.
     data = np.empty(sum(local.nbytes for local in locals_), np.uint8)
     if any(local.is_cuda for local in locals_):
         _pin(data)
@@ -301,14 +307,16 @@ def _one_file(file: str, boxes: Mapping[str, tuple[Tensor, Box]], anything: set[
     saved = []
     for (name, (tensor, box)), part in zip(boxes.items(), parts, strict=True):
         values = part.view(tensor.dtype).view(box.local.shape)
-        limit = _not_below(tensor.dtype, may_be_infinite=name in anything)
+        limit = _find_limit(tensor.dtype, may_be_infinite=name in may_be_infinite)
         saved.append(SavedBox(name, tuple(tensor.shape), box.offset, values, limit))
-    held = {b.name: Stored(_name_of(b.values.dtype), tuple(b.values.shape), ()) for b in saved}
-    return TensorFile(file, safetensors_header(held), data, tuple(saved))
+    stored = {
+        b.name: Stored(_get_dtype_name(b.values.dtype), tuple(b.values.shape), ()) for b in saved
+    }
+    return TensorFile(file, make_safetensors_header(stored), data, tuple(saved))
 
 
-def _not_below(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
-    """Return the bits from which on a positive number is infinite; above, it is none."""
+def _find_limit(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
+    """Return the bits of infinity, or of the smallest NaN if infinity is allowed."""
     if not dtype.is_floating_point:
         return None
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
@@ -317,11 +325,13 @@ def _not_below(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
 
 
 def _pin(data: np.ndarray[Any, Any]) -> None:
-    """Pin memory for as long as it is there; `pin_memory=True` would round it to a power of two."""
+    """Pin an array until it is deleted."""
+    # `pin_memory=True` would round the allocation up to a power of two.
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0))
+    # CUDA must release the memory before numpy frees it.
     weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""Stage a checkpoint: verify it, compare it with the run, read it; the run is untouched till then.
+"""Stage a checkpoint: verify it, compare it with the run, and read it, without touching the run.
 
-Everything that can fail happens here, on all ranks. What is left is to put the values in place.
+Everything that can fail happens here, on all ranks. Afterwards the values only have to be copied.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 from torch import nn
 
 from trainkit.collectives import run_on_all_ranks
-from trainkit.parallel.names import get_named_parameters
+from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
-from trainkit.weights.checkpoint.boxes import index_problems, shortened
-from trainkit.weights.checkpoint.reading import Target, read_tensors
-from trainkit.weights.checkpoint.safe_files import read_json
-from trainkit.weights.checkpoint.targets import (
-    beside,
+from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
+from trainkit.weights.checkpoint.load_targets import (
+    allocate_buffers,
+    get_saved_name,
     install_moments_,
-    moment_targets,
-    saved_name,
-    weight_targets,
+    make_moment_targets,
+    make_weight_targets,
     write_targets_,
 )
-from trainkit.weights.checkpoint.tensors import MOST_BATCHES, MOST_STREAM, check_optimizer
+from trainkit.weights.checkpoint.reading import Target, read_tensors
+from trainkit.weights.checkpoint.run_state import MAX_BATCHES, MAX_STREAM, check_optimizer
+from trainkit.weights.checkpoint.safe_files import read_json
 
-_JSON = ("index.json", "state.json")
-_VALUES = 2_000_000  # that any state or index may hold; a run of many tensors may hold more
+_JSON_FILES = ("index.json", "state.json")
+_MIN_VALUES = 2_000_000  # allowed in any state or index; a run with many tensors may have more
 
 Check = Callable[[Mapping[str, Any]], list[str]]
-"""From what `state.json` holds to what is wrong with it for the run."""
+"""Returns the problems of a parsed `state.json` for the run."""
 
 
 @attrs.frozen(eq=False)
 class Staged:
-    """What has been read of a checkpoint; with `problems`, it is damaged, and nothing else counts.
+    """What has been read from a checkpoint; with `problems` it is damaged, and the rest is void.
 
-    `index` has the entries of its tensors, `saved` is what `state.json` holds, `targets` hold
-    what was read, and say where it goes. Where the run has another optimizer than the one that was
-    saved, which its user allows, `changes` say so, and what becomes of each parameter's state.
+    `index` has the entries of its tensors, `saved` is the parsed `state.json`, and `targets` are
+    the tensors that were read and where they go. If the run has another optimizer than the saved
+    one, which its user allows, `changes` lists what happens to each parameter's state.
     """
 
     problems: Sequence[str] = ()
@@ -63,140 +63,165 @@ def stage_checkpoint(
     *,
     axis: Axis,
     check: Check,
-    leeway: compare.Leeway,
+    tolerance: compare.Tolerance,
 ) -> Staged:
-    """Read a checkpoint into memory beside the run, after comparing it with the run.
+    """Compare a checkpoint with the run, and read it into separate memory.
 
     Args:
         path: The checkpoint's directory.
-        manifest: Its manifest, the same on all ranks; the names and sizes of the files in it have
-            been compared with the directory.
+        manifest: Its manifest, equal on all ranks; the names and sizes of the files have been
+            compared with it.
         stages: This rank's stages.
-        optimizer: The optimizer of their parameters; None leaves moments aside.
-        axis: All ranks that read it.
-        check: What else may be wrong with its state, the same on all ranks.
-        leeway: What may differ from the run.
+        optimizer: The optimizer of their parameters; None ignores the optimizer state.
+        axis: All ranks that load it.
+        check: Finds further problems of its state, equal on all ranks.
+        tolerance: Which differences from the run are allowed.
 
     Returns:
-        The checkpoint, ready for `install_`, or what is damaged in it, the same on all ranks.
+        The checkpoint, ready for `install_`, or its damage, the same on all ranks.
 
     Raises:
-        CheckpointError: It is whole, but does not fit the run; all differences are named.
+        CheckpointError: It is intact, but does not fit the run; the message lists all differences.
 
     Effects:
-        Reads every file of the checkpoint once, dealt to the ranks, and what each needs of the
-            others; allocates what the run's tensors take; communicates on `axis`.
+        Reads every file of the checkpoint once, each on one rank, and what each rank needs of the
+            others; allocates as much memory as the run's tensors; communicates on `axis`.
     """
-    held: list[Staged] = []
+    local: list[Staged] = []
 
-    def look() -> dict[str, Sequence[str]]:
-        held.append(_look(path, manifest, stages, optimizer, leeway))
-        return _told(held[0], stages, optimizer)
+    def read_headers() -> dict[str, Sequence[str]]:
+        local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
+        return _list_names(local[0], stages, optimizer)
 
-    looks = run_on_all_ranks(look, axis)
-    told = {name: {text for look in looks for text in look[name]} for name in looks[0]}
-    if told["problems"]:
-        return Staged(sorted(told["problems"]))
-    (read,) = held
-    differences = run_on_all_ranks(
-        lambda: [check(read.saved), _differences(read, told, stages, optimizer, leeway)], axis
-    )
-    facts, tensors = (_union([found[i] for found in differences]) for i in (0, 1))
-    if facts and tensors:  # of another model, say, which the facts name
+    # A rank that raised here alone would leave the others waiting in a collective.
+    by_rank = run_on_all_ranks(read_headers, axis)
+    names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
+    if names["problems"]:
+        return Staged(sorted(names["problems"]))
+    (staged,) = local
+
+    def find_differences() -> list[list[str]]:
+        facts = check(staged.saved)
+        return [facts, _compare_tensors(staged, names, stages, optimizer, tolerance)]
+
+    differences = run_on_all_ranks(find_differences, axis)
+    facts, tensors = (_merge([lists[i] for lists in differences]) for i in (0, 1))
+    if facts and tensors:  # the facts explain it: another model, for instance
         tensors = [f"tensors and options of its optimizer that differ too: {len(tensors)}"]
-    _refuse(path, facts + tensors)
-    targets = {name: t for name, t in read.targets.items() if t.saved in read.index}
-    made: dict[str, Target] = {}
+    problems = facts + tensors
+    if problems:
+        raise CheckpointError(
+            f"load_checkpoint: {path} does not fit the run: {shorten(problems)}",
+            where=path,
+            got=problems,
+            hint="choose another --out, or start from scratch here with --resume never",
+        )
+    # The others may be missing, as the tolerance allows, and keep their values.
+    targets = {name: t for name, t in staged.targets.items() if t.saved in staged.index}
+    buffered: dict[str, Target] = {}
 
     def read_all() -> list[str]:
-        made.update(beside(targets, read.index))
-        wanted = [*made.values()]
-        return read_tensors(path, _tensor_files(manifest), read.index, wanted, axis.share)
+        buffered.update(allocate_buffers(targets, staged.index))
+        return read_tensors(
+            path, _select_tensor_files(manifest), staged.index, [*buffered.values()], axis.share
+        )
 
-    problems = _union(run_on_all_ranks(read_all, axis))
-    return attrs.evolve(read, problems=problems, targets=made, changes=sorted(told["changes"]))
+    return attrs.evolve(
+        staged,
+        problems=_merge(run_on_all_ranks(read_all, axis)),
+        targets=buffered,
+        changes=sorted(names["changes"]),
+    )
 
 
 def install_(
-    staged: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+    staged: Staged,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
 ) -> TrainState:
-    """Put a staged checkpoint in place; return its counters.
+    """Copy a staged checkpoint into the run, and return its counters.
 
     Effects:
         Writes the parameters, and replaces the optimizer's state.
     """
     write_targets_(staged.targets)
     if optimizer is not None and staged.changes:
-        from trainkit.weights.checkpoint.optimizer_switch import install_taken_over_  # noqa: PLC0415 -- rarely
+        # Imported here because it loads our optimizers, which most runs do not need.
+        from trainkit.weights.checkpoint.optimizer_switch import (  # noqa: PLC0415
+            install_carried_over_,
+        )
 
-        install_taken_over_(staged.targets, stages, optimizer)
+        install_carried_over_(staged.targets, stages, optimizer)
     elif optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)
-    return state_from(staged.saved["state"])
+    return parse_counters(staged.saved["state"])
 
 
-def summed_up(told: Iterable[str]) -> list[str]:
-    r"""Return one sentence for all parameters of which the same becomes.
+def count_messages(messages: Iterable[str]) -> list[str]:
+    r"""Merge the messages about single parameters into one sentence for each kind.
 
     Args:
-        told: What `changed.taken_over` says on all ranks.
+        messages: "NAME\nMESSAGE" of each parameter, from `select_carried_over` on all ranks.
 
     Examples:
-        >>> summed_up(["a\ntakes over step", "b\ntakes over step", "a\ntakes over step"])
-        ['the optimizer takes over step (2 parameters)']
+        >>> count_messages(["a\ncarries over step", "b\ncarries over step"])
+        ['the optimizer carries over step (2 parameters)']
     """
-    counts = Counter(text.partition("\n")[2] for text in sorted(set(told)))
+    counts = Counter(text.partition("\n")[2] for text in sorted(set(messages)))
     return [
-        f"the optimizer {what} ({count} parameter{'s' * (count > 1)})"
-        for what, count in counts.items()
+        f"the optimizer {message} ({count} parameter{'s' * (count > 1)})"
+        for message, count in counts.items()
     ]
 
 
-def state_from(saved: Mapping[str, Any]) -> TrainState:
-    """Return the counters that a checkpoint holds.
+def parse_counters(saved: Mapping[str, Any]) -> TrainState:
+    """Return the counters of a checkpoint.
 
     Examples:
         >>> saved = {"step": 1, "tokens": 2, "cursor": {"batch": 3, "stream": []}, "health": {}}
-        >>> state_from(saved).cursor
+        >>> parse_counters(saved).cursor
         Cursor(batch=3, stream=())
     """
     cursor = Cursor(saved["cursor"]["batch"], tuple(saved["cursor"]["stream"]))
     return TrainState(saved["step"], saved["tokens"], cursor, saved["health"])
 
 
-def _union(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Return what all ranks say, each thing once and in their order."""
+def _merge(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the texts of all ranks without duplicates, in order."""
     return list(dict.fromkeys(text for texts in lists for text in texts))
 
 
-def _tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: want for name, want in manifest["files"].items() if name not in _JSON}
+def _select_tensor_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in manifest["files"].items() if name not in _JSON_FILES}
 
 
-def _told(
-    read: Staged, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+def _list_names(
+    staged: Staged,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, Sequence[str]]:
-    """Return what the other ranks need to know of this one: a pipeline rank has some of all."""
+    """Return what other ranks must know: a pipeline rank has only some of the tensors."""
     return {
-        "problems": read.problems,
-        "changes": read.changes,
-        "wanted": [target.saved for target in read.targets.values()],
-        "parameters": [saved_name(name) for name in get_named_parameters(stages)],
-        "trained": [] if optimizer is None else compare.trained_names(stages, optimizer),
+        "problems": staged.problems,
+        "changes": staged.changes,
+        "wanted": [target.saved for target in staged.targets.values()],
+        "parameters": [get_saved_name(name) for name in get_named_parameters(stages)],
+        "trained": [] if optimizer is None else compare.list_trained_names(stages, optimizer),
     }
 
 
-def _differences(
-    read: Staged,
+def _compare_tensors(
+    staged: Staged,
     names: Mapping[str, set[str]],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
-    leeway: compare.Leeway,
+    tolerance: compare.Tolerance,
 ) -> list[str]:
-    """Say where the checkpoint's tensors, and its optimizer, are not the run's."""
-    found: list[str] = []
-    index, frozen = read.index, set[str]()
+    """List the differences between the checkpoint's tensors and optimizer and the run's."""
+    problems: list[str] = []
+    index = staged.index
+    frozen: set[str] = set()
     if optimizer is None or names["changes"]:
         index = {
             name: entry
@@ -204,74 +229,77 @@ def _differences(
             if name.startswith("model/") or name in names["wanted"]
         }
     if optimizer is not None:
-        memory, step = read.saved["optimizer"], read.saved["state"]["step"]
-        found += compare.optimizer_problems(
-            memory, index, stages, optimizer, step=step, leeway=leeway
+        saved = staged.saved["optimizer"]
+        problems += compare.find_optimizer_problems(
+            saved,
+            index,
+            stages,
+            optimizer,
+            step=staged.saved["state"]["step"],
+            tolerance=tolerance,
         )
-        frozen = memory["scalars"].keys() & (names["parameters"] - names["trained"])
-        found += compare.frozen_problems(frozen, leeway)
-    return found + compare.tensor_problems(
-        index, read.targets, wanted=names["wanted"], frozen=frozen, leeway=leeway
+        # Trained when it was saved and frozen now: its moments have no place in the run.
+        frozen = saved["scalars"].keys() & (names["parameters"] - names["trained"])
+        problems += compare.find_frozen_problems(frozen, tolerance)
+    return problems + compare.find_tensor_problems(
+        index, staged.targets, wanted=names["wanted"], frozen=frozen, tolerance=tolerance
     )
 
 
-def _refuse(path: Path, problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(
-            f"load_checkpoint: {path} does not fit the run: {shortened(problems)}",
-            where=path,
-            got=problems,
-            hint="name another --out, or begin afresh here with --resume never",
-        )
-
-
-def _look(
+def _read_headers(
     path: Path,
     manifest: Mapping[str, Any],
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
-    leeway: compare.Leeway,
+    tolerance: compare.Tolerance,
 ) -> Staged:
-    """Read the two JSON files and check them; return what is wrong, or what they say."""
-    weights = weight_targets(stages)
+    """Read and check the two JSON files of a checkpoint, and find out where its tensors go."""
+    weights = make_weight_targets(stages)
     if optimizer is not None:
         check_optimizer(stages, optimizer)
-    most = _VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
+    # An index has at most one box per tensor and file.
+    max_values = _MIN_VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
     try:
         read = {
             name: read_json(
-                path / name, most_bytes=32 * most, most_values=most, want=manifest["files"][name]
+                path / name,
+                max_bytes=32 * max_values,
+                max_values=max_values,
+                want=manifest["files"][name],
             )
-            for name in _JSON
+            for name in _JSON_FILES
         }
     except (CheckpointError, KeyError) as error:
         return Staged([error.what if isinstance(error, CheckpointError) else f"it has no {error}"])
-    problems = _state_problems(read["state.json"], manifest)
-    sizes = {name: want["size"] for name, want in _tensor_files(manifest).items()}
-    problems += index_problems(read["index.json"], sizes)
+    problems = _find_state_problems(read["state.json"], manifest)
+    sizes = {name: entry["size"] for name, entry in _select_tensor_files(manifest).items()}
+    problems += find_index_problems(read["index.json"], sizes)
     if problems:
         return Staged(problems)
     index = read["index.json"]["tensors"]
-    is_cast = partial(compare.matches, patterns=leeway.cast)
-    saved, changes = migrate(read["state.json"], manifest["version"]), list[str]()
+    saved = migrate(read["state.json"], manifest["version"])
     if optimizer is None:
         return Staged((), index, saved, weights)
     entries = index
-    if leeway.optimizer and compare.kind_problems(saved["optimizer"], optimizer, leeway):
-        from trainkit.weights.checkpoint.optimizer_switch import taken_over  # noqa: PLC0415 -- rarely needed
+    changes: list[str] = []
+    if tolerance.optimizer and compare.find_kind_problems(saved["optimizer"], optimizer, tolerance):
+        from trainkit.weights.checkpoint.optimizer_switch import (  # noqa: PLC0415 - see `install_`
+            select_carried_over,
+        )
 
-        entries, changes = taken_over(index, stages, optimizer)
-    moments = moment_targets(entries, stages, optimizer, is_cast)
+        entries, changes = select_carried_over(index, stages, optimizer)
+    is_cast = partial(compare.matches, patterns=tolerance.cast)
+    moments = make_moment_targets(entries, stages, optimizer, is_cast)
     return Staged((), index, saved, weights | moments, changes)
 
 
 def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """Return what a `state.json` holds as the present format has it; nothing on disk is rewritten.
+    """Convert a parsed `state.json` to the present format; nothing on disk is rewritten.
 
-    One of every format ever written stays in `tests/weights/checkpoint/fixtures`.
+    `tests/weights/checkpoint/fixtures` has a checkpoint of every format ever written.
 
     Args:
-        state: What the `state.json` of a checkpoint holds.
+        state: The parsed `state.json` of a checkpoint.
         version: The format of the checkpoint, up to the present one.
 
     Examples:
@@ -281,31 +309,38 @@ def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:
     return {**state, "machine": None} if version == 1 else dict(state)
 
 
-def _is_memory(health: Any) -> bool:
-    """Say whether `health` remembers numbers and lists of numbers alone."""
-    values = [one for v in health.values() for one in (v if isinstance(v, list) else [v])]
-    return all(isinstance(value, int | float) for value in values)
-
-
-def _state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
-    """Say whether `state.json` has the form that loading relies on."""
+def _find_state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
+    """Return whether `state.json` lacks the structure that loading relies on, as problems."""
+    not_a_state = ["state.json is not the state of a run"]
     try:
-        state, memory = saved["state"], saved["optimizer"]
+        state = saved["state"]
+        optimizer = saved["optimizer"]
         counts = [state["step"], state["tokens"], state["cursor"]["batch"]]
-        are_counts = all(type(n) is int and 0 <= n < 2**63 for n in counts)
-        are_counts = are_counts and counts[2] <= MOST_BATCHES
-        numbers = state["cursor"]["stream"]
-        stream = isinstance(numbers, list) and len(numbers) <= MOST_STREAM
-        stream = stream and all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers)
-        plain = _is_memory(state["health"]) and isinstance(saved["facts"], dict)
-        plain = plain and (saved.get("machine") is None or isinstance(saved["machine"], dict))
-        named = all(isinstance(values, dict) for values in memory["scalars"].values())
-        named = named and (manifest["version"] == 1 or isinstance(memory["untouched"], list))
-        options = all(isinstance(group, dict) for group in memory["options"])
-        if not (are_counts and stream and plain and named and options and memory["class"]):
-            return ["state.json is not the state of a run"]
+        stream = state["cursor"]["stream"]
+        health = [
+            number
+            for value in state["health"].values()
+            for number in (value if isinstance(value, list) else [value])
+        ]
+        is_valid = (
+            # type() and not isinstance(): True is an int in Python, but not a count.
+            all(type(n) is int and 0 <= n < 2**63 for n in counts)
+            and counts[2] <= MAX_BATCHES
+            and isinstance(stream, list)
+            and len(stream) <= MAX_STREAM
+            and all(type(n) is int and -(2**63) <= n < 2**63 for n in stream)
+            and all(isinstance(number, int | float) for number in health)
+            and isinstance(saved["facts"], dict)
+            and (saved.get("machine") is None or isinstance(saved["machine"], dict))
+            and all(isinstance(values, dict) for values in optimizer["scalars"].values())
+            and (manifest["version"] == 1 or isinstance(optimizer["untouched"], list))
+            and all(isinstance(group, dict) for group in optimizer["options"])
+            and optimizer["class"]
+        )
+        if not is_valid:
+            return not_a_state
         if state["step"] != manifest["step"]:
             return [f"state.json is of step {state['step']}, manifest.json of {manifest['step']}"]
     except (KeyError, TypeError, AttributeError):
-        return ["state.json is not the state of a run"]
+        return not_a_state
     return []

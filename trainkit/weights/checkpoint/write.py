@@ -1,7 +1,7 @@
-"""Put a snapshot on the disk: each rank its files and a report, then the first rank the rest.
+"""Write a snapshot: each rank writes its files and a report, then the first rank the rest.
 
-All of it runs in a thread beside the training, and none of it communicates: what ranks tell each
-other of a save lies in the staging directory until it is committed.
+This runs in a thread while training continues, and does not communicate: the ranks leave their
+reports in the staging directory until the save is committed.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ import torch
 
 from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
-from trainkit.weights.checkpoint.boxes import index_problems, shortened
-from trainkit.weights.checkpoint.directory import get_run_id
+from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
+    choose_checkpoint_name,
     dump_json,
     is_sealed,
     make_manifest,
-    next_name,
-    sealed,
+    seal,
 )
+from trainkit.weights.checkpoint.run_id import get_run_id
+from trainkit.weights.checkpoint.run_state import INTEGERS, combine_hashes, hash_tensor_box
 from trainkit.weights.checkpoint.safe_files import parse_json, read_json, write_all, write_durably
 from trainkit.weights.checkpoint.snapshot import SavedBox, Snapshot, TensorFile
-from trainkit.weights.checkpoint.tensors import INTEGERS, box_hash, hash_of_boxes
 
-_CHUNK = 4 * 1024 * 1024  # written and hashed at once, out of the same cache
-_BEGUN = 32 * 1024 * 1024  # the disk begins with so much of a file while the rest is hashed
-_LOOKED_AT = 1 << 16  # elements tested at once, out of the nearest cache
-# Files of a rank under way at once: while some wait for the disk, others are hashed. On two cores 4
-# wrote 1 GB at 0.89 to 0.98 of the rate of a plain write, 2 at 0.73 to 0.80, and 8 were no better.
+_CHUNK = 4 * 1024 * 1024  # bytes hashed and written at once, while they are in the cache
+_FLUSH_BYTES = 32 * 1024 * 1024  # of a file, after which the disk starts while the rest is hashed
+_CHECKED_AT_ONCE = 1 << 16  # elements; they fit into the nearest cache
+# Files of a rank that are written at once: while some wait for the disk, others are hashed. On two
+# cores 4 wrote 1 GB at 0.89 to 0.98 of the rate of a plain write, 2 at 0.73 to 0.80, 8 not faster.
 _WRITERS = 4
 _REPORT_BYTES = 1 << 30
+_COMMIT_BYTES = 1 << 20  # that a commit writes besides the tensors, roughly
 
 
 @attrs.define(eq=False)
 class SaveProgress:
-    """How many parts of checkpoints this rank has written: it stands still while the disk hangs."""
+    """Counts the parts of checkpoints that this rank has written: it stops when the disk hangs."""
 
     parts: int = 0
 
 
 @attrs.frozen(eq=False)
 class Destination:
-    """Where a save goes, and what is written beside the state.
+    """Where a save goes, and what is written with the state.
 
-    `ranks` is how many write, `config` the resolved configuration, `before_commit` is called when
-    all data is on the disk and the manifest is not, `progress` counts what is written.
+    `ranks` is how many ranks write, `config` the resolved configuration. `before_commit` is called
+    when all data is on the disk and the manifest is not; `progress` counts the written parts.
     """
 
     run_dir: Path
@@ -77,27 +78,27 @@ _disk_errors = partial(
     by="save_checkpoint",
     hint="free space, make it writable or choose another --out; every earlier checkpoint is intact",
 )
-"""Turn an `OSError` of a save into a `DiskError`."""
+"""Convert an `OSError` of a save to a `DiskError`."""
 
 
 # ---------------------------------------------------------------------------------------- one rank
 
 
 def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Event) -> None:
-    """Write what one rank has, and a report of it, into the staging directory.
+    """Write the files of one rank, and a report about them, into the staging directory.
 
     Args:
-        snapshot: What this rank has.
+        snapshot: This rank's snapshot.
         target: Where it goes.
         rank: This rank.
-        stopped: When it is set the rest is not written, and there is no report.
+        stopped: When it is set, the rest is not written, and no report either.
 
     Raises:
         NumericsError: A number is not finite; names the tensor.
-        DiskError: Something cannot be written; what has been is removed.
+        DiskError: A file cannot be written; those of this rank are removed.
 
     Effects:
-        Writes to disk, and waits until it is durable; hashes and writes in threads of its own.
+        Writes to disk, and waits until it is durable; hashes and writes in threads.
     """
     sizes = {file.name: len(file.header) + file.data.nbytes for file in snapshot.files}
     try:
@@ -106,8 +107,8 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
             for name, size in sizes.items():
                 _reserve(target.staging / name, size)
             with ThreadPoolExecutor(_WRITERS) as pool:
-                work = [pool.submit(_write_file, f, target, stopped) for f in snapshot.files]
-            written = [future.result() for future in work]
+                futures = [pool.submit(_write_file, f, target, stopped) for f in snapshot.files]
+            written = [future.result() for future in futures]
             if stopped.is_set():
                 return
             report = {
@@ -117,26 +118,29 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
             }
-            write_durably(target.staging / _report(rank), [orjson.dumps(sealed(report))])
+            # The report comes last: its existence means that the files are complete.
+            write_durably(target.staging / _report_name(rank), [orjson.dumps(seal(report))])
     except BaseException:
+        # A disk that was full must not stay full because of a save that failed.
         for name in sizes:
             with suppress(OSError):
                 (target.staging / name).unlink()
         raise
 
 
-def _report(rank: int) -> str:
+def _report_name(rank: int) -> str:
     return f".report_{rank:05d}.json"
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Make a file of a size, so that a disk without room says so before anything is written."""
+    """Create a file of a given size, so that a full disk fails before anything is written."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    handle = os.open(path, flags, 0o666)  # as every file: the umask decides
+    handle = os.open(path, flags, 0o666)  # the umask decides, as for every file
     try:
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
-        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:  # cannot reserve
+        # Not every file system can reserve space.
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
             raise
     finally:
         os.close(handle)
@@ -150,50 +154,51 @@ def _write_file(
         path = target.staging / file.name
         handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            sha256 = _stream(file, handle, stopped, target.progress)
-            hashes = _hashes(file, stopped)  # while the disk is busy with what was written last
+            sha256 = _write_chunks(file, handle, stopped, target.progress)
+            hashes = _hash_boxes(file, stopped)  # while the disk writes the last chunks
             os.fsync(handle)
             target.progress.parts += 1
         finally:
             os.close(handle)
     except BaseException:
-        stopped.set()
+        stopped.set()  # the other files of this rank would be written in vain
         raise
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
 
-def _stream(file: TensorFile, handle: int, stopped: Event, progress: SaveProgress) -> str:
+def _write_chunks(file: TensorFile, handle: int, stopped: Event, progress: SaveProgress) -> str:
     """Hash and write a file, chunk by chunk; return its sha256."""
-    digest, written, begun = hashlib.sha256(), 0, 0
-    for chunk in _chunks(file):
+    digest = hashlib.sha256()
+    written = flushed = 0
+    for chunk in _split_chunks(file):
         if stopped.is_set():
             break
         digest.update(chunk)
         write_all(handle, chunk)
         written += len(chunk)
         progress.parts += 1
-        if written - begun >= _BEGUN or written == len(file.header) + file.data.nbytes:
-            # Linux begins to write what is said not to be needed: the disk works while the rest is
-            # hashed, and the last fsync finds little to do. Elsewhere it is a hint.
-            os.posix_fadvise(handle, begun, written - begun, os.POSIX_FADV_DONTNEED)
-            begun = written
+        if written - flushed >= _FLUSH_BYTES or written == len(file.header) + file.data.nbytes:
+            # On Linux DONTNEED starts to write dirty pages: the disk works while the rest is
+            # hashed, and the last fsync has little to do. Elsewhere it is a hint.
+            os.posix_fadvise(handle, flushed, written - flushed, os.POSIX_FADV_DONTNEED)
+            flushed = written
     return digest.hexdigest()
 
 
-def _chunks(file: TensorFile) -> Iterator[memoryview]:
-    for whole in (memoryview(file.header), file.data.data):
-        for begin in range(0, len(whole), _CHUNK):
-            yield whole[begin : begin + _CHUNK]
+def _split_chunks(file: TensorFile) -> Iterator[memoryview]:
+    for data in (memoryview(file.header), file.data.data):
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK]
 
 
-def _hashes(file: TensorFile, stopped: Event) -> dict[str, int]:
-    """Return the part of the state's hash that each box of a file is; refuse what is not finite."""
+def _hash_boxes(file: TensorFile, stopped: Event) -> dict[str, int]:
+    """Return the hash of each box of a file; raise NumericsError if one is not finite."""
     hashes = {}
     for box in file.boxes:
         if stopped.is_set():
             break
         _check_finite(box)
-        hashes[f"{box.name} {box.offset}"] = box_hash(
+        hashes[f"{box.name} {box.offset}"] = hash_tensor_box(
             box.name, box.values, shape=box.shape, offset=box.offset
         )
     return hashes
@@ -205,18 +210,18 @@ def _check_finite(box: SavedBox) -> None:
     size = box.values.element_size()
     flat = box.values.view(INTEGERS[size]).numpy().reshape(-1).view(f"u{size}")
     sign = 1 << (8 * size - 1)
-    for begin in range(0, len(flat), _LOOKED_AT):
-        part = flat[begin : begin + _LOOKED_AT]
-        # The largest positive number is the largest as a signed integer, a negative one as an
-        # unsigned: that takes no memory, and a third of the time of masking the sign.
+    for start in range(0, len(flat), _CHECKED_AT_ONCE):
+        part = flat[start : start + _CHECKED_AT_ONCE]
+        # By their bits, positive floats are ordered as signed integers and negative ones as
+        # unsigned. Two maxima take no memory, and a third of the time of masking the sign bit.
         if part.view(f"i{size}").max() < box.not_below and part.max() < sign + box.not_below:
             continue
-        place = begin + int(((part & part.dtype.type(sign - 1)) >= box.not_below).argmax())
+        index = start + int(((part & part.dtype.type(sign - 1)) >= box.not_below).argmax())
         raise NumericsError(
-            f"save_checkpoint: {box.name} is not finite (element {place} of the part that"
-            f" begins at {box.offset}); the state is not saved",
+            f"save_checkpoint: {box.name} is not finite (element {index} of the box at "
+            f"{box.offset}); the state is not saved",
             where=box.name,
-            hint="go on from an earlier checkpoint",
+            hint="resume from an earlier checkpoint",
         )
 
 
@@ -224,107 +229,105 @@ def _check_finite(box: SavedBox) -> None:
 
 
 def commit(snapshot: Snapshot, target: Destination) -> Path:
-    """Join what all ranks have written, then the manifest, then give the directory its name.
+    """Merge the reports of all ranks, write the manifest, and give the directory its final name.
 
     Everything is on the disk before what refers to it: data, manifest, directory, name.
 
     Args:
-        snapshot: What the first rank has; of its counters and facts, the whole.
+        snapshot: The first rank's snapshot, which has the counters and the facts.
         target: Where it goes.
 
     Returns:
         The checkpoint.
 
     Raises:
-        DiskError: Something cannot be written. Nothing is committed then.
-        CheckpointError: The parts that the ranks wrote are not the whole; the same.
+        DiskError: A file cannot be written. Then nothing is committed.
+        CheckpointError: The boxes that the ranks wrote do not cover a tensor; likewise.
 
     Effects:
         Writes to disk, and waits until it is durable.
     """
     directory = target.run_dir / "checkpoints"
-    with _disk_errors(directory, needed=_REST_BYTES):
-        reports = [_read_report(target.staging / _report(rank)) for rank in range(target.ranks)]
-        for rank in range(target.ranks):
-            (target.staging / _report(rank)).unlink()
-        files = _joined(report["files"] for report in reports)
-        index = {"tensors": _merged(r["tensors"] for r in reports)}
-        _refuse_gaps(index, files)
+    with _disk_errors(directory, needed=_COMMIT_BYTES):
+        report_files = [target.staging / _report_name(rank) for rank in range(target.ranks)]
+        reports = [_read_report(path) for path in report_files]
+        for path in report_files:  # a committed directory has no files outside of its manifest
+            path.unlink()
+        files = _merge(report["files"] for report in reports)
+        index = {"tensors": _merge_boxes(report["tensors"] for report in reports)}
+        problems = find_index_problems(index, {name: file["size"] for name, file in files.items()})
+        if problems:  # a checkpoint that no load would accept must not be committed
+            raise CheckpointError(
+                "save_checkpoint: what the ranks wrote could not be read back: "
+                f"{shorten(problems)}",
+                got=problems,
+                hint="every earlier checkpoint is intact; this is a bug of trainkit or of a layout",
+            )
         texts = {
-            "state.json": dump_json(_described(snapshot, reports)),
+            "state.json": dump_json(_complete_state(snapshot, reports)),
             "index.json": orjson.dumps(index),
         }
         for name, data in texts.items():
-            parse_json(target.staging / name, data)  # what is written must be readable
+            parse_json(target.staging / name, data)  # checks that a load will accept its size
             files[name] = write_durably(target.staging / name, [data])
             target.progress.parts += 1
         if target.before_commit is not None:
             target.before_commit()
-        manifest = make_manifest(snapshot.state.step, files, **_facts(snapshot, target, reports))
+        # Merged by box and not summed: ranks outside a tensor's mesh may have the same box.
+        hashes = _merge(report["hashes"] for report in reports)
+        identity = get_run_id(target.run_dir)
+        manifest = make_manifest(
+            snapshot.state.step,
+            files,
+            run=identity["run"],
+            parent=identity["parent"],
+            state_hash=combine_hashes(hashes, snapshot.state),
+            score=target.score,
+            config=target.config,
+            trainkit=_trainkit_version(),
+            torch=torch.__version__,
+        )
         write_durably(target.staging / MANIFEST, [manifest])
-        path = directory / next_name(directory, snapshot.state.step)
+        path = directory / choose_checkpoint_name(directory, snapshot.state.step)
         commit_folder(target.staging, path)
     return path
 
 
-def _described(snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what `state.json` says: what the first rank knows, and all ranks of the optimizer."""
-    scalars = _joined(report["scalars"] for report in reports)
-    # Every parameter is among the scalars, a tied copy under its owner's name alone.
-    empty = {name for report in reports for name in report["untouched"]} & scalars.keys()
-    optimizer = {"scalars": scalars, "untouched": sorted(empty)}
-    return {**snapshot.described, "optimizer": snapshot.described["optimizer"] | optimizer}
-
-
-def _refuse_gaps(index: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to commit what no load would take: boxes that are not the whole of a tensor."""
-    problems = index_problems(index, {name: file["size"] for name, file in files.items()})
-    if problems:
-        raise CheckpointError(
-            f"save_checkpoint: what the ranks wrote could not be read back: {shortened(problems)}",
-            got=problems,
-            hint="every earlier checkpoint is intact; this is a fault of trainkit or of a layout",
-        )
-
-
-_REST_BYTES = 1 << 20  # what a commit needs beside the tensors, in round numbers
+def _complete_state(snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the contents of `state.json`, with the optimizer state that is not tensors."""
+    scalars = _merge(report["scalars"] for report in reports)
+    # Every parameter has an entry in the scalars. Tied copies have none, so they drop out here.
+    untouched = {name for report in reports for name in report["untouched"]} & scalars.keys()
+    return {
+        **snapshot.described,
+        "optimizer": {
+            **snapshot.described["optimizer"],
+            "scalars": scalars,
+            "untouched": sorted(untouched),
+        },
+    }
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    report = read_json(path, most_bytes=_REPORT_BYTES, most_values=_REPORT_BYTES)
+    report = read_json(path, max_bytes=_REPORT_BYTES, max_values=_REPORT_BYTES)
     if not is_sealed(report):
         raise CheckpointError(f"save_checkpoint: {path} is not what was written", where=path)
     return report
 
 
-def _facts(
-    snapshot: Snapshot, target: Destination, reports: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    # By box and not summed at once: ranks outside a tensor's mesh may hold the same box.
-    boxes = _joined(report["hashes"] for report in reports)
-    return {
-        **get_run_id(target.run_dir),
-        "state_hash": hash_of_boxes(boxes, snapshot.state),
-        "score": target.score,
-        "config": target.config,
-        "trainkit": _trainkit_version(),
-        "torch": torch.__version__,
-    }
-
-
 def _trainkit_version() -> str | None:
     try:
         return version("trainkit-lm")
-    except PackageNotFoundError:  # read from a checkout that is not installed
+    except PackageNotFoundError:  # a checkout that is not installed
         return None
 
 
-def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the boxes that different ranks wrote of one tensor; of equal boxes the first stands."""
+def _merge_boxes(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the boxes of one tensor from different ranks; of equal boxes take the first."""
     merged: dict[str, Any] = {}
     for part in parts:
         for name, entry in part.items():
@@ -335,19 +338,19 @@ def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def point_to(path: Path) -> None:
-    """Write the name of the newest checkpoint into `latest`, for people: no program reads it.
+    """Write the name of the newest checkpoint into `latest`, for people; no program reads it.
 
     Effects:
-        Replaces a file beside the checkpoint, by a rename.
+        Replaces a file next to the checkpoint, by a rename.
     """
     new = path.with_name(".latest")
-    new.unlink(missing_ok=True)  # a link would be followed
+    new.unlink(missing_ok=True)  # writing would follow a link
     new.write_text(f"{path.name}\n")
     new.replace(path.with_name("latest"))
 
 
 def remove_staging(staging: Path) -> None:
-    """Remove what a save that failed has left.
+    """Remove the files of a save that failed.
 
     Effects:
         Deletes a directory.

@@ -1,7 +1,7 @@
-"""Others' checkpoints, read without running what they hold, into a folder of weights.
+"""Convert foreign checkpoints to a folder of weights, without executing their pickles.
 
-A tool of its own: nothing that trains imports this. Pickles are read in a process that holds
-nothing else, by torch's loader of weights alone.
+Nothing that trains imports this package. Pickles are read in a separate process, by torch's loader
+with `weights_only=True`.
 """
 
 from trainkit.weights.convert.foreign import read_foreign_tensors

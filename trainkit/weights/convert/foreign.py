@@ -1,8 +1,8 @@
-"""Others' checkpoints as descriptions of tensors: which bytes of which file hold what. No torch.
+"""Describe the tensors of foreign checkpoints: which bytes of which file they are. Without torch.
 
-Three formats: the directories of torch.distributed.checkpoint (`.metadata` and `.distcp` files),
-the files of torch.save, and folders of safetensors files as the Hub has them. The first two are
-pickles: a process of its own reads them, see `trainkit.weights.convert.pickled`.
+Three formats: directories of torch.distributed.checkpoint (`.metadata` and `.distcp` files), files
+of torch.save, and folders of safetensors files as on the Hugging Face Hub. The first two contain
+pickles, which a separate process reads: see `trainkit.weights.convert.pickled`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import attrs
 import orjson
 
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.manifest import plain_file_name
+from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
-from trainkit.weights.checkpoint.stored import (
+from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
+    merge_tensors,
+    parse_untrusted_table,
     safetensors_file,
-    sane_table,
-    without_twins,
 )
 
-_MOST_INDEX = 64 * 1024 * 1024
+_MAX_INDEX = 64 * 1024 * 1024  # bytes
 
 
 @attrs.frozen
 class Found:
-    """What a foreign checkpoint holds: its tensors, and the names of what is not read."""
+    """The tensors of a foreign checkpoint, and the names of objects that are not read."""
 
     kind: str
     tensors: Mapping[str, Stored]
@@ -41,17 +41,17 @@ class Found:
 
 
 def read_foreign_tensors(source: Path) -> Found:
-    """Describe the tensors of a foreign checkpoint, of whichever of the three formats it is.
+    """Describe the tensors of a foreign checkpoint of any of the three formats.
 
     Args:
         source: A directory with `.metadata`, a file of torch.save (`.pt`, `.pth`, `.bin`), a
             safetensors file, or a folder of those.
 
     Raises:
-        CheckpointError: It is none of them, or not a good one.
+        CheckpointError: It is not one of them, or is damaged or malicious.
 
     Effects:
-        Reads files; pickles in a process of its own.
+        Reads files; pickles in a separate process.
 
     Examples:
         >>> read_foreign_tensors(Path("/does/not/exist"))
@@ -64,73 +64,93 @@ def read_foreign_tensors(source: Path) -> Found:
     if source.is_file() and source.suffix == ".safetensors":
         return Found("safetensors", safetensors_file(source))
     if source.is_file() or (source / ".metadata").exists():
-        return _told_by_torch(source)
+        return _read_pickles(source)
     if any(source.glob("*.safetensors")):
-        return Found("safetensors", safetensors_folder(source))
+        return Found("safetensors", describe_safetensors_folder(source))
     if any(source.glob("pytorch_model*.bin")):
-        return _told_by_torch(source)
+        return _read_pickles(source)
     raise refusal(
         source, "is no checkpoint that can be converted: no .metadata, .safetensors or .bin in it"
     )
 
 
-def _told_by_torch(source: Path) -> Found:
-    """Let another process read the pickles of a source, and tell what they say."""
-    command = [sys.executable, "-P", "-m", "trainkit.weights.convert.pickled", os.fspath(source)]
-    home = os.pathsep.join(filter(None, sys.path))  # as this process finds trainkit and torch
-    done = subprocess.run(  # noqa: S603 - our own
-        command, env={**os.environ, "PYTHONPATH": home}, capture_output=True, check=False
+def _read_pickles(source: Path) -> Found:
+    """Read the pickles of a source in another process, and parse its report."""
+    process = subprocess.run(  # noqa: S603 - our own module
+        # -P: a torch.py in the working directory must not be imported.
+        [sys.executable, "-P", "-m", "trainkit.weights.convert.pickled", os.fspath(source)],
+        # It must find the same trainkit and torch as this process.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        check=False,
     )
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        raise refusal(source, f"ended the process that read it ({done.returncode}): {last}")
-    told = orjson.loads(done.stdout)
-    if "refused" in told:
-        hint = "nothing of it has been executed; where it comes from, save its tensors alone"
-        raise CheckpointError(told["refused"], where=str(source), hint=hint)
-    tensors = {name: _as_record(**stored) for name, stored in told["tensors"].items()}
-    return Found(told["kind"], tensors, tuple(told["skipped"]))
+    if process.returncode:
+        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise refusal(source, f"ended the process that read it ({process.returncode}): {last}")
+    report = orjson.loads(process.stdout)
+    if "refused" in report:
+        raise CheckpointError(
+            report["refused"],
+            where=str(source),
+            hint="nothing in it was executed; save only its tensors where it comes from",
+        )
+    tensors = {name: _parse_stored(stored) for name, stored in report["tensors"].items()}
+    return Found(report["kind"], tensors, tuple(report["skipped"]))
 
 
-def _as_record(dtype: str, shape: list[int], extents: list[dict[str, Any]]) -> Stored:
-    made = []
-    for said in extents:
-        values: dict[str, Any] = {k: tuple(x) if type(x) is list else x for k, x in said.items()}
-        values["path"] = Path(said["path"])
-        made.append(Extent(**values))
-    return Stored(dtype, tuple(shape), tuple(made))
+def _parse_stored(values: Mapping[str, Any]) -> Stored:
+    return Stored(
+        dtype=values["dtype"],
+        shape=tuple(values["shape"]),
+        extents=tuple(
+            Extent(
+                path=Path(extent["path"]),
+                start=extent["start"],
+                size=extent["size"],
+                offset=tuple(extent["offset"]),
+                shape=tuple(extent["shape"]),
+                stride=tuple(extent["stride"]),
+                skip=extent["skip"],
+                crc=extent["crc"],
+            )
+            for extent in values["extents"]
+        ),
+    )
 
 
-def joined(parts: list[Found], source: Path) -> Found:
-    """Join what the files of a folder hold; refuse a tensor that is in two of them."""
-    tensors = without_twins((part.tensors for part in parts), source)
+def merge_found(parts: list[Found], source: Path) -> Found:
+    """Merge the tensors of a folder's files; raise CheckpointError if one is in two files."""
+    tensors = merge_tensors((part.tensors for part in parts), source)
     return Found(parts[0].kind, tensors, tuple(name for part in parts for name in part.skipped))
 
 
-def safetensors_folder(folder: Path) -> dict[str, Stored]:
+def describe_safetensors_folder(folder: Path) -> dict[str, Stored]:
     """Describe the tensors of a folder of safetensors files.
 
-    `model.safetensors.index.json` says which when it is there, else all are read.
+    Without `model.safetensors.index.json` all such files are read.
 
     Raises:
-        CheckpointError: A file is missing, holds a tensor twice or not the ones that the index
-            says, or is not a good one.
+        CheckpointError: A file is missing or damaged, a tensor is in two files, or the files do not
+            have the tensors that the index lists.
     """
-    listed = folder / "model.safetensors.index.json"
-    if not listed.exists():
-        return without_twins(map(safetensors_file, sorted(folder.glob("*.safetensors"))), folder)
-    where = sane_table(read_bounded(listed, _MOST_INDEX, shared=True), listed).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise refusal(listed, "holds no weight_map")
-    for name in set(where.values()):
-        if not plain_file_name(name):
-            raise refusal(listed, f"names {name[:100]!r}, which is no plain file name")
-    parts = {name: safetensors_file(folder / name) for name in sorted(set(where.values()))}
-    for name, file in where.items():
-        if name not in parts[file]:
-            raise refusal(listed, f"says that {name[:100]} is in {file}, which it is not")
-    for file, held in parts.items():
-        for name in held:
-            if where.get(name) != file:
-                raise refusal(listed, f"does not say that {name[:100]} is in {file}, which it is")
-    return {name: parts[file][name] for name, file in where.items()}
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return merge_tensors(map(safetensors_file, sorted(folder.glob("*.safetensors"))), folder)
+    file_of = parse_untrusted_table(read_bounded(index, _MAX_INDEX, shared=True), index).get(
+        "weight_map"
+    )
+    if not isinstance(file_of, dict) or not all(isinstance(x, str) for x in file_of.values()):
+        raise refusal(index, "holds no weight_map")
+    files = sorted(set(file_of.values()))
+    for file in files:
+        if not is_plain_file_name(file):
+            raise refusal(index, f"names {file[:100]!r}, which is no plain file name")
+    tensors = {file: safetensors_file(folder / file) for file in files}
+    for name, file in file_of.items():
+        if name not in tensors[file]:
+            raise refusal(index, f"says that {name[:100]} is in {file}, which it is not")
+    for file in files:
+        for name in tensors[file]:
+            if file_of.get(name) != file:
+                raise refusal(index, f"does not say that {name[:100]} is in {file}, which it is")
+    return {name: tensors[file][name] for name, file in file_of.items()}

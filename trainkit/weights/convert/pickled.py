@@ -1,10 +1,10 @@
-"""What the pickles of others say of their tensors, found in a process that holds nothing else.
+"""Describe the tensors in foreign pickles, in a process of bounded memory and time.
 
-`python -m trainkit.weights.convert.pickled SOURCE` prints it as JSON. Files of torch.save are read
-by `torch.load(weights_only=True)` onto the meta device, which says where the bytes of each tensor
-lie and reads none of them. `.metadata`, which that loader cannot read (it is of a later pickle
-protocol), is read with a table of the few names that a good one mentions. Whatever a pickle is up
-to, this process has a bounded memory and time, and its output is plain JSON.
+`python -m trainkit.weights.convert.pickled SOURCE` prints the description as JSON. Files of
+torch.save are loaded by `torch.load(weights_only=True)` onto the meta device, which locates the
+bytes of each tensor and reads none of them. That loader does not support the pickle protocol of
+`.metadata`, which is read with a table of the few names that it may refer to. Whatever a pickle
+does, it can only end this process, and the output is plain JSON.
 """
 
 from __future__ import annotations
@@ -33,69 +33,75 @@ from torch import Tensor
 
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.boxes import DTYPES
-from trainkit.weights.checkpoint.manifest import plain_file_name
-from trainkit.weights.checkpoint.safe_files import open_plain, read_bounded, refusal, size_of
-from trainkit.weights.checkpoint.stored import Extent, Stored, plain_tensor_name, sizes_of
-from trainkit.weights.convert.foreign import Found, joined
+from trainkit.weights.checkpoint.manifest import is_plain_file_name
+from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
+from trainkit.weights.checkpoint.tensor_files import (
+    Extent,
+    Stored,
+    is_plain_tensor_name,
+    parse_sizes,
+)
+from trainkit.weights.convert.foreign import Found, merge_found
 
-_ROOM = 256 * 1024 * 1024  # bytes for what is described: 100,000 tensors take about 130 MB
-_SECONDS = 600  # of computing
-_MOST_PICKLE = 64 * 1024 * 1024
-_FREE = 1024 * 1024  # bytes of `.metadata` beside hardly any tensors
-_MOST_NAMES = 2_000_000
-_DEEPEST = 64
+_MEMORY = 256 * 1024 * 1024  # bytes for the description; 100,000 tensors take about 130 MB
+_CPU_SECONDS = 600
+_MAX_PICKLE = 64 * 1024 * 1024  # bytes
+_MIN_METADATA = 1024 * 1024  # bytes of `.metadata` that are allowed however few tensors there are
+_MAX_NAMES = 2_000_000
+_MAX_DEPTH = 64
 
 
 def main(source: Path) -> None:
-    """Print what a checkpoint's pickles say, or why they are refused.
+    """Print the description of a checkpoint's pickles, or why they are rejected, as JSON.
 
     Effects:
         Limits this process; reads files; prints.
     """
     _limit_process()
     try:
-        told = attrs.asdict(describe(source))
+        report = attrs.asdict(describe(source))
     except CheckpointError as error:
-        told = {"refused": error.what}
+        report = {"refused": error.what}
     except MemoryError:
-        told = {"refused": f"checkpoint: {source} takes over {_ROOM} bytes to describe"}
-    sys.stdout.buffer.write(orjson.dumps(told, default=os.fspath))
+        report = {"refused": f"checkpoint: {source} takes over {_MEMORY} bytes to describe"}
+    sys.stdout.buffer.write(orjson.dumps(report, default=os.fspath))
 
 
 def _limit_process() -> None:
-    """Let this process have little more memory than it has now, and end it when it takes long."""
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for kind, most in {
-        resource.RLIMIT_AS: now + _ROOM,
-        resource.RLIMIT_CPU: _SECONDS,
+    """Limit the memory and the CPU time of this process, and disable core dumps."""
+    # RLIMIT_AS limits the address space, of which importing torch has reserved gigabytes.
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for kind, value in {
+        resource.RLIMIT_AS: used + _MEMORY,
+        resource.RLIMIT_CPU: _CPU_SECONDS,
         resource.RLIMIT_CORE: 0,
     }.items():
         hard = resource.getrlimit(kind)[1]
-        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (limit, limit))
 
 
 def describe(source: Path) -> Found:
     """Describe the tensors of a file of torch.save, or of a folder with `.metadata` or such files.
 
-    What it tells is checked by who asks: that boxes are the whole of a tensor, and in their files.
+    The caller must check that boxes cover their tensors and lie inside their files.
 
     Raises:
-        CheckpointError: It is not a good one.
+        CheckpointError: It is damaged or malicious.
     """
     if source.is_file():
-        return torch_file(source)
+        return describe_torch_file(source)
     if (source / ".metadata").exists():
-        return distributed_directory(source)
+        return describe_distributed_directory(source)
     files = sorted(source.glob("pytorch_model*.bin"))
-    return joined([torch_file(path) for path in files], source)
+    return merge_found([describe_torch_file(path) for path in files], source)
 
 
-def shown(value: Any) -> str:
-    """Return a text from a file as it may be printed: short, and ASCII alone.
+def make_printable(value: Any) -> str:
+    """Make a text from a file printable: short and ASCII.
 
     Examples:
-        >>> shown("weight"), shown([["deep"]])
+        >>> make_printable("weight"), make_printable([["deep"]])
         ('weight', 'a list')
     """
     if not isinstance(value, str):
@@ -104,36 +110,48 @@ def shown(value: Any) -> str:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong with a hostile file into a refusal of it."""
+def _convert_errors(path: Path) -> Iterator[None]:
+    """Convert every error of a hostile file to a CheckpointError."""
     try:
         yield
     except (CheckpointError, MemoryError):
         raise
     except zipfile.BadZipFile as error:
-        said = "is no zip archive as torch.save writes them, or a damaged one; older ones are not"
-        raise refusal(path, f"{said} read ({shown(str(error))})") from error
+        raise refusal(
+            path,
+            "is no zip archive as torch.save writes them, or a damaged one; older ones are not "
+            f"read ({make_printable(str(error))})",
+        ) from error
     except Exception as error:
-        raise refusal(path, f"is refused: {_words(error)}; nothing of it was executed") from error
+        raise refusal(
+            path, f"is refused: {_describe_error(error)}; nothing of it was executed"
+        ) from error
 
 
-def _words(error: Exception) -> str:
-    """Return what torch says of a pickle, without its advice to load it all the same."""
+def _describe_error(error: Exception) -> str:
+    """Return torch's reason to reject a pickle, without its advice to load it all the same."""
     text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
     name = re.search(r"GLOBAL (\S+)", text)
     if name is not None:
-        return f"it mentions {shown(name[1])!r}, which no good file does"
-    return f"{type(error).__name__}: {shown(text.strip().partition(chr(10))[0])}"
+        return f"it mentions {make_printable(name[1])!r}, which no good file does"
+    return f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
 
 
 # ------------------------------------------------------------------------------------ torch.save
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file, as a file of its own."""
+    """A part of an open file, as a separate file.
+
+    zipfile and torch look for an archive's directory at the end of a file, and `.distcp` files
+    contain many archives.
+    """
 
     def __init__(self, handle: int, start: int, size: int) -> None:
-        self._handle, self._start, self._size, self._at = handle, start, size, 0
+        self._handle = handle
+        self._start = start
+        self._size = size
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -142,21 +160,22 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
-        count = os.preadv(self._handle, [room], self._start + self._at)
-        self._at += count
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        count = os.preadv(self._handle, [view], self._start + self._position)
+        self._position += count
         return count
 
 
 @attrs.frozen(eq=False)
 class _Archive:
-    """A file of torch.save, or a part of a file that is one: its value, and its members by place.
+    """A file of torch.save, or a part of a file in that format.
 
-    The tensors of `value` are on the meta device.
+    The tensors of `value` are on the meta device. `members` are the members of the zip archive by
+    the offset of their bytes.
     """
 
     path: Path
@@ -165,165 +184,178 @@ class _Archive:
     members: Mapping[int, zipfile.ZipInfo]
 
 
-def _archive(path: Path, start: int, size: int) -> _Archive:
-    with open_plain(path, shared=True) as handle, _reading(path), warnings.catch_warnings():
+def _load_archive(path: Path, start: int, size: int) -> _Archive:
+    with open_plain(path, shared=True) as handle, _convert_errors(path), warnings.catch_warnings():
         window = io.BufferedReader(_Window(handle, start, size))
-        members = _members(window, path, size)
+        members = _read_members(window, path, size)
         window.seek(0)
-        warnings.simplefilter("ignore")  # of another pickle protocol; what it lacks is refused
+        # torch warns about later pickle protocols, and raises for opcodes that it does not support.
+        warnings.simplefilter("ignore")
         value = torch.load(window, map_location="meta", weights_only=True)
     return _Archive(path, start, value, members)
 
 
-def _members(window: BinaryIO, path: Path, size: int) -> dict[int, zipfile.ZipInfo]:
-    """Return the members of an archive by where their bytes begin.
+def _read_members(window: BinaryIO, path: Path, size: int) -> dict[int, zipfile.ZipInfo]:
+    """Return the members of a zip archive by the offset of their bytes.
 
-    Only what torch writes is taken: members stored as they are, each once, none encrypted, all
-    together no larger than the archive. So nothing can be larger than the file it is in.
+    Only what torch writes is accepted: members without compression or encryption, each once, all
+    together no larger than the archive. So nothing can expand to more than the file.
     """
     with zipfile.ZipFile(window) as archive:
-        found = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if len(found) < len(archive.infolist()):
+        by_name = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if len(by_name) < len(archive.infolist()):
             raise refusal(path, "holds a member twice")
-        for name, info in found.items():
+        for name, info in by_name.items():
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise refusal(path, f"holds {shown(name)!r} compressed or encrypted")
-        if sum(info.file_size for info in found.values()) > size:
+                raise refusal(path, f"holds {make_printable(name)!r} compressed or encrypted")
+        if sum(info.file_size for info in by_name.values()) > size:
             raise refusal(path, "holds more bytes than it has: its members overlap")
-        if "data.pkl" not in found or found["data.pkl"].file_size > _MOST_PICKLE:
+        if "data.pkl" not in by_name or by_name["data.pkl"].file_size > _MAX_PICKLE:
             raise refusal(path, "holds no data.pkl of a sane size")
-        archive.read(found["data.pkl"])  # compares its CRC-32, as torch does not
-        if "byteorder" in found and archive.read(found["byteorder"]) != b"little":
+        archive.read(by_name["data.pkl"])  # verifies its CRC-32, which torch.load does not
+        if "byteorder" in by_name and archive.read(by_name["byteorder"]) != b"little":
             raise refusal(path, "has another byte order than this machine")
-    places = {}
-    for info in found.values():
+    members = {}
+    for info in by_name.values():
+        # A local header has 30 bytes, the last four of them the lengths of name and extra field.
+        # These may differ from the lengths in the central directory, which zipfile returns.
         window.seek(info.header_offset + 26)
-        name, extra = struct.unpack("<HH", window.read(4))
-        places[info.header_offset + 30 + name + extra] = info
-    return places
+        name_length, extra_length = struct.unpack("<HH", window.read(4))
+        members[info.header_offset + 30 + name_length + extra_length] = info
+    return members
 
 
-def torch_file(path: Path) -> Found:
-    """Describe the tensors of a file that torch.save wrote, by their path in its dicts and lists.
+def describe_torch_file(path: Path) -> Found:
+    """Describe the tensors of a file of torch.save, by their path in its dicts and lists.
 
-    A tensor in {"model": {"a": x}} is "model.a"; values that are no tensors are named in `skipped`.
+    A tensor in {"model": {"a": x}} is "model.a"; values that are not tensors are named in
+    `skipped`.
 
     Raises:
-        CheckpointError: It is no such file, or mentions what tensors do not need.
+        CheckpointError: It is not such a file, or refers to names that tensors do not need.
     """
-    archive = _archive(path, 0, size_of(path))
+    archive = _load_archive(path, 0, get_file_size(path))
     tensors: dict[str, Stored] = {}
     skipped: list[str] = []
-    for name, leaf in _leaves(archive.value, path):
+    for name, leaf in _flatten(archive.value, path):
         if not isinstance(leaf, Tensor):
-            skipped.append(shown(name))
+            skipped.append(make_printable(name))
             continue
-        if name in tensors:
-            raise refusal(path, f"holds {shown(name)!r} twice")
-        tensors[name] = _stored(leaf, archive)
+        if name in tensors:  # {"a": {"b": x}, "a.b": y} gives two tensors one name
+            raise refusal(path, f"holds {make_printable(name)!r} twice")
+        tensors[name] = _locate(leaf, archive)
     if not tensors:
         raise refusal(path, "holds no tensor by a name")
     return Found("torch.save", tensors, tuple(skipped))
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[str, Any]]:
-    """Walk dicts and lists; yield every other value with its path, names joined by dots."""
-    todo: list[tuple[str, Any, int]] = [("", value, 0)]
-    seen = 0
-    while todo:
-        name, value, depth = todo.pop()
-        seen += 1
-        if depth > _DEEPEST or seen > _MOST_NAMES or len(name) > 1000:
+def _flatten(value: Any, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested dicts and lists with its path, names joined by dots."""
+    pending: list[tuple[str, Any, int]] = [("", value, 0)]
+    visited = 0
+    while pending:
+        name, value, depth = pending.pop()
+        visited += 1
+        # A pickle may contain the same list many times over, and so expand without end.
+        if depth > _MAX_DEPTH or visited > _MAX_NAMES or len(name) > 1000:
             raise refusal(path, "is nested too deeply or holds too many values")
-        items = _items(value)
-        if items is None:
+        if isinstance(value, Mapping):
+            items = list(value.items())
+        elif type(value) in (list, tuple):
+            items = list(enumerate(value))
+        else:
             yield name, value
             continue
-        if len(todo) + len(items) > _MOST_NAMES:
+        if len(pending) + len(items) > _MAX_NAMES:
             raise refusal(path, "holds too many values")
         for key, item in reversed(items):
             if not isinstance(key, str | int):
                 raise refusal(path, "has a key that is neither a name nor a number")
-            todo.append((f"{name}.{key}" if name else str(key), item, depth + 1))
+            pending.append((f"{name}.{key}" if name else str(key), item, depth + 1))
 
 
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the keys and values of a dict or a list; None of anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if type(value) in (list, tuple) else None
-
-
-def _stored(tensor: Tensor, archive: _Archive) -> Stored:
-    """Say where the bytes of a tensor lie that torch has put onto the meta device."""
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+def _locate(tensor: Tensor, archive: _Archive) -> Stored:
+    """Return where the bytes of a tensor are that torch has loaded onto the meta device."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    # A lazily negated view would be read without its sign.
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_neg():
         raise refusal(archive.path, "holds a tensor of a dtype or layout that is not read")
     if not math.prod(shape):
         return Stored(dtype, shape, ())
-    place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)  # torch 2.11 to 2.14
-    if place not in archive.members:
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)  # torch 2.11 to 2.14
+    if start not in archive.members:
         raise refusal(archive.path, "has a tensor without bytes")
-    member = archive.members[place]
-    box = ((0,) * len(shape), shape, tuple(tensor.stride()), int(tensor.storage_offset()))
-    where = (archive.path, archive.start + place, member.file_size)
-    return Stored(dtype, shape, (Extent(*where, *box, crc=member.CRC),))
+    member = archive.members[start]
+    extent = Extent(
+        path=archive.path,
+        start=archive.start + start,
+        size=member.file_size,
+        offset=(0,) * len(shape),
+        shape=shape,
+        stride=tuple(tensor.stride()),
+        skip=int(tensor.storage_offset()),
+        crc=member.CRC,
+    )
+    return Stored(dtype, shape, (extent,))
 
 
 # ----------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def distributed_directory(directory: Path) -> Found:
-    """Describe the tensors of a directory that torch.distributed.checkpoint wrote.
+def describe_distributed_directory(directory: Path) -> Found:
+    """Describe the tensors of a directory of torch.distributed.checkpoint.
 
-    Objects that are no tensors are named in `skipped`; their pickles are never opened.
+    Objects that are not tensors are named in `skipped`; their pickles are never opened.
 
     Raises:
-        CheckpointError: Its `.metadata` is not a good one, or names a file outside of the
+        CheckpointError: Its `.metadata` is damaged or malicious, or names a file outside of the
             directory.
     """
     from torch.distributed.checkpoint import metadata as dcp  # noqa: PLC0415 - takes a second
 
     path = directory / ".metadata"
-    with _reading(path):
-        said = _read_metadata(path)
+    with _convert_errors(path):
+        metadata = _read_metadata(path)
         tensors: dict[str, Stored] = {}
         skipped: list[str] = []
-        for name, entry in said.state_dict_metadata.items():
+        for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, dcp.BytesStorageMetadata):
-                skipped.append(shown(name))
+                skipped.append(make_printable(name))
                 continue
-            if not plain_tensor_name(name):
-                raise refusal(path, f"holds a tensor of the odd name {shown(name)!r}")
+            if not is_plain_tensor_name(name):
+                raise refusal(path, f"holds a tensor of the odd name {make_printable(name)!r}")
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             extents = [
                 extent
                 for chunk in entry.chunks
-                for extent in _chunk(name, dtype, chunk, said.storage_data, path)
+                for extent in _locate_chunk(name, dtype, chunk, metadata.storage_data, path)
             ]
-            tensors[name] = Stored(dtype, sizes_of([*entry.size], path), tuple(extents))
+            tensors[name] = Stored(dtype, parse_sizes([*entry.size], path), tuple(extents))
     return Found("torch.distributed.checkpoint", tensors, tuple(skipped))
 
 
 def _read_metadata(path: Path) -> Any:
-    """Read a pickle of which every name is looked up in a table, and nowhere else."""
-    allowed = _metadata_names()
+    """Unpickle `.metadata`; every global name is looked up in a table, and nowhere else."""
+    allowed = _allowed_names()
 
     class Reader(pickle.Unpickler):
+        # Unpickler calls this for every global, before anything in the pickle can be called.
         def find_class(self, module: str, name: str) -> Any:
             full = f"{module}.{name}"
             if full not in allowed:
                 raise pickle.UnpicklingError(f"GLOBAL {full}")
             return allowed[full]
 
-    # A description has some 250 bytes, and what it describes is an archive of 1,000 and more.
-    beside = sum(file.lstat().st_size for file in path.parent.glob("*.distcp"))
-    data = read_bounded(path, min(_MOST_PICKLE, _FREE + beside), shared=True)
+    # A tensor's entry has some 250 bytes, and its archive at least 1,000: more metadata than data
+    # is an attack on the memory.
+    data_bytes = sum(file.lstat().st_size for file in path.parent.glob("*.distcp"))
+    data = read_bounded(path, min(_MAX_PICKLE, _MIN_METADATA + data_bytes), shared=True)
     return Reader(io.BytesIO(data)).load()
 
 
-def _metadata_names() -> dict[str, Any]:
-    """Return what the `.metadata` of tensors mentions: classes of plain fields, and dtypes."""
+def _allowed_names() -> dict[str, Any]:
+    """Return the globals in the `.metadata` of tensors: classes of plain fields, and dtypes."""
     from torch.distributed.checkpoint import filesystem  # noqa: PLC0415 - takes a second
     from torch.distributed.checkpoint import metadata as dcp  # noqa: PLC0415
 
@@ -335,18 +367,18 @@ def _metadata_names() -> dict[str, Any]:
             f"{dcp.__name__}.{name}": getattr(dcp, name)
             for name in (*records, "_MEM_FORMAT_ENCODING")
         },
-        f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,  # noqa: SLF001 - it is what a file says
+        f"{filesystem.__name__}._StorageInfo": filesystem._StorageInfo,  # noqa: SLF001 - files name it
         "torch.serialization._get_layout": torch.serialization._get_layout,  # noqa: SLF001 - likewise
         "torch.Size": torch.Size,
         "collections.OrderedDict": OrderedDict,
         "pathlib.PosixPath": PurePosixPath,
         "pathlib._local.PosixPath": PurePosixPath,
-        "builtins.getattr": _member,
+        "builtins.getattr": _get_enum_member,
     }
 
 
-def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enum, which Python 3.11.2 writes as `getattr(kind, name)`.
+def _get_enum_member(kind: Any, name: Any) -> Any:
+    """Return a member of an enum, which Python 3.11.2 pickles as `getattr(kind, name)`.
 
     Raises:
         UnpicklingError: It is any other `getattr`.
@@ -357,33 +389,42 @@ def _member(kind: Any, name: Any) -> Any:
     return members[name]
 
 
-def _chunk(
-    name: str, dtype: str, chunk: Any, places: Mapping[Any, Any], path: Path
+def _locate_chunk(
+    name: str,
+    dtype: str,
+    chunk: Any,
+    storage: Mapping[Any, Any],
+    path: Path,
 ) -> Iterator[Extent]:
-    """Describe one box, which is a file of torch.save inside of a `.distcp` file."""
+    """Yield the extent of one box, which is in torch.save's format inside a `.distcp` file."""
     from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 - as above
 
-    offset, shape = (sizes_of([*sizes], path) for sizes in (chunk.offsets, chunk.sizes))
+    offset = parse_sizes([*chunk.offsets], path)
+    shape = parse_sizes([*chunk.sizes], path)
     if not math.prod(shape):
         return
-    place = places.get(MetadataIndex(name, offset))
-    if place is None:
+    info = storage.get(MetadataIndex(name, offset))
+    if info is None:
         raise refusal(path, f"says not where {name} from {list(offset)} on is")
-    if not plain_file_name(place.relative_path):
-        raise refusal(path, f"names {shown(place.relative_path)!r}, which is no plain file name")
-    if getattr(place, "transform_descriptors", None):
+    if not is_plain_file_name(info.relative_path):
+        raise refusal(
+            path, f"names {make_printable(info.relative_path)!r}, which is no plain file name"
+        )
+    if getattr(info, "transform_descriptors", None):
         raise refusal(path, f"says that {name} is compressed, which is not read")
-    start, length = sizes_of([place.offset, place.length], path)
-    file = path.with_name(place.relative_path)
-    if start + length > size_of(file):
+    start, length = parse_sizes([info.offset, info.length], path)
+    file = path.with_name(info.relative_path)
+    if start + length > get_file_size(file):
         raise refusal(file, f"ends before {name}, which should be at {start}")
-    archive = _archive(file, start, length)
+    archive = _load_archive(file, start, length)
     if not isinstance(archive.value, Tensor):
         raise refusal(file, f"holds no tensor at {start}, where {name} should be")
-    found = _stored(archive.value, archive)
+    found = _locate(archive.value, archive)
     if (found.dtype, found.shape) != (dtype, shape):
-        said = f"{found.dtype}{list(found.shape)} where {name} should be {dtype}{list(shape)}"
-        raise refusal(file, f"holds {said}")
+        raise refusal(
+            file,
+            f"holds {found.dtype}{list(found.shape)} where {name} should be {dtype}{list(shape)}",
+        )
     yield attrs.evolve(found.extents[0], offset=offset)
 
 

@@ -1,4 +1,4 @@
-"""Others' checkpoints into folders of weights that trainkit verifies; their code is not run."""
+"""Convert foreign checkpoints to folders of weights that trainkit can verify."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.weights.checkpoint.export import SHARD_BYTES, write_weights
 from trainkit.weights.checkpoint.safe_files import refusal
-from trainkit.weights.checkpoint.stored import check_boxes, check_crc, plain_tensor_name
+from trainkit.weights.checkpoint.tensor_files import check_boxes, check_crc, is_plain_tensor_name
 from trainkit.weights.convert.foreign import read_foreign_tensors
 
 
@@ -23,28 +23,29 @@ def convert_weights(
     """Convert a foreign checkpoint into a folder that `open_weights` reads.
 
     It may be a directory of torch.distributed.checkpoint, a file of torch.save, a safetensors file
-    or a folder of them. Pickles are read in a process of their own, of bounded memory, by torch's
-    loader of weights alone; objects that are no tensors are skipped and told. A file's own
-    checksums (CRC-32 of each zip member) are compared, which torch does not.
+    or a folder of those. Pickles are read in a separate process with bounded memory, by torch's
+    loader with `weights_only=True`; objects that are not tensors are skipped and listed. A file's
+    own checksums (the CRC-32 of each zip member) are verified, which torch does not do.
 
     Args:
         source: The foreign checkpoint.
         folder: The new folder.
-        prefix: Only tensors whose names begin with this, "model." for instance; it is taken off.
+        prefix: Only convert tensors whose names begin with it, for instance "model.", and remove it
+            from their names.
         dtype: See `export_checkpoint`.
         shard_bytes: See `export_checkpoint`.
         overwrite: See `export_checkpoint`.
 
     Returns:
-        What has been written, as `export_checkpoint` returns it, and "kind" and "skipped".
+        As `export_checkpoint`, and "kind" and "skipped".
 
     Raises:
-        CheckpointError: The source is damaged, or not what a good one is; nothing is written.
-        ConfigError: The folder is there already.
+        CheckpointError: The source is damaged or malicious; nothing is written.
+        ConfigError: The folder exists.
         DiskError: It cannot be written.
 
     Effects:
-        Writes a folder; starts a process that reads pickles; executes nothing that they say.
+        Writes a folder; starts a process that reads pickles, and executes nothing in them.
 
     Examples:
         >>> import tempfile, torch
@@ -65,8 +66,9 @@ def convert_weights(
         some = ", ".join(sorted(found.tensors)[:5])
         raise refusal(source, f"holds no tensor whose name begins with {prefix!r}; some are {some}")
     for name, stored in chosen.items():
-        if not plain_tensor_name(name):
+        if not is_plain_tensor_name(name):
             raise refusal(source, f"holds a tensor of the odd name {name[:100]!r}")
+        # Here and not in the process that read the pickles: what that reports is not trusted.
         check_boxes(name, stored, source)
         for extent in stored.extents:
             check_crc(extent)
@@ -78,5 +80,5 @@ def convert_weights(
         overwrite=overwrite,
         origin={"source": source.name, "kind": found.kind},
     )
-    others = [name for name in found.tensors if not name.startswith(prefix)]
-    return report | {"kind": found.kind, "skipped": sorted([*found.skipped, *others])}
+    unmatched = [name for name in found.tensors if not name.startswith(prefix)]
+    return report | {"kind": found.kind, "skipped": sorted([*found.skipped, *unmatched])}

@@ -19,7 +19,7 @@ from trainkit.models.config import (
     YarnScaling,
 )
 from trainkit.types import ConfigError
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.hub.families import FAMILIES, Family, Key
 from trainkit.weights.hub.quantized import find_quantization_problem
 from trainkit.weights.hub.ropes import (
@@ -166,7 +166,7 @@ def read_decoder_config(
         except ValueError as error:
             problems.append(str(error))
     raise ConfigError(
-        f"{where}: {shortened(problems)}",
+        f"{where}: {shorten(problems)}",
         where=where,
         got=problems,
         hint=f"trainkit's decoder computes {family.model_type} without these options",
@@ -177,7 +177,7 @@ def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
     """Return a decoder for documents of at most `context` tokens, which `LongRopeScaling` needs.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> set_context(make_decoder_config("tiny"), 4096) == make_decoder_config("tiny")
         True
     """
@@ -399,7 +399,7 @@ def match_family(config: DecoderConfig) -> Family:
         ConfigError: There is none; the message has the reason for each family.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> [match_family(make_decoder_config(name)).model_type for name in ("tiny", "qwen3-8b")]
         ['llama', 'qwen3']
     """
@@ -410,7 +410,7 @@ def match_family(config: DecoderConfig) -> Family:
             return family
         reasons.append(f"{family.model_type}: {reason}")
     raise ConfigError(
-        f"match_family: no known family computes this decoder: {shortened(reasons)}",
+        f"match_family: no known family computes this decoder: {shorten(reasons)}",
         where="model",
         got=reasons,
         hint="`python -m trainkit checkpoint export` writes its weights under trainkit's names",
@@ -484,7 +484,7 @@ def write_decoder_config(
         ConfigError: The family does not compute what the decoder does.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> write_decoder_config(make_decoder_config("tiny"), context=512)["architectures"]
         ['LlamaForCausalLM']
     """

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_objects, broadcast, run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
-from trainkit.models.sizes import config_from_facts
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import parameter_of, shortened
-from trainkit.weights.checkpoint.export import SHARD_BYTES, origin_of, write_weights
+from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
+from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import reader
-from trainkit.weights.checkpoint.sources import model_of
-from trainkit.weights.checkpoint.stored import Stored
-from trainkit.weights.checkpoint.tensors import model_tensors
+from trainkit.weights.checkpoint.run_state import model_tensors
+from trainkit.weights.checkpoint.sources import read_model_tensors
+from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, match_family, write_decoder_config
 from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import CONFIG, get_decoder_shapes, make_family_links
@@ -125,9 +125,9 @@ def export_folder(
         folder,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
-        origin=origin_of(path),
+        origin=describe_origin(path),
         read=map_weights(read, links, shapes),
-        beside=extra_files,
+        extra_files=extra_files,
         axis=axis,
     )
 
@@ -185,7 +185,7 @@ def _make_gather(
     stages: Sequence[nn.Module], config: DecoderConfig, *, dtype: torch.dtype | None, axis: Axis
 ) -> Weights:
     """Return a collective `Weights` function of our tensors; it caches the last full tensor."""
-    local = {parameter_of(name): x for name, x in model_tensors(stages).items()}
+    local = {get_parameter_name(name): x for name, x in model_tensors(stages).items()}
     dtypes = {name: x.dtype for name, x in local.items()}
     if dtype is not None:
         dtypes |= {name: dtype for name in parameter_shapes(config) if name in local}
@@ -196,7 +196,7 @@ def _make_gather(
     device = compute_device(stages[0])
     if missing := [name for name in shapes if not any(name in names for names in by_rank)]:
         raise ConfigError(
-            f"stream_weights: the stages lack {shortened(missing)} of the decoder; merge adapters "
+            f"stream_weights: the stages lack {shorten(missing)} of the decoder; merge adapters "
             "into it first",
             where="stages",
             got=missing,
@@ -243,7 +243,7 @@ def make_export_links(
         ConfigError: No family computes it, or there is no such family.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> make_export_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
         (128,)
     """
@@ -253,7 +253,7 @@ def make_export_links(
 
 def _find_stored(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
     """Return the tensors of a decoder in a checkpoint; raise CheckpointError if any is missing."""
-    stored = model_of(path)
+    stored = read_model_tensors(path)
     problems = [
         f"{name} of shape {tuple(shape)}"
         for name, shape in shapes.items()
@@ -261,7 +261,7 @@ def _find_stored(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, S
     ]
     if problems:
         raise CheckpointError(
-            f"export_folder: {path} lacks {shortened(problems)} of the decoder that its facts "
+            f"export_folder: {path} lacks {shorten(problems)} of the decoder that its facts "
             "describe",
             where=path,
             got=problems,

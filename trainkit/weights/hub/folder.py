@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from trainkit.collectives import run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
-from trainkit.models.sizes import pad_vocab_size
+from trainkit.models.decoder_sizes import pad_vocab_size
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.names import COPY_SUFFIX, get_local_box
+from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import parameter_of, shortened
+from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
 from trainkit.weights.checkpoint.manifest import MANIFEST
 from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.run_state import model_tensors
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
-from trainkit.weights.checkpoint.stored import Stored, safetensors_file, sane_table
-from trainkit.weights.checkpoint.tensors import model_tensors
-from trainkit.weights.convert.foreign import safetensors_folder
+from trainkit.weights.checkpoint.tensor_files import Stored, parse_untrusted_table, safetensors_file
+from trainkit.weights.convert.foreign import describe_safetensors_folder
 from trainkit.weights.hub.configs import get_family, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.links import (
@@ -154,12 +154,12 @@ def open_folder(
     ]
     if links:
         raise CheckpointError(
-            f"open_folder: {path}: {shortened(sorted(links))} are links, which are not followed",
+            f"open_folder: {path}: {shorten(sorted(links))} are links, which are not followed",
             where=path,
             got=links,
             hint="a hub's cache is made of links: download with --local-dir, or copy with cp -rL",
         )
-    values = sane_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
+    values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
     full_context = values.get("max_position_embeddings", config.reach or 2048)
     if type(full_context) is not int:
@@ -253,7 +253,7 @@ def _check_shapes(folder: HFFolder) -> None:
     if problems:
         raise CheckpointError(
             f"read_init_config: {folder.path} has tensors whose sizes differ from config.json: "
-            f"{shortened(problems)}",
+            f"{shorten(problems)}",
             where=folder.path,
             got=problems,
         )
@@ -360,7 +360,7 @@ def open_folder_weights(
     read, absent = _check_folder(folder, allow_missing, allow_extra, axis)
     if absent and missing is None:
         raise ConfigError(
-            f"open_folder_weights: {folder.path} lacks tensors for {shortened(sorted(absent))}; "
+            f"open_folder_weights: {folder.path} lacks tensors for {shorten(sorted(absent))}; "
             "give missing=, for example init_weights",
             where="missing",
         )
@@ -417,7 +417,7 @@ def load_folder_weights(
     tensors: list[tuple[str, Tensor]] = []
     problems = []
     for full_name, tensor in model_tensors(stages).items():
-        name = parameter_of(full_name).removesuffix(COPY_SUFFIX)
+        name = get_parameter_name(full_name).removesuffix(COPY_SUFFIX)
         if name.endswith(".router.load"):  # a count of the last steps, in no folder
             continue
         tensors.append((name, tensor))
@@ -426,7 +426,7 @@ def load_folder_weights(
     if problems:
         raise CheckpointError(
             f"load_folder_weights: {path} is of another decoder than the stages, which have "
-            f"{shortened(problems)}",
+            f"{shorten(problems)}",
             where=path,
             got=problems,
         )
@@ -506,7 +506,7 @@ def _select_tensors(
             )
         raise CheckpointError(
             f"open_folder_weights: {folder.path} is no {folder.family.model_type} of its {CONFIG}: "
-            f"{shortened(problems)}",
+            f"{shorten(problems)}",
             where=folder.path,
             got=problems,
             hint="allow_missing= and allow_extra= take patterns of names to ignore",
@@ -609,7 +609,7 @@ def add_model_prefix(
     """Return tensors by the names of a model with a head; those of one without lack a prefix.
 
     Examples:
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> add_model_prefix({"norm.weight": 1}, get_family("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
@@ -626,7 +626,7 @@ def _describe_files(path: Path) -> dict[str, Stored]:
     if (path / INDEX).exists():
         if single.exists():
             raise refusal(path, f"has both {single.name} and {INDEX}; remove one of them")
-        return safetensors_folder(path)
+        return describe_safetensors_folder(path)
     if single.exists():
         return safetensors_file(single)
     pickled = sorted(file.name for file in path.glob("pytorch_model*.bin"))

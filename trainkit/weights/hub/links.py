@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.types import ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import shortened
+from trainkit.weights.checkpoint.boxes import shorten
 
 Shape = tuple[int, ...]
 
@@ -109,14 +109,14 @@ def make_links(
     missing = [name for name in shapes if name not in table]
     if missing:
         raise ConfigError(
-            f"make_links: the family has no name for {shortened(missing)}",
+            f"make_links: the family has no name for {shorten(missing)}",
             where="names",
             got=missing,
         )
     scalars = [name for name, shape in shapes.items() if not len(shape)]
     if scalars:
         raise ConfigError(
-            f"make_links: {shortened(scalars)} must have a dimension, got the shape (); tensors "
+            f"make_links: {shorten(scalars)} must have a dimension, got the shape (); tensors "
             "are linked by their rows: give a number the shape (1,) on both sides",
             where="shapes",
             got=scalars,
@@ -224,7 +224,7 @@ def check_links(links: Sequence[Link], shapes: Mapping[str, Sequence[int]]) -> N
             if count != math.prod(side_shapes[name])
         ]
     if problems:
-        raise ConfigError(f"check_links: {shortened(problems)}", where="names", got=problems)
+        raise ConfigError(f"check_links: {shorten(problems)}", where="names", got=problems)
 
 
 def map_weights(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.boxes import shortened
-from trainkit.weights.checkpoint.stored import Stored
+from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, read_decoder_config
 from trainkit.weights.hub.export import make_export_links
 from trainkit.weights.hub.families import FAMILIES, Family
@@ -82,7 +82,7 @@ def import_tensors(
     if problems:
         raise CheckpointError(
             f"import_tensors: the tensors are not those of the {family.model_type} that values "
-            f"describes: {shortened(problems)}",
+            f"describes: {shorten(problems)}",
             got=problems,
             hint="allow_extra= takes patterns of names to ignore"
             if config.experts is None
@@ -143,7 +143,7 @@ def export_tensors(
     ]
     if problems:
         raise CheckpointError(
-            f"export_tensors: the tensors are not those of the decoder: {shortened(problems)}",
+            f"export_tensors: the tensors are not those of the decoder: {shorten(problems)}",
             got=problems,
         )
     return _read_all(map_weights(_make_reader(tensors), links, shapes), shapes)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainkit.types import Weights
-    from trainkit.weights.checkpoint.stored import Stored
+    from trainkit.weights.checkpoint.tensor_files import Stored
 
 SCALES = "_scale_inv"
 """The suffix of the name of a matrix's scales."""
@@ -64,7 +64,7 @@ def find_scales(
         The scales by the names of the matrices; a message for each matrix without matching scales.
 
     Examples:
-        >>> from trainkit.weights.checkpoint.stored import Stored
+        >>> from trainkit.weights.checkpoint.tensor_files import Stored
         >>> tensors = {"a": Stored("float8_e4m3fn", (3, 2), ())}
         >>> find_scales(tensors, ["a"], [2, 2])
         ({}, ['a is in fp8, but there is no a_scale_inv of shape [2, 1] in floating point'])

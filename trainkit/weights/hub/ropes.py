@@ -306,7 +306,7 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
     Examples:
         >>> from trainkit.weights.hub.configs import match_family
-        >>> from trainkit.models.sizes import make_decoder_config
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> config = make_decoder_config("tiny")
         >>> write_rope(config, match_family(config))["rope_parameters"]
         {'rope_type': 'default', 'rope_theta': 10000.0}

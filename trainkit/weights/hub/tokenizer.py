@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from trainkit.text.chat import JINJA_SOURCES, find_stop_ids, load_template
-from trainkit.text.chat.folder import MORE_TEMPLATES, folder_sources
+from trainkit.text.chat.folder import MORE_TEMPLATES, read_template_sources
 from trainkit.text.tokenizers.bytes import ByteTokenizer
-from trainkit.text.tokenizers.hf import HFTokenizer, byte_of_letter
+from trainkit.text.tokenizers.hf import HFTokenizer, map_letters_to_bytes
 from trainkit.text.tokenizers.open import open_tokenizer
 from trainkit.text.tokenizers.special import BOS, EOS, PAD
 from trainkit.weights.checkpoint.safe_files import read_bounded
@@ -96,7 +96,7 @@ def make_tokenizer_files(
     if template is not None and not (path.is_dir() and Path(template) == path):
         _set_template(files, template, tok)
     elif (path / MORE_TEMPLATES).is_dir():
-        _set_sources(files, folder_sources(path))
+        _set_sources(files, read_template_sources(path))
     return files
 
 
@@ -115,7 +115,9 @@ def _set_template(
     """Replace the chat template, and add the end of its answers to the stop ids."""
     stop_ids = {*find_stop_ids(tokenizer, load_template(template)), tokenizer.eos_id}
     native = JINJA_SOURCES.get(template)
-    _set_sources(files, folder_sources(Path(template)) if native is None else {"default": native})
+    _set_sources(
+        files, read_template_sources(Path(template)) if native is None else {"default": native}
+    )
     generation = orjson.loads(files["generation_config.json"])
     old = generation.get("eos_token_id")
     stop_ids |= {*old} if isinstance(old, list) else {old}
@@ -210,7 +212,7 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": byte_of_letter(),
+        "vocab": map_letters_to_bytes(),
         "merges": [],
     }
     tokenizer_json = {

@@ -13,7 +13,7 @@ import attrs
 from trainkit.files import say_on_stderr
 from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
-from trainkit.models.sizes import config_from_facts
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.text.chat import locate_template
 from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
 from trainkit.text.tokenizers.special import BOS

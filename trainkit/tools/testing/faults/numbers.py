@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.parallel.names import canonical_name, get_local_box, get_named_parameters
+from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
 from trainkit.tools.testing.faults.steps import At, Injector, Ranks, act_at, until_next
 from trainkit.types import Hidden, RoutedOutput
 

@@ -1,0 +1,298 @@
+"""Train a decoder on several corpora in proportions of your own, and anneal it with others.
+
+python recipes/mixture.py --data web.tokens code.tokens --weights 3 1
+python recipes/mixture.py --data web.tokens code.tokens --anneal-step 500 --anneal-weights 1 3
+torchrun --nproc-per-node 2 recipes/mixture.py --data web.tokens code.tokens --weights 3 1
+
+This is pretrain.py with two parts more: the phases of the mixture, and a loss for each corpus.
+"""
+
+import functools
+from pathlib import Path
+
+import attrs
+
+import trainkit as tk
+
+
+# Each field is a flag, --eval-every for eval_every, and its text is what --help prints. `change`
+# says whether a run may be continued with another value; where nothing is said it may not.
+@attrs.frozen(kw_only=True)
+class Config(tk.config.RunConfig):
+    """Train a decoder on a mixture of corpora, and anneal it with other proportions at the end."""
+
+    out: Path = tk.config.option(Path("runs/mixture"), on_resume="ignore")
+    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    steps: int = tk.config.option(650, tk.config.positive, on_resume="ignore")
+    """Stop after this step. Nothing else depends on it: see schedule-steps."""
+    data: tuple[Path, ...] = tk.config.option((), on_resume="allow")
+    """Corpora: text files, directories of them, .jsonl, .tokens and others; by default Python's."""
+    field: str = tk.config.option("text", on_resume="allow")
+    """The field of JSON lines, parquet or arrow files that holds the text."""
+    tokenizer: str | None = tk.config.option(None, on_resume="allow")
+    """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
+    cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
+    """Where packings are cached for the next run; None for no cache."""
+    weights: tuple[float, ...] = ()
+    """Proportions in which rows are drawn from the corpora; by default as many rows as each has."""
+    anneal_step: int = tk.config.option(0, tk.config.non_negative, on_resume="allow")
+    """From this global batch on the anneal-weights and the anneal-lr hold; 0 for never."""
+    anneal_weights: tuple[float, ...] = tk.config.option((), on_resume="allow")
+    """What the weights become at the anneal-step."""
+    anneal_lr: float = tk.config.option(1.0, tk.config.positive, on_resume="allow")
+    """What the learning rate is multiplied by from the anneal-step on."""
+    init: Path | None = tk.config.option(None, on_resume="allow")
+    """A Hugging Face folder whose architecture, weights and tokenizer to begin with."""
+    size: str = "tiny"
+    """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
+    eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
+    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    prompt: str | None = tk.config.option(None, on_resume="allow")
+    """What the model continues after an evaluation; by default the start of a held-out text."""
+    sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
+    """How many tokens it then writes, for you to read."""
+    batch: tk.config.RowOptions = tk.config.RowOptions()
+    optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=650)
+
+
+def choose_model(cfg, num_ids):
+    """Return the model's configuration: that of init, or of a named size."""
+    if cfg.init:
+        return tk.hub.read_init_config(cfg.init, vocab_size=num_ids, context=cfg.batch.row_length)
+    # The vocabulary is rounded up to a multiple of 16, so that its matrices divide over ranks.
+    return tk.models.make_decoder_config(cfg.size, num_ids=num_ids)
+
+
+def build(cfg, ps, model, first):
+    """Return this rank's part of the model, and its optimizer."""
+    # What is done to the model, in this order: tensor and sequence parallelism, precision,
+    # recomputation, compilation, and sharding of the parameters.
+    plan = tk.parallel.make_decoder_plan(
+        cfg.layout,
+        precision=cfg.precision,
+        recompute=cfg.recompute,
+        compiled=cfg.compiled,
+        attention=cfg.attention,
+        offload=cfg.offload_activations,
+    )
+    # New weights are a function of seed, name and index: the same numbers in every layout.
+    weights = tk.models.init_weights(model, seed=cfg.seed)
+    if first.source and not first.own:
+        weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
+    stages = tk.build_stages(
+        functools.partial(tk.models.Decoder, model, head="hidden"),
+        ps,
+        plan,
+        weights=weights,
+        schedule=cfg.layout.schedule,
+    )
+    optimizer = tk.optim.make_optimizer(
+        stages,
+        optimizer=cfg.optim.optimizer,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        options=cfg.optim.options,
+        groups=cfg.optim.groups,
+        mean=cfg.optim.mean,
+        offload=cfg.optim.offload_optimizer,
+        precision=cfg.precision,
+        seed=cfg.seed,
+    )
+    return stages, optimizer
+
+
+def make_train_step(cfg, ps, stages, optimizer, forward_backward):
+    """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    # Warm up, hold, and fall in the last 40 % of the schedule.
+    lr_at = tk.schedules.warmup_stable_decay(
+        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+    )
+
+    def train_step(state, batch):
+        # One denominator for the whole global batch, known before the first forward pass: losses
+        # are sums, so that microbatches and ranks add up to the mean over all tokens.
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        # In fp16 small gradients would become 0, so the loss is scaled up; None in fp32 and bf16.
+        scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        sums = forward_backward(
+            batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
+        )
+        # FSDP has summed gradients over its ranks; sequence-parallel ranks outside of it remain.
+        tk.sync_sp_grads(stages, ps.sp_unfolded)
+        terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
+        # A step whose loss or gradient is not finite changes nothing. This is decided on the
+        # device, so that the host need not wait for it.
+        should_apply = tk.health.make_finite_check(
+            terms["loss"], state.health, cfg.policy, tokens=tokens
+        )
+        # The phase follows the number of the global batch, not the step: after a roll-back, steps
+        # are counted again and batches are not.
+        is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
+        lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
+        update = tk.clip_and_step(
+            stages,
+            optimizer,
+            lr=lr,
+            max_norm=cfg.optim.max_norm,
+            should_apply=should_apply,
+            scale=scale,
+        )
+        metrics = {**terms, **update.metrics, "lr": lr, "tokens": tokens}
+        # Counts the step and its tokens, and moves the cursor to the next batch.
+        return tk.advance(state, batch, metrics, axis=ps.loss)
+
+    return train_step
+
+
+def train(cfg, run, tokenizer, model, first):
+    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    ps = run.ps  # the axes of the layout, as this rank sees them
+
+    # Data. One document in forty is never trained on. The others are packed into rows of equal
+    # length, several to a row; attention does not cross from one document into the next.
+    corpora = tk.corpora.open_corpora(
+        cfg.data,
+        tokenizer=tokenizer,
+        field=cfg.field,
+        init=cfg.init,
+        recorded=tk.checkpoint.read_resume_facts(cfg.out, cfg.resume),
+        log=run.log,
+    )
+    rows, held_out, reports = tk.corpora.pack_corpora(
+        corpora,
+        cfg.batch.row_length,
+        one_in=40,
+        multiple_of=cfg.batch.multiple_of,
+        seed=cfg.seed,
+        cache_dir=cfg.cache,
+        axis=ps.world,
+        log=run.log,
+    )
+    # How often each corpus is drawn: from the start, and from the annealing step on. Rows hold
+    # documents of one corpus, so proportions of rows are proportions of tokens.
+    phases = tk.sampling.anneal_phases(
+        rows.num_rows,
+        weights=cfg.weights,
+        anneal_step=cfg.anneal_step,
+        anneal_weights=cfg.anneal_weights,
+        anneal_lr=cfg.anneal_lr,
+    )
+    # Which rows make up batch n is a function of the seed and n: there is no loader to save, and
+    # every rank knows the whole batch and takes its share of it.
+    rows_at = tk.sampling.sample_mixture(
+        rows.num_rows, phases, rows_per_step=cfg.batch.rows, seed=cfg.seed
+    )
+    make_batch = functools.partial(
+        tk.make_step_batch,
+        rows,
+        rows_at,
+        rows_per_microbatch=cfg.batch.microbatch,
+        place=ps.place,
+        pad_id=tokenizer.pad_id or 0,
+    )
+
+    # Model and optimizer, and the functions that use them.
+    stages, optimizer = build(cfg, ps, model, first)
+    run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
+    loss = tk.losses.next_token_linear  # takes hidden states, and never makes all logits at once
+    if len(corpora) > 1:
+        loss = tk.losses.report_by_source(tuple(corpora), loss)  # reports loss/NAME as well
+    forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
+    train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
+    evaluate = tk.evaluation.make_evaluator(
+        stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
+    )
+
+    # Loads the newest checkpoint that verifies, if there is one. All that is given here is saved
+    # with each checkpoint, and a run is only continued with what it began with.
+    state = run.resume(
+        stages,
+        optimizer,
+        request=cfg.resume,
+        config=cfg,
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        corpora=corpora,
+        first=first,
+        context=cfg.batch.row_length,
+        # Phases that have begun may not change any more; those to come may.
+        facts=tk.sampling.add_phase_facts({}, phases),
+    )
+    stop = None
+    with (
+        # A thread makes the next batches while this one is computed.
+        tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
+        # Writes metrics, saves in the background, and watches the numbers.
+        run.loop(
+            state,
+            stages,
+            optimizer,
+            steps=cfg.steps,
+            replay=forward_backward,  # to find where a bad step first went wrong
+            checkpoints=cfg.checkpoints,
+            logging=cfg.logging,
+            policy=cfg.policy,
+        ) as loop,
+    ):
+        for name, report in reports.items():
+            loop.event("packing", step=state.step, facts={"corpus": name, **report})
+        while state.step < cfg.steps and not stop:
+            batch = next_batch(state.cursor)
+            state, metrics = train_step(state, batch)
+            state = loop.record(state, metrics, batch)  # an earlier state, if the run went back
+            if len(held_out) and loop.is_due(state, cfg.eval_every):
+                state = loop.evaluate(state, evaluate)
+                run.log(sample(cfg, stages, tokenizer, held_out))
+            stop = loop.checkpoint(
+                state
+            )  # saves when it is due; the reason to stop, after a signal
+    # Writes final.json and draws the loss; returns the exit code. After a stop it does neither, and
+    # the same command continues the run.
+    return run.finish(state, stages, optimizer, stop=stop)
+
+
+def sample(cfg, stages, tokenizer, held_out):
+    """Return a prompt and what the model makes of it."""
+    prompt = cfg.prompt
+    if prompt is None:
+        document = int(held_out.bins.documents[0])
+        length = min(24, held_out.corpus.lengths[document])
+        prompt = held_out.corpus.read(document, 0, length).tolist()
+    return tk.generation.sample_text(
+        stages,
+        prompt,
+        tokenizer=tokenizer,
+        max_new_tokens=cfg.sample,
+        context=cfg.batch.row_length,
+        seed=cfg.seed,
+    )
+
+
+def main(argv=None):
+    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    cfg = tk.config.load_config(Config, argv)
+    # What a flag leaves open is settled here, and written down with the run.
+    first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
+    cfg = attrs.evolve(
+        cfg,
+        init=first.source,
+        tokenizer=tk.tokenizers.find_tokenizer(cfg.tokenizer, cfg.data, init=first.source),
+        precision=tk.parallel.resolve_precision(cfg.precision),
+    )
+    tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
+    model = choose_model(cfg, tokenizer.vocab_size)
+    tk.parallel.check_layout(
+        cfg.layout,
+        model,
+        cfg.batch,
+    )
+    # Opens the process groups, locks the run directory, and answers signals and lost ranks.
+    with tk.open_run(
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+    ) as run:
+        return train(cfg, run, tokenizer, model, first)
+
+
+if __name__ == "__main__":
+    tk.run.run_main(main)
