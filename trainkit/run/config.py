@@ -260,7 +260,7 @@ class RunConfig:
     schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _check_recompute, on_resume="allow")
-    """none, selective, full, names of what to store, or a fraction: 0.4; docs/howto/less-memory.md."""
+    """none, selective, full, names to store, or a fraction: 0.4; docs/howto/less-memory.md."""
 
     compiled: bool = option(default=False, on_resume="allow")
     """Compile the blocks with torch.compile."""
