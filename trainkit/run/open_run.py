@@ -341,16 +341,6 @@ class _RunFunctions:
     def log(self) -> Log:
         return self.logger.info
 
-    def describe(
-        self,
-        stages: Stages | nn.Module,
-        rows: Bins,
-        *,
-        rows_per_step: int,
-        precision: Precision,
-    ) -> None:
-        self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
-
     def make_run(self) -> Run:
         return Run(
             dir=self.dir,
@@ -372,6 +362,16 @@ class _RunFunctions:
             self.log(note)
         if numerics is not None:
             self.log(str(numerics))
+
+    def describe(
+        self,
+        stages: Stages | nn.Module,
+        rows: Bins,
+        *,
+        rows_per_step: int,
+        precision: Precision,
+    ) -> None:
+        self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
 
     def resume(
         self,
@@ -478,14 +478,7 @@ class _RunFunctions:
             functions.event(
                 "resume", step=state.step, messages=self.resume_messages, software=self.software
             )
-            yield Loop(
-                record=functions.record,
-                evaluate=functions.evaluate,
-                checkpoint=functions.checkpoint,
-                is_due=functions.is_due,
-                event=functions.write_event,
-                result=functions.write_result,
-            )
+            yield functions.make_loop()
             functions.end()
         functions.log_stop()
 
@@ -547,6 +540,16 @@ class _LoopFunctions:
     optimizer_steps_of_current: int = 0
     last_saved: int | None = None  # the step of the save that was started last
     memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
+
+    def make_loop(self) -> Loop:
+        return Loop(
+            record=self.record,
+            evaluate=self.evaluate,
+            checkpoint=self.checkpoint,
+            is_due=self.is_due,
+            event=self.write_event,
+            result=self.write_result,
+        )
 
     def open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
         """Open the saves and the guard against bad numbers; see `open_guarded_saver`."""
