@@ -129,15 +129,15 @@ MISTAKES = [
         (
             "grads.py",
             "a group's own limit is forgotten",
-            "    return [(list(rest), max_norm), *apart]",
-            "    return [(list(rest), max_norm), *((members, max_norm) for members, _ in apart)]",
+            "    return [(list(remaining), max_norm), *separate]",
+            "    return [(list(remaining), max_norm), *((p, max_norm) for p, _ in separate)]",
             "tests/test_grads.py",
         ),
         (
             "grads.py",
             "clipping makes small gradients larger",
-            "    by = (limit / (norm + 1e-6)).clamp(max=1.0) if clips",
-            "    by = (limit / (norm + 1e-6)) if clips",
+            "        factor = (limit / (norm + 1e-6)).clamp(max=1.0)",
+            "        factor = limit / (norm + 1e-6)",
             "tests/test_grads.py",
         ),
         (
