@@ -375,7 +375,7 @@ def step_after_a_failure():
 def test_a_step_after_one_that_broke_off_is_refused_and_not_wrong():
     for said in run_ranks(step_after_a_failure, 2):
         assert said[0] == "a bad sample"
-        assert "an earlier call broke off" in said[1]
+        assert "an earlier call failed" in said[1]
 
 
 def evaluation_with(kind):
@@ -422,7 +422,7 @@ def test_a_term_with_a_denominator_of_its_own_is_divided_by_it():
 
 
 def test_one_batch_in_place_of_a_sequence_is_refused():
-    with pytest.raises(ValueError, match="must be a sequence of some, got one batch"):
+    with pytest.raises(ValueError, match="must be a sequence of batches, got a single batch"):
         tk.forward_backward(linear(), data(1), squared, denominator=torch.tensor(1), call=call)
 
 

@@ -129,15 +129,15 @@ MISTAKES = [
         (
             "grads.py",
             "a group's own limit is forgotten",
-            "    return [(list(rest), max_norm), *apart]",
-            "    return [(list(rest), max_norm), *((members, max_norm) for members, _ in apart)]",
+            "    return [(list(remaining), max_norm), *separate]",
+            "    return [(list(remaining), max_norm), *((p, max_norm) for p, _ in separate)]",
             "tests/test_grads.py",
         ),
         (
             "grads.py",
             "clipping makes small gradients larger",
-            "    by = (limit / (norm + 1e-6)).clamp(max=1.0) if clips",
-            "    by = (limit / (norm + 1e-6)) if clips",
+            "        factor = (limit / (norm + 1e-6)).clamp(max=1.0)",
+            "        factor = limit / (norm + 1e-6)",
             "tests/test_grads.py",
         ),
         (
@@ -227,8 +227,8 @@ MISTAKES = [
         (
             "step.py",
             "an evaluation counts the batch that only computes along",
-            "torch.zeros_like(term) for name, term in found.items()",
-            "term for name, term in found.items()",
+            "torch.zeros_like(term) for name, term in terms.items()",
+            "term for name, term in terms.items()",
             "tests/test_step.py tests/post/evaluation/test_held_out.py",
         ),
         (
@@ -1410,15 +1410,15 @@ MISTAKES = [
         (
             "choices.py",
             "log-probabilities per token are per byte",
-            "(logprobs, logprobs / tokens, logprobs / sizes)",
-            "(logprobs, logprobs / sizes, logprobs / tokens)",
+            '"per_token": logprobs / item.metadata["tokens"]',
+            '"per_token": logprobs / item.metadata["bytes"]',
             "tests/post/evaluation",
         ),
         (
             "score.py",
             "a continuation is scored one token late",
-            "        counting = [slice(end - x.scored, end)",
-            "        counting = [slice(end - x.scored + 1, end + 1)",
+            "        scored = [slice(end - x.scored, end)",
+            "        scored = [slice(end - x.scored + 1, end + 1)",
             "tests/post/evaluation/test_score.py",
         ),
         (

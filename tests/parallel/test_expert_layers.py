@@ -31,10 +31,10 @@ from trainkit.parallel import (
     expert_parallel,
     fsdp,
     get_local_box,
+    grad_reduction,
     make_call,
     mixed_precision,
     recompute,
-    reduction,
     sequence_parallel,
     tensor_parallel,
 )
@@ -447,7 +447,7 @@ PATCH = pytest.MonkeyPatch()
 def not_summed_over_tp(module, _ps):
     for part in module.modules():
         if isinstance(part, ExpertWeights):
-            reduction._PARTIAL.write_(part, ())
+            grad_reduction._PARTIAL.write_(part, ())
     return module
 
 

@@ -19,10 +19,10 @@ from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.grad_reduction import (
     check_dense,
     find_used,
-    make_flags,
     get_local,
     list_gradients,
     make_buckets,
+    make_flags,
     mark_partial_,
     mark_replicated_,
 )

@@ -25,7 +25,7 @@ from trainkit.parallel.materialize import (
 from trainkit.parallel.parameters import canonical_name, find_ties, get_named_parameters
 from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
-from trainkit.parallel.stage_ranks import StagePlace, attach_axes, placed_
+from trainkit.parallel.stage_ranks import StagePlace, attach_axes, place_stage_
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.types import (
     Call,
@@ -156,7 +156,7 @@ def build_stages(
         refuse_max_norm(stage, by="build_stages", weights=tied)
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
     modules = [
-        placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
+        place_stage_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
         for i in own
     ]
     return attach_axes(modules, ps, schedule=schedule, call=call)
