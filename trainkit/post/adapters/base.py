@@ -37,7 +37,7 @@ def exclude_frozen_(
         stages: This rank's stages.
         ps: The layout.
         source: The path of the base, a Hugging Face folder or a run: the fact "base_from", which a
-            run may be continued with another value of (`Changes(free=["base_from"])`).
+            resumed run may change (`ResumeRules(allow=["base_from"])`).
 
     Returns:
         {"base": a hash of the frozen parameters, the same in every layout, "base_from": source,
