@@ -111,7 +111,7 @@ def test_counts_that_are_not_of_the_rows_are_refused():
             return rows, change(counts), route
 
         model.layers["1"].mlp.dispatch = wrong
-        with pytest.raises(ValueError, match="counts must be those of the 8 that are here"):
+        with pytest.raises(ValueError, match="counts must be those of the 8 local experts"):
             call_routed(model, batch)
 
 
