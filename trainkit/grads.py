@@ -71,17 +71,20 @@ def get_parameters(stages: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter
     """
     stages = modules_of(stages)
     for stage in stages:
-        check_not_averaging("parameters_of", find_reducers(stage))
+        check_not_averaging("get_parameters", find_reducers(stage))
     return [p for p in get_named_parameters(stages).values() if p.requires_grad]
 
 
 def _list_params(params: Params, axis: Axis = SOLO) -> tuple[list[nn.Parameter], Axis]:
-    """Return each parameter once, and the pipeline axis, which is `axis` except for a `Stages`."""
-    if isinstance(params, Stages):
-        return get_parameters(params), params.pp
-    if isinstance(params, nn.Module):
-        return get_parameters(params), axis
-    return list(dict.fromkeys(params)), axis
+    """Return each parameter once, and the pipeline axis: that of a `Stages`, else `axis`."""
+    if not isinstance(params, Stages | nn.Module):
+        return list(dict.fromkeys(params)), axis
+    modules = modules_of(params)
+    for module in modules:
+        check_not_averaging("get_parameters", find_reducers(module))
+    # As `get_parameters`, but without the names: they would cost 0.3 ms in every step.
+    trained = dict.fromkeys(p for x in modules for p in x.parameters() if p.requires_grad)
+    return list(trained), params.pp if isinstance(params, Stages) else axis
 
 
 def sync_sp_grads(params: Params, axis: Axis) -> None:

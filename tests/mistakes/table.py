@@ -1410,15 +1410,15 @@ MISTAKES = [
         (
             "choices.py",
             "log-probabilities per token are per byte",
-            "(logprobs, logprobs / tokens, logprobs / sizes)",
-            "(logprobs, logprobs / sizes, logprobs / tokens)",
+            '"per_token": logprobs / item.metadata["tokens"]',
+            '"per_token": logprobs / item.metadata["bytes"]',
             "tests/post/evaluation",
         ),
         (
             "score.py",
             "a continuation is scored one token late",
-            "        counting = [slice(end - x.scored, end)",
-            "        counting = [slice(end - x.scored + 1, end + 1)",
+            "        scored = [slice(end - x.scored, end)",
+            "        scored = [slice(end - x.scored + 1, end + 1)",
             "tests/post/evaluation/test_score.py",
         ),
         (
