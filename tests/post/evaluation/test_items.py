@@ -76,7 +76,11 @@ def test_a_context_is_cut_on_its_left_and_that_is_counted(tmp_path):
 NONE = "a continuation"
 REFUSED = [
     ("text", {**PAIR, "continuation": ""}, "line 2: the continuation is empty"),
-    ("text", {**PAIR, "continuation": "x" * 9}, "line 2: the continuation has 9 tokens, .* context is 8"),
+    (
+        "text",
+        {**PAIR, "continuation": "x" * 9},
+        "line 2: the continuation has 9 tokens, .* context is 8",
+    ),
     ("text", {**PAIR, "context": 3}, "line 2: field 'context' must be a string, got int"),
     ("text", {"continuation": "a"}, "line 2: there is no field 'context'"),
     ("text", {"txt": "a"}, "line 2: there is no field 'text'; found txt"),
