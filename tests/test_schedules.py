@@ -230,7 +230,7 @@ def test_due_fires_at_multiples_and_at_the_last_step(every, last, fires):
 
 
 def test_due_refuses_a_negative_period():
-    with pytest.raises(ValueError, match=r"^due: every must be .* got -1"):
+    with pytest.raises(ValueError, match=r"^is_due: every must be .* got -1"):
         is_due(1, -1)
 
 

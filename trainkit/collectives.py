@@ -1,8 +1,8 @@
 """Collectives on an axis: every rank of the axis must call them, in the same order.
 
 On an axis of size 1 each is the identity and needs no process group, so callers have no branch on
-parallelism. All reductions are sums or maxima, never means. Values that are not tensors travel as
-JSON, never as pickles.
+parallelism. Reductions are sums, maxima or minima, never means. Values that are not tensors are
+sent as JSON, never as pickles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def all_sum(x: Tensor, axis: Axis) -> Tensor:
         >>> all_sum(torch.tensor(3), solo_parallel().loss)
         tensor(3)
     """
-    return _reduced(x, axis, dist.ReduceOp.SUM)
+    return _all_reduce(x, axis, dist.ReduceOp.SUM)
 
 
 def all_max(x: Tensor, axis: Axis) -> Tensor:
@@ -54,14 +54,11 @@ def all_max(x: Tensor, axis: Axis) -> Tensor:
         >>> all_max(torch.tensor(3), solo_parallel().dp)
         tensor(3)
     """
-    return _reduced(x, axis, dist.ReduceOp.MAX)
+    return _all_reduce(x, axis, dist.ReduceOp.MAX)
 
 
 def all_min(x: Tensor, axis: Axis) -> Tensor:
-    """Return the elementwise minimum of `x` over the ranks of an axis.
-
-    Returns:
-        A new tensor, equal on all ranks; `x` itself when the axis has size 1.
+    """Return the elementwise minimum of `x` over the ranks of an axis, as `all_max` the maximum.
 
     Effects:
         Communicates: one all-reduce on `axis`.
@@ -71,10 +68,10 @@ def all_min(x: Tensor, axis: Axis) -> Tensor:
         >>> all_min(torch.tensor(3), solo_parallel().dp)
         tensor(3)
     """
-    return _reduced(x, axis, dist.ReduceOp.MIN)
+    return _all_reduce(x, axis, dist.ReduceOp.MIN)
 
 
-def _reduced(x: Tensor, axis: Axis, op: Any) -> Tensor:
+def _all_reduce(x: Tensor, axis: Axis, op: Any) -> Tensor:
     if axis.count == 1:
         return x
     out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -83,12 +80,12 @@ def _reduced(x: Tensor, axis: Axis, op: Any) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
-    """Return what rank `source` of the axis holds in `x`.
+    """Broadcast `x` from rank `source` of the axis.
 
     Args:
-        x: A tensor of the same shape and dtype on every rank; its values matter on `source` alone.
+        x: A tensor of the same shape and dtype on every rank; only the values on `source` are used.
         axis: The axis.
-        source: The index on the axis of the rank whose values all get.
+        source: The index of the sender on the axis.
 
     Effects:
         Communicates: one broadcast on `axis`.
@@ -107,22 +104,22 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
 
 @torch.no_grad()
 def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
-    """Return this rank's part of the sum of `x` over the ranks, sent in bf16 and summed in fp32.
+    """Reduce-scatter `x`, sent in bf16 and summed in fp32.
 
-    Half of the bytes of a reduce-scatter in fp32. What a rank sends is rounded at random
-    (`noise.round_bf16_stochastic`), so that the mean of the sum over keys is the sum in fp32; what
-    a rank has of its own part stays as it is. An element is off by less than 2^-7 of the sum of the
-    others' absolute values. The bits depend on how many ranks there are and on which of them sums.
+    It sends half of the bytes of a reduce-scatter in fp32. A rank rounds what it sends
+    stochastically (`noise.round_bf16_stochastic`), so that the mean of the sum over keys is the sum
+    in fp32; its own addend is not rounded. An element is off by less than 2^-7 of the sum of the
+    absolute values of the others. The bits depend on the number of ranks and on the rank that sums.
 
     Args:
-        x: This rank's summand, fp32, of the same shape on every rank; the first dimension is cut
-            into equal parts, in rank order. It has no gradient.
+        x: This rank's addend, fp32, of the same shape on every rank; the first dimension is split
+            into equal shards, in rank order. It has no gradient.
         axis: The axis to sum over.
-        key: int64, 0-d, on the device of `x`; another one for each sum. Ranks may have the same
-            one: each rounds by its index too.
+        key: int64, 0-d, on the device of `x`, different for each sum. Ranks may have the same one,
+            because the index of a rank is mixed in.
 
     Returns:
-        A part of the sum, fp32, contiguous; `x` itself when the axis has size 1.
+        A shard of the sum, fp32, contiguous; `x` itself when the axis has size 1.
 
     Raises:
         ValueError: The first dimension does not divide by the number of ranks, or `x` is not fp32.
@@ -150,7 +147,7 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis, *, key: Tensor) -> Tensor:
 
 
 def any_rank(flag: bool, axis: Axis) -> bool:
-    """Return whether any rank of the axis says yes: the same answer on all of them.
+    """Return whether `flag` is True on any rank of the axis, on all ranks.
 
     Effects:
         Communicates: one all-reduce of one byte on `axis`, and waits for it.
@@ -168,10 +165,10 @@ def any_rank(flag: bool, axis: Axis) -> bool:
 
 
 def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return the values of all ranks, in rank order; for set-up and checkpoints, not for a step.
+    """All-gather values as JSON, in rank order; for set-up and checkpoints, not for a step.
 
     Args:
-        value: Anything that JSON holds.
+        value: Any JSON value.
         axis: The axis.
 
     Effects:
@@ -196,17 +193,17 @@ def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def run_on_all_ranks(work: Callable[[], Any], axis: Axis) -> list[Any]:
-    """Return what `work()` gives on every rank, in rank order; if it raises on one, raise on all.
+    """Call `work()` on every rank; return the results in rank order, or raise on all ranks.
 
     A rank that raised alone would leave the others waiting in the next collective.
 
     Args:
-        work: Done once on this rank; gives anything that JSON holds. It must not communicate.
+        work: Called once on this rank; returns any JSON value. It must not communicate.
         axis: The axis.
 
     Raises:
-        Exception: On the rank that failed, what it raised; on the others the first failure, told
-            with its rank, of the same kind where it is a bad argument or one of trainkit's errors.
+        Exception: On the rank that failed, its error. On the others, the first error with its rank,
+            of the same class if it is a ValueError or one of trainkit's errors.
 
     Effects:
         Those of `work`; communicates as `all_gather_objects`.
@@ -220,39 +217,48 @@ def run_on_all_ranks(work: Callable[[], Any], axis: Axis) -> list[Any]:
     report: dict[str, Any] = {}
     try:
         report["value"] = orjson.loads(orjson.dumps(work()))
-    except Exception as error:  # noqa: BLE001 (told to the others, then raised)
-        failure, report = error, {"error": _told(error)}
+    except Exception as error:  # noqa: BLE001 (sent to the others, then raised)
+        failure = error
+        report = {"error": _serialize_error(error)}
     reports = all_gather_objects(report, axis)
     if failure is not None:
         raise failure
     for rank, other in enumerate(reports):
         if "error" in other:
-            raise _as_raised(other["error"], rank)
+            raise _deserialize_error(other["error"], rank)
     return [other["value"] for other in reports]
 
 
-def _told(error: Exception) -> dict[str, str | None]:
-    names = ("where", "got", "want", "hint")
-    facts = {name: getattr(error, name, None) for name in names}
-    plain = {name: None if value is None else str(value) for name, value in facts.items()}
-    return plain | {"kind": type(error).__name__, "what": format_error(error, hint=False)}
+def _serialize_error(error: Exception) -> dict[str, str | None]:
+    fields: dict[str, str | None] = {
+        "kind": type(error).__name__,
+        "what": format_error(error, hint=False),
+    }
+    for name in ("where", "got", "want", "hint"):
+        value = getattr(error, name, None)
+        fields[name] = None if value is None else str(value)
+    return fields
 
 
-def _as_raised(told: dict[str, Any], rank: int) -> Exception:
-    kinds = {kind.__name__: kind for kind in TrainkitError.__subclasses__()}
-    kind, what = told.pop("kind"), told.pop("what")
-    if kind == "ValueError":
-        return TrainkitError(f"rank {rank}: {what}", **told)
-    if kind not in kinds:
-        return RuntimeError(f"rank {rank} failed: {kind}: {what}")
-    return kinds[kind](f"rank {rank}: {what}", **told)
+def _deserialize_error(fields: dict[str, Any], rank: int) -> Exception:
+    classes = {"ValueError": TrainkitError}
+    classes |= {subclass.__name__: subclass for subclass in TrainkitError.__subclasses__()}
+    if fields["kind"] not in classes:
+        return RuntimeError(f"rank {rank} failed: {fields['kind']}: {fields['what']}")
+    return classes[fields["kind"]](
+        f"rank {rank}: {fields['what']}",
+        where=fields["where"],
+        got=fields["got"],
+        want=fields["want"],
+        hint=fields["hint"],
+    )
 
 
 def get_comm_device(axis: Axis) -> torch.device:
     """Return a device on which the ranks of an axis can communicate: the CPU when it can be.
 
     Effects:
-        None; the group is only asked.
+        None; it does not communicate.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -266,19 +272,18 @@ def get_comm_device(axis: Axis) -> torch.device:
 
 
 def get_backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return what a group communicates through, by the type of device that the tensors are on."""
-    kinds = dist.get_backend_config(group).split(",")
-    return dict(kind.split(":", 1) for kind in kinds)
+    """Return the backends of a group by device type."""
+    return dict(x.split(":", 1) for x in dist.get_backend_config(group).split(","))
 
 
 def get_compute_device(axis: Axis) -> torch.device:
-    """Return the device that the ranks of an axis compute on: the same on all of them.
+    """Return the device that the ranks of an axis compute on, equal on all of them.
 
-    What every rank shall send, though some have no value that would say where, goes there. An axis
-    of one's own group says nothing else: it means the accelerator where the group reaches one.
+    Use it for values that all ranks send, even ranks that have no tensor to take the device from.
+    For an axis from a plain process group it is the accelerator, if the group supports one.
 
     Effects:
-        None; the axis is only asked.
+        None; it does not communicate.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -294,24 +299,23 @@ def get_compute_device(axis: Axis) -> torch.device:
 
 # -------------------------------------------------------------------------------- differentiable
 #
-# Each is linear, and its gradient is its transpose: for the others, what one rank's output costs
-# is summed over the ranks that the input went to. `sum_forward` and `sum_grad` are the pair for a
-# result that all ranks hold and go on with alike, whose gradient is whole on each of them already.
+# Each is linear, and backward is its transpose: the gradient of an input is summed over the ranks
+# that received it. `sum_forward` and `sum_grad` are a pair for replicated results: all ranks
+# compute the same with them, so each has the full gradient already.
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """Concatenate the equal parts of all ranks along `dim`; backward sums and scatters.
+    """All-gather equal shards along `dim`; backward is a reduce-scatter.
 
-    Every rank may do something different with the whole: the gradient of a part is the sum of what
-    all ranks have for it.
+    Ranks may use the result differently: the gradient of a shard is the sum over all ranks.
 
     Args:
-        x: This rank's part, of the same shape and dtype on every rank.
-        axis: The axis whose ranks hold the parts, in rank order.
+        x: This rank's shard, of the same shape and dtype on every rank.
+        axis: The axis, with shards in rank order.
         dim: The dimension to concatenate along.
 
     Returns:
-        The whole, contiguous; `x` itself when the axis has size 1.
+        The full tensor, contiguous; `x` itself when the axis has size 1.
 
     Effects:
         Communicates: one all-gather on `axis`, and in backward one reduce-scatter.
@@ -321,21 +325,21 @@ def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
         >>> all_gather(torch.ones(2), solo_parallel().tp, dim=0)
         tensor([1., 1.])
     """
-    return x if axis.count == 1 else _applied(_GatherDim, x, axis, dim)
+    return x if axis.count == 1 else _apply(_GatherDim, x, axis, dim)
 
 
 def all_gather_replicated(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """Concatenate the equal parts of all ranks along `dim`; backward takes this rank's part.
+    """All-gather equal shards along `dim`; backward takes this rank's shard of the gradient.
 
-    For a whole that all ranks hold and go on with alike; see `sum_forward`.
+    Use it where all ranks compute the same with the result; see `sum_forward`.
 
     Args:
-        x: This rank's part, of the same shape and dtype on every rank.
-        axis: The axis whose ranks hold the parts, in rank order.
+        x: This rank's shard, of the same shape and dtype on every rank.
+        axis: The axis, with shards in rank order.
         dim: The dimension to concatenate along.
 
     Returns:
-        The whole, contiguous, equal on all ranks; `x` itself when the axis has size 1.
+        The full tensor, contiguous, equal on all ranks; `x` itself when the axis has size 1.
 
     Effects:
         Communicates: one all-gather on `axis`.
@@ -345,19 +349,19 @@ def all_gather_replicated(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
         >>> all_gather_replicated(torch.ones(2), solo_parallel().tp, dim=0)
         tensor([1., 1.])
     """
-    return x if axis.count == 1 else _applied(_GatherReplicated, x, axis, dim)
+    return x if axis.count == 1 else _apply(_GatherReplicated, x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """Sum over all ranks and return this rank's part of `dim`; backward gathers.
+    """Sum over all ranks and return this rank's shard of `dim`; backward is an all-gather.
 
     Args:
-        x: This rank's summand, of the same shape and dtype on every rank.
+        x: This rank's addend, of the same shape and dtype on every rank.
         axis: The axis to sum over.
-        dim: The dimension to cut into equal contiguous parts, in rank order.
+        dim: The dimension to split into equal contiguous shards, in rank order.
 
     Returns:
-        A part of the sum, contiguous; `x` itself when the axis has size 1.
+        A shard of the sum, contiguous; `x` itself when the axis has size 1.
 
     Raises:
         ValueError: The size of `dim` does not divide by the number of ranks.
@@ -373,23 +377,23 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     if axis.count == 1:
         return x
     _check_divides("reduce_scatter", x, axis, dim)
-    return _applied(_ScatterSum, x, axis, dim)
+    return _apply(_ScatterSum, x, axis, dim)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
-    """Give each rank its part of `split_dim`, and get that part of all, put along `gather_dim`.
+    """Exchange the sharded dimension: split along `split_dim`, concatenate along `gather_dim`.
 
-    What was whole along `split_dim` and in parts along `gather_dim` becomes whole along
-    `gather_dim` and in parts along `split_dim`; backward is the inverse exchange.
+    A tensor that is sharded along `gather_dim` becomes sharded along `split_dim`; backward is the
+    inverse exchange.
 
     Args:
         x: This rank's tensor, of the same shape and dtype on every rank.
         axis: The axis.
-        split_dim: The dimension to cut into equal contiguous parts, one for each rank in order.
-        gather_dim: The dimension along which the parts received are concatenated, in rank order.
+        split_dim: The dimension to split into equal contiguous parts, one for each rank in order.
+        gather_dim: The dimension along which received parts are concatenated, in rank order.
 
     Returns:
-        A tensor of as many elements, contiguous; `x` itself when the axis has size 1.
+        A tensor of equally many elements, contiguous; `x` itself when the axis has size 1.
 
     Raises:
         ValueError: The size of `split_dim` does not divide by the number of ranks.
@@ -404,23 +408,23 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Ten
     """
     if axis.count == 1:
         return x
-    _check_divides("exchange", x, axis, split_dim)
-    return _applied(_Exchange, x, axis, split_dim, gather_dim)
+    _check_divides("all_to_all", x, axis, split_dim)
+    return _apply(_Exchange, x, axis, split_dim, gather_dim)
 
 
 def all_to_all_rows(
     x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int], length: int
 ) -> Tensor:
-    """Give each rank its own number of rows, and get what each has for this one, in rank order.
+    """Send each rank a number of rows, and receive the rows for this one, in rank order.
 
     Backward is the inverse exchange: rows that were not sent get a gradient of zeros.
 
     Args:
-        x: Rows `[N, ...]`, those for rank 0 first; N may exceed what is sent.
+        x: Rows `[N, ...]`, those for rank 0 first; N may exceed the number of rows that are sent.
         axis: The axis.
-        sent: How many rows go to each rank of the axis; any may be 0.
-        received: How many come from each; every rank must know what the others send.
-        length: The rows of the result: those received, and zeros.
+        sent: The number of rows for each rank of the axis; any may be 0.
+        received: The number of rows from each rank; every rank must know what the others send.
+        length: The number of rows of the result: received rows, then zeros.
 
     Returns:
         A tensor `[length, ...]`.
@@ -434,13 +438,13 @@ def all_to_all_rows(
         >>> all_to_all_rows(torch.ones(2), ep, sent=[2], received=[2], length=3)
         tensor([1., 1., 0.])
     """
-    return _applied(_ExchangeRows, x, axis, (list(sent), list(received), length))
+    return _apply(_ExchangeRows, x, axis, (list(sent), list(received), length))
 
 
 def sum_grad(x: Tensor, axis: Axis) -> Tensor:
     """Return `x`; backward sums its gradient over all ranks.
 
-    For a tensor that is equal on all ranks, and that each uses for a part of the result.
+    Use it for a tensor that is equal on all ranks, if each computes a part of the result with it.
 
     Args:
         x: Any tensor, equal on every rank.
@@ -457,17 +461,17 @@ def sum_grad(x: Tensor, axis: Axis) -> Tensor:
         >>> sum_grad(torch.ones(2), solo_parallel().tp)
         tensor([1., 1.])
     """
-    return x if axis.count == 1 else _applied(_SumGrad, x, axis)
+    return x if axis.count == 1 else _apply(_SumGrad, x, axis)
 
 
 def sum_forward(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of `x` over all ranks; backward passes the gradient on as it is.
+    """Return the sum of `x` over all ranks; backward returns the gradient unchanged.
 
-    For a sum that all ranks hold and go on with alike: its gradient is whole on each of them, and
-    adding these up would count it once per rank.
+    Use it if all ranks compute the same with the sum: each has the full gradient, and adding these
+    up would count it once per rank.
 
     Args:
-        x: This rank's summand, of the same shape and dtype on every rank.
+        x: This rank's addend, of the same shape and dtype on every rank.
         axis: The axis to sum over.
 
     Returns:
@@ -481,16 +485,16 @@ def sum_forward(x: Tensor, axis: Axis) -> Tensor:
         >>> sum_forward(torch.ones(2), solo_parallel().tp)
         tensor([1., 1.])
     """
-    return x if axis.count == 1 else _applied(_SumForward, x, axis)
+    return x if axis.count == 1 else _apply(_SumForward, x, axis)
 
 
-# From 2.13 on torch warns of the names that 2.11 has.
+# From 2.13 on torch warns about the names of 2.11.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    if torch.compiler.is_compiling():  # one graph break: the collective runs as it is
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    if torch.compiler.is_compiling():  # one graph break; the collective is not traced
         return torch.compiler.disable(function.apply)(*args)
     return function.apply(*args)
 
@@ -504,15 +508,15 @@ def _check_divides(where: str, x: Tensor, axis: Axis, dim: int) -> None:
         )
 
 
-def _parts_first(x: Tensor, count: int, dim: int) -> Tensor:
-    """Put the parts of `dim` one after another along dimension 0, as process groups take them."""
+def _stack_parts(x: Tensor, count: int, dim: int) -> Tensor:
+    """Concatenate the parts of `dim` along dimension 0, the layout that process groups need."""
     return x.contiguous() if dim in (0, -x.ndim) else torch.cat(x.chunk(count, dim))
 
 
-def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    whole = x.new_empty((axis.count * len(x), *x.shape[1:]))
-    _ALL_GATHER(whole, x.contiguous(), group=axis.group)
-    return whole if dim in (0, -x.ndim) else torch.cat(whole.chunk(axis.count), dim)
+def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    out = x.new_empty((axis.count * len(x), *x.shape[1:]))
+    _ALL_GATHER(out, x.contiguous(), group=axis.group)
+    return out if dim in (0, -x.ndim) else torch.cat(out.chunk(axis.count), dim)
 
 
 class _GatherDim(torch.autograd.Function):
@@ -521,13 +525,13 @@ class _GatherDim(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, dim: int
     ) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _gathered(x, axis, dim)
+        return _gather(x, axis, dim)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_whole: Tensor
+        ctx: Any, d_full: Tensor
     ) -> tuple[Tensor, None, None]:
-        return reduce_scatter(d_whole, ctx.axis, dim=ctx.dim), None, None
+        return reduce_scatter(d_full, ctx.axis, dim=ctx.dim), None, None
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -536,13 +540,13 @@ class _GatherReplicated(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, dim: int
     ) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _gathered(x, axis, dim)
+        return _gather(x, axis, dim)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_whole: Tensor
+        ctx: Any, d_full: Tensor
     ) -> tuple[Tensor, None, None]:
-        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]
+        part = d_full.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]
         return part.contiguous(), None, None
 
 
@@ -552,7 +556,7 @@ class _ScatterSum(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, dim: int
     ) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        parts = _parts_first(x, axis.count, dim)
+        parts = _stack_parts(x, axis.count, dim)
         part = parts.new_empty((len(parts) // axis.count, *parts.shape[1:]))
         _REDUCE_SCATTER(part, parts, group=axis.group)
         return part
@@ -570,7 +574,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, split_dim: int, gather_dim: int
     ) -> Tensor:
         ctx.axis, ctx.dims = axis, (split_dim, gather_dim)
-        sent = _parts_first(x, axis.count, split_dim)
+        sent = _stack_parts(x, axis.count, split_dim)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=axis.group)
         return torch.cat(received.chunk(axis.count), gather_dim)
@@ -590,21 +594,21 @@ class _ExchangeRows(torch.autograd.Function):
         ctx: Any, x: Tensor, axis: Axis, sizes: tuple[list[int], list[int], int]
     ) -> Tensor:
         sent, received, length = sizes
-        ctx.given = axis, (received, sent, len(x))
-        own = x[: sum(sent)].contiguous()
+        ctx.inverse = axis, (received, sent, len(x))
+        rows = x[: sum(sent)].contiguous()
         if axis.group is not None:
-            # The functional one, whose result selective recomputation can keep.
+            # The functional collective, whose result selective recomputation can save.
             exchange = torch.ops._c10d_functional  # noqa: SLF001 (no public way)
-            pending = exchange.all_to_all_single(own, received, sent, axis.group.group_name)
-            own = exchange.wait_tensor(pending)
-        rest = length - len(own)
-        return torch.cat([own, own.new_zeros((rest, *own.shape[1:]))]) if rest else own
+            pending = exchange.all_to_all_single(rows, received, sent, axis.group.group_name)
+            rows = exchange.wait_tensor(pending)
+        padding = length - len(rows)
+        return torch.cat([rows, rows.new_zeros((padding, *rows.shape[1:]))]) if padding else rows
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_out: Tensor
     ) -> tuple[Tensor, None, None]:
-        return _ExchangeRows.apply(d_out, *ctx.given), None, None
+        return _ExchangeRows.apply(d_out, *ctx.inverse), None, None
 
 
 class _SumGrad(torch.autograd.Function):

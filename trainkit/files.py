@@ -279,24 +279,26 @@ def convert_disk_errors(
         ) from error
 
 
-def read_limited(path: Path, *, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes.
+def read_limited(path: Path, *, max_bytes: int) -> bytes:
+    """Read a regular file of at most `max_bytes`.
 
     Raises:
         OSError: As from `open`; or it is not a regular file, or is larger.
 
     Examples:
         >>> from pathlib import Path
-        >>> read_limited(Path("/dev/null"), most=10)
+        >>> read_limited(Path("/dev/null"), max_bytes=10)
         Traceback (most recent call last):
         ...
         OSError: [Errno 22] is no regular file: '/dev/null'
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"has {size} bytes, where {most} are the most", str(path))
-        return file.read(most)
+        if size > max_bytes:
+            raise OSError(
+                errno.EFBIG, f"has {size} bytes, where {max_bytes} are the most", str(path)
+            )
+        return file.read(max_bytes)
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -344,7 +346,7 @@ def find_other_writers(path: Path) -> list[str]:
     found = path.stat()
     mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
     problems = []
-    if found.st_uid not in {os.geteuid(), 0}:
+    if found.st_uid not in {os.geteuid(), 0}:  # root can write everywhere anyway
         problems.append(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
     # Systems with a private group per user, of the user's number, usually also have umask 002.
     if found.st_mode & stat.S_IWGRP and found.st_gid != os.geteuid():

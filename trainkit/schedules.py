@@ -1,11 +1,11 @@
-"""Learning rates as pure functions of the step; `is_due` says when to log, save or evaluate.
+"""Learning rates as pure functions of the step; `is_due` decides when to log, save or evaluate.
 
-All schedules but `piecewise` have one anatomy. Step s, counted from 0, is the step about to be
-taken. Warm-up rises in a straight line, lr * (s + 1) / warmup: the first step is no step at rate
-zero, and step warmup - 1 has the full rate. With `warmup_from` it begins at that fraction of lr, at
-0.0 for instance, and step `warmup` is the first with the full rate. The decay falls from lr at step
-`warmup` (or later) to lr * final at step `total`, which a run of `total` steps does not reach: so
-its last step is not at rate zero either. Past `total` the last value holds.
+All schedules but `piecewise` have the same phases. Step s, counted from 0, is the step about to be
+taken. Warm-up is linear, lr * (s + 1) / warmup: the first step is not at rate zero, and step
+warmup - 1 has the full rate. With `warmup_from` it begins at that fraction of lr, for example 0.0,
+and step `warmup` is the first with the full rate. The decay goes from lr at step `warmup` (or
+later) to lr * final at step `total`, which a run of `total` steps does not reach, so that its last
+step is not at rate zero either. After `total` the last value holds.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Literal
 from trainkit.types import ConfigError, Schedule, check_range
 
 DecayShape = Callable[[float], float]
-"""From the share of the decay that is over, 0 to 1, to what is left of the way down, 1 to 0."""
+"""From the fraction of the decay that is over, 0 to 1, to the remaining fraction, 1 to 0."""
 
 Curve = (
     Literal["linear", "cosine", "exponential", "reciprocal"]
     | Callable[[float, float, float], float]
 )
-"""The way from one point to the next: a name, or a function (start, end, share) -> value."""
+"""A curve between two points: a name, or a function (start, end, fraction) -> value."""
 
 Point = tuple[int, float] | tuple[int, float, Curve]
-"""A step, the fraction of the rate to have there, and the curve that leads there (or "linear")."""
+"""A step, its fraction of the rate, and the curve that leads to it ("linear" by default)."""
 
 _LOG_FLOOR = 1e-8  # an exponential or a reciprocal curve cannot start or end at 0
 
@@ -36,12 +36,12 @@ def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) ->
     """Return a schedule that stays at lr after warm-up.
 
     Args:
-        lr: the rate.
-        warmup: steps of warm-up.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
+        lr: The rate.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> [constant(1.0, warmup=4)(step) for step in range(6)]
@@ -49,8 +49,8 @@ def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) ->
         >>> [constant(1.0, warmup=4, warmup_from=0.0)(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    _check("constant", lr, warmup, max(warmup, 1), 0.0, warmup_from)
-    return lambda step: lr * _warmed(step, warmup, warmup_from)
+    _check_arguments("constant", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    return lambda step: lr * _warm_up(step, warmup, warmup_from)
 
 
 def linear(
@@ -64,20 +64,20 @@ def linear(
     """Return a schedule that falls in a straight line after warm-up.
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
-        total: the step at which the decay is over.
-        final: where the decay ends, as a fraction of lr.
+        lr: The peak rate.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
+        total: The step at which the decay ends.
+        final: The final rate as a fraction of lr.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> [linear(1.0, warmup=2, total=6)(step) for step in range(8)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _decaying("linear", _straight, lr, warmup, total, final, warmup_from)
+    return _make_decay("linear", _straight, lr, warmup, total, final, warmup_from)
 
 
 def cosine(
@@ -91,20 +91,20 @@ def cosine(
     """Return a schedule that falls along half a cosine after warm-up (Loshchilov and Hutter 2017).
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
-        total: the step at which the decay is over.
-        final: where the decay ends, as a fraction of lr.
+        lr: The peak rate.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
+        total: The step at which the decay ends.
+        final: The final rate as a fraction of lr.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> [round(cosine(1.0, warmup=0, total=4, final=0.2)(step), 3) for step in range(5)]
         [1.0, 0.883, 0.6, 0.317, 0.2]
     """
-    return _decaying("cosine", _half_cosine, lr, warmup, total, final, warmup_from)
+    return _make_decay("cosine", _half_cosine, lr, warmup, total, final, warmup_from)
 
 
 def rex(
@@ -122,20 +122,20 @@ def rex(
     libraries call a power of 1 - p "rex": here that is `power`.
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
-        total: the step at which the decay is over.
-        final: where the decay ends, as a fraction of lr.
+        lr: The peak rate.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
+        total: The step at which the decay ends.
+        final: The final rate as a fraction of lr.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> [round(rex(1.0, warmup=0, total=4)(step), 3) for step in range(5)]
         [1.0, 0.857, 0.667, 0.4, 0.0]
     """
-    return _decaying("rex", _reflected, lr, warmup, total, final, warmup_from)
+    return _make_decay("rex", _reflected, lr, warmup, total, final, warmup_from)
 
 
 def power(
@@ -153,15 +153,15 @@ def power(
     there, and stays. KempnerForge calls it "rex".
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
-        total: the step at which the decay is over.
+        lr: The peak rate.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
+        total: The step at which the decay ends.
         exponent: 1 is a straight line; above 1 it falls fast first, below 1 slowly.
         final: the least rate, as a fraction of lr.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> [power(1.0, warmup=0, total=4, exponent=2, final=0.1)(step) for step in range(5)]
@@ -169,8 +169,8 @@ def power(
     """
     if not (math.isfinite(exponent) and exponent > 0):
         raise ValueError(f"power: exponent must be above 0, got {exponent}")
-    _check("power", lr, warmup, total, final, None)
-    lr_at = _decaying(
+    _check_arguments("power", lr, warmup, total, final, None)
+    lr_at = _make_decay(
         "power", lambda over: (1 - over) ** exponent, lr, warmup, total, 0.0, warmup_from
     )
     return lambda step: lr_at(step) if step < warmup else max(lr_at(step), lr * final)
@@ -182,21 +182,21 @@ def inverse_sqrt(lr: float, *, warmup: int, warmup_from: float | None = None) ->
     It is lr * sqrt(warmup / step), as in Vaswani et al. 2017 (Attention Is All You Need).
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up, at least 1.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
+        lr: The peak rate.
+        warmup: Steps of warm-up, at least 1.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> [inverse_sqrt(1.0, warmup=4)(step) for step in (0, 3, 4, 16, 400)]
         [0.25, 1.0, 1.0, 0.5, 0.1]
     """
-    _check("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    _check_arguments("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
     check_range("inverse_sqrt", at_least=1, warmup=warmup)
     return lambda step: (
-        lr * (math.sqrt(warmup / step) if step > warmup else _warmed(step, warmup, warmup_from))
+        lr * (math.sqrt(warmup / step) if step > warmup else _warm_up(step, warmup, warmup_from))
     )
 
 
@@ -218,17 +218,17 @@ def warmup_stable_decay(
     "sqrt_late" falls fast at the end: sqrt(1 - p) is left, which KempnerForge calls "sqrt".
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
-        total: the step at which the decay is over.
+        lr: The peak rate.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
+        total: The step at which the decay ends.
         decay: how long the decay takes: a float is a fraction of `total`, an int is a number of
             steps.
         shape: how it falls: "linear", "cosine" (half a cosine), "sqrt" or "sqrt_late".
-        final: where the decay ends, as a fraction of lr.
+        final: The final rate as a fraction of lr.
 
     Raises:
-        ValueError: if an argument is out of range, or warm-up and decay are together longer than
+        ValueError: An argument is out of range, or warm-up and decay are together longer than
             `total`.
 
     Examples:
@@ -242,7 +242,7 @@ def warmup_stable_decay(
     shapes["sqrt_late"] = lambda over: math.sqrt(1 - over)
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
-    return _decaying(name, shapes[shape], lr, warmup, total, final, warmup_from, decay)
+    return _make_decay(name, shapes[shape], lr, warmup, total, final, warmup_from, decay)
 
 
 def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
@@ -270,8 +270,8 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0]
     """
-    _check("piecewise", lr, 0, 1, 0.0, None)
-    steps, fractions, curves = _checked_points(points)
+    _check_arguments("piecewise", lr, 0, 1, 0.0, None)
+    steps, fractions, curves = _check_points(points)
 
     def lr_at(step: int) -> float:
         after = next((i for i, at in enumerate(steps) if at >= step), len(steps) - 1)
@@ -295,67 +295,73 @@ def infinite(
     curve: Curve = "exponential",
     warmup_from: float | None = None,
 ) -> Schedule:
-    """Return a schedule for a run of no fixed length, which may be annealed from any step.
+    """Return a schedule for a run of open length, which can be annealed from any step.
 
     After warm-up the rate falls along half a cosine to lr * stable, and stays. Only the annealing
-    at the end knows how long the run is: it may begin at any checkpoint, and the run may go on from
-    before it. As in Ibrahim et al. 2024 (Simple and Scalable Strategies to Continually Pre-train
-    Large Language Models) and Singh et al. 2025 (Beyond Cosine Decay). Without cool-down and with
-    the curve "reciprocal" it is the schedule of Wen et al. 2024 (Understanding Warmup-Stable-Decay
-    Learning Rates).
+    at the end depends on the length of the run: it can begin at any checkpoint, and the run can
+    continue from before it. As in Ibrahim et al. 2024 (Simple and Scalable Strategies to
+    Continually Pre-train Large Language Models) and Singh et al. 2025 (Beyond Cosine Decay).
+    Without cool-down and with the curve "reciprocal" it is the schedule of Wen et al. 2024
+    (Understanding Warmup-Stable-Decay Learning Rates).
 
     Args:
-        lr: the peak rate.
-        warmup: steps of warm-up.
+        lr: The peak rate.
+        warmup: Steps of warm-up.
         cooldown: steps from the peak to the stable rate; 0 where `stable` is 1.
         stable: the rate that stays, as a fraction of lr.
         anneal_from: the step at which annealing begins; None for not yet.
         anneal: steps of annealing.
         final: where annealing ends, as a fraction of lr.
         curve: how it gets there, as for `piecewise`.
-        warmup_from: where warm-up begins, as a fraction of lr; None is one step's part of the way.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> endless = infinite(1.0, warmup=2, cooldown=2, stable=0.5)
         >>> [endless(step) for step in (0, 1, 2, 3, 4, 10**9)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
-        >>> how = {"warmup": 2, "cooldown": 2, "stable": 0.5, "anneal_from": 6, "anneal": 2}
-        >>> [round(infinite(1.0, final=0.02, **how)(step), 6) for step in (5, 6, 7, 8, 9)]
+        >>> annealed = infinite(
+        ...     1.0, warmup=2, cooldown=2, stable=0.5, anneal_from=6, anneal=2, final=0.02
+        ... )
+        >>> [round(annealed(step), 6) for step in (5, 6, 7, 8, 9)]
         [0.5, 0.5, 0.1, 0.02, 0.02]
     """
     name, plateau = "infinite", warmup + cooldown
-    _check(name, lr, warmup, max(warmup, 1), final, warmup_from)
+    _check_arguments(name, lr, warmup, max(warmup, 1), final, warmup_from)
     fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
     if not (fits and 0 <= stable <= 1):
-        must = "stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 steps"
-        raise ValueError(f"{name}: {must}, got {stable} and {cooldown}")
+        raise ValueError(
+            f"{name}: stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 "
+            f"steps, got {stable} and {cooldown}"
+        )
     begins = anneal_from is None or plateau <= anneal_from < math.inf
     if not begins or (anneal_from is not None and not 1 <= anneal < math.inf):
-        must = f"annealing must begin at step {plateau} or later and take at least 1 step"
-        raise ValueError(f"{name}: {must}, got anneal_from={anneal_from} and anneal={anneal}")
+        raise ValueError(
+            f"{name}: annealing must begin at step {plateau} or later and take at least 1 step, "
+            f"got anneal_from={anneal_from} and anneal={anneal}"
+        )
     points: dict[int, Point] = {warmup: (warmup, 1.0), plateau: (plateau, stable, "cosine")}
     if anneal_from is not None:
         points.setdefault(anneal_from, (anneal_from, stable))
         points[anneal_from + anneal] = (anneal_from + anneal, final, curve)
     after = piecewise(lr, list(points.values()))
-    return lambda step: after(step) if step >= warmup else lr * _warmed(step, warmup, warmup_from)
+    return lambda step: after(step) if step >= warmup else lr * _warm_up(step, warmup, warmup_from)
 
 
 def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: bool = False) -> bool:
-    """Return whether it is time for what happens every `every` steps, and at the last one.
+    """Return whether a periodic action is due after a step.
 
     Args:
-        step: how many steps are done.
-        every: the period; 0 means never, not even at the last step.
-        last: the number of steps at which the run ends, which is always due.
-        powers_of_two: steps 1, 2, 4, 8 and so on are due besides, also where `every` is 0: those
-            that `checkpoint.Retention(powers_of_two=True)` keeps.
+        step: The number of steps taken.
+        every: The period; 0 means never, not even at the last step.
+        last: The last step of the run, which is always due.
+        powers_of_two: Steps 1, 2, 4, 8 and so on are due too, even if `every` is 0: the checkpoints
+            that `checkpoint.Retention(powers_of_two=True)` retains.
 
     Raises:
-        ValueError: if `every` is negative.
+        ValueError: `every` is negative.
 
     Examples:
         >>> [step for step in range(1, 8) if is_due(step, 3, last=7)]
@@ -365,7 +371,7 @@ def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: boo
         >>> [step for step in range(20) if is_due(step, 0, powers_of_two=True)]
         [1, 2, 4, 8, 16]
     """
-    check_range("due", at_least=0, every=every)
+    check_range("is_due", at_least=0, every=every)
     is_power = powers_of_two and step > 0 and step.bit_count() == 1
     return is_power or (every > 0 and (step % every == 0 or step == last))
 
@@ -385,35 +391,35 @@ def _reflected(over: float) -> float:
     return (1 - over) / (0.5 + (1 - over) / 2)
 
 
-def _straight_to(start: float, end: float, share: float) -> float:
+def _interpolate_linear(start: float, end: float, share: float) -> float:
     return start + (end - start) * share
 
 
-def _cosine_to(start: float, end: float, share: float) -> float:
+def _interpolate_cosine(start: float, end: float, share: float) -> float:
     return end + (start - end) * _half_cosine(share)
 
 
-def _exponential_to(start: float, end: float, share: float) -> float:
+def _interpolate_exponential(start: float, end: float, share: float) -> float:
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return start * (end / start) ** share
 
 
-def _reciprocal_to(start: float, end: float, share: float) -> float:
+def _interpolate_reciprocal(start: float, end: float, share: float) -> float:
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return 1 / ((1 - share) / start + share / end)
 
 
-# ------------------------------------------------------------------------------------------ anatomy
+# ------------------------------------------------------------------------------------------- phases
 
 
-def _warmed(step: int, warmup: int, begin: float | None) -> float:
-    """Return the fraction of the peak that warm-up allows: 0 before step 0, then up to 1."""
+def _warm_up(step: int, warmup: int, begin: float | None) -> float:
+    """Return the warm-up factor of a step, up to 1."""
     if begin is None:
         return min(1.0, (step + 1) / warmup) if warmup else 1.0
     return begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
 
 
-def _decaying(  # noqa: PLR0917 (each schedule hands all of its own on)
+def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
     name: str,
     shape: DecayShape,
     lr: float,
@@ -423,13 +429,13 @@ def _decaying(  # noqa: PLR0917 (each schedule hands all of its own on)
     warmup_from: float | None,
     decay: float | None = None,
 ) -> Schedule:
-    """Return warm-up, a plateau (if the decay is shorter than the rest), and a decay."""
-    _check(name, lr, warmup, total, final, warmup_from)
+    """Make a schedule of warm-up, a plateau (with a short `decay`), and a decay."""
+    _check_arguments(name, lr, warmup, total, final, warmup_from)
     first = warmup if decay is None else _decay_start(decay, warmup, total)
 
     def lr_at(step: int) -> float:
         if step < first:
-            return lr * _warmed(step, warmup, warmup_from)
+            return lr * _warm_up(step, warmup, warmup_from)
         if step >= total:
             return lr * final
         return lr * (final + (1 - final) * shape((step - first) / (total - first)))
@@ -439,12 +445,12 @@ def _decaying(  # noqa: PLR0917 (each schedule hands all of its own on)
 
 def _decay_start(decay: float, warmup: int, total: int) -> int:
     """Return the step at which a decay of that length begins: int steps, or a float fraction."""
-    name, limit = "warmup_stable_decay", total if isinstance(decay, int) else 1.0
-    if not 0 <= decay <= limit:
-        must = (
-            f"a fraction of total between 0.0 and 1.0, or a number of steps between 0 and {total}"
+    name = "warmup_stable_decay"
+    if not 0 <= decay <= (total if isinstance(decay, int) else 1.0):
+        raise ValueError(
+            f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
+            f"between 0 and {total}, got {decay!r}"
         )
-        raise ValueError(f"{name}: decay must be {must}, got {decay!r}")
     steps = decay if isinstance(decay, int) else round(decay * total)
     if warmup + steps > total:
         raise ConfigError(
@@ -455,7 +461,7 @@ def _decay_start(decay: float, warmup: int, total: int) -> int:
     return total - steps
 
 
-def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
+def _check_arguments(  # noqa: PLR0917 (each schedule hands all of its own on)
     name: str, lr: float, warmup: int, total: int, final: float, warmup_from: float | None
 ) -> None:
     if not (math.isfinite(lr) and lr >= 0):
@@ -473,23 +479,26 @@ def _check(  # noqa: PLR0917 (each schedule hands all of its own on)
         raise ValueError(f"{name}: final must be a fraction of lr between 0 and 1, got {final}")
 
 
-def _checked_points(
+def _check_points(
     points: Sequence[Point],
 ) -> tuple[list[int], list[float], list[Callable[[float, float, float], float]]]:
     """Return steps, fractions and curves of the points of `piecewise`."""
-    named = {"linear": _straight_to, "cosine": _cosine_to}
-    named |= {"exponential": _exponential_to, "reciprocal": _reciprocal_to}
+    named = {"linear": _interpolate_linear, "cosine": _interpolate_cosine}
+    named |= {"exponential": _interpolate_exponential, "reciprocal": _interpolate_reciprocal}
     steps, fractions = [point[0] for point in points], [point[1] for point in points]
     curves = [point[2] if len(point) == 3 else "linear" for point in points]
     if not points or any(a >= b for a, b in pairwise(steps)):
         raise ValueError(f"piecewise: points must have increasing steps, got {steps}")
     if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions):
-        must = "fractions of lr must be finite and at least 0"
-        raise ValueError(f"piecewise: {must}, got {fractions}")
+        raise ValueError(
+            f"piecewise: fractions of lr must be finite and at least 0, got {fractions}"
+        )
     unknown = [curve for curve in curves if not callable(curve) and curve not in named]
     if unknown:
-        must = f"a curve must be a function or one of {', '.join(named)}"
-        raise ValueError(f"piecewise: {must}, got {unknown[0]!r}")
+        raise ValueError(
+            f"piecewise: a curve must be a function or one of {', '.join(named)}, "
+            f"got {unknown[0]!r}"
+        )
     return (
         steps,
         fractions,

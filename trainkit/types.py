@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 IGNORED_LABEL = -100
-"""The label of a position that is not trained on (the value `torch.nn.functional.cross_entropy`
-ignores).
-"""
+"""The label of tokens outside the loss, which `torch.nn.functional.cross_entropy` ignores."""
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 """A one-dimensional int64 numpy array on the host."""
@@ -91,7 +89,7 @@ def format_error(error: BaseException, *, most: int = 8000, hint: bool = True) -
     """
     try:
         text = str(error) if hint or not isinstance(error, TrainkitError) else str(error.what)
-    except Exception as again:  # noqa: BLE001 (a class of somebody's own)
+    except Exception as again:  # noqa: BLE001 (a class of a user)
         return f"(its text cannot be shown: __str__ raised {type(again).__name__})"
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
@@ -101,7 +99,7 @@ class ConfigError(TrainkitError):
 
 
 class DataError(TrainkitError):
-    """A corpus, or a file of one, is missing, damaged or not what it says it is (exit code 65)."""
+    """A corpus, or a file of one, is missing, damaged or inconsistent (exit code 65)."""
 
     code = 65
 
@@ -113,19 +111,19 @@ class CheckpointError(TrainkitError):
 
 
 class NumericsError(TrainkitError):
-    """Numbers are not finite, or have left what training may do (exit code 67)."""
+    """Numbers are not finite, or training has diverged (exit code 67)."""
 
     code = 67
 
 
 class PeerError(TrainkitError):
-    """Another rank has failed, has gone, or is stuck (exit code 68)."""
+    """Another rank has failed, has exited, or hangs (exit code 68)."""
 
     code = 68
 
 
 class PreemptedError(TrainkitError):
-    """The run was told to stop and could not be saved (exit code 76)."""
+    """A stop was requested, and the run could not be saved (exit code 76)."""
 
     code = 76
 
@@ -138,7 +136,7 @@ class DiskError(TrainkitError):
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Turn a failed import of an optional library into the command that installs it.
+    """Replace the ImportError of an optional library by an error with the command to install it.
 
     Raises:
         ConfigError: In place of the ImportError.
@@ -168,18 +166,18 @@ def check_range(
     below: float | None = None,
     **arguments: float | None,
 ) -> None:
-    """Refuse arguments of a function that are no finite number within a range.
+    """Raise ValueError unless all arguments are finite numbers within a range.
 
     Args:
-        function: The name that the message begins with.
-        at_least: The smallest value that is allowed.
-        above: A bound that every value exceeds.
-        at_most: The largest value that is allowed.
-        below: A bound that every value stays under.
-        arguments: The values by name; None stands for an argument that was not given.
+        function: The function, for the message.
+        at_least: The inclusive lower bound.
+        above: The exclusive lower bound.
+        at_most: The inclusive upper bound.
+        below: The exclusive upper bound.
+        arguments: The values by name; None, an argument that was not given, is always valid.
 
     Raises:
-        ValueError: A value is NaN, infinite or outside of the range; the message names them all.
+        ValueError: A value is NaN, infinite or out of range; the message names all arguments.
 
     Examples:
         >>> check_range("make_padding_batch", at_least=1, rows=0, length=4)
@@ -193,8 +191,8 @@ def check_range(
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     values = [value for value in arguments.values() if value is not None]
-    finite = all(map(math.isfinite, values))
-    if finite and all(
+    is_finite = all(map(math.isfinite, values))
+    if is_finite and all(
         (at_least is None or value >= at_least)
         and (above is None or value > above)
         and (at_most is None or value <= at_most)
@@ -202,18 +200,21 @@ def check_range(
         for value in values
     ):
         return
-    wanted = [f"{words} {bound}" for words, bound in bounds.items() if bound is not None]
-    wanted = wanted if finite else ["finite", *wanted]
-    text = " and ".join(filter(None, (", ".join(wanted[:-1]), wanted[-1])))
-    names, got = " and ".join(arguments), " and ".join(map(str, arguments.values()))
-    raise ValueError(f"{function}: {names} must be {text}, got {got}")
+    conditions = [] if is_finite else ["finite"]
+    conditions += [f"{name} {bound}" for name, bound in bounds.items() if bound is not None]
+    *first, last = conditions
+    raise ValueError(
+        f"{function}: {' and '.join(arguments)} must be "
+        f"{', '.join(first)}{' and ' if first else ''}{last}, got "
+        f"{' and '.join(map(str, arguments.values()))}"
+    )
 
 
 def check_choice(choices: Sequence[str], by: str, **arguments: str) -> None:
-    """Refuse an argument of a function `by` that is none of `choices`.
+    """Raise ValueError unless all arguments of the function `by` are among `choices`.
 
     Raises:
-        ValueError: One is not; the message names it.
+        ValueError: An argument is not; the message names it.
 
     Examples:
         >>> check_choice(["error", "drop"], "pack_pairs", overlong="split")
@@ -223,18 +224,18 @@ def check_choice(choices: Sequence[str], by: str, **arguments: str) -> None:
     """
     for name, value in arguments.items():
         if value not in choices:
-            known = " or ".join(f'"{choice}"' for choice in choices)
-            raise ValueError(f"{by}: {name} must be {known}, got {value!r}")
+            options = " or ".join(f'"{choice}"' for choice in choices)
+            raise ValueError(f"{by}: {name} must be {options}, got {value!r}")
 
 
-# --------------------------------------------------------------------------------- rules of a field
+# -------------------------------------------------------------------------------- attrs validators
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 """The type of an attrs validator."""
 
 
 def satisfies(holds: Callable[[Any], bool], want: str) -> Validator:
-    """Return an attrs validator: `holds(value)`, which `want` says in words after "must be".
+    """Return an attrs validator of a condition, which `want` describes after "must be".
 
     Examples:
         >>> @attrs.frozen
@@ -292,7 +293,7 @@ documents in one call; `flash`, `efficient` and `cudnn`, that kernel of torch's
 kernel of torch's; `math`, products and a softmax, on any device."""
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
-"""Which of ring and ulysses also split parameters."""
+"""The axes of ring and ulysses over which parameters are sharded too."""
 
 
 def _degree(default: int = 1) -> Any:
@@ -301,10 +302,10 @@ def _degree(default: int = 1) -> Any:
     return attrs.field(default=default, validator=validator, metadata={"degree": True})
 
 
-# The one place where the names of degrees are written: all else reads `degrees` and `axes`.
+# The names of degrees are written only here; other code reads `degrees` and `axes`.
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Where the work of a step happens, never what is computed.
+    """The parallel layout of a run, which never changes what is computed.
 
     The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
     x tp, and ep is a factor of what parameters are sharded over.
@@ -325,7 +326,7 @@ class Layout:
     """Pipeline stages."""
 
     dp_replicate: int = _degree()
-    """Copies of the parameters, each trained on rows of its own."""
+    """Replicas of the parameters, each with different rows."""
 
     dp_shard: int = _degree(-1)
     """Ranks that split parameters and rows between them; -1 takes the rest of the world."""
@@ -347,7 +348,7 @@ class Layout:
     those of expert_fsdp are: for experts that weigh more than the tokens sent to them."""
 
     fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
-    """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
+    """The axes of ring and ulysses that shard parameters too; others all-reduce gradients."""
 
     schedule: str = "1f1b"
     """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
@@ -388,7 +389,7 @@ class Layout:
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         """The degrees whose product each axis is, outermost first; see `ParallelState`."""
-        return _axes_of(self.fold_sp)
+        return _make_axes(self.fold_sp)
 
     def count(self, axis: str) -> int:
         """Return the number of ranks on an axis, where a dp_shard of -1 counts 1; see `over`."""
@@ -411,7 +412,7 @@ class Layout:
         return self.count("dp_replicate") * self.count("fsdp")
 
     def over(self, world: int) -> Layout:
-        """Return the layout on so many ranks, dp_shard = -1 filled in.
+        """Return the layout for a world size, with dp_shard = -1 filled in.
 
         Raises:
             ConfigError: The degrees do not multiply to the world, or `ep` does not divide what
@@ -421,8 +422,8 @@ class Layout:
             >>> Layout(dp_replicate=2).over(8).dp_shard
             4
         """
-        rest = max(world // self.world, 1) if self.dp_shard == -1 else self.dp_shard
-        filled = attrs.evolve(self, dp_shard=rest)
+        remaining = max(world // self.world, 1) if self.dp_shard == -1 else self.dp_shard
+        filled = attrs.evolve(self, dp_shard=remaining)
         if filled.world != world:
             degrees = ((name, getattr(filled, name)) for name in self.axes["world"])
             text = " x ".join(f"{name} {degree}" for name, degree in degrees)
@@ -447,7 +448,7 @@ class Layout:
 
 @attrs.frozen(kw_only=True)
 class Precision:
-    """In what numbers are kept, computed with, summed and remembered.
+    """The dtypes of parameters, computation, reductions and optimizer moments.
 
     Examples:
         >>> print(Precision(), "-", Precision(compute="bf16", moments="8bit"))
@@ -461,32 +462,32 @@ class Precision:
     storage: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
-    """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
+    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or as
     --optimizer-options rounding=kahan says."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
-    """What is computed in; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
+    """The dtype of computation; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
 
     reduction: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16")
     )
-    """What FSDP sums gradients over ranks in; the sums that others take are in fp32."""
+    """The dtype of FSDP's gradient reduction; other reductions are in fp32."""
 
     moments: Literal["fp32", "bf16", "8bit"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16", "8bit")
     )
-    """What the optimizer remembers in."""
+    """The dtype of the optimizer's moments."""
 
     @compute.validator
     def _check_compute(self, _: object, value: str) -> None:
-        known = ["auto", "fp32", "bf16", *(["fp16"] if self.storage == "fp32" else [])]
-        if value not in known:
+        choices = ["auto", "fp32", "bf16", *(["fp16"] if self.storage == "fp32" else [])]
+        if value not in choices:
             where = "" if self.storage == "fp32" else f" where storage is {self.storage}"
             raise ConfigError(
-                f"compute must be {', '.join(known[:-1])} or {known[-1]}{where}, got {value!r}",
+                f"compute must be {', '.join(choices[:-1])} or {choices[-1]}{where}, got {value!r}",
                 where="compute",
                 got=value,
-                want=known,
+                want=choices,
             )
 
     def __str__(self) -> str:
@@ -498,7 +499,7 @@ class Precision:
 
 @attrs.frozen(kw_only=True)
 class Numerics:
-    """How exact, and how repeatable, the arithmetic of a process is.
+    """The exactness and determinism of a process's arithmetic.
 
     Examples:
         >>> print(Numerics(matmul="high"))
@@ -508,7 +509,7 @@ class Numerics:
     matmul: Literal["highest", "high", "medium"] = attrs.field(
         default="highest", validator=one_of("highest", "high", "medium")
     )
-    """What matrices of fp32 may be multiplied in: highest is fp32, high TF32, medium bf16."""
+    """The precision of fp32 matrix products: highest is fp32, high TF32, medium bf16."""
 
     deterministic: bool = False
     """Take only algorithms that give the same bits each time, which all do on a CPU."""
@@ -519,7 +520,7 @@ class Numerics:
 
 
 @cache
-def _axes_of(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
+def _make_axes(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
     world, dp, sp = tuple(Layout().degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
     folded = tuple(name for name in sp if fold_sp in (name, "all"))
     return {
@@ -535,7 +536,7 @@ def _axes_of(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
 
 @attrs.frozen(kw_only=True)
 class BatchShape:
-    """What a step is fed: how many rows, how long, and how they are cut; see `pack_bins`."""
+    """The shape of a step's batch: the number and length of rows; see `pack_bins`."""
 
     row_length: int
     """Tokens in a row."""
@@ -547,12 +548,12 @@ class BatchShape:
     """Rows in a microbatch on a rank."""
 
     multiple_of: int = 1
-    """What the lengths of pieces in a row are rounded up to."""
+    """The lengths of pieces in a row are rounded up to a multiple of this."""
 
 
 @attrs.frozen
 class Share:
-    """Which part of how many: part `index` of `count` equal parts; one that is not is refused."""
+    """Part `index` of `count` equal parts."""
 
     index: int
     count: int
@@ -564,10 +565,10 @@ class Share:
 
 @attrs.frozen
 class DataShard:
-    """Which part of a global batch a rank holds: by default all of it.
+    """The shard of a global batch on a rank; by default everything.
 
-    `rows` says which of the ranks that read different rows this is, `ring` which part of each
-    document it holds, `ulysses` which slice of that. `ps.place` is the place of a rank.
+    `rows` is the share of the rows, `ring` the share of each document, `ulysses` the slice of that.
+    `ps.place` is the shard of a rank.
     """
 
     rows: Share = Share(0, 1)
@@ -576,7 +577,7 @@ class DataShard:
 
 
 def _set_fields(record: object, **fields: Any) -> None:
-    """Fill a frozen record whose `__init__` is written out: torch.compile traces no other."""
+    """Set fields of a frozen record in its own `__init__`, which torch.compile can trace."""
     for name, value in fields.items():
         object.__setattr__(record, name, value)
 
@@ -607,10 +608,10 @@ class Axis:
 
 @attrs.frozen(eq=False, init=False)
 class VocabularyAxis(Axis):
-    """An axis over which a vocabulary is cut, with the number of words that each rank has.
+    """An axis over which a vocabulary is sharded, with the number of words of each rank.
 
-    Every loss takes one in place of a plain axis, whose ranks have to tell each other first how
-    many words they have. Parts may differ in size, and one may have no word at all.
+    Every loss takes one in place of a plain axis, whose ranks have to exchange the sizes first.
+    Shards may differ in size, and may be empty.
     """
 
     words: tuple[int, ...] = attrs.field(kw_only=True)
@@ -628,17 +629,17 @@ class VocabularyAxis(Axis):
 
     @property
     def first(self) -> int:
-        """The place of this rank's first word among all words."""
+        """The index of this rank's first word."""
         return sum(self.words[: self.index])
 
     @property
     def total(self) -> int:
-        """How many words there are on all ranks together."""
+        """The size of the vocabulary."""
         return sum(self.words)
 
     @property
     def largest(self) -> int:
-        """The most words that a rank has, at least 1."""
+        """The size of the largest shard, at least 1."""
         return max(1, *self.words)
 
 
@@ -654,8 +655,8 @@ class ParallelState:
     = dp_replicate x dp_shard (ranks that read different rows), `sp` = ring x ulysses, `loss` = dp x
     sp (ranks that hold distinct tokens), `fsdp` = what parameters are sharded over (dp_shard, and
     the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp, `fsdp` = expert_fsdp x ep.
-    An axis that is not used has size 1, never None. Parameters live on slices of `mesh`, those of
-    experts that are dealt over ep on slices of `expert_mesh`, which is `mesh` without ep.
+    An axis that is not used has size 1, never None. Parameters are on slices of `mesh`, those of
+    experts sharded over ep on slices of `expert_mesh`, which is `mesh` without ep.
     """
 
     world: Axis
@@ -678,7 +679,7 @@ class ParallelState:
 
     @property
     def place(self) -> DataShard:
-        """Which part of a global batch this rank holds."""
+        """The shard of a global batch on this rank."""
         return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
 
     @property
@@ -728,7 +729,7 @@ class Stages(Sequence["nn.Module"]):
 
     @property
     def place(self) -> DataShard:
-        """Which part of a global batch this rank holds."""
+        """The shard of a global batch on this rank."""
         return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
 
     def __len__(self) -> int:
@@ -743,11 +744,11 @@ class Stages(Sequence["nn.Module"]):
 
 
 class Hidden(NamedTuple):
-    """What stands for logits that are never made: a decoder with `head="hidden"` returns it.
+    """The factors of logits, the output of a decoder with `head="hidden"`.
 
-    `hidden` is `[B, S, D]`; `weight` are the rows of the output weight `[V / N, D]` that this rank
-    of `axis` has, in rank order. `hidden @ weight.T` are the logits of their words, or, with a
-    `softcap` c, c * tanh of these divided by c. (A tuple, so that FSDP finds the tensors in it.)
+    `hidden` is `[B, S, D]`; `weight` is this rank's shard of the output weight `[V / N, D]`, in
+    rank order over `axis`. Logits are `hidden @ weight.T`, or with a `softcap` c, c * tanh of these
+    divided by c. (It is a tuple, so that FSDP finds the tensors in it.)
     """
 
     hidden: Tensor
@@ -757,7 +758,7 @@ class Hidden(NamedTuple):
 
 
 class RoutedOutput(NamedTuple):
-    """What a decoder with experts returns: its output, and what its routers counted on this rank.
+    """The output of a decoder with experts, with the sums of its routers on this rank.
 
     `sums` `[L, 3 + E]`, fp32 (fp64 in an fp64 model), hold for each expert layer of the model the
     sum of `balance` over tokens, that of squared log-sum-exps of a router's logits (both have
@@ -770,7 +771,7 @@ class RoutedOutput(NamedTuple):
 
 
 def drop_routing(output: Any) -> Any:
-    """Return what a decoder with experts returns, without what its routers counted.
+    """Return the output of a decoder without the sums of its routers.
 
     Examples:
         >>> drop_routing(RoutedOutput(1, 2)), drop_routing(3)
@@ -795,12 +796,11 @@ def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Bins:
-    """Which pieces of which documents fill which row, as a CSR table of int64 arrays.
+    """The pieces of documents in each row, as a CSR table of int64 arrays.
 
-    Row `b` holds the pieces `offsets[b]:offsets[b + 1]`. A piece is `lengths[p]` tokens of document
-    `documents[p]` from token `starts[p]` on, before alignment: in the row it takes the next
-    multiple of `multiple_of`. There are no empty pieces, and no row takes more than `capacity`
-    tokens.
+    Row `b` has the pieces `offsets[b]:offsets[b + 1]`. A piece is `lengths[p]` tokens of document
+    `documents[p]` from token `starts[p]` on; in the row it is padded to a multiple of
+    `multiple_of`. There are no empty pieces, and no row exceeds `capacity` tokens.
     """
 
     offsets: IntArray
@@ -828,15 +828,15 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 @attrs.frozen
 class Column:
-    """What a corpus holds of each token beside its id: one value, or `inner` of them.
+    """A further value of each token of a corpus, or `inner` values.
 
-    Columns belong to labels or to tokens. One of labels (weights, advantages, log-probabilities)
-    says something of token t as it is predicted: in a batch it stands where token t is the label,
-    and is 0 where there is no next token of the piece. One of tokens stands where the token itself
-    enters: the choices of a router, for one, which models take as int64. Padding is 0.
+    Columns belong to labels or to tokens. A column of labels (weights, advantages,
+    log-probabilities) describes token t as a target: in a batch its value is where token t is the
+    label, and 0 where the piece has no next token. A column of tokens is where the token is the
+    input, such as the choices of a router, which models take as int64. Padding is 0.
 
-    A `Batch` has a column in `extra`, `[B, S]` or `[B, S, k]`, of its dtype, but int32 for uint16
-    and int64 for uint32, with which torch hardly computes.
+    In a `Batch` a column is in `extra`, `[B, S]` or `[B, S, k]`, in its dtype, or int32 for uint16
+    and int64 for uint32, for which torch has few functions.
 
     Examples:
         >>> Column("int64", (2,), of="token")
@@ -848,7 +848,7 @@ class Column:
     """
 
     dtype: str = attrs.field(default="float32", validator=one_of("float16", "float32", *_INTEGERS))
-    """The name of a numpy dtype: of floats none is infinite or NaN."""
+    """The name of a numpy dtype; floats must be finite."""
 
     inner: tuple[int, ...] = attrs.field(
         default=(),
@@ -861,21 +861,21 @@ class Column:
     """The shape of a token's value: () for a number, (k,) for k of them."""
 
     of: Literal["label", "token"] = attrs.field(default="label", validator=one_of("label", "token"))
-    """What it belongs to."""
+    """Whether it belongs to labels or to tokens."""
 
     @property
     def width(self) -> int:
-        """How many numbers a token has."""
+        """The number of values per token."""
         return math.prod(self.inner)
 
 
 @attrs.frozen(eq=False)
 class Sample:
-    """One document with a choice: which of its tokens are trained on.
+    """A document with a loss mask.
 
-    `tokens` is int64 `[N]`, `trained` bool `[N]`. A token that is trained is one that the model
-    learns to predict from those before it. `columns` are the document's values of the columns of
-    its corpus, by name, `[N]` or `[N, k]`.
+    `tokens` is int64 `[N]`, `trained` bool `[N]`: the loss of token t as a target counts if
+    `trained[t]`. `columns` are the values of the corpus' columns for the document, by name, `[N]`
+    or `[N, k]`.
     """
 
     tokens: IntArray
@@ -885,10 +885,10 @@ class Sample:
 
 @attrs.frozen(eq=False, init=False)
 class Spans:
-    """The documents of a batch over its flattened rows; the padding of a row is short spans too.
+    """The documents of a batch over its flattened rows; row padding is split into short spans.
 
-    `cu_seqlens` (int32 `[N+1]`, on the batch's device) and `lengths` (int64 numpy, on the host) say
-    the same. Both are made at collation, so that no kernel needs a host sync to know a length.
+    `cu_seqlens` (int32 `[N+1]`, on the batch's device) and `lengths` (int64 numpy, on the host) are
+    equivalent. Both are made at collation, so that no kernel needs a host sync to read a length.
     """
 
     cu_seqlens: Tensor
@@ -911,11 +911,10 @@ class Batch(Mapping[str, Any]):
     """One microbatch. Functions read `batch["labels"]`, so a plain dict serves as well.
 
     All tensors are int64 `[B, S]`. `labels` are already shifted; the ignored label is -100.
-    `position_ids` restart in every piece. `document_ids` count the pieces of a row, and what is
-    below 0 is no token: -1 is row padding, -2 - n what aligns piece n and lies in its span.
-    `token_index` is the index of the token in the global step. `extra` holds further tensors whose
-    first two dimensions are the same: the columns of a corpus, noise keys; as a mapping, a batch
-    shows them beside its own fields.
+    `position_ids` restart in every piece. `document_ids` count the pieces of a row; ids below 0 are
+    padding: -1 is row padding, -2 - n alignment padding of piece n, in its span. `token_index` is
+    the index of the token in the global step. `extra` has further tensors with the same first two
+    dimensions, such as columns of a corpus or noise keys; as a mapping, a batch includes them.
     """
 
     input_ids: Tensor
@@ -948,10 +947,10 @@ class Batch(Mapping[str, Any]):
             if shape is None or tuple(shape[:2]) != rows:
                 got = type(column).__name__ if shape is None else f"a tensor of shape {list(shape)}"
                 raise ConfigError(
-                    f"Batch: extra[{name!r}] is {got}, and is cut and dealt with the tokens, so "
-                    f"that its first two dimensions must be {list(rows)}; repeat what belongs to a "
-                    f"row over its tokens (x[:, None].expand(-1, {rows[-1]})), and hand over what "
-                    "belongs to no token in `call`",
+                    f"Batch: extra[{name!r}] is {got}, and is split and sharded with the tokens, "
+                    f"so its first two dimensions must be {list(rows)}; repeat values of a row "
+                    f"over its tokens (x[:, None].expand(-1, {rows[-1]})), and pass values that do "
+                    "not belong to tokens in `call`",
                     where=name,
                     got=got,
                     want=list(rows),
@@ -975,10 +974,10 @@ class Batch(Mapping[str, Any]):
 
 @attrs.frozen
 class Cursor:
-    """Where the next step begins in the data: equal on all ranks, independent of the layout.
+    """The position of the next step in the data, equal on all ranks and in all layouts.
 
-    `batch` is the next global batch; `stream` holds the integers that an online source needs to go
-    on.
+    `batch` is the number of the next global batch; `stream` are the integers that an online source
+    needs to resume.
     """
 
     batch: int = 0
@@ -987,10 +986,9 @@ class Cursor:
 
 @attrs.frozen(eq=False)
 class StepBatch:
-    """The input of one step on this rank, and where the next step begins.
+    """The input of one step on this rank, and the cursor of the next step.
 
-    Every rank has the same number of microbatches, at least one: rows that do not divide are filled
-    with blank ones.
+    Every rank has the same number of microbatches, at least one; padding rows fill up the last.
     """
 
     microbatches: Sequence[Batch]
@@ -998,17 +996,20 @@ class StepBatch:
 
 
 class DelayedMetrics(dict[str, Any]):
-    """A line that is handed on together with later ones: who shows the newest leaves it out."""
+    """Metrics of a step that are written together with those of later steps.
+
+    Sinks that show only the newest step skip them.
+    """
 
 
 @attrs.frozen(eq=False)
 class Update:
-    """What became of an optimizer step, equal on all ranks; see `clip_and_step`.
+    """The result of an optimizer step, equal on all ranks; see `clip_and_step`.
 
     Attributes:
         norm: The norm of the whole model's gradient before clipping, 0-d.
-        applied: Whether the step was taken, a 0-d bool tensor.
-        loss_scale: What the gradients were multiples of, if anything.
+        applied: Whether the step was applied, a 0-d bool tensor.
+        loss_scale: The loss scale of the gradients, if any.
         overflowed: Whether the norm was not finite on any rank, 0-d.
     """
 
@@ -1019,20 +1020,21 @@ class Update:
 
     @property
     def metrics(self) -> dict[str, Tensor | float]:
-        """What a step tells of it; the last two where there is a loss scale alone."""
-        told: dict[str, Tensor | float] = {"grad_norm": self.norm, "skipped": ~self.applied}
+        """The metrics of the update; the last two only with a loss scale."""
+        metrics: dict[str, Tensor | float] = {"grad_norm": self.norm, "skipped": ~self.applied}
         if self.loss_scale is not None and self.overflowed is not None:
-            told |= {"loss_scale": self.loss_scale, "overflowed": self.overflowed}
-        return told
+            metrics["loss_scale"] = self.loss_scale
+            metrics["overflowed"] = self.overflowed
+        return metrics
 
 
 @attrs.frozen(eq=False)
 class TrainState:
     """The counters of a run; moves by `attrs.evolve`.
 
-    `tokens` counts the trained tokens and may stay an int64 scalar on the device until someone
-    prints it. `health` holds the numbers that a health policy remembers between steps, plain floats
-    and lists of them, and the loss scale, which may be on the device too.
+    `tokens` counts the tokens in the loss, and may stay an int64 scalar on the device until it is
+    printed. `health` is the state of the health policy between steps, plain floats and lists of
+    them, and the loss scale, which may be on the device too.
     """
 
     step: int = 0
@@ -1047,10 +1049,10 @@ class TrainState:
 class Corpus(Protocol):
     """Documents of tokens; document i is `tokens[offsets[i]:offsets[i + 1]]`.
 
-    Some attributes are optional. `trained`, as long as `tokens`, is 0 for tokens that no label
-    shall ask for. `columns` says by name what else there is of each token, a `Column`, and `values`
-    holds it, `[T]` or `[T, k]`. `parts` are corpora whose documents follow one another; a corpus
-    that has them may do without flat `tokens` and `values`.
+    Some attributes are optional. `trained`, as long as `tokens`, is the loss mask: 0 for tokens
+    that are no target. `columns` are further columns by name, each a `Column`, with their `values`,
+    `[T]` or `[T, k]`. `parts` are corpora that are concatenated; a corpus with parts needs no flat
+    `tokens` and `values`.
     """
 
     @property
@@ -1070,14 +1072,14 @@ class Tokenizer(Protocol):
 
 
 RowsAt = Callable[[int], IntArray]
-"""`RowsAt(batch) -> rows`: the rows that make up a global batch, as a function of its number.
+"""`RowsAt(batch) -> rows`: the rows of a global batch as a function of its number.
 
-The number is `Cursor.batch`, which no roll-back takes back, not the step of the run.
+The number is `Cursor.batch`, which no roll-back decreases, not the step of the run.
 """
 
 
 class Fit(Protocol):
-    """Which bin each document goes to: int64 `[N]`, bins numbered from 0 without gaps."""
+    """A bin-packing algorithm: the bin of each document, int64 `[N]`, from 0 without gaps."""
 
     def __call__(
         self, lengths: IntArray, capacity: int, *, max_documents: int | None
@@ -1085,7 +1087,7 @@ class Fit(Protocol):
 
 
 class Split(Protocol):
-    """The part of a tensor that a share holds, along `dim`; per document with `cu_seqlens`."""
+    """A sharding of a tensor along `dim`, per document with `cu_seqlens`."""
 
     def __call__(
         self, x: Tensor, share: Share, *, dim: int = 1, cu_seqlens: Any = None
@@ -1114,7 +1116,7 @@ class Attend(Protocol):
 
 
 Denominator: TypeAlias = "Tensor | Mapping[str, Tensor]"
-"""What a step's sums are divided by: one 0-d tensor, or one for each term of the loss."""
+"""The denominator of a step's sums: one 0-d tensor, or one for each term of the loss."""
 
 Loss = Callable[[Any, Mapping[str, Any]], "tuple[Tensor | Mapping[str, Tensor], dict[str, Tensor]]"]
 """`Loss(output, batch) -> (sum, {name: sum})`; its attribute `terms` is the tuple of the names it

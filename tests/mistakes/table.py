@@ -38,8 +38,8 @@ MISTAKES = [
         (
             "types.py",
             "infinity is within every range",
-            "    finite = all(map(math.isfinite, values))",
-            "    finite = not any(map(math.isnan, values))",
+            "    is_finite = all(map(math.isfinite, values))",
+            "    is_finite = not any(map(math.isnan, values))",
             "tests/families/test_settings.py",
         ),
         (
@@ -80,8 +80,8 @@ MISTAKES = [
         (
             "collectives.py",
             "a gathered tensor's gradient is not summed over ranks",
-            "        return reduce_scatter(d_whole, ctx.axis, dim=ctx.dim), None, None",
-            "        part = d_whole.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n        return part.contiguous(), None, None",
+            "        return reduce_scatter(d_full, ctx.axis, dim=ctx.dim), None, None",
+            "        part = d_full.chunk(ctx.axis.count, ctx.dim)[ctx.axis.index]\n        return part.contiguous(), None, None",
             "tests/test_collectives.py",
         ),
         (
@@ -94,8 +94,8 @@ MISTAKES = [
         (
             "collectives.py",
             "a maximum is a sum",
-            "    return _reduced(x, axis, dist.ReduceOp.MAX)",
-            "    return _reduced(x, axis, dist.ReduceOp.SUM)",
+            "    return _all_reduce(x, axis, dist.ReduceOp.MAX)",
+            "    return _all_reduce(x, axis, dist.ReduceOp.SUM)",
             "tests/test_collectives.py",
         ),
         (
@@ -164,8 +164,8 @@ MISTAKES = [
         (
             "metrics.py",
             "the FLOPs of causal attention are those of the full one",
-            "seen * (2 * tokens - seen + 1) / 2",
-            "seen * (2 * tokens - seen + 1)",
+            "keys * (2 * tokens - keys + 1) / 2",
+            "keys * (2 * tokens - keys + 1)",
             "tests/test_metrics.py",
         ),
         (
@@ -227,8 +227,8 @@ MISTAKES = [
         (
             "step.py",
             "an evaluation counts the batch that only computes along",
-            "torch.zeros_like(term) for name, term in found.items()",
-            "term for name, term in found.items()",
+            "torch.zeros_like(term) for name, term in terms.items()",
+            "term for name, term in terms.items()",
             "tests/test_step.py tests/post/evaluation/test_held_out.py",
         ),
         (
@@ -848,9 +848,9 @@ MISTAKES = [
         ),
         (
             "elementwise.py",
-            "steps that only rounding draws by are not counted for moments in few bits",
-            'draws = group["rounding"] == "stochastic" or (',
-            'draws = group["rounding"] == "stochastic" and (',
+            "steps that only rounding draws by are not counted for low-precision moments",
+            'draws_by_step = group["rounding"] == "stochastic" or (',
+            'draws_by_step = group["rounding"] == "stochastic" and (',
             "tests/optim/test_table.py",
         ),
         (
@@ -863,8 +863,8 @@ MISTAKES = [
         (
             "groups.py",
             "norms and biases decay too",
-            "    parts += [(0.0, [x for x in trained if x[1].ndim < 2])]",
-            "    parts += [(weight_decay, [x for x in trained if x[1].ndim < 2])]",
+            "    groups += [(0.0, [pair for pair in trainable if pair[1].ndim < 2])]",
+            "    groups += [(weight_decay, [pair for pair in trainable if pair[1].ndim < 2])]",
             "tests/optim",
         ),
         (

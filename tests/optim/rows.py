@@ -20,7 +20,7 @@ from trainkit.optim import (
     parse_groups,
     parse_options,
 )
-from trainkit.optim.storage import read_moment, written_moment
+from trainkit.optim.storage import encode_moment, read_moment
 from trainkit.parallel.parameters import empty_rows_like, get_local_box
 from trainkit.types import SOLO
 
@@ -196,7 +196,7 @@ def kept(x, kind, key, count, name):
     if kind != "8bit" or x.dim() < 2 or x.shape[-1] % 256:
         return x
     parts = {key: torch.empty(0, dtype=torch.uint8), f"{key}_scale": torch.empty(0)}
-    return as_numbers(key, written_moment(key, x.reshape(-1), parts, count)).view(x.shape)
+    return as_numbers(key, encode_moment(key, x.reshape(-1), parts, count)).view(x.shape)
 
 
 def as_numbers(name, state):

@@ -210,7 +210,7 @@ def step_without_values(*, whole):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
-        muon.boxes_of(spread(torch.ones(4, 2), mesh, [Shard(0)]))  # known: torch asks the host
+        muon.list_boxes(spread(torch.ones(4, 2), mesh, [Shard(0)]))  # known: torch asks the host
         with FakeTensorMode():
             params = [nn.Parameter(spread(torch.ones(4, 2), mesh, [Shard(0)])) for _ in range(3)]
             optimizer = Muon([*params, nn.Parameter(torch.ones(2, 2))], lr=0.1)
@@ -393,7 +393,7 @@ def set_gradient(p, whole, mesh, placements, *, missing):
     if not missing:
         p.grad = spread(whole, mesh, placements)
         return whole
-    offset, shape = muon.boxes_of(p)[1]
+    offset, shape = muon.list_boxes(p)[1]
     whole = whole.clone()
     whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = 0
     p.grad = None if dist.get_rank() == 1 else spread(whole, mesh, placements)

@@ -187,8 +187,8 @@ def visit(names, came_from, folder):
 def changed(layout, ps, run):
     """Go on with another optimizer; return the state's hash and what was told."""
     stages, optimizer = build(TO, layout, ps)
-    told, asked = [], ResumeRules(free=("optimizer",))
-    how = {"log": told.append, "changes": asked}
+    told, asked = [], ResumeRules(allow=("optimizer",))
+    how = {"log": told.append, "rules": asked}
     state = tk.resume(run, TrainState(), stages, optimizer, ps, **how)
     train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
     said = [line for line in told if line.startswith("the optimizer")]
@@ -261,7 +261,10 @@ def test_blocks_that_a_layout_cuts_are_refused_by_name(tmp_path):
     state = train(stages, optimizer, ps, begin=0, end=1)
     tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
     for told in run_ranks(cut_within_blocks, 2, row, tmp_path):
-        assert "rows of 256 numbers are cut into parts of 128, within blocks of 256" in told[0]
+        assert (
+            "rows of 256 numbers are sharded into 128 per rank, which splits blocks of 256"
+            in told[0]
+        )
         assert "cut into parts of 128" in told[1]
 
 

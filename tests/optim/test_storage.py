@@ -20,7 +20,7 @@ from trainkit.optim import (
     SignSGD,
     elementwise,
 )
-from trainkit.optim.storage import read_moment, written_moment
+from trainkit.optim.storage import encode_moment, read_moment
 from trainkit.parallel import parameters as naming
 
 SHAPES = ((5, 768), (3, 3001), (7,), (), (0, 4), (300, 1))
@@ -65,9 +65,9 @@ def params_of(dtype, shapes=SHAPES):
 )
 def test_a_loop_and_tensors_give_the_same_bits(monkeypatch, kind, dtype, options):
     looped = stepped(kind, params_of(dtype), **options)
-    kinds_of = elementwise._kinds_of
+    kinds_of = elementwise._describe_dtypes
     on_tensors = lambda *x: attrs.evolve(kinds_of(*x), can_loop=False)  # noqa: E731
-    monkeypatch.setattr(elementwise, "_kinds_of", on_tensors)
+    monkeypatch.setattr(elementwise, "_describe_dtypes", on_tensors)
     exact = lambda x: torch.from_numpy(np.sqrt(x.numpy()))  # noqa: E731 (MKL's is off by a bit)
     monkeypatch.setattr(Tensor, "sqrt", exact)
     whole = stepped(kind, params_of(dtype), **options)
@@ -129,7 +129,7 @@ def test_any_cut_gives_the_same_bits(monkeypatch, dtype, options):
 def kept_of(name, values, step):
     parts = {name: torch.empty(values.numel(), dtype=torch.uint8)}
     parts[f"{name}_scale"] = torch.empty(values.numel() // 256)
-    return written_moment(name, values, parts, step)
+    return encode_moment(name, values, parts, step)
 
 
 @pytest.mark.parametrize(("name", "reach"), [("m", 2.0**-15), ("v_sq", 2.0**-31)])

@@ -28,7 +28,7 @@ from trainkit.optim import (
     state_bytes,
     use_averaged_parameters,
 )
-from trainkit.optim.table import check_options, options_of
+from trainkit.optim.table import check_options, list_precision_options
 from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
@@ -305,17 +305,17 @@ def test_another_optimizer_is_refused_by_name_before_anything_is_changed(fact, t
 
 # -------------------------------------------------------------------------- with another optimizer
 
-ASKED = ResumeRules(flagged=("optimizer",), allow=("optimizer",))
+ASKED = ResumeRules(ask=("optimizer",), granted=("optimizer",))
 
 
-def changed(before, after, tmp_path, steps=3, changes=None):
+def changed(before, after, tmp_path, steps=3, rules=None):
     """Save in one row, go on in another; return both, and what was told."""
     old = started(before, steps)
     stages = [Named(old[0])]
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
     new, told = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"changes": changes or ASKED, "log": told.append}
+    how = {"rules": rules or ASKED, "log": told.append}
     tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
     return old, new, told
 
@@ -372,7 +372,7 @@ def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
     tk.save_checkpoint(tmp_path, TrainState(step=3), [Named(old[0])], old[1], PS)
     new = made(torch.float64, seed=1)
     optimizer = Corrected(new.values(), lr=0.1)
-    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, changes=ASKED, log=print)
+    tk.resume(tmp_path, TrainState(), [Named(new)], optimizer, PS, rules=ASKED, log=print)
     assert not any(optimizer.state.values())
 
 
@@ -430,8 +430,8 @@ def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_p
 @pytest.mark.parametrize(("before", "after"), [(0.9, None), (None, 0.9)])
 def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
     rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
-    asked = ResumeRules(flagged=["mean"], allow=["mean"])
-    _, new, told = changed(*rows, tmp_path, changes=asked)
+    asked = ResumeRules(ask=["mean"], granted=["mean"])
+    _, new, told = changed(*rows, tmp_path, rules=asked)
     assert any("carries over step and exp_avg and exp_avg_sq" in line for line in told)
     step_once(*new, 3)
     assert all(("mean" in x) == bool(after) for x in new[1].state.values())
@@ -453,7 +453,7 @@ def test_the_same_optimizer_is_compared_in_full_where_another_is_allowed(tmp_pat
     path = tk.save_checkpoint(tmp_path, TrainState(step=2), [Named(named)], optimizer, PS)
     other = started(ROWS["adamw"])
     with pytest.raises(CheckpointError, match=r"optimizer/exp_avg/.* is missing"):
-        load_checkpoint(path, [Named(other[0])], other[1], changes=ASKED)
+        load_checkpoint(path, [Named(other[0])], other[1], rules=ASKED)
 
 
 def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
@@ -474,7 +474,7 @@ def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once()
     )
     found = {(x["optimizer"], x["moments"], x["rounding"]) for x in made.param_groups}
     assert found == {("Lion", "8bit", "kahan"), ("LowPrecisionAdamW", "8bit", "stochastic")}
-    with pytest.raises(ConfigError, match="muon cannot keep moments in 8bit"):
+    with pytest.raises(ConfigError, match="muon does not support moments in 8bit"):
         make_optimizer([model], **asked, optimizer="muon")
     with pytest.raises(ConfigError, match="--moments"):
         OptimizerOptions(optimizer_options=("moments=bf16",))
@@ -505,8 +505,14 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
             r"groups must be a mapping .* optim.parse_groups makes",
         ),
         ({"options": {"momentum": 0.9}}, "adamw has no option 'momentum'; it has betas="),
-        ({"options": {"cautious": "yes"}}, "adamw: cautious must be as False, got 'yes'"),
-        ({"options": {"betas": 0.9}}, r"adamw: betas must be as \(0.9, 0.95\), got 0.9"),
+        (
+            {"options": {"cautious": "yes"}},
+            "adamw: cautious must be of the type of False, got 'yes'",
+        ),
+        (
+            {"options": {"betas": 0.9}},
+            r"adamw: betas must be of the type of \(0.9, 0.95\), got 0.9",
+        ),
         ({"groups": {".*": {"lr_scale": "0.5"}}}, "lr_scale must be a finite number"),
         ({"groups": {".*": {"optimizer": "lino"}}}, "there is no optimizer 'lino'"),
         ({"groups": {"haed.*": {"lr_scale": 1.0}}}, "'haed.*' matches the name of no parameter"),
@@ -523,10 +529,10 @@ def test_an_expression_that_is_given_twice_is_refused():
 
 
 def test_a_schedule_free_optimizer_says_that_it_needs_fp32():
-    with pytest.raises(ConfigError, match="schedule-free cannot keep parameters in bf16"):
-        options_of("schedule-free", Precision(storage="bf16"))
-    with pytest.raises(ConfigError, match="adamw, lion, momentum, signsgd have"):
-        options_of("muon", Precision(storage="bf16"))
+    with pytest.raises(ConfigError, match="schedule-free does not support parameters in bf16"):
+        list_precision_options("schedule-free", Precision(storage="bf16"))
+    with pytest.raises(ConfigError, match="choose adamw, lion, momentum, signsgd"):
+        list_precision_options("muon", Precision(storage="bf16"))
 
 
 @pytest.mark.parametrize("number", ["lr_scale=nan", "lr_scale=-1", "weight_decay=inf"])

@@ -9,7 +9,7 @@ import trainkit as tk
 from tests.whole_step import Layout, build, corpus, input_of, step_function
 from trainkit.optim import make_optimizer, use_averaged_parameters
 from trainkit.parallel import offload_state
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.offload_state import Offloaded
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DiskError
@@ -19,7 +19,7 @@ from trainkit.weights.checkpoint import save_checkpoint
 def memory_of(stages, optimizer):
     tensors = [x for stage in stages for x in stage.parameters()]
     tensors += [x for held in optimizer.state.values() for x in held.values()]
-    return [local_of(x.detach()) for x in tensors]
+    return [get_local(x.detach()) for x in tensors]
 
 
 def trained(layout, ps, to=None):

@@ -18,7 +18,7 @@ from trainkit.parallel import (
     recompute,
     tensor_parallel,
 )
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.tools.testing import run_ranks
 
@@ -272,7 +272,7 @@ def in_layout(layout, plan, *, microbatches=4):
             batch = {"input_ids": ids, "labels": ids, **rest}
             run = tk.make_forward_backward(stages, next_token, reduce=layout.reduce)
             run([batch] * microbatches, denominator=torch.tensor(7))
-            found.append([local_of(p.grad) for stage in stages for p in stage.parameters()])
+            found.append([get_local(p.grad) for stage in stages for p in stage.parameters()])
     return same(*found), len(store.sizes), store.alive
 
 
@@ -315,7 +315,7 @@ def with_experts():
             stages = built([expert_parallel(), *more, fsdp()], ps, config=EXPERTS)
             run = tk.make_forward_backward(stages, add_router_losses(next_token), call=call_routed)
             run([batch] * 2, denominator={"loss": torch.tensor(7)})
-            found.append([local_of(p.grad) for p in stages[0].parameters()])
+            found.append([get_local(p.grad) for p in stages[0].parameters()])
     return found
 
 

@@ -370,12 +370,12 @@ def two_rank_refusals():
 
 def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
     for told in run_ranks(two_rank_refusals, 2):
-        assert "must be a sequence of some, got no microbatch" in told["none"]
+        assert "must be a sequence of batches, got no batch" in told["none"]
         assert "shape (1, 9, 16), microbatch 0 of (1, 8, 16)" in told["shapes"]
         assert "1 microbatches in a step, the schedule 1f1b needs at least 2" in told["few"]
         assert "5 microbatches" in told["rounds"]
         assert "a multiple of 2" in told["rounds"]
-        assert "its terms are ['loss', 'other'], and reports ['loss']" in told["terms"]
+        assert "declares the terms ['loss', 'other'], but returns ['loss']" in told["terms"]
         assert "has them on (0, 1, 1, 0)" in told["placement"]
         assert "dual_pipe_v has 2 stage(s) on each rank, got 1" in told["per rank"]
         assert "are not the stages of rank" in told["reversed"]

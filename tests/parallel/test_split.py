@@ -19,7 +19,7 @@ from trainkit.parallel.split import (
     decoder_costs,
     split_layer_ranges,
 )
-from trainkit.parallel.stage_ranks import StagePlace, places_of, tied_of
+from trainkit.parallel.stage_ranks import StagePlace, get_stage_places, get_tied_names
 from trainkit.parallel.stages import split_layers
 from trainkit.tools.planning import Job
 from trainkit.tools.planning.stages import find_part
@@ -177,14 +177,17 @@ def test_stages_run_one_after_the_other_give_what_the_whole_gives():
 
 def test_a_stage_says_where_it_stands_and_what_it_shares():
     stages, axis = of_rank(1, 2, "interleaved_1f1b")
-    assert places_of(stages, axis) == [StagePlace(1, (0, 1, 0, 1)), StagePlace(3, (0, 1, 0, 1))]
-    assert [tied_of(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
+    assert get_stage_places(stages, axis) == [
+        StagePlace(1, (0, 1, 0, 1)),
+        StagePlace(3, (0, 1, 0, 1)),
+    ]
+    assert [get_tied_names(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
     assert list(tk.get_named_parameters(stages))[-1] == "norm.weight"
 
 
 def test_a_rank_holds_as_many_stages_as_are_asked_for():
     stages, axis = of_rank(1, 2, "interleaved_1f1b", layers=8, stages_per_rank=4)
-    assert [place.index for place in places_of(stages, axis)] == [1, 3, 5, 7]
+    assert [place.index for place in get_stage_places(stages, axis)] == [1, 3, 5, 7]
 
 
 @pytest.mark.skipif(not passes_to_itself(), reason="gloo has no connection to the own rank")

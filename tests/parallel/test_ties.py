@@ -10,7 +10,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.parallel import Transform, compile_blocks, fsdp, recompute, tensor_parallel
 from trainkit.parallel.materialize import listed
-from trainkit.parallel.parameters import ties_of
+from trainkit.parallel.parameters import find_ties
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.train import certificate_weights as weights
 from trainkit.types import CheckpointError, ConfigError
@@ -66,7 +66,7 @@ def facts(plan, **degrees):
         (model,) = built(plan, ps)
         same = model.head.weight is model.wte.weight
         names = list(tk.get_named_parameters([model]))
-        return names, ties_of(model), same, len(tk.get_parameters([model]))
+        return names, find_ties(model), same, len(tk.get_parameters([model]))
 
 
 NAMES = [name for name, _ in Shared().named_parameters()]

@@ -99,7 +99,7 @@ def test_a_port_that_is_taken_is_named_by_both_sides(runs):
     assert (first.code, second.code) == (64, 68), runs["taken"]
     assert "rank 0 cannot listen at 127.0.0.1:" in first.error
     assert "the port is taken" in first.error
-    assert "rank 1 found somebody at 127.0.0.1:" in second.error
+    assert "rank 1 connected to 127.0.0.1:" in second.error
 
 
 @pytest.mark.case("L7")
@@ -115,15 +115,15 @@ def test_a_rank_with_another_seed_is_named_before_the_first_step(runs):
 
 @pytest.mark.case("E1", "L5")
 def test_who_is_asked_to_stop_does_not_wait_for_the_missing(monkeypatch):
-    monkeypatch.setattr(meeting, "_ASKED_PATIENCE", 0.2)
+    monkeypatch.setattr(meeting, "_STOP_PATIENCE", 0.2)
     gate = threading.Event()
     with pytest.raises(PreemptedError, match=r"asked to stop \(SIGINT\), and not all") as caught:
-        meeting._bounded(gate.wait, 60.0, lambda: "SIGINT")
+        meeting._run_with_timeout(gate.wait, 60.0, lambda: "SIGINT")
     assert caught.value.code == 75
     gate.set()
-    assert meeting._bounded(gate.wait, 60.0, lambda: "SIGINT") is True  # all had come
+    assert meeting._run_with_timeout(gate.wait, 60.0, lambda: "SIGINT") is True  # all had come
     gate.clear()
-    assert meeting._bounded(gate.wait, 0.5) is None  # the control: nobody asks, time is up
+    assert meeting._run_with_timeout(gate.wait, 0.5) is None  # the control: nobody asks, time is up
     gate.set()
 
 
@@ -162,8 +162,8 @@ def test_who_waits_says_for_whom(monkeypatch, capfd):
     monkeypatch.setattr(table, "_REMINDER", 0.1)
     store = dist.HashStore()
     launch = Launch(0, 3, 0, address="node7", port=29500)
-    table._table(store).add("seats", 1)
-    table._table(store).set("seat/1", '{"rank":2,"world":3,"host":"a","pid":7}')
+    table._open_table(store).add("seats", 1)
+    table._open_table(store).set("seat/1", '{"rank":2,"world":3,"host":"a","pid":7}')
     with pytest.raises(PeerError, match="still waiting for rank 1 of 3"):
         table.session_name(launch, store, time.monotonic() + 0.5)
     said = capfd.readouterr().err.splitlines()
@@ -171,7 +171,7 @@ def test_who_waits_says_for_whom(monkeypatch, capfd):
     assert "rank 0 has been waiting for rank 1 of 3 for 0 s, at node7:29500" in said[0]
     nobody = Launch(1, 2, 0, address="127.0.0.1", port=free_port())
     with pytest.raises(PeerError, match="rank 1 of 2 was waiting for rank 0"):
-        meeting._reach(nobody, time.monotonic() + 0.5)
+        meeting._wait_for_listener(nobody, time.monotonic() + 0.5)
     assert "rank 1 has been waiting for rank 0 of 2 for" in capfd.readouterr().err
 
 
@@ -323,14 +323,14 @@ def test_a_group_is_tried_on_every_device_that_it_will_serve(monkeypatch):
             raise RuntimeError("NCCL error in: socket.cc\nconnect timed out")
         return 2.0
 
-    monkeypatch.setattr(meeting, "_sum_of_ones", answer)
+    monkeypatch.setattr(meeting, "_sum_ones", answer)
     meeting.first_words([both], cpu, seconds=5)
     assert tried == [(both, cpu)]
     with pytest.raises(PeerError, match=r"over nccl: NCCL error in: socket\.cc") as caught:
         meeting.first_words([both], torch.device("cuda", 1), seconds=5)
     assert tried[1:] == [(both, cpu), (both, torch.device("cuda", 1))]
     assert "NCCL_SOCKET_IFNAME" in caught.value.hint
-    monkeypatch.setattr(meeting, "_sum_of_ones", lambda *_: 3.0)
+    monkeypatch.setattr(meeting, "_sum_ones", lambda *_: 3.0)
     with pytest.raises(PeerError, match="their sum of ones is 3"):
         meeting.first_words([both], cpu, seconds=5)
 

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 import orjson
 
@@ -102,40 +103,17 @@ def load_or_pack_bins(
         >>> bins[0]
         [(2, 0, 2), (3, 0, 6)]
     """
-
-    def pack_lengths(lengths: ArrayLike) -> Bins:
-        return pack_bins(
-            lengths,
-            capacity,
-            fit=fit,
-            group_size=group_size,
-            overlong=overlong,
-            multiple_of=multiple_of,
-            max_documents=max_documents,
-            seed=seed,
-        )
-
-    def make_key() -> _Key:
-        name, version = _identify_fit(fit, needs_version=cache_dir is not None)
-        array = check_lengths(lengths)
-        pack_lengths(array[:0])  # checks the other arguments
-        fields = {
-            "fit": name,
-            "group_size": group_size,
-            "overlong": overlong,
-            "multiple_of": multiple_of,
-            "max_documents": max_documents,
-            "seed": seed,
-            "fit_version": version,
-            "format": FORMAT,
-            "capacity": capacity,
-            "content": content,
-            "documents": len(array),
-            "lengths_sha256": hashlib.sha256(np.ascontiguousarray(array, "<i8").data).hexdigest(),
-        }
-        return {name: int(x) if isinstance(x, np.integer) else x for name, x in fields.items()}
-
-    keys = run_on_all_ranks(make_key, axis)
+    options = _Options(
+        capacity=capacity,
+        fit=fit,
+        group_size=group_size,
+        overlong=overlong,
+        multiple_of=multiple_of,
+        max_documents=max_documents,
+        seed=seed,
+    )
+    is_cached = cache_dir is not None
+    keys = run_on_all_ranks(lambda: _make_key(lengths, content, options, is_cached=is_cached), axis)
     key = keys[0]
     for rank, other in enumerate(keys):
         if difference := _find_difference(other, key):
@@ -145,10 +123,53 @@ def load_or_pack_bins(
     path = Path(cache_dir) / f"{_hash_key(key)[:16]}.bins" if cache_dir is not None else None
 
     def pack() -> _Plan:
-        bins = pack_lengths(lengths)
+        bins = _pack(lengths, options)
         return bins, _hash_arrays(bins)
 
     return _load_on_all_ranks(path, key, pack, axis, log)
+
+
+@attrs.frozen(kw_only=True)
+class _Options:
+    """The options of `pack_bins`."""
+
+    capacity: int
+    fit: Fit
+    group_size: int
+    overlong: Overlong
+    multiple_of: int
+    max_documents: int | None
+    seed: int | None
+
+
+def _pack(lengths: ArrayLike, options: _Options) -> Bins:
+    return pack_bins(
+        lengths,
+        options.capacity,
+        fit=options.fit,
+        group_size=options.group_size,
+        overlong=options.overlong,
+        multiple_of=options.multiple_of,
+        max_documents=options.max_documents,
+        seed=options.seed,
+    )
+
+
+def _make_key(lengths: ArrayLike, content: str, options: _Options, *, is_cached: bool) -> _Key:
+    """Return the fields that identify a packing, after a check of all options."""
+    name, version = _identify_fit(options.fit, needs_version=is_cached)
+    array = check_lengths(lengths)
+    _pack(array[:0], options)
+    fields = {
+        **attrs.asdict(options, recurse=False),
+        "fit": name,
+        "fit_version": version,
+        "format": FORMAT,
+        "content": content,
+        "documents": len(array),
+        "lengths_sha256": hashlib.sha256(np.ascontiguousarray(array, "<i8").data).hexdigest(),
+    }
+    return {name: int(x) if isinstance(x, np.integer) else x for name, x in fields.items()}
 
 
 def _identify_fit(fit: Fit, *, needs_version: bool) -> tuple[str, Any]:

@@ -1,7 +1,7 @@
-"""The axes of a layout: which ranks each connects, their process groups, and the mesh.
+"""The axes of a layout: their ranks, their process groups, and the device mesh.
 
-world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first: neighbours on `tp` have
-adjacent ranks. Axes that hold the same ranks share one process group.
+world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first: neighbors on `tp` have
+adjacent ranks. Axes of the same ranks share one process group.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 def partitions_of(layout: Layout) -> dict[str, Partition]:
-    """Return, for each axis of a layout, the lists of ranks that it connects.
+    """Return the lists of ranks that each axis of a layout connects.
 
     Examples:
-        >>> found = partitions_of(Layout(dp_shard=2, tp=2))
-        >>> found["tp"], found["dp_shard"]
+        >>> partitions = partitions_of(Layout(dp_shard=2, tp=2))
+        >>> partitions["tp"], partitions["dp_shard"]
         (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     """
-    tables = {name: _table(layout, *names) for name, names in layout.axes.items()}
-    fsdp, ((far, _), (near, count)) = tables["fsdp"], layout.expert_axes.items()
+    tables = {name: _make_rank_table(layout, *names) for name, names in layout.axes.items()}
+    fsdp = tables["fsdp"]
+    (far, _), (near, count) = layout.expert_axes.items()
     tables[near] = fsdp.reshape(-1, count)
     strided = fsdp.reshape(len(fsdp), -1, count).transpose(0, 2, 1)
     tables[far] = strided.reshape(len(fsdp) * count, -1)
     return {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
 
 
-def _table(layout: Layout, *names: str) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return the ranks that differ in some degrees alone, one row for each of the others."""
-    every = layout.axes["world"]
-    world = np.arange(layout.world).reshape([layout.count(name) for name in every])
-    inner = [every.index(name) for name in names]
-    outer = [dim for dim in range(len(every)) if dim not in inner]
+def _make_rank_table(
+    layout: Layout, *names: str
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Return the groups of ranks that differ only in some degrees, one group a row."""
+    degrees = layout.axes["world"]
+    world = np.arange(layout.world).reshape([layout.count(name) for name in degrees])
+    inner = [degrees.index(name) for name in names]
+    outer = [dim for dim in range(len(degrees)) if dim not in inner]
     size = int(np.prod([world.shape[dim] for dim in inner]))
     return world.transpose(*outer, *inner).reshape(-1, size)
 
@@ -72,16 +75,16 @@ def _open_groups(
     partition: Partition, rank: int, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
     """Open the groups of a partition, and return that of this rank."""
-    if len(partition[0]) == 1:  # nobody else need be there
-        own = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+    if len(partition[0]) == 1:  # local synchronization, so that other ranks need not call it
+        group = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     else:
-        opened = [dist.new_group(list(ranks), timeout=timeout) for ranks in partition]
-        (own,) = [group for group, ranks in zip(opened, partition, strict=True) if rank in ranks]
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+        groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in partition]
+        (group,) = [x for x, ranks in zip(groups, partition, strict=True) if rank in ranks]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
-def _root_mesh(
+def _make_root_mesh(
     layout: Layout,
     partitions: Mapping[str, Partition],
     groups: dict[Partition, dist.ProcessGroup],
@@ -91,36 +94,37 @@ def _root_mesh(
 ) -> DeviceMesh | None:
     """Return the mesh (pp, dp_replicate, `shards`, sp_unfolded, tp), without dimensions of size 1.
 
-    Sharded and tensor-parallel parameters must live on slices of one mesh. FSDP2's hybrid mode
-    wants a dimension to shard over beside the replicated one, and experts one beside ep, if only of
-    size 1: the first of `shards`.
+    Sharded and tensor-parallel parameters must be on slices of one mesh. FSDP2's hybrid mode needs
+    a shard dimension next to the replicated one, and experts need one next to ep, even of size 1:
+    the first of `shards`.
     """
     names = ("pp", "dp_replicate", *shards, "sp_unfolded", "tp")
     sizes = {name: len(partitions[name][0]) for name in names}
-    kept = [name for name in names if sizes[name] > 1]
-    if not kept:
+    dims = [name for name in names if sizes[name] > 1]
+    if not dims:
         return None
-    if shards[0] not in kept and ("dp_replicate" in kept or len(shards) > 1):
-        kept = [name for name in names if name in (*kept, shards[0])]
-        alone = partitions[shards[0]]
-        groups[alone] = groups.get(alone) or _open_groups(alone, dist.get_rank())
-    if len(kept) == 1:
-        return _mesh_of(groups[partitions[kept[0]]], kept[0], device)
-    whole = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
-    order = [degree for name in whole for degree in layout.axes[name]]
-    outward = layout.expert_axes if len(shards) > 1 else shards  # neighbours on the last one
-    placed = [name for name in (*names[:2], *outward, *names[-2:]) if name in kept]
-    ranks = _table(layout, *order).reshape([sizes[name] for name in placed])
-    ranks = ranks.transpose([placed.index(name) for name in kept])
+    if shards[0] not in dims and ("dp_replicate" in dims or len(shards) > 1):
+        dims = [name for name in names if name in (*dims, shards[0])]
+        singles = partitions[shards[0]]
+        groups[singles] = groups.get(singles) or _open_groups(singles, dist.get_rank())
+    if len(dims) == 1:
+        return _make_flat_mesh(groups[partitions[dims[0]]], dims[0], device)
+    axes = ("pp", "dp_replicate", "fsdp", "sp_unfolded", "tp")
+    order = [degree for name in axes for degree in layout.axes[name]]
+    # Ranks in their own order first, where the last of the expert axes has the neighbors.
+    shard_order = layout.expert_axes if len(shards) > 1 else shards
+    rank_dims = [name for name in (*names[:2], *shard_order, *names[-2:]) if name in dims]
+    ranks = _make_rank_table(layout, *order).reshape([sizes[name] for name in rank_dims])
+    ranks = ranks.transpose([rank_dims.index(name) for name in dims])
     return DeviceMesh.from_group(
-        [groups[partitions[name]] for name in kept],
+        [groups[partitions[name]] for name in dims],
         device.type,
         mesh=torch.from_numpy(ranks.copy()).to(torch.int),
-        mesh_dim_names=tuple(kept),
+        mesh_dim_names=tuple(dims),
     )
 
 
-def _mesh_of(group: dist.ProcessGroup, name: str, device: torch.device) -> DeviceMesh:
+def _make_flat_mesh(group: dist.ProcessGroup, name: str, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
 
 
@@ -132,15 +136,15 @@ def make_state(
     rank: int,
     device: torch.device,
 ) -> ParallelState:
-    """Return the axes of a layout as one rank sees them.
+    """Return the axes of a layout for one rank.
 
     Effects:
         May open groups of one rank, which it adds to `groups`; all ranks must call it.
     """
-    mesh = _root_mesh(layout, partitions, groups, device, shards=("fsdp",))
+    mesh = _make_root_mesh(layout, partitions, groups, device, shards=("fsdp",))
     experts = mesh
     if layout.ep > 1:
-        experts = _root_mesh(layout, partitions, groups, device, shards=("expert_fsdp", "ep"))
+        experts = _make_root_mesh(layout, partitions, groups, device, shards=("expert_fsdp", "ep"))
     axes: dict[str, Axis] = {}
     for name, partition in partitions.items():
         ranks = next(ranks for ranks in partition if rank in ranks)
@@ -150,7 +154,10 @@ def make_state(
             continue
         group = groups[partition]
         in_mesh = mesh is not None and name in (mesh.mesh_dim_names or ())
-        axis_mesh = mesh[name] if mesh is not None and in_mesh else _mesh_of(group, name, device)
+        if mesh is not None and in_mesh:
+            axis_mesh = mesh[name]
+        else:
+            axis_mesh = _make_flat_mesh(group, name, device)
         axes[name] = Axis(name, share, group, axis_mesh)
     return ParallelState(**axes, mesh=mesh, expert_mesh=experts, device=device)
 
@@ -168,7 +175,7 @@ def solo_parallel(device: torch.device | str = "cpu") -> ParallelState:
 
 
 def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
-    """Return an axis over somebody else's process group, to use single functions elsewhere.
+    """Return an axis over an existing process group, to use single functions in other code.
 
     Raises:
         ValueError: This process is not a member of the group.
@@ -184,22 +191,22 @@ def axis_from_group(group: dist.ProcessGroup, *, name: str = "group") -> Axis:
 def open_gloo_axis(
     axis: Axis, *, name: str = "control", timeout: timedelta = timedelta(minutes=30)
 ) -> Iterator[Axis]:
-    """Open an axis over the same ranks that has a gloo group of its own, for a `with` block.
+    """Open an axis over the same ranks with a separate gloo group, for a `with` block.
 
-    What ranks agree on beside the training (stop now? has everybody written?) may then be under way
-    while the training's collectives are: on one group the two would be taken for each other.
+    Ranks use it for control messages (stop now? is the checkpoint written?) at the same time as for
+    the collectives of training; on one group the two would be mixed up.
 
     Args:
         axis: An axis; every rank of it must call this. Its ranks need not be the whole world.
-        name: The name of the axis that is yielded.
-        timeout: How long a collective on it may wait for a peer.
+        name: The name of the new axis.
+        timeout: The timeout of its collectives.
 
     Yields:
-        The twin, which communicates on the CPU whatever the device; `axis` itself at size 1.
+        The new axis, which communicates on the CPU; `axis` itself at size 1.
 
     Effects:
-        Opens a process group, and closes it. After an exception it does not wait for work that is
-        under way, whose peers may be gone.
+        Opens a process group, and closes it. After an exception it does not wait for pending work,
+        whose peers may have exited.
 
     Examples:
         >>> with open_gloo_axis(solo_parallel().world) as control:
@@ -211,39 +218,39 @@ def open_gloo_axis(
         return
     assert axis.group is not None
     ranks = dist.get_process_group_ranks(axis.group)
-    some = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=some)
+    is_subset = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_subset)
     assert isinstance(group, dist.ProcessGroup)
     try:
         yield Axis(name, axis.share, group)
     except BaseException:
-        let_go_later([group])
+        free_groups_later([group])
         raise
     finally:
         dist.destroy_process_group(group)
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the default process group, which must be there."""
+    """Return the default process group, which must be open."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def let_go_later(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Leave it to a thread to let go of groups that may have work under way.
+def free_groups_later(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Free groups that may have pending work in a thread.
 
-    A gloo group ends its work before it goes, and so whoever drops the last reference waits for
+    The destructor of a gloo group finishes its work, so the last owner of a reference waits for
     peers that may be dead, or for the timeout (torch from 2.11 on; `abort` does not change it).
 
     Effects:
-        Starts a thread, which ends when nobody else refers to the groups.
+        Starts a thread, which ends when nothing else refers to the groups.
     """
     if groups:
-        threading.Thread(target=_let_go, args=([*set(groups)],), daemon=True).start()
+        threading.Thread(target=_free_groups, args=([*set(groups)],), daemon=True).start()
 
 
-def _let_go(groups: list[dist.ProcessGroup]) -> None:
+def _free_groups(groups: list[dist.ProcessGroup]) -> None:
     while groups:
-        while sys.getrefcount(groups[-1]) > 2:  # the list, the argument, and somebody else
+        while sys.getrefcount(groups[-1]) > 2:  # the list and the argument
             time.sleep(0.05)
         groups.pop()

@@ -1,8 +1,8 @@
-"""How the ranks of a run find each other, and what they are told when they do not.
+"""Rendezvous of the ranks of a run, with errors that name missing and duplicate ranks.
 
-torch waits for ranks without a word, and then fails with a word that names none of them (a missing
-rank is "1/2 clients joined" after half an hour; of two processes with one rank, both wait). Here
-ranks sit down at a table first: a store at the launcher's address, where each says who it is.
+torch waits for ranks silently, and its errors name none of them (a missing rank is "1/2 clients
+joined" after half an hour; two processes with one rank both wait). So ranks register first, in a
+store at the launcher's address.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
 
-_STORE_GRACE = 3.0  # seconds in which a store answers that is one
+_STORE_GRACE = 3.0  # seconds in which a real store answers
 _PORT_GRACE = 5.0  # seconds for which an address may still be in use by a run that is ending
-_ASKED_PATIENCE = 20.0  # seconds to wait for others after being asked to stop: a launcher waits 30
-_NOTHING_LOST = 75  # the exit code of a run that was told to stop and has lost nothing
+_STOP_PATIENCE = 20.0  # seconds to wait for others after a stop request; launchers kill after 30
+_NOTHING_LOST = 75  # the exit code of a run that was stopped and has lost nothing
 _HINTS = {
     "gloo": "name the network interface with GLOO_SOCKET_IFNAME, or see whether a rank died",
-    "nccl": "name the network interface with NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says how far it "
-    "came; every rank needs a GPU of its own",
+    "nccl": "name the network interface with NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO shows its "
+    "progress; every rank needs its own GPU",
 }
 
 
@@ -48,39 +48,39 @@ def open_world(
     start_timeout: timedelta,
     asked: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Open torch's default process group, once all ranks have met.
+    """Open torch's default process group, after all ranks have registered.
 
     Args:
-        launch: Which rank this is, and where all meet.
-        backend: torch's name of what ranks talk through.
-        timeout: How long a collective may wait for a peer.
-        start_timeout: How long all of this may take.
-        asked: Tells why this process shall stop, or None: then it does not wait for ranks that are
-            missing for longer than 20 s more.
+        launch: The rank, and the address of the rendezvous.
+        backend: torch's backend name.
+        timeout: The timeout of collectives.
+        start_timeout: The timeout of this function.
+        asked: Returns the reason to stop this process, or None. After a stop request it waits for
+            missing ranks for at most 20 s.
 
     Raises:
-        PreemptedError: It was asked to stop, and ranks are still missing.
-        ConfigError: Two processes have one rank, ranks disagree on how many there are, or rank 0
+        PreemptedError: A stop was requested, and ranks are still missing.
+        ConfigError: Two processes have the same rank, ranks disagree on the world size, or rank 0
             cannot listen at the address.
-        PeerError: Ranks are missing when the time is over (they are named), or cannot be reached.
+        PeerError: Ranks are missing after the timeout (they are named), or cannot be reached.
 
     Effects:
-        Opens a store (under torchrun uses the agent's) and the default process group. What has
-        failed leaves no group behind.
+        Opens a store (under torchrun it uses the agent's) and the default process group; after an
+        error there is no group.
     """
     deadline = time.monotonic() + start_timeout.total_seconds()
-    found = _Found()
+    contact = _Contact()
     patience = start_timeout.total_seconds() + SLACK + 1
     place = f"{launch.address}:{launch.port}"
-    store = _bounded(
-        lambda: _meet(launch, deadline, found),
+    store = _run_with_timeout(
+        lambda: _join(launch, deadline, contact),
         patience,
         asked,
-        lambda: _refuse_another_program(launch, found),
+        lambda: _check_program(launch, contact),
     )
     if store is None:
         raise PeerError(
-            f"parallel_session: rank {launch.rank} found somebody at {place} who did not answer "
+            f"parallel_session: rank {launch.rank} connected to {place}, which did not answer "
             f"for {patience:.0f} s",
             where=place,
             want="rank 0",
@@ -104,92 +104,92 @@ def open_world(
             where=place,
             hint=_HINTS["gloo"],
         ) from error
-    if launch.rank == 0:  # a later meeting at the same store finds an empty table
+    if launch.rank == 0:  # a later session may use the same store
         clear_table(store[0])
 
 
 def first_words(
     groups: Iterable[dist.ProcessGroup], device: torch.device, *, seconds: float
 ) -> None:
-    """Let every group communicate once on every device that it will, and name what does not work.
+    """All-reduce once in every group and on every device, and report groups that do not work.
 
-    NCCL connects ranks in a group's first collective. A broken set-up would hang there: in the
-    first step, and without a word.
+    NCCL connects ranks in a group's first collective. A broken set-up would hang there silently, in
+    the first step.
 
     Args:
-        groups: Groups of this rank; their members must all do this, in one order.
-        device: The device of this rank; besides it groups may communicate on the CPU.
-        seconds: How long a group may take.
+        groups: Groups of this rank; all their members must call this, in one order.
+        device: The device of this rank; groups may communicate on the CPU too.
+        seconds: The timeout of a group.
 
     Raises:
-        PeerError: A group failed, did not answer in time, or summed wrongly.
+        PeerError: A group failed, did not answer in time, or returned a wrong sum.
 
     Effects:
         Communicates: one all-reduce of 4 bytes for each group and device.
     """
-    places = {device.type: device, "cpu": torch.device("cpu")}
+    devices = {device.type: device, "cpu": torch.device("cpu")}
     for group in groups:
         for kind, backend in get_backends(group).items():
-            if kind not in places:
+            if kind not in devices:
                 continue
             try:
-                total = _bounded(partial(_sum_of_ones, group, places[kind]), seconds)
+                total = _run_with_timeout(partial(_sum_ones, group, devices[kind]), seconds)
             except RuntimeError as error:
-                raise _unheard(group, backend, " ".join(str(error).split())) from error
+                raise _make_group_error(group, backend, " ".join(str(error).split())) from error
             if total is None:
-                raise _unheard(group, backend, f"no answer for {seconds:g} s")
+                raise _make_group_error(group, backend, f"no answer for {seconds:g} s")
             if total != group.size():
-                raise _unheard(group, backend, f"their sum of ones is {total:g}")
+                raise _make_group_error(group, backend, f"their sum of ones is {total:g}")
 
 
-def _sum_of_ones(group: dist.ProcessGroup, device: torch.device) -> float:
+def _sum_ones(group: dist.ProcessGroup, device: torch.device) -> float:
     one = torch.ones(1, device=device)
     dist.all_reduce(one, group=group)
     return one.item()
 
 
-def _unheard(group: dist.ProcessGroup, backend: str, reason: str) -> PeerError:
-    hint = _HINTS.get(backend, "see what the other ranks say")
+def _make_group_error(group: dist.ProcessGroup, backend: str, reason: str) -> PeerError:
     return PeerError(
         f"parallel_session: ranks {dist.get_process_group_ranks(group)} cannot communicate over "
         f"{backend}: {reason}",
         where=backend,
         want="an answer from each",
-        hint=hint,
+        hint=_HINTS.get(backend, "see the messages of the other ranks"),
     )
 
 
 # ---------------------------------------------------------------------------------------- the store
 
 
-def _bounded(
+def _run_with_timeout(
     work: Callable[[], T],
     seconds: float,
     asked: Callable[[], str | None] = lambda: None,
     check: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """Return what `work` returns, or None after some seconds: torch's stores may wait for ever.
+    """Call `work` in a thread; return its result, or None after a timeout.
 
-    A connection to a program that is no store is one such case (torch from 2.11 on). The thread is
-    left where it hangs; it holds no lock that the end of the process needs.
+    torch's stores may wait forever, for example for a program that is not a store (torch from 2.11
+    on). The thread then keeps hanging; it holds no lock that the exit of the process needs.
     """
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             results.put((work(), None))
-        except BaseException as error:  # noqa: BLE001 (raised in the thread that asked)
+        except BaseException as error:  # noqa: BLE001 (raised in the calling thread)
             results.put((None, error))
 
-    threading.Thread(target=run, daemon=True, name="trainkit meeting").start()
+    threading.Thread(target=run, daemon=True, name="trainkit rendezvous").start()
     deadline = time.monotonic() + seconds
-    given_up = None
+    stop_deadline = None
     while True:
         now = time.monotonic()
         reason = asked()
-        given_up = now + _ASKED_PATIENCE if reason and given_up is None else given_up
-        if reason and given_up is not None and now > given_up:
-            raise _asked_to_stop(reason)
+        if reason and stop_deadline is None:
+            stop_deadline = now + _STOP_PATIENCE
+        if reason and stop_deadline is not None and now > stop_deadline:
+            raise _make_stop_error(reason)
         try:
             result, error = results.get(timeout=min(0.2, max(0.0, deadline - now)))
         except queue.Empty:
@@ -202,10 +202,10 @@ def _bounded(
         return result
 
 
-def _asked_to_stop(reason: str) -> PreemptedError:
+def _make_stop_error(reason: str) -> PreemptedError:
     error = PreemptedError(
-        f"parallel_session: asked to stop ({reason}), and not all ranks have come in "
-        f"{_ASKED_PATIENCE:g} s since; nothing has been trained",
+        f"parallel_session: asked to stop ({reason}), and not all ranks have joined in "
+        f"{_STOP_PATIENCE:g} s since; nothing has been trained",
         hint="run the same command again",
     )
     error.code = _NOTHING_LOST
@@ -213,38 +213,38 @@ def _asked_to_stop(reason: str) -> PreemptedError:
 
 
 @attrs.define(eq=False)
-class _Found:
-    """When somebody was found at the address who has not answered as a store yet, or None."""
+class _Contact:
+    """The state of a connection to a program that has not answered as a store yet."""
 
-    since: float | None = None
-    asked: float = 0.0  # when that program was last asked who it is
+    since: float | None = None  # the time of the connection
+    last_check: float = 0.0  # the time of the last `_check_program`
 
 
-def _meet(launch: Launch, deadline: float, found: _Found) -> tuple[dist.Store, str]:
+def _join(launch: Launch, deadline: float, contact: _Contact) -> tuple[dist.Store, str]:
     """Return the store and this session's name on it."""
     while True:
-        store = _open_store(launch, deadline, found)
+        store = _open_store(launch, deadline, contact)
         try:
             return store, session_name(launch, store, deadline)
-        except dist.DistNetworkError as error:  # it was the last session's, and has gone since
+        except dist.DistNetworkError as error:  # the store of the previous session, now closed
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"parallel_session: rank {launch.rank} lost rank 0 at {launch.address}:"
-                    f"{launch.port} before all had come: {str(error).splitlines()[0]}",
+                    f"{launch.port} before all had joined: {str(error).splitlines()[0]}",
                     where=f"{launch.address}:{launch.port}",
-                    hint="rank 0's own report says why it went",
+                    hint="rank 0's own report says why it ended",
                 ) from None
             time.sleep(0.1)
 
 
-def _open_store(launch: Launch, deadline: float, found: _Found) -> dist.Store:
+def _open_store(launch: Launch, deadline: float, contact: _Contact) -> dist.Store:
     assert launch.address is not None
     assert launch.port is not None
-    # torchrun's agent keeps the store itself; then even rank 0 is a guest.
+    # torchrun's agent hosts the store itself; then even rank 0 is a client.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
-        _reach(launch, deadline)
-        found.since = time.monotonic()
+        _wait_for_listener(launch, deadline)
+        contact.since = time.monotonic()
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     until = min(deadline, time.monotonic() + _PORT_GRACE)
     while True:
@@ -262,23 +262,23 @@ def _open_store(launch: Launch, deadline: float, found: _Found) -> dist.Store:
             if not hosts:
                 raise
             if "EADDRINUSE" not in str(error) or time.monotonic() > until:
-                raise _cannot_listen(launch, str(error)) from None
+                raise _make_listen_error(launch, str(error)) from None
             time.sleep(0.2)
         else:
-            found.since = None
+            contact.since = None
             return store
 
 
-def _refuse_another_program(launch: Launch, found: _Found) -> None:
-    """Refuse an address where a line of text is answered, to which a store is silent.
+def _check_program(launch: Launch, contact: _Contact) -> None:
+    """Raise ConfigError if another program listens: it answers HTTP, which a store does not.
 
-    It is tried when nobody has answered as a store for some seconds, and again after as many.
+    The check runs when the store has not answered for some seconds, and then repeatedly.
     """
-    since, now = found.since, time.monotonic()
-    if since is None or now - max(since, found.asked) < _STORE_GRACE:
+    now = time.monotonic()
+    if contact.since is None or now - max(contact.since, contact.last_check) < _STORE_GRACE:
         return
-    found.asked = now
-    answer = _answer_to_a_line(launch)
+    contact.last_check = now
+    answer = _request_line(launch)
     if answer:
         place = f"{launch.address}:{launch.port}"
         raise ConfigError(
@@ -287,12 +287,12 @@ def _refuse_another_program(launch: Launch, found: _Found) -> None:
             where=place,
             got=answer,
             want="rank 0, listening there",
-            hint="mend MASTER_ADDR, or choose another MASTER_PORT for all ranks",
+            hint="correct MASTER_ADDR, or choose another MASTER_PORT for all ranks",
         )
 
 
-def _answer_to_a_line(launch: Launch) -> str:
-    """Return the beginning of what is said at the address after a line of HTTP; "" for nothing."""
+def _request_line(launch: Launch) -> str:
+    """Send an HTTP request to the address; return the first line of the answer, or ""."""
     assert launch.port is not None
     with (
         contextlib.suppress(OSError),
@@ -304,27 +304,46 @@ def _answer_to_a_line(launch: Launch) -> str:
     return ""
 
 
-def _cannot_listen(launch: Launch, error: str) -> ConfigError:
+def _make_listen_error(launch: Launch, error: str) -> ConfigError:
     place = f"{launch.address}:{launch.port}"
-    text, hint = f"rank 0 cannot listen at {place}: {error.splitlines()[0]}", None
     if "EADDRINUSE" in error:
-        answer = _answer_to_a_line(launch)
-        text = f"rank 0 cannot listen at {place}: the port is taken"
-        text += f" by another program, which answers {answer!r}" if answer else ""
-        holder = "" if answer else "another job is there, or a second process with RANK 0; "
-        hint = f"{holder}choose another MASTER_PORT"
-    elif "EACCES" in error:
-        text = f"rank 0 cannot listen at {place}: this user may not use port {launch.port}"
-        hint = "choose a MASTER_PORT above 1024"
-    elif "timed out" in error:
-        text = f"rank 0 listens on port {launch.port}, but cannot reach itself at {place}"
-        hint = "MASTER_ADDR must be the host that rank 0 runs on"
-    return ConfigError(f"parallel_session: {text}", where=place, hint=hint)
+        if answer := _request_line(launch):
+            return ConfigError(
+                f"parallel_session: rank 0 cannot listen at {place}: the port is taken by another "
+                f"program, which answers {answer!r}",
+                where=place,
+                hint="choose another MASTER_PORT",
+            )
+        return ConfigError(
+            f"parallel_session: rank 0 cannot listen at {place}: the port is taken",
+            where=place,
+            hint="another job is there, or a second process with RANK 0; "
+            "choose another MASTER_PORT",
+        )
+    if "EACCES" in error:
+        return ConfigError(
+            f"parallel_session: rank 0 cannot listen at {place}: this user may not use port "
+            f"{launch.port}",
+            where=place,
+            hint="choose a MASTER_PORT above 1024",
+        )
+    if "timed out" in error:
+        return ConfigError(
+            f"parallel_session: rank 0 listens on port {launch.port}, but cannot reach itself at "
+            f"{place}",
+            where=place,
+            hint="MASTER_ADDR must be the host that rank 0 runs on",
+        )
+    return ConfigError(
+        f"parallel_session: rank 0 cannot listen at {place}: {error.splitlines()[0]}", where=place
+    )
 
 
-def _reach(launch: Launch, deadline: float) -> None:
-    """Wait until somebody listens; torch would fill stderr with what it sees meanwhile."""
-    place, pause, begin = f"{launch.address}:{launch.port}", 0.01, time.monotonic()
+def _wait_for_listener(launch: Launch, deadline: float) -> None:
+    """Wait until the address accepts connections; torch would fill stderr with warnings."""
+    place = f"{launch.address}:{launch.port}"
+    pause = 0.01
+    start = time.monotonic()
     waits_for = waiting_lines(launch)
     while True:
         left = deadline - time.monotonic()
@@ -340,10 +359,10 @@ def _reach(launch: Launch, deadline: float) -> None:
             kind = ConfigError if isinstance(error, socket.gaierror) else PeerError
             raise kind(
                 f"parallel_session: rank {launch.rank} of {launch.world} was waiting for rank 0 "
-                f"for {time.monotonic() - begin:.0f} s, but could not connect to {place}: {reason}",
+                f"for {time.monotonic() - start:.0f} s, but could not connect to {place}: {reason}",
                 where=place,
                 got=reason,
                 want="rank 0, listening there",
-                hint="start rank 0, or mend MASTER_ADDR and MASTER_PORT: all ranks need the same",
+                hint="start rank 0, or correct MASTER_ADDR and MASTER_PORT, equal on all ranks",
             ) from None
         return

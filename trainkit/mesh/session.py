@@ -1,4 +1,4 @@
-"""From a layout and an environment to a `ParallelState`: all axes are opened here, once."""
+"""Open the process groups of a layout for a `with` block, as a `ParallelState`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainkit.types import ConfigError, Layout, ParallelState
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the run: of an existing process group, else the launcher's.
+    """Return the number of processes of the run, from a process group or the launcher's variables.
 
-    It is what `parallel_session` will find, so that a layout can be checked before it is opened.
+    It is the world size of `parallel_session`, so that a layout can be checked before.
 
     Raises:
         ConfigError: The environment is wrong.
@@ -36,7 +36,7 @@ def get_world_size() -> int:
 
 
 def _find_launch() -> Launch:
-    """Return this process's place: in an existing process group, else as the launcher says."""
+    """Return this process's rank, from a process group or the launcher's variables."""
     if not (dist.is_available() and dist.is_initialized()):
         return read_launch(os.environ)
     current = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -44,7 +44,7 @@ def _find_launch() -> Launch:
     return Launch(dist.get_rank(), dist.get_world_size(), local)
 
 
-def _own_device(launch: Launch) -> torch.device:
+def _get_local_device(launch: Launch) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if launch.local_rank >= torch.cuda.device_count():
@@ -71,32 +71,32 @@ def parallel_session(
 ) -> Iterator[ParallelState]:
     """Open the process groups of a layout for the length of a `with` block.
 
-    The world comes from a process group that exists already, else from torchrun's variables, else
-    from SLURM's, else it is this process alone, and then there is no process group at all. The
-    environment and the degrees are checked before a socket is opened.
+    The world is an existing process group, or else the variables of torchrun or SLURM, or else this
+    process alone, without a process group. The environment and the degrees are checked before a
+    socket is opened.
 
     Args:
-        layout: The degrees, and `fold_sp`; the other fields change nothing here. It may be left
-            out, and single fields given by name: `parallel_session(dp_shard=4, tp=2)`.
-        timeout: How long a collective may wait for a peer. Where `run.watch_ranks` stands guard it
-            may be long: the watch ends a hang earlier, and says who is stuck.
-        start_timeout: How long ranks may take to find each other.
-        asked: Tells why this process shall stop, or None, as `run.trap_signals` yields it: who
-            was asked does not wait for missing ranks for longer than 20 s more.
-        **fields: Fields of `Layout`, which take the place of those of `layout`.
+        layout: The degrees, and `fold_sp`; the other fields are not used here. Single fields can be
+            given by name instead: `parallel_session(dp_shard=4, tp=2)`.
+        timeout: The timeout of collectives. With `run.watch_ranks` it may be long: the watch ends a
+            hang earlier, and names the hung ranks.
+        start_timeout: The timeout of the rendezvous.
+        asked: Returns the reason to stop this process, or None, as `run.trap_signals` yields it.
+            After a stop request it waits for missing ranks for at most 20 s.
+        **fields: Fields of `Layout`, which replace those of `layout`.
 
     Yields:
         The `ParallelState` of this rank.
 
     Raises:
         ConfigError: The environment is wrong, the degrees do not multiply to the world, two
-            processes have one rank, or they disagree on how many there are.
+            processes have the same rank, or they disagree on the world size.
         PeerError: Ranks are missing (they are named), or cannot be reached.
-        PreemptedError: This process was asked to stop, and ranks are still missing.
+        PreemptedError: A stop was requested, and ranks are still missing.
 
     Effects:
-        Opens process groups, and closes what it opened. An existing default group is used as it is
-        and left open. After an exception it does not wait for collectives that are under way.
+        Opens process groups, and closes those that it opened. An existing default group is used and
+        stays open. After an exception it does not wait for pending collectives.
 
     Examples:
         >>> with parallel_session() as ps:
@@ -107,7 +107,7 @@ def parallel_session(
     require_torch()
     launch = _find_launch()
     layout = attrs.evolve(layout or Layout(), **fields).over(launch.world)
-    device = _own_device(launch)
+    device = _get_local_device(launch)
     opened = not existing and launch.world > 1
     if opened:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -118,10 +118,10 @@ def parallel_session(
         groups = axes.make_groups(partitions, launch.rank, timeout)
         state = axes.make_state(layout, partitions, groups, rank=launch.rank, device=device)
         first_words(groups.values(), device, seconds=start_timeout.total_seconds())
-        any_rank(False, state.world)  # all have connected before the first may leave
+        any_rank(False, state.world)  # no rank leaves before all have connected
         yield state
     except BaseException:
-        axes.let_go_later([*groups.values(), *([axes.default_group()] if opened else [])])
+        axes.free_groups_later([*groups.values(), *([axes.default_group()] if opened else [])])
         abort = dist.distributed_c10d._abort_process_group  # noqa: SLF001 (no public name)
         _close(groups.values(), opened=opened, end=abort)
         raise
@@ -137,10 +137,10 @@ def _close(
     opened: bool,
     end: Callable[[dist.ProcessGroup | None], None],
 ) -> None:
-    """End the groups of a session: all there are, or those that it made besides the default one.
+    """End the groups of a session: all groups, or those that it made next to an existing one.
 
-    To destroy a group of NCCL is to wait for its work, which after an exception may be waiting for
-    peers that are gone; to abort it is not.
+    Destroying an NCCL group waits for its work, which after an exception may wait for peers that
+    have exited; aborting it does not.
     """
     if opened:
         end(None)
@@ -151,10 +151,10 @@ def _close(
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor remembers by mesh (torch from 2.11 on).
+    """Clear DTensor's caches, whose keys contain meshes (torch from 2.11 on).
 
-    A later mesh of the same shape is equal to one whose groups are gone, and torch would look for
-    these: "could not resolve the process group".
+    A later mesh of the same shape equals one whose groups are closed, and torch would use these:
+    "could not resolve the process group".
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug  # noqa: PLC0415 (a second of import time)

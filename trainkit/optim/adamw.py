@@ -1,4 +1,4 @@
-"""AdamW with this library's defaults."""
+"""AdamW: torch's fused kernel, also for sharded parameters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from trainkit.optim.groups import check_numbers
 from trainkit.optim.storage import Moments, Rounding
-from trainkit.parallel.grad_reduction import check_dense, local_of
-from trainkit.parallel.parameters import PlacedAlike, placed_as
+from trainkit.parallel.grad_reduction import check_dense, get_local
+from trainkit.parallel.parameters import PlacedAlike, redistribute_like
 
 
 class AdamW(torch.optim.AdamW):
-    """Torch's AdamW, whose fused kernel is given what this rank holds of sharded parameters.
+    """Torch's AdamW, whose fused kernel runs on the local shards of sharded parameters.
 
-    Every element is stepped alone, so that DTensor has nothing to add. To find that out takes it a
-    second for 200 parameters on a new mesh, and 8 ms in every later step. The state stays sharded.
+    AdamW is elementwise, so the shards can be stepped without DTensor, whose dispatch takes a
+    second for 200 parameters on a new mesh, and 8 ms in every later step. The state is sharded.
 
     Examples:
         >>> type(adamw([nn.Parameter(torch.ones(1))], lr=0.1)).__mro__[1] is torch.optim.AdamW
@@ -32,19 +32,19 @@ class AdamW(torch.optim.AdamW):
             with PlacedAlike() if is_new else nullcontext():
                 has_complex = super()._init_group(group, *lists, **named)
         except RuntimeError:
-            check_dense(group["params"], [group])  # torch's words name no parameter
+            check_dense(group["params"], [group])  # torch's message names no parameter
             raise
         if group["fused"]:
             params, grads = lists[:2]
-            grads[:] = [placed_as(p, grad) for p, grad in zip(params, grads, strict=True)]
+            grads[:] = [redistribute_like(p, grad) for p, grad in zip(params, grads, strict=True)]
             for tensors in (*lists, *named.values()):
-                tensors[:] = [local_of(x) for x in tensors]
-            # The kernel goes through the memory of all of them at once, whatever their strides.
-            grads[:] = [in_memory_order_of(p, g) for p, g in zip(params, grads, strict=True)]
+                tensors[:] = [get_local(x) for x in tensors]
+            # The kernel ignores strides: element i of each tensor is the i-th in memory.
+            grads[:] = [match_strides(p, g) for p, g in zip(params, grads, strict=True)]
         return has_complex
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, laid out in memory as the parameters are.
+        """Load a `state_dict`, with the strides of the parameters.
 
         Effects:
             Replaces the state and the options of the groups.
@@ -53,19 +53,19 @@ class AdamW(torch.optim.AdamW):
         for p, state in self.state.items():
             for name, x in state.items():
                 if x.shape == p.shape and not hasattr(x, "placements"):
-                    state[name] = in_memory_order_of(p, x)
+                    state[name] = match_strides(p, x)
 
 
-def in_memory_order_of(p: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor whose elements follow each other in memory as a parameter's do.
+def match_strides(p: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor with the strides of a parameter.
 
     Args:
         p: A parameter without gaps in its memory.
-        x: A tensor of its shape: returned as it is where its strides will do, else copied.
+        x: A tensor of the same shape; copied unless its strides match already.
 
     Examples:
         >>> p = torch.ones(2, 3)
-        >>> in_memory_order_of(p, torch.ones(3, 2).t()).stride()
+        >>> match_strides(p, torch.ones(3, 2).t()).stride()
         (3, 1)
     """
     if (p.is_contiguous() and x.is_contiguous()) or x.stride() == p.stride():
@@ -74,8 +74,9 @@ def in_memory_order_of(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _is_dense(p: Tensor) -> bool:
-    """Say whether a parameter's memory has no gaps, which torch's fused kernel would write to."""
-    local = local_of(p)
+    """Return whether a parameter's memory has no gaps."""
+    # torch's fused kernel would write to the gaps.
+    local = get_local(p)
     return (
         local.is_contiguous() or torch.empty_like(local, device="meta").stride() == local.stride()
     )
@@ -94,31 +95,32 @@ def adamw(
     seed: int = 0,
     fused: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019): torch's, fused, where it can do what is asked.
+    """Return AdamW (Loshchilov and Hutter, 2019): torch's fused one where it supports the options.
 
-    Fused means one kernel for all parameters, on CPU too (8 ms instead of 56 for 4 million
-    parameters), plain or sharded (FSDP2), and a step that can be skipped on the device, without
-    asking the host (`found_inf`).
+    The fused step is one kernel for all parameters, on CPUs too (8 ms instead of 56 for 4 million
+    parameters), plain or sharded (FSDP2). It can be skipped on the device (`found_inf`), without a
+    host sync.
 
     Args:
-        params: parameters, or groups of them as `decay_groups` returns.
-        lr: the rate until somebody sets another, as `clip_and_step` does in every step.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: for groups that do not say; the parameter shrinks by lr * weight_decay per
+        params: Parameters, or groups of them as `decay_groups` returns.
+        lr: The initial learning rate; `clip_and_step` sets it in every step.
+        betas: The decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: The decay of groups that set none; a parameter shrinks by lr * weight_decay
+            per step.
+        cautious: Whether decay is skipped where it opposes the update (Chen et al., 2025).
+        moments: The format of moments, "fp32", "bf16" or "8bit"; see `storage.Moments`. The
+            default is fp32 for bf16 parameters as well.
+        rounding: The rounding of bf16 parameters, "nearest", "stochastic" or "kahan"; see
+            `storage.Rounding`.
+        seed: The seed of stochastic rounding, which also depends on the parameter's name and the
             step.
-        cautious: decay only where it does not work against the update (Chen et al. 2025).
-        moments: how they are kept: "fp32", "bf16", or "8bit"; see `storage.Moments`. Those of
-            parameters in bf16 too are in fp32 unless somebody asks for less.
-        rounding: what becomes of small steps of parameters in bf16: "nearest", "stochastic" or
-            "kahan"; see `storage.Rounding`.
-        seed: what stochastic rounding follows from, beside the parameter's name and the step.
-        fused: one kernel, or torch's default. A group of plain and sharded parameters takes the
-            default in any case: torch's kernel takes only one kind. So does a parameter with gaps
-            in its memory, as a slice of another tensor has.
+        fused: Whether to use the fused kernel, otherwise torch's default. Groups with both plain
+            and sharded parameters always use the default, since the kernel takes only one kind. So
+            do parameters with gaps in their memory, such as slices of another tensor.
 
     Raises:
-        ValueError: if there is no parameter or a number is out of range.
+        ValueError: There is no parameter, or a number is out of range.
 
     Examples:
         >>> import torch
@@ -129,28 +131,37 @@ def adamw(
         >>> weight.detach()
         tensor([ 0.9000, -1.9000])
     """
-    listed: list[Any] = list(params)
-    if not listed:
+    members: list[Any] = list(params)
+    if not members:
         raise ValueError("adamw: at least one parameter is needed, got none")
-    groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
-    numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    for group in groups:
-        check_numbers("adamw", numbers | group)
-    groups = [{**group, "params": _listed(group["params"])} for group in groups]
-    narrow = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
-    if cautious or narrow or moments != "fp32" or rounding != "nearest":
+    groups = []
+    for group in members if isinstance(members[0], dict) else [{"params": members}]:
+        check_numbers(
+            "adamw", {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | group
+        )
+        # Like torch, a group may name a single tensor.
+        is_single = isinstance(group["params"], torch.Tensor)
+        groups.append(group | {"params": [group["params"]] if is_single else [*group["params"]]})
+    is_low_precision = any(p.dtype.itemsize < 4 for group in groups for p in group["params"])
+    if cautious or is_low_precision or moments != "fp32" or rounding != "nearest":
         from trainkit.optim.rules import LowPrecisionAdamW  # noqa: PLC0415 -- it needs numba
 
-        how = {"cautious": cautious, "moments": moments, "rounding": rounding, "seed": seed}
         return LowPrecisionAdamW(
-            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **how
+            groups,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            cautious=cautious,
+            moments=moments,
+            rounding=rounding,
+            seed=seed,
         )
-    one_kind = all(len({hasattr(p, "placements") for p in g["params"]}) < 2 for g in groups)
-    can_fuse = one_kind and all(_is_dense(p) for group in groups for p in group["params"])
+    can_fuse = all(
+        len({hasattr(p, "placements") for p in group["params"]}) < 2
+        and all(_is_dense(p) for p in group["params"])
+        for group in groups
+    )
     return AdamW(
         groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused and can_fuse
     )
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.grad_reduction import get_local
 from trainkit.types import check_range
 
 
@@ -79,8 +79,8 @@ class Together(torch.optim.Optimizer):
                 if stays is None or p.grad is None:
                     continue
                 state, now = self.state[p], p.data.to(torch.promote_types(p.dtype, torch.float32))
-                mean = local_of(state.setdefault("mean", now.clone()))
-                moved = torch.lerp(mean, local_of(now), 1 - stays)
+                mean = get_local(state.setdefault("mean", now.clone()))
+                moved = torch.lerp(mean, get_local(now), 1 - stays)
                 mean.copy_(moved if refused is None else torch.where(refused > 0, mean, moved))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,12 +164,12 @@ def use_averaged_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if "mean" in optimizer.state.get(p, {}):
-                kept[p] = local_of(p.data).clone()
-                local_of(p.data).copy_(local_of(optimizer.state[p]["mean"]))
+                kept[p] = get_local(p.data).clone()
+                get_local(p.data).copy_(get_local(optimizer.state[p]["mean"]))
         yield
     finally:
         for p, values in kept.items():
-            local_of(p.data).copy_(values)
+            get_local(p.data).copy_(values)
 
 
 def load_as_saved_(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

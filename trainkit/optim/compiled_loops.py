@@ -47,7 +47,7 @@ def height(block: Any, x: Any) -> Any:
 def close(  # noqa: PLR0917 (all of a block)
     block: Any, scales: Any, begin: int, most: Any, top: Any, up: Any, bits: Any
 ) -> None:
-    """Keep the numbers of a block in 8 bits, rounded as `up_of` says, and its scale."""
+    """Keep the numbers of a block in 8 bits, rounded as `make_offsets` says, and its scale."""
 
 
 def keep_parameter(block: Any, i: int, x: Any, rest: Any, noise: Any) -> None:
@@ -287,7 +287,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
         there is no such tensor): parameter, gradient, what is left of a parameter, two moments, and
         the scales of both, as int32. `size` is the number of elements of the first. `keys` and
         `moment_keys` are uint32 `[rows]` from `rounding_keys`, or None; `at` is (the count of
-        steps, a row's length, its first column's index); `up` int32 from `up_of`.
+        steps, a row's length, its first column's index); `up` int32 from `make_offsets`.
 
     Examples:
         >>> loop = rule_loop(lambda p, g, c: p - c[0] * g, 0)

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer treats alike."""
+"""Parameter groups: matrices with decay and vectors without, and groups by patterns of names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from torch import nn
 
 from trainkit.collectives import all_gather_objects
-from trainkit.parallel.parameters import COPY_SUFFIX, fitting_names
+from trainkit.parallel.parameters import COPY_SUFFIX, match_names
 from trainkit.types import SOLO, Axis, ConfigError, check_range
 
 Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
 
 def check_numbers(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Refuse a group's lr, weight_decay, eps, betas and momentum that are out of their range.
+    """Check the ranges of a group's lr, weight_decay, eps, betas and momentum.
 
     Raises:
-        ValueError: One is.
+        ValueError: One is out of range.
 
     Examples:
         >>> check_numbers("Momentum", {"lr": 0.1, "momentum": 1.5})
@@ -37,25 +37,22 @@ def check_numbers(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def decay_groups(named_parameters: Named, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups that decay matrices and leave vectors alone.
+    """Return two parameter groups: matrices with weight decay, and vectors without.
 
-    Parameters with two or more dimensions (weights, embeddings) decay; norms' gains and biases do
-    not: pulling a gain towards zero is no regularization. Frozen parameters are left out, a
-    parameter with two names (tied) counts once, and every trainable parameter is in exactly one
-    group. Both groups are always there, if need be empty, so that all stages of a pipeline have the
-    same ones, as a checkpoint wants it: one that is frozen as a whole takes every step with the
-    others, and trains nothing.
+    Parameters with two or more dimensions (weights, embeddings) decay. Gains of norms and biases
+    do not: shrinking a gain is no regularization. Frozen parameters are omitted, and a parameter
+    with two names (tied) is in one group only. Both groups are returned even if they are empty, so
+    that all stages of a pipeline, and hence their checkpoints, have the same groups.
 
     Args:
         named_parameters: (name, parameter) pairs, or a mapping.
-        weight_decay: the decay of the first group.
+        weight_decay: The decay of the first group.
 
     Returns:
-        Groups as `torch.optim` takes them: the one that decays, then the other, each in the order
-            given, with its "param_names".
+        Groups as `torch.optim` takes them, the one that decays first; each has its "param_names".
 
     Raises:
-        ValueError: if there is no parameter, or `weight_decay` is negative or not finite.
+        ValueError: There is no parameter, or `weight_decay` is negative or not finite.
 
     Examples:
         >>> from torch import nn
@@ -68,47 +65,47 @@ def decay_groups(named_parameters: Named, *, weight_decay: float) -> list[dict[s
     pairs: Any = list(named_parameters.items() if is_mapping else named_parameters)
     if not pairs:
         raise ValueError("decay_groups: at least one parameter is needed, got none")
-    return grouped(pairs, weight_decay=weight_decay)
+    return make_decay_groups(pairs, weight_decay=weight_decay)
 
 
-def grouped(
+def make_decay_groups(
     pairs: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the groups of `decay_groups`, of any number of parameters.
+    """Return the groups of `decay_groups`, also of no parameters.
 
     Examples:
-        >>> [group["params"] for group in grouped([], weight_decay=0.1)]
+        >>> [group["params"] for group in make_decay_groups([], weight_decay=0.1)]
         [[], []]
     """
     unique: dict[int, tuple[str, nn.Parameter]] = {}
     for name, p in pairs:
         unique.setdefault(id(p), (name, p))
-    trained = [(name, p) for name, p in unique.values() if p.requires_grad]
-    parts = [(weight_decay, [x for x in trained if x[1].ndim >= 2])]
-    parts += [(0.0, [x for x in trained if x[1].ndim < 2])]
+    trainable = [(name, p) for name, p in unique.values() if p.requires_grad]
+    groups = [(weight_decay, [pair for pair in trainable if pair[1].ndim >= 2])]
+    groups += [(0.0, [pair for pair in trainable if pair[1].ndim < 2])]
     return [
         {
-            "params": [p for _, p in part],
-            "param_names": [name for name, _ in part],
+            "params": [p for _, p in members],
+            "param_names": [name for name, _ in members],
             "weight_decay": decay,
         }
-        for decay, part in parts
+        for decay, members in groups
     ]
 
 
 def split_by_pattern(
     named: Mapping[str, nn.Parameter], patterns: Sequence[str], *, axis: Axis = SOLO
 ) -> list[dict[str, nn.Parameter]]:
-    r"""Return the parameters that each regular expression matches as a whole, then the rest.
+    r"""Split parameters by regular expressions of their names; the last part matches none.
 
     Args:
         named: The parameters of this rank, by their names in the whole model.
-        patterns: Regular expressions of such names.
-        axis: The ranks that hold the parts of the model, `ps.pp`: a pattern must match a name of
-            the whole.
+        patterns: Regular expressions that match complete names.
+        axis: The pipeline axis, `ps.pp`: a pattern must match a name on one of its ranks.
 
     Raises:
-        ConfigError: A pattern is none, or matches nothing; or two match the same name.
+        ConfigError: A pattern is no regular expression, or matches no name; or two patterns match
+            the same name.
 
     Effects:
         Communicates on `axis`.
@@ -119,17 +116,21 @@ def split_by_pattern(
         >>> [list(part) for part in parts]
         [['up.bias', 'head.bias'], ['head.weight'], ['up.weight']]
     """
-    own = [name.removesuffix(COPY_SUFFIX) for name in named]
-    names = list(dict.fromkeys(name for part in all_gather_objects(own, axis) for name in part))
-    owner: dict[str, int] = {}
+    local_names = [name.removesuffix(COPY_SUFFIX) for name in named]
+    by_rank = all_gather_objects(local_names, axis)
+    names = list(dict.fromkeys(name for rank in by_rank for name in rank))
+    group_index: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
-        for name in fitting_names(pattern, names, by="optimizer groups", what="parameter"):
-            if name in owner:
-                both = f"{patterns[owner[name]]!r} and {pattern!r}"
-                told = f"optimizer groups: {name} is matched by {both}; a parameter is in one group"
-                raise ConfigError(told, where="pattern", got=pattern)
-            owner[name] = index
-    parts: list[dict[str, nn.Parameter]] = [{} for _ in (*patterns, None)]
-    for name, whole in zip(named, own, strict=True):
-        parts[owner.get(whole, -1)][name] = named[name]
-    return parts
+        for name in match_names(pattern, names, function="optimizer groups", kind="parameter"):
+            if name in group_index:
+                raise ConfigError(
+                    f"optimizer groups: {name} is matched by {patterns[group_index[name]]!r} and "
+                    f"{pattern!r}; a parameter is in one group",
+                    where="pattern",
+                    got=pattern,
+                )
+            group_index[name] = index
+    groups: list[dict[str, nn.Parameter]] = [{} for _ in (*patterns, None)]
+    for name, full_name in zip(named, local_names, strict=True):
+        groups[group_index.get(full_name, -1)][name] = named[name]
+    return groups

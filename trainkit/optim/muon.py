@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.optim.distributed_matrices import Box, Grid, Matrix, Round, compute_whole, rounds_of
-from trainkit.parallel.grad_reduction import check_dense, local_of
-from trainkit.parallel.parameters import PlacedAlike, boxes_of, canonical_name
+from trainkit.parallel.grad_reduction import check_dense, get_local
+from trainkit.parallel.parameters import PlacedAlike, canonical_name, list_boxes
 from trainkit.types import SOLO, Axis, check_choice, check_range
 
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -301,7 +301,7 @@ class Muon(torch.optim.Optimizer):
                 with PlacedAlike():
                     dtype = torch.promote_types(p.dtype, torch.float32)
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=dtype)
-            buffer = local_of(self.state[p]["momentum_buffer"])
+            buffer = get_local(self.state[p]["momentum_buffer"])
             gradient = _local_gradient(p, buffer)
             if grad_scale is not None:
                 gradient = gradient / grad_scale
@@ -363,7 +363,7 @@ def _local_gradient(p: Any, like: Tensor) -> Tensor:
         return torch.zeros_like(like)
     if getattr(grad, "placements", None) != getattr(p, "placements", None):
         grad = grad.redistribute(placements=p.placements)  # a foreign module's may still be parts
-    return local_of(grad).to(like.dtype)
+    return get_local(grad).to(like.dtype)
 
 
 @attrs.frozen(eq=False)
@@ -404,7 +404,7 @@ class _Work:
         held = self.plan.held[number]
         if id(held.parameter) not in self.momenta:
             return
-        value, group = held.view(local_of(held.parameter), box), held.group
+        value, group = held.view(get_local(held.parameter), box), held.group
         update = update.to(value.dtype)
         shrunk = value * (1 - group["lr"] * group["weight_decay"])
         if group["cautious"]:
@@ -452,7 +452,7 @@ def _plan(
         [p for p, _ in members],
         held,
         rounds_of(matrices, grid, bucket_bytes=bucket_bytes),
-        local_of(members[0][0]).new_empty(0, dtype=dtype),
+        get_local(members[0][0]).new_empty(0, dtype=dtype),
     )
 
 
@@ -472,7 +472,7 @@ def _matrices_of(
     """Yield each matrix of a parameter, and where this rank holds a part of it."""
     *stack, rows, columns = p.shape
     whole = (0,) * p.ndim, tuple(p.shape)
-    boxes = [whole] * grid.count if _mesh_of(p) is None else boxes_of(p)
+    boxes = [whole] * grid.count if _mesh_of(p) is None else list_boxes(p)
     cost = group["steps"] * _cost(rows, columns, group)
     for i in range(stack[0] if stack else 1):
         parts: dict[int, Box] = {}

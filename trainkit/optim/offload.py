@@ -1,4 +1,4 @@
-"""What an optimizer remembers, in host memory: on the device one parameter's at a time."""
+"""Optimizer state in host memory; on the device there is the state of one parameter at a time."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.grads import stepping_alone
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.grads import use_single_parameter
+from trainkit.parallel.grad_reduction import get_local
 
 
 def offload_optimizer_(optimizer: torch.optim.Optimizer) -> None:
-    """Keep what an optimizer remembers in host memory, whose parameters are on a device.
+    """Store the state of an optimizer in host memory, while its parameters are on a device.
 
-    A step brings what it remembers of a parameter to the device, steps that parameter there, and
-    puts it back; so no bit of the result changes, and checkpoints are those of any other run.
-    Optimizers that share out work, as `Muon` does, have one matrix at a time to share. Where
-    parameters are in host memory themselves (`Layout.cpu_offload`), copies gain nothing.
+    A step copies the state of a parameter to the device, steps that parameter there, and copies
+    the state back. Results are bitwise unchanged, and so are checkpoints. `Muon`, which distributes
+    its matrices over ranks, then has one matrix at a time to distribute. If parameters are in host
+    memory as well (`Layout.cpu_offload`), the copies gain nothing.
 
     Args:
-        optimizer: Any optimizer, or several as one.
+        optimizer: Any optimizer, or the result of `combine_optimizers`.
 
     Effects:
-        Replaces `optimizer.step`, which waits for the device from now on. What is remembered
-        already is moved by the next step.
+        Replaces `optimizer.step`, which then waits for the device. The next step moves existing
+        state.
 
     References:
         Ren et al., "ZeRO-Offload" (2021).
@@ -44,7 +44,7 @@ def offload_optimizer_(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether `offload_optimizer_` has been called with an optimizer.
+    """Return whether `offload_optimizer_` has been called with an optimizer.
 
     Examples:
         >>> is_offloaded(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
@@ -64,40 +64,40 @@ class _Offloaded:
             loss = None if closure is None else closure()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = self.optimizer.state
-        with stepping_alone(self.optimizer) as hold:
+        with use_single_parameter(self.optimizer) as select:
             for p in params:  # without a gradient too: other ranks may have one
-                kept = {x: y for x, y in state.get(p, {}).items() if _is_large(y)}
-                for name, x in kept.items():
+                on_host = {x: y for x, y in state.get(p, {}).items() if _is_moved(y)}
+                for name, x in on_host.items():
                     state[p][name] = x.to(p.device, copy=True, non_blocking=True)
-                hold(p)
+                select(p)
                 self.step()
                 for name, x in state.get(p, {}).items():
-                    if _is_large(x):
-                        state[p][name] = _put_back(x, kept.get(name))
+                    if _is_moved(x):
+                        state[p][name] = _copy_back(x, on_host.get(name))
         return loss
 
 
-def _is_large(x: Any) -> bool:
-    """Say whether something is moved: counts stay where their optimizer wants them."""
+def _is_moved(x: Any) -> bool:
+    # Counters stay on the device that their optimizer requires.
     return isinstance(x, Tensor) and x.dim() > 0
 
 
-def _put_back(x: Tensor, kept: Tensor | None) -> Tensor:
-    if kept is None or local_of(kept).device.type != "cpu":
-        return in_host_memory(x)
-    local_of(kept).copy_(local_of(x))
-    return kept
+def _copy_back(x: Tensor, on_host: Tensor | None) -> Tensor:
+    if on_host is None or get_local(on_host).device.type != "cpu":
+        return copy_to_pinned(x)
+    get_local(on_host).copy_(get_local(x))
+    return on_host
 
 
-def in_host_memory(x: Tensor) -> Tensor:
-    """Return a copy of a tensor in host memory, placed as it; pinned, where there is a GPU.
+def copy_to_pinned(x: Tensor) -> Tensor:
+    """Return a copy of a tensor in host memory, with the same placements; pinned if there is a GPU.
 
     Examples:
-        >>> in_host_memory(torch.ones(2))
+        >>> copy_to_pinned(torch.ones(2))
         tensor([1., 1.])
     """
     copied = x.to("cpu", copy=True)
     if torch.cuda.is_available():
-        local = local_of(copied)
+        local = get_local(copied)
         local.data = local.pin_memory()
     return copied

@@ -1,4 +1,4 @@
-"""Keys by which the rows of a parameter, and of its moments, are rounded to bf16 at random."""
+"""Keys of the stochastic rounding of a parameter's rows, and of its moments' rows, to bf16."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainkit.parallel.parameters import get_local_box
 
 @attrs.frozen(eq=False)
 class Rows:
-    """The keys of one parameter's rows, those that this rank holds.
+    """The keys of the rows in this rank's shard of a parameter.
 
-    They follow from the seed, the parameter's name and the indices of the rows in the whole
-    parameter. The parameter has keys of its own; two moments share keys, and use a half of the
-    random bits each, so that all three are rounded independently.
+    They depend on the seed, the parameter's name and the indices of the rows in the full parameter,
+    so not on the layout. Two moments share keys and use half of the random bits each, so parameter
+    and moments are rounded independently.
     """
 
     p: nn.Parameter
@@ -60,7 +60,7 @@ class Rows:
         )
 
     def are_of(self, p: nn.Parameter, seed: int, name: str) -> bool:
-        """Say whether these are the keys of a parameter, by the same seed and name."""
+        """Return whether these are the keys of a parameter, with the same seed and name."""
         return (
             self.p is p
             and self.seed == seed
@@ -69,8 +69,8 @@ class Rows:
             and self.own.device == p.device
         )
 
-    def rounded(self, x: Tensor, keys: Tensor, step: Any, *, lower: bool = False) -> Tensor:
-        """Return flat numbers of all these rows in bf16, rounded by their keys at a step."""
+    def round(self, x: Tensor, keys: Tensor, step: Any, *, lower: bool = False) -> Tensor:
+        """Round the flat values of all rows to bf16, by the keys and the step."""
         return rounded_rows(
             x.to(torch.float32),
             keys_at(keys, step),

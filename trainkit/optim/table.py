@@ -1,6 +1,6 @@
-"""The optimizers by name, and the one that a recipe's options ask for.
+"""The table of optimizers, and the construction of one by its name.
 
-To add one: a function or class that takes groups and options, and a row. Nothing else knows names.
+A new optimizer is a function or class that takes groups and options, and a row of `OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.optim.adamw import adamw
 from trainkit.optim.combine import combine_optimizers
 from trainkit.optim.elementwise import ElementwiseOptimizer
-from trainkit.optim.groups import grouped, split_by_pattern
+from trainkit.optim.groups import make_decay_groups, split_by_pattern
 from trainkit.optim.muon import Muon, hidden_matrices
 from trainkit.optim.offload import offload_optimizer_
 from trainkit.optim.rules import Lion, Momentum, ScheduleFree, SignSGD
@@ -31,12 +31,17 @@ from trainkit.types import SOLO, Axis, ConfigError, Precision, Stages
 
 
 @attrs.frozen
-class Kind:
-    """A row: what makes an optimizer of groups, and what it remembers of each element.
+class OptimizerRow:
+    """A row of `OPTIMIZERS`: the constructor of an optimizer and the size of its state.
 
-    `narrow` moments are kept as the option "moments" says, `wide` ones in fp32; `counts` are
-    numbers of each parameter (one where there is none and rounding draws by the step). One with a
-    `rest` steps `hidden_matrices` alone, and the optimizer of that name all others.
+    Attributes:
+        make: Returns the optimizer of some parameter groups.
+        narrow: The number of moments that the option "moments" may store in low precision.
+        wide: The number of moments that are always stored in fp32.
+        counts: The number of counters per parameter. Rounding that draws by the step adds one
+            where there is none.
+        rest: If set, the optimizer steps only `hidden_matrices`, and the optimizer of this name
+            steps all other parameters.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -47,30 +52,35 @@ class Kind:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What `make` takes by keyword, with what holds otherwise."""
-        found = dict(inspect.signature(self.make).parameters)
-        if "options" in found:
-            found = {**inspect.signature(ElementwiseOptimizer).parameters, **found}
-        known = {x: y.default for x, y in found.items() if x not in ("params", "options", "lr")}
-        return known | dict(getattr(self.make, "options", {}))
+        """The keyword parameters of `make` and their defaults."""
+        parameters = dict(inspect.signature(self.make).parameters)
+        if "options" in parameters:
+            parameters = {**inspect.signature(ElementwiseOptimizer).parameters, **parameters}
+        defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if name not in ("params", "options", "lr")
+        }
+        return defaults | dict(getattr(self.make, "options", {}))
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a user can tell it beside rate and decay."""
-        ours = ["weight_decay", "seed", "axis", "parts", "parts_dim"]
-        ours += ["rounding"] if self.make is ScheduleFree else []  # whose parameters are fp32
-        return {x: default for x, default in self.parameters.items() if x not in ours}
+        """The options that a user can set, with their defaults, without rate and decay."""
+        hidden = {"weight_decay", "seed", "axis", "parts", "parts_dim"}
+        if self.make is ScheduleFree:  # its parameters are always fp32
+            hidden.add("rounding")
+        return {name: default for name, default in self.parameters.items() if name not in hidden}
 
 
-OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(adamw, narrow=2),
-    "lion": Kind(Lion, narrow=1, counts=0),
-    "momentum": Kind(Momentum, narrow=1, counts=0),
-    "muon": Kind(partial(Muon, scale="match_rms"), wide=1, counts=0, rest="adamw"),
-    "schedule-free": Kind(ScheduleFree, narrow=1, wide=1, counts=3),
-    "signsgd": Kind(SignSGD, counts=0),
+OPTIMIZERS: dict[str, OptimizerRow] = {
+    "adamw": OptimizerRow(adamw, narrow=2),
+    "lion": OptimizerRow(Lion, narrow=1, counts=0),
+    "momentum": OptimizerRow(Momentum, narrow=1, counts=0),
+    "muon": OptimizerRow(partial(Muon, scale="match_rms"), wide=1, counts=0, rest="adamw"),
+    "schedule-free": OptimizerRow(ScheduleFree, narrow=1, wide=1, counts=3),
+    "signsgd": OptimizerRow(SignSGD, counts=0),
 }
-"""All by name; docs/howto/choose-an-optimizer.md says when which."""
+"""The optimizers by name; docs/howto/choose-an-optimizer.md compares them."""
 
 
 def state_bytes(
@@ -80,17 +90,18 @@ def state_bytes(
     hidden: bool = True,
     in_blocks: bool = True,
 ) -> float:
-    """Return what an optimizer remembers of each element of a matrix in fp32, in bytes.
+    """Return the bytes of optimizer state per element of an fp32 matrix.
 
     Args:
         optimizer: Its name in `OPTIMIZERS`.
         options: As `make_optimizer` takes them.
-        hidden: Of a matrix of a hidden layer; or of embeddings, heads and the like.
-        in_blocks: Of one whose rows are blocks of moments in 8 bits; others have them in fp32.
+        hidden: Whether the matrix is that of a hidden layer, not an embedding or a head.
+        in_blocks: Whether its rows can be split into blocks of 8-bit moments; others have theirs
+            in fp32.
 
     Examples:
-        >>> few = {"moments": "bf16"}
-        >>> state_bytes("adamw"), state_bytes("adamw", few), state_bytes("signsgd")
+        >>> bf16 = {"moments": "bf16"}
+        >>> state_bytes("adamw"), state_bytes("adamw", bf16), state_bytes("signsgd")
         (8.0, 4.0, 0.0)
         >>> state_bytes("muon"), state_bytes("muon", hidden=False)
         (4.0, 8.0)
@@ -101,12 +112,12 @@ def state_bytes(
         (1.015625, 4.0)
     """
     _check_values(optimizer, options)
-    kind = OPTIMIZERS[optimizer]
-    if kind.rest and not hidden:
-        return state_bytes(kind.rest)
+    row = OPTIMIZERS[optimizer]
+    if row.rest and not hidden:
+        return state_bytes(row.rest)
     moments = options.get("moments", "fp32")
-    kept = moment_bytes(moments if in_blocks or moments != "8bit" else "fp32")
-    return kind.narrow * kept + 4 * kind.wide
+    bytes_per_moment = moment_bytes(moments if in_blocks or moments != "8bit" else "fp32")
+    return row.narrow * bytes_per_moment + 4 * row.wide
 
 
 def make_optimizer(
@@ -123,33 +134,32 @@ def make_optimizer(
     axis: Axis = SOLO,
     offload: bool = False,
 ) -> torch.optim.Optimizer:
-    r"""Return an optimizer by its name, over all trainable parameters of a model.
+    r"""Return the optimizer of a name, over all trainable parameters of a model.
 
     Args:
-        stages_or_model: This rank's stages of the model, whose trainable parameters it steps; or
-            a module.
-        lr: The rate; a group's "lr_scale" multiplies it, see `clip_and_step`.
+        stages_or_model: This rank's stages, or a module.
+        lr: The learning rate; a group's "lr_scale" multiplies it, see `clip_and_step`.
         optimizer: A name of `OPTIMIZERS`.
-        weight_decay: Of matrices; vectors have none.
-        options: Its own options: {"betas": (0.9, 0.99), "moments": "bf16"}. What a command line
-            says becomes such a mapping by `parse_options`.
-        groups: What other parameters get, by a regular expression of names in the whole model:
-            {r"layers\.\d+\.mlp\..*": {"lr_scale": 0.5, "optimizer": "lion"}}, with "lr_scale",
-            "weight_decay", "max_norm", "optimizer" and the options of that. What no expression
-            matches is as all the rest of the arguments say. See `parse_groups` for texts.
+        weight_decay: The decay of matrices; vectors have none.
+        options: Options of this optimizer, such as {"betas": (0.9, 0.99), "moments": "bf16"};
+            `parse_options` makes them from the texts of a command line.
+        groups: Settings of other parameters, by a regular expression that matches their names in
+            the whole model: {r"layers\.\d+\.mlp\..*": {"lr_scale": 0.5, "optimizer": "lion"}}.
+            The settings are "lr_scale", "weight_decay", "max_norm", "optimizer" and options of
+            that optimizer. `parse_groups` makes them from texts.
         mean: As in `combine_optimizers`.
-        precision: Its `moments` and, where parameters are kept in bf16, stochastic rounding are
-            options of every optimizer here, before those of its own.
-        seed: What stochastic rounding follows from.
+        precision: Its `moments`, and stochastic rounding if parameters are stored in bf16, become
+            options of every optimizer here; an option that is set explicitly takes precedence.
+        seed: The seed of stochastic rounding.
         axis: The pipeline axis of plain modules; a `Stages` has its own.
-        offload: Keep what it remembers in host memory; see `offload_optimizer_`.
+        offload: Whether optimizer state is in host memory; see `offload_optimizer_`.
 
     Raises:
-        ConfigError: A name, an option or a pattern is not known; two patterns match a name; or an
-            optimizer cannot keep what `precision` says.
+        ConfigError: A name, an option or a pattern is unknown; two patterns match one name; or an
+            optimizer does not support `precision`.
 
     Effects:
-        Communicates on `axis` where there are groups, or an optimizer of hidden matrices alone.
+        Communicates on `axis` if there are groups, or the optimizer steps hidden matrices only.
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
@@ -160,81 +170,108 @@ def make_optimizer(
     """
     axis = stages_or_model.pp if isinstance(stages_or_model, Stages) else axis
     stages = modules_of(stages_or_model)
-    for which, given in (("options", options), ("groups", groups)):
-        if not isinstance(given, Mapping):
+    for argument, value in (("options", options), ("groups", groups)):
+        if not isinstance(value, Mapping):
             raise ConfigError(
-                f"make_optimizer: {which} must be a mapping of names to values, got {given!r}; "
-                f"optim.parse_{which} makes one of a command line's texts",
-                where=which,
-                got=given,
+                f"make_optimizer: {argument} must be a mapping of names to values, got {value!r}; "
+                f"optim.parse_{argument} makes one from the texts of a command line",
+                where=argument,
+                got=value,
             )
     split = [get_named_parameters(stages)]
     if groups:
         split = split_by_pattern(split[0], list(groups), axis=axis)
-    names = (optimizer, *(own.get("optimizer", optimizer) for own in groups.values()))
-    parts = _hidden_parts(stages, axis) if any(_kind(name).rest for name in names) else {}
-    main = {"optimizer": optimizer, "weight_decay": weight_decay, "seed": seed}
-    made = list[torch.optim.Optimizer]()
-    of_groups: list[Mapping[str, Any]] = [*groups.values(), MappingProxyType({})]
-    for named, own in zip(split, of_groups, strict=True):
-        told: dict[str, Any] = main | _of_a_group(own)
-        shared = options if told["optimizer"] == optimizer else {}
-        own_options = {name: x for name, x in own.items() if name not in _NO_OPTIONS}
-        kept = options_of(told["optimizer"], precision or Precision())
-        made += _made(named, parts, lr, {**kept, **shared, **own_options}, **told)
-    whole = made[0] if len(made) == 1 and mean is None else combine_optimizers(made, mean=mean)
+    names = (optimizer, *(group.get("optimizer", optimizer) for group in groups.values()))
+    parts = _list_hidden_parts(stages, axis) if any(_get_row(name).rest for name in names) else {}
+    optimizers = list[torch.optim.Optimizer]()
+    settings: list[Mapping[str, Any]] = [*groups.values(), MappingProxyType({})]
+    for named, group in zip(split, settings, strict=True):
+        _check_group(group)
+        name = group.get("optimizer", optimizer)
+        optimizers += _make_optimizers(
+            named,
+            parts,
+            lr,
+            {
+                **list_precision_options(name, precision or Precision()),
+                **(options if name == optimizer else {}),
+                **{key: value for key, value in group.items() if key not in _NO_OPTIONS},
+            },
+            optimizer=name,
+            weight_decay=group.get("weight_decay", weight_decay),
+            seed=seed,
+            settings={key: group[key] for key in ("lr_scale", "max_norm") if key in group},
+        )
+    if len(optimizers) == 1 and mean is None:
+        combined = optimizers[0]
+    else:
+        combined = combine_optimizers(optimizers, mean=mean)
     if offload:
-        offload_optimizer_(whole)
-    return whole
+        offload_optimizer_(combined)
+    return combined
 
 
-def options_of(optimizer: str, precision: Precision) -> dict[str, Any]:
-    """Return what a precision says to an optimizer, as options.
+def list_precision_options(optimizer: str, precision: Precision) -> dict[str, Any]:
+    """Return the options by which an optimizer stores its state, and rounds, in a precision.
 
     Raises:
-        ConfigError: It cannot keep parameters, or what it remembers, in so few bits.
+        ConfigError: The optimizer does not support parameters or moments of that precision.
 
     Examples:
-        >>> options_of("lion", Precision(storage="bf16", moments="8bit"))
+        >>> list_precision_options("lion", Precision(storage="bf16", moments="8bit"))
         {'moments': '8bit', 'rounding': 'stochastic'}
-        >>> options_of("muon", Precision(storage="bf16"))
+        >>> list_precision_options("muon", Precision(storage="bf16"))
         Traceback (most recent call last):
-        trainkit.types.ConfigError: muon cannot keep parameters in bf16: ...
+        trainkit.types.ConfigError: muon does not support parameters in bf16: ...
     """
-    asked = {"moments": precision.moments} if precision.moments != "fp32" else {}
-    asked |= {"rounding": "stochastic"} if precision.storage == "bf16" else {}
-    known = _kind(optimizer).options
-    for name in (name for name in asked if name not in known):
-        can = ", ".join(other for other, kind in OPTIMIZERS.items() if name in kind.options)
-        what = "parameters in bf16" if name == "rounding" else f"moments in {precision.moments}"
-        told = f"{optimizer} cannot keep {what}: it has no option {name}; {can} have"
-        raise ConfigError(told, where="optimizer", got=optimizer, want=can)
-    return asked
+    options: dict[str, Any] = {}
+    if precision.moments != "fp32":
+        options["moments"] = precision.moments
+    if precision.storage == "bf16":
+        options["rounding"] = "stochastic"
+    supported = _get_row(optimizer).options
+    for name in (name for name in options if name not in supported):
+        tensors = "parameters in bf16" if name == "rounding" else f"moments in {precision.moments}"
+        others = ", ".join(other for other, row in OPTIMIZERS.items() if name in row.options)
+        raise ConfigError(
+            f"{optimizer} does not support {tensors}: it has no option {name}; choose {others}",
+            where="optimizer",
+            got=optimizer,
+            want=others,
+        )
+    return options
 
 
-def _kind(optimizer: str) -> Kind:
+def _get_row(optimizer: str) -> OptimizerRow:
     if optimizer not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        told = f"there is no optimizer {optimizer!r}; there are {known}"
-        raise ConfigError(told, where="optimizer", got=optimizer, want=known)
+        names = ", ".join(OPTIMIZERS)
+        raise ConfigError(
+            f"there is no optimizer {optimizer!r}; there are {names}",
+            where="optimizer",
+            got=optimizer,
+            want=names,
+        )
     return OPTIMIZERS[optimizer]
 
 
-def _hidden_parts(
+def _list_hidden_parts(
     stages: Sequence[nn.Module], axis: Axis
 ) -> dict[tuple[int, ...] | None, list[str]]:
     """Return the names of `hidden_matrices` by their parts, all parts that the whole model has."""
-    own = hidden_matrices(stages)
-    kinds = all_gather_objects([*own.values()], axis)
-    known = {None if x is None else tuple(x) for part in kinds for x in part}
-    ordered = sorted(known, key=lambda x: () if x is None else x)
-    return {x: [name for name, parts in own.items() if parts == x] for x in ordered}
+    # Every stage has a group for every kind of parts, if need be empty, as a checkpoint wants it.
+    parts_by_name = hidden_matrices(stages)
+    by_rank = all_gather_objects([*parts_by_name.values()], axis)
+    kinds = {None if parts is None else tuple(parts) for rank in by_rank for parts in rank}
+    ordered = sorted(kinds, key=lambda parts: () if parts is None else parts)
+    return {
+        kind: [name for name, parts in parts_by_name.items() if parts == kind] for kind in ordered
+    }
 
 
 def check_options(
-    *, groups: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), **asked: Any
+    *, groups: Mapping[str, Mapping[str, Any]] = MappingProxyType({}), **options: Any
 ) -> None:
-    """Refuse what `make_optimizer` would refuse, but for patterns, which need the model's names.
+    """Raise ConfigError where `make_optimizer` would, except for patterns of unknown names.
 
     Raises:
         ConfigError: See `make_optimizer`.
@@ -246,12 +283,12 @@ def check_options(
         trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
     """
     probe = [nn.Linear(1, 1, bias=False)]
-    make_optimizer(probe, **asked)
-    for own in groups.values():
-        make_optimizer(probe, **asked, groups={".*": own})
+    make_optimizer(probe, **options)
+    for group in groups.values():
+        make_optimizer(probe, **options, groups={".*": group})
 
 
-def _made(
+def _make_optimizers(
     named: Mapping[str, nn.Parameter],
     hidden: Mapping[tuple[int, ...] | None, Sequence[str]],
     lr: float,
@@ -260,64 +297,70 @@ def _made(
     optimizer: str,
     weight_decay: float,
     seed: int,
-    **of_groups: Any,
+    settings: Mapping[str, Any],
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizer of these parameters: with its `rest`, two."""
+    """Return the optimizer of some parameters, followed by that of its `rest`, if it has one."""
     _check_values(optimizer, options)
-    told, kind = dict(options), OPTIMIZERS[optimizer]
-    told |= {"seed": seed} if "seed" in kind.parameters else {}
-    groups = grouped(named.items(), weight_decay=weight_decay)
-    others: list[torch.optim.Optimizer] = []
-    if kind.rest:
-        groups = [
-            grouped([(x, named[x]) for x in names if x in named], weight_decay=weight_decay)[0]
-            | {"parts": parts}
-            for parts, names in hidden.items()
-        ]
-        taken = {name for group in groups for name in group["param_names"]}
-        left = {name: p for name, p in named.items() if name not in taken}
-        how: dict[str, Any] = {"weight_decay": weight_decay, "seed": seed, **of_groups}
-        others = _made(left, {}, lr, {}, optimizer=kind.rest, **how)
+    row = OPTIMIZERS[optimizer]
+    if "seed" in row.parameters:
+        options = {**options, "seed": seed}
+    groups = make_decay_groups(named.items(), weight_decay=weight_decay)
+    rest: list[torch.optim.Optimizer] = []
+    if row.rest:
+        groups = []
+        for parts, names in hidden.items():
+            matrices = [(name, named[name]) for name in names if name in named]
+            group, _ = make_decay_groups(matrices, weight_decay=weight_decay)
+            groups.append(group | {"parts": parts})
+        stepped = {name for group in groups for name in group["param_names"]}
+        rest = _make_optimizers(
+            {name: p for name, p in named.items() if name not in stepped},
+            {},
+            lr,
+            {},
+            optimizer=row.rest,
+            weight_decay=weight_decay,
+            seed=seed,
+            settings=settings,
+        )
     try:
-        return [kind.make([group | of_groups for group in groups], lr=lr, **told), *others]
+        return [row.make([{**group, **settings} for group in groups], lr=lr, **options), *rest]
     except ValueError as error:
         raise ConfigError(str(error), where="optimizer_options", got=options) from error
 
 
-_OF_GROUPS = ("lr_scale", "weight_decay", "max_norm")
-_NO_OPTIONS = (*_OF_GROUPS, "optimizer")
+_GROUP_SETTINGS = ("lr_scale", "weight_decay", "max_norm")
+_NO_OPTIONS = (*_GROUP_SETTINGS, "optimizer")
 
 
-def _of_a_group(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what holds for a group beside options of its optimizer."""
-    for name in _OF_GROUPS:
-        value = own.get(name, 0.0)
+def _check_group(group: Mapping[str, Any]) -> None:
+    for name in _GROUP_SETTINGS:
+        value = group.get(name, 0.0)
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise ConfigError(
                 f"optimizer groups: {name} must be a finite number of at least 0, got {value!r}",
                 where=name,
                 got=value,
             )
-    return {name: value for name, value in own.items() if name in _NO_OPTIONS}
 
 
 def _check_values(optimizer: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that an optimizer does not have, or values of another type."""
-    known = _kind(optimizer).options
+    """Raise ConfigError for an unknown option, or a value of another type than its default."""
+    defaults = _get_row(optimizer).options
     for name, value in options.items():
-        if name not in known:
-            listed = ", ".join(f"{x}={default}" for x, default in known.items())
+        if name not in defaults:
+            supported = ", ".join(f"{x}={default}" for x, default in defaults.items())
             raise ConfigError(
-                f"{optimizer} has no option {name!r}; it has {listed}",
+                f"{optimizer} has no option {name!r}; it has {supported}",
                 where="options",
                 got=name,
-                want=listed,
+                want=supported,
             )
-        default = known[name]
-        kind = (int, float) if type(default) in (int, float) else type(default)
-        if not isinstance(value, kind):
+        default = defaults[name]
+        expected_type = (int, float) if type(default) in (int, float) else type(default)
+        if not isinstance(value, expected_type):
             raise ConfigError(
-                f"{optimizer}: {name} must be as {default!r}, got {value!r}",
+                f"{optimizer}: {name} must be of the type of {default!r}, got {value!r}",
                 where="options",
                 got=value,
                 want=default,
@@ -328,64 +371,67 @@ def _check_values(optimizer: str, options: Mapping[str, Any]) -> None:
 
 
 def parse_options(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, Any]:
-    """Return options of an optimizer, as a command line says them, as values.
+    """Parse the options of an optimizer from the texts of a command line.
 
     Args:
-        texts: "NAME=VALUE" each: "betas=(0.9, 0.99)", "moments=bf16", "cautious=True".
-        optimizer: Whose they are, a name of `OPTIMIZERS`: its defaults say which are texts.
+        texts: Texts "NAME=VALUE": "betas=(0.9, 0.99)", "moments=bf16", "cautious=True".
+        optimizer: A name of `OPTIMIZERS`. An option whose default is a string stays a string.
 
     Raises:
-        ConfigError: It has no such option, or the value is of another type than the default.
+        ConfigError: The optimizer has no such option, or a value has another type than the default.
 
     Examples:
         >>> parse_options(["betas=(0.9, 0.99)", "moments=bf16"], optimizer="lion")
         {'betas': (0.9, 0.99), 'moments': 'bf16'}
     """
-    known, found = _kind(optimizer).options, dict[str, Any]()
+    defaults = _get_row(optimizer).options
+    options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        found[name] = value if isinstance(known.get(name), str) else _literal(value)
-        _check_values(optimizer, {name: found[name]})
-    return found
+        options[name] = value if isinstance(defaults.get(name), str) else _parse_literal(value)
+        _check_values(optimizer, {name: options[name]})
+    return options
 
 
 def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str, dict[str, Any]]:
-    """Return what groups of parameters get, as a command line says it, as values.
+    """Parse the settings of parameter groups from the texts of a command line.
 
     Args:
-        texts: A regular expression of names each, and after it "NAME=VALUE" pairs without
-            spaces: "head.* lr_scale=0.5 optimizer=lion".
-        optimizer: The optimizer of groups that do not say.
+        texts: Each is a regular expression for names of parameters, followed by "NAME=VALUE" pairs
+            without spaces: "head.* lr_scale=0.5 optimizer=lion".
+        optimizer: The optimizer of groups that name none.
 
     Raises:
-        ConfigError: As `parse_options`; or two texts begin with the same expression.
+        ConfigError: As `parse_options`; or two texts start with the same expression.
 
     Examples:
         >>> parse_groups(["head.* lr_scale=0.5 optimizer=lion betas=(0.8,0.9)"])
         {'head.*': {'lr_scale': 0.5, 'optimizer': 'lion', 'betas': (0.8, 0.9)}}
     """
-    found = dict[str, dict[str, Any]]()
+    groups: dict[str, dict[str, Any]] = {}
     for text in texts:
         pattern, *pairs = text.split() or [""]
-        if pattern in found:
+        if pattern in groups:
             raise ConfigError(
                 f"optimizer groups: {pattern!r} is given twice; a parameter is in one group",
                 where="pattern",
                 got=pattern,
             )
-        named = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-        own = {name: _literal(named[name]) for name in _OF_GROUPS if name in named}
-        own |= {"optimizer": named["optimizer"]} if "optimizer" in named else {}
-        others = [pair for pair in pairs if pair.partition("=")[0] not in _NO_OPTIONS]
-        found[pattern] = own | parse_options(others, optimizer=named.get("optimizer", optimizer))
-    return found
+        values = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+        group = {name: _parse_literal(values[name]) for name in _GROUP_SETTINGS if name in values}
+        if "optimizer" in values:
+            group["optimizer"] = values["optimizer"]
+        options = [pair for pair in pairs if pair.partition("=")[0] not in _NO_OPTIONS]
+        optimizer_name = values.get("optimizer", optimizer)
+        groups[pattern] = group | parse_options(options, optimizer=optimizer_name)
+    return groups
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         try:
-            return float(text)  # nan and inf, which are refused by their range
+            return float(text)  # nan and inf, which the check of the range rejects
         except ValueError:
             return text

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from trainkit.collectives import all_sum
 from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.grad_reduction import (
-    buckets_of,
     check_dense,
-    flags_of,
-    gradients_of,
-    local_of,
+    find_used,
+    get_local,
+    list_gradients,
+    make_buckets,
+    make_flags,
     mark_partial_,
     mark_replicated_,
-    whose_gradient,
 )
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Axis, ParallelState, check_choice
@@ -108,12 +108,12 @@ def average_parameters(
     params = list(dict.fromkeys(params))
     if axis.count == 1 or not params:
         return
-    own = torch.as_tensor(weight, dtype=torch.float64, device=local_of(params[0]).device)
+    own = torch.as_tensor(weight, dtype=torch.float64, device=get_local(params[0]).device)
     total = all_sum(own, axis)
     own = torch.where(total > 0, own, 1.0)
     total = torch.where(total > 0, total, float(axis.count))
-    for bucket in buckets_of(params):
-        parts = [local_of(p) for p in bucket]
+    for bucket in make_buckets(params):
+        parts = [get_local(p) for p in bucket]
         flat = torch.cat([part.reshape(-1) for part in parts]).double().mul_(own)
         dist.all_reduce(flat, group=axis.group)
         means = flat.div_(total).split([part.numel() for part in parts])
@@ -163,14 +163,14 @@ def vote_signs(
         tensor([ 1., -1.,  0.])
     """
     check_choice(("majority", "mean"), "vote_signs", count=count)
-    for bucket in buckets_of([p for p in dict.fromkeys(params) if p.requires_grad]):
+    for bucket in make_buckets([p for p in dict.fromkeys(params) if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
-        grads = gradients_of(bucket)
-        parts = [local_of(grad) for grad in grads]
+        grads = list_gradients(bucket)
+        parts = [get_local(grad) for grad in grads]
         flat = torch.cat([part.reshape(-1) for part in parts])
         is_bad = flat.isfinite().all().logical_not().reshape(1)
-        ballots = torch.cat([flags_of(has, flat), is_bad.to(flat), flat.sign()])
+        ballots = torch.cat([make_flags(has, flat), is_bad.to(flat), flat.sign()])
         votes = ballots.to(torch.int8 if axis.count < 128 else torch.int32)
         if axis.count > 1:
             dist.all_reduce(votes, group=axis.group)
@@ -179,5 +179,5 @@ def vote_signs(
         told = told.to(flat.dtype).masked_fill(bad > 0, math.nan)
         for part, values in zip(parts, told.split([x.numel() for x in parts]), strict=True):
             part.copy_(values.view_as(part))
-        for p, grad, kept in zip(bucket, grads, whose_gradient(has, owners), strict=True):
+        for p, grad, kept in zip(bucket, grads, find_used(has, owners), strict=True):
             p.grad = grad if kept else None

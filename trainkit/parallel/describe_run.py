@@ -9,7 +9,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
 from trainkit.parallel.attention import attention_line
 from trainkit.parallel.linear_layers import describe_linears
-from trainkit.parallel.parameters import get_named_parameters, is_tied_copy, kind_of
+from trainkit.parallel.parameters import get_kind, get_named_parameters, is_tied_copy
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Bins, Precision, Stages
@@ -76,7 +76,7 @@ def _parameters(stages: Stages) -> tuple[int, int, int]:
     """Return how many numbers the whole model has, how many are trained, how many bytes beside."""
     own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
     trained, frozen, packed = (
-        sum(p.numel() for p in own if kind_of(p) == kind)
+        sum(p.numel() for p in own if get_kind(p) == kind)
         for kind in ("trained", "frozen", "packed")
     )
     counts = [trained + frozen, trained, packed]

@@ -22,8 +22,8 @@ from trainkit.parallel.check_modules import (
 )
 from trainkit.parallel.expert_parallel import layers_over_ep
 from trainkit.parallel.grad_reduction import (
-    keep_what_is_returned_,
-    local_of,
+    get_local,
+    keep_gathered_if_returned_,
     replicates,
     round_gradients_,
     sum_gradients_,
@@ -133,7 +133,7 @@ def fsdp(
                 if one is not unit and isinstance(one, nn.Module):
                     hide_hooks_(one)
         for unit in units:
-            keep_what_is_returned_(unit)
+            keep_gathered_if_returned_(unit)
         _prefetch_([*units, *last[:1]], how.prefetch)
         sum_gradients_(module)
         return module
@@ -316,7 +316,7 @@ def _expert_shards(experts: nn.Module, ps: ParallelState, *, hybrid: bool) -> di
     assert ps.expert_mesh is not None
     names = ("dp_replicate", "expert_fsdp") if hybrid else ("expert_fsdp",)
     parts = ps.expert_fsdp.count
-    sizes = [local_of(p).shape for p in experts.parameters()]
+    sizes = [get_local(p).shape for p in experts.parameters()]
     even = [dim for dim in (0, 1) if all(size[dim] % parts == 0 for size in sizes)]
     dim = even[0] if even else 0
     return {"mesh": ps.expert_mesh[names], "shard_placement_fn": lambda _: Shard(dim)}

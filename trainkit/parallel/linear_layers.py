@@ -9,7 +9,7 @@ from torch import nn
 
 from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel.notes import Note
-from trainkit.parallel.parameters import canonical_name, fitting_names
+from trainkit.parallel.parameters import canonical_name, match_names
 from trainkit.types import ConfigError
 
 _COMPUTES: Note[tuple[str, ...]] = Note("computes_in", default=())
@@ -47,7 +47,7 @@ def choose_layers(
         usual = [x for x, part in named.items() if not isinstance(part, ExpertWeights)]
         chosen = [x for x in usual if not problems[x] and x.rpartition(".")[2] not in _HEADS]
     else:
-        chosen = fitting_names(pattern, named, by=by, what="linear layer")
+        chosen = match_names(pattern, named, function=by, kind="linear layer")
     for name in chosen:
         if problems[name]:
             raise ConfigError(

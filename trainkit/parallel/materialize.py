@@ -20,11 +20,11 @@ from trainkit.collectives import all_gather_objects
 from trainkit.parallel.parameters import (
     PlacedAlike,
     canonical_name,
+    find_ties,
     get_local_box,
     get_named_buffers,
     get_named_parameters,
     retie_,
-    ties_of,
 )
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 
@@ -52,7 +52,7 @@ def materialize_(
         module: A module whose parameters are all on the meta device, sharded or not.
         weights: Gives the values of any box of any parameter, by its name in the whole model.
         device: Where the parameters go.
-        buffers: The values of its buffers by their names in the whole model; see `buffers_of`.
+        buffers: The values of its buffers by their names in the whole model; see `compute_buffers`.
 
     Raises:
         ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
@@ -72,14 +72,14 @@ def materialize_(
         tensor([1., 1.], requires_grad=True)
     """
     real = [name for name, p in get_named_parameters([module]).items() if not p.is_meta]
-    unknown = live_buffers(module).keys() - (buffers or {}).keys()
+    unknown = list_buffers(module).keys() - (buffers or {}).keys()
     if real or unknown:
         what = f"{real[0]!r} is not on" if real else f"the buffer {min(unknown)!r} has no value on"
         raise ValueError(
             f"build_stages: {what} the meta device; make_model must build every parameter under "
             "torch.device('meta'), and a buffer in __init__, from numbers alone"
         )
-    for name in live_buffers(module):
+    for name in list_buffers(module):
         if (buffers or {})[name].is_meta:
             raise ConfigError(
                 f"build_stages: the buffer {name!r} is computed from a parameter when the model is "
@@ -89,7 +89,7 @@ def materialize_(
                 where=name,
                 want="a buffer that is made from numbers alone",
             )
-    ties = ties_of(module)
+    ties = find_ties(module)
     with PlacedAlike():
         module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that holds it
@@ -97,7 +97,7 @@ def materialize_(
     held, fills = shapes_of(weights), fills_of(module)
     stored = {name: x for name, x in get_named_buffers([module]).items() if name in held}
     with torch.no_grad():
-        for name, buffer in live_buffers(module).items():
+        for name, buffer in list_buffers(module).items():
             buffer.copy_((buffers or {})[name])
         for name, tensor in (get_named_parameters([module]) | stored).items():
             box = get_local_box(tensor)
@@ -143,18 +143,18 @@ def _values(
     return found[0]
 
 
-def live_buffers(module: nn.Module) -> dict[str, Tensor]:
+def list_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return all buffers of a module, persistent or not, by each of their names in the whole model.
 
     Examples:
-        >>> list(live_buffers(nn.BatchNorm1d(2)))
+        >>> list(list_buffers(nn.BatchNorm1d(2)))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
     named = module.named_buffers(remove_duplicate=False)
     return {canonical_name(name): buffer for name, buffer in named}
 
 
-def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
+def compute_buffers(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
     """Return the buffers that a model computes when it is made: rotary frequencies, running means.
 
     The model is made once more, with real buffers and parameters that have no memory: each goes to
@@ -170,7 +170,7 @@ def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
         While it runs, modules of this process that are made elsewhere lose their parameters too.
 
     Examples:
-        >>> list(buffers_of(lambda: nn.BatchNorm1d(2)))
+        >>> list(compute_buffers(lambda: nn.BatchNorm1d(2)))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
 
@@ -180,7 +180,7 @@ def buffers_of(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
 
     handle = register_module_parameter_registration_hook(cast("Any", without_memory))
     try:
-        return {name: x.clone() for name, x in live_buffers(make_model()).items()}
+        return {name: x.clone() for name, x in list_buffers(make_model()).items()}
     finally:
         handle.remove()
 
@@ -259,15 +259,15 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by all of their names in the whole model."""
     named: dict[str, Tensor] = {**get_named_parameters([module]), **get_named_buffers([module])}
-    shared = [(tie[0], name) for tie in ties_of(module) for name in tie if tie[0] in named]
+    shared = [(tie[0], name) for tie in find_ties(module) for name in tie if tie[0] in named]
     return named | {name: named[first] for first, name in shared}
 
 
-def box_in(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+def narrow_to_box(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Return a box of a tensor, a view of it.
 
     Examples:
-        >>> box_in(torch.arange(4), (2,), (1,))
+        >>> narrow_to_box(torch.arange(4), (2,), (1,))
         tensor([1, 2])
     """
     for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
@@ -317,7 +317,7 @@ def weights_from_module(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in named:
             raise ValueError(f"weights_of: the module has no tensor {name!r}")
-        return box_in(named[name].detach(), shape, offset)
+        return narrow_to_box(named[name].detach(), shape, offset)
 
     return listed(read, {name: tensor.shape for name, tensor in named.items()})
 

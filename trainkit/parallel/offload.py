@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.grad_reduction import local_of, reducers_of
+from trainkit.parallel.grad_reduction import find_reducers, get_local
 from trainkit.parallel.parameters import find_blocks
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
@@ -205,9 +205,9 @@ class _Shelf:
         """Note a block whose forward pass begins, and its weights' memory."""
         self.unit = unit
         if unit not in self.gathers:  # FSDP stands later in the plan
-            inner = (module for _, module in reducers_of(unit).fsdp)
+            inner = (module for _, module in find_reducers(unit).fsdp)
             self.gathers[unit] = any(module is not unit for module in inner)
-        self.weights = {_key(local_of(p)) for p in (*unit.parameters(), *unit.buffers())}
+        self.weights = {_key(get_local(p)) for p in (*unit.parameters(), *unit.buffers())}
 
     def pack(self, x: Tensor) -> Any:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided

@@ -14,7 +14,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter
 
 from trainkit.models.mixins import mix_in_, take_out_
-from trainkit.parallel.grad_reduction import local_of, reducers_of
+from trainkit.parallel.grad_reduction import find_reducers, get_local
 from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import DiskError
 
@@ -65,10 +65,10 @@ def offload_state(
         if p.grad is not None:
             raise ValueError(f"asleep: {name} has a gradient; finish the step, or set it to None")
     for stage in stages:
-        for _, module in reducers_of(stage).fsdp:
+        for _, module in find_reducers(stage).fsdp:
             module.reshard()  # what an evaluation has left gathered
     tensors = _tensors_of(stages, optimizer)
-    memory = [local_of(x.detach()).untyped_storage() for x in tensors]
+    memory = [get_local(x.detach()).untyped_storage() for x in tensors]
     found = [*{x.data_ptr(): x for x in memory if x.nbytes() and x.resizable()}.values()]
     if to == "host":
         found = [x for x in found if x.device.type != "cpu"] or found
@@ -114,7 +114,7 @@ def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -
     held: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
     held += tree_iter([*optimizer.state.values()])
     found = [x for x in held if isinstance(x, Tensor)]
-    return [*{id(x): x for x in (*found, *map(local_of, found))}.values()]
+    return [*{id(x): x for x in (*found, *map(get_local, found))}.values()]
 
 
 _ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {

@@ -1,4 +1,4 @@
-"""Names and boxes of parameters: the whole model's name, and which part of it this rank holds."""
+"""Parameters by their names in the whole model, their ties, and the boxes that ranks hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.parallel.notes import Note
 from trainkit.types import ConfigError
 
 Kind = Literal["trained", "frozen", "packed"]
-"""What a parameter is: trained; frozen; or the bytes of a frozen matrix in few bits."""
+"""Trainable, frozen, or the packed bytes of a frozen quantized matrix."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _IS_TIED_COPY = Note("is_tied_copy", default=False)
@@ -26,11 +26,11 @@ _IS_BASE = Note("is_base", default=False)
 _LISTED = 12  # names in an error message
 _IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
-"""What the name of a tied copy ends with where one rank holds the owner's stage and the copy's."""
+"""The suffix of a tied copy's name on a rank that holds both the owner's stage and the copy's."""
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name in the whole model, without the prefixes that wrappers add.
+    """Return the name of a parameter in the whole model, without the prefixes of wrappers.
 
     Examples:
         >>> canonical_name("module._orig_mod.layers.3._checkpoint_wrapped_module.mlp.up.weight")
@@ -60,7 +60,7 @@ def unhide_(module: nn.Module, name: str) -> None:
 
 
 def modules_of(stages_or_model: Iterable[nn.Module] | nn.Module) -> list[nn.Module]:
-    """Return the stages of a model in a list, or a plain module as the only one.
+    """Return the stages of a model as a list; a plain module is the only stage.
 
     Examples:
         >>> modules_of(nn.Sequential(nn.Identity(), nn.Identity()))
@@ -73,64 +73,60 @@ def modules_of(stages_or_model: Iterable[nn.Module] | nn.Module) -> list[nn.Modu
 
 
 def get_named_parameters(stages: Iterable[nn.Module] | nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters of a model, or of its stages, by their whole-model name.
+    """Return all parameters of a model or its stages, frozen ones too, by their whole-model names.
 
-    Frozen ones too.
-
-    Where a rank holds the first and the last stage of a pipeline, a tied embedding is there twice;
-    the copy's name then ends with `COPY_SUFFIX`.
+    If a rank holds the first and the last stage of a pipeline, it has a tied embedding twice; then
+    the name of the copy ends with `COPY_SUFFIX`.
 
     Raises:
-        ValueError: Two stages hold a parameter of the same name.
+        ValueError: Two stages have a parameter of the same name.
 
     Examples:
         >>> list(get_named_parameters(nn.Linear(2, 3)))
         ['weight', 'bias']
     """
-    found: dict[str, nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
     for stage in modules_of(stages):
-        for raw, parameter in stage.named_parameters():
-            name = canonical_name(raw)
-            if name in found and is_tied_copy(parameter):
+        for raw_name, parameter in stage.named_parameters():
+            name = canonical_name(raw_name)
+            if name in named and is_tied_copy(parameter):
                 name += COPY_SUFFIX
-            if name in found:
+            if name in named:
                 raise ValueError(f"get_named_parameters: two parameters are called {name!r}")
-            found[name] = parameter
-    return found
+            named[name] = parameter
+    return named
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Go through where a module holds tensors, a shared one as often: name, dictionary, key in it.
-
-    Dictionaries and not attributes, behind which tensor parallelism shows local tensors.
-    """
+def _iterate_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (name, dictionary, key) for each parameter and buffer, a shared one under each name."""
+    # Dictionaries, not attributes: tensor parallelism shows local tensors as attributes.
     for path, owner in module.named_modules(remove_duplicate=False):
-        for held in (owner._parameters, owner._buffers):  # noqa: SLF001 (see above)
-            for key in [key for key, tensor in held.items() if tensor is not None]:
-                yield canonical_name(f"{path}.{key}" if path else key), held, key
+        for tensors in (owner._parameters, owner._buffers):  # noqa: SLF001 (see above)
+            for key in [key for key, tensor in tensors.items() if tensor is not None]:
+                yield canonical_name(f"{path}.{key}" if path else key), tensors, key
 
 
-def ties_of(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of every parameter and buffer that goes by several, the first one first.
+def find_ties(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of each parameter and buffer that has several.
 
     Examples:
         >>> model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
         >>> model.head.weight = model.embedding.weight
-        >>> ties_of(model)
+        >>> find_ties(model)
         [('embedding.weight', 'head.weight')]
     """
     names: dict[int, list[str]] = {}
-    for name, held, key in _places(module):
-        names.setdefault(id(held[key]), []).append(name)
+    for name, tensors, key in _iterate_slots(module):
+        names.setdefault(id(tensors[key]), []).append(name)
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 
 def retie_(module: nn.Module, ties: Iterable[Sequence[str]]) -> None:
-    """Make one tensor of those that go by the names of a tie: the first name's.
+    """Tie parameters and buffers again: each name of a tie gets the tensor of the first.
 
     Args:
         module: A module whose tensors have been replaced one by one, as by `to_empty`.
-        ties: What `ties_of` gave before that.
+        ties: The result of `find_ties` before that.
 
     Effects:
         Replaces parameters and buffers of `module`.
@@ -141,12 +137,12 @@ def retie_(module: nn.Module, ties: Iterable[Sequence[str]]) -> None:
         >>> model.b.weight is model.a.weight
         True
     """
-    found = {name: (held, key) for name, held, key in _places(module)}
+    slots = {name: (tensors, key) for name, tensors, key in _iterate_slots(module)}
     for first, *others in ties:
-        held, key = found[first]
+        tensors, key = slots[first]
         for name in others:
-            other, its_key = found[name]
-            other[its_key] = held[key]
+            other_tensors, other_key = slots[name]
+            other_tensors[other_key] = tensors[key]
 
 
 def mark_tied_copy_(parameter: nn.Parameter) -> None:
@@ -199,11 +195,11 @@ def is_base(parameter: Tensor) -> bool:
     return _IS_BASE.read(parameter)
 
 
-def kind_of(parameter: Tensor) -> Kind:
-    """Return what a parameter is: what has gradients, and what is counted in bytes.
+def get_kind(parameter: Tensor) -> Kind:
+    """Return whether a parameter is trainable, frozen or packed bytes.
 
     Examples:
-        >>> kind_of(nn.Parameter(torch.ones(1))), kind_of(torch.ones(1, dtype=torch.uint8))
+        >>> get_kind(nn.Parameter(torch.ones(1))), get_kind(torch.ones(1, dtype=torch.uint8))
         ('trained', 'packed')
     """
     if parameter.dtype == torch.uint8:
@@ -218,49 +214,51 @@ def get_named_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
         >>> list(get_named_buffers([nn.BatchNorm1d(2)]))
         ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for stage in stages:
         for path, module in stage.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (no public name)
-                    found[canonical_name(f"{path}.{name}" if path else name)] = buffer
-    return found
+                    named[canonical_name(f"{path}.{name}" if path else name)] = buffer
+    return named
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Return whether a name matches a pattern, part by part.
+    """Return whether a name matches a pattern, component by component.
 
     Args:
-        name: The name of a module or parameter, with wrappers' prefixes or without.
-        pattern: A name in which `*` stands for one part (or for some of its letters): "layers.*".
+        name: The name of a module or parameter, with or without the prefixes of wrappers.
+        pattern: A name with wildcards; `*` stands for one component or some of its letters:
+            "layers.*".
 
     Examples:
         >>> name_matches("_orig_mod.layers.3", "layers.*"), name_matches("layers.3.mlp", "layers.*")
         (True, False)
     """
-    parts, wanted = canonical_name(name).split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts = canonical_name(name).split(".")
+    patterns = pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def fitting_names(pattern: str, names: Iterable[str], *, by: str, what: str) -> list[str]:
-    r"""Return the names that a regular expression matches as a whole, of which there must be one.
+def match_names(pattern: str, names: Iterable[str], *, function: str, kind: str) -> list[str]:
+    r"""Return the names that a regular expression matches completely; at least one must match.
 
     Args:
-        pattern: The regular expression, of names in the whole model: they are the same in every
-            layout, so what it chooses is too.
-        names: The names, as `canonical_name` gives them.
-        by: The name of the caller, for the message.
-        what: What they are names of, for the message.
+        pattern: The regular expression for names in the whole model, which do not depend on the
+            layout.
+        names: The names, as `canonical_name` returns them.
+        function: The name of the caller, for the message.
+        kind: The kind of thing that is named, for the message.
 
     Raises:
-        ConfigError: It is no regular expression, or matches no name; then those that there are are
-            listed, layers alike as one.
+        ConfigError: It is no regular expression, or matches no name; the message lists the names,
+            those of equal layers once.
 
     Examples:
         >>> names = ["layers.0.mlp.up", "layers.1.mlp.up", "head"]
-        >>> fitting_names(r"layers\.\d+\.mlp\.up", names, by="lora", what="matrix")
+        >>> match_names(r"layers\.\d+\.mlp\.up", names, function="lora", kind="matrix")
         ['layers.0.mlp.up', 'layers.1.mlp.up']
-        >>> fitting_names("up", names, by="lora", what="matrix")
+        >>> match_names("up", names, function="lora", kind="matrix")
         Traceback (most recent call last):
         trainkit.types.ConfigError: lora: 'up' matches the name of no matrix; those there are: ...
     """
@@ -269,19 +267,21 @@ def fitting_names(pattern: str, names: Iterable[str], *, by: str, what: str) -> 
         matches = re.compile(pattern).fullmatch
     except re.error as error:
         raise ConfigError(
-            f"{by}: {pattern!r} is no regular expression: {error}", where="pattern", got=pattern
+            f"{function}: {pattern!r} is no regular expression: {error}",
+            where="pattern",
+            got=pattern,
         ) from error
-    found = [name for name in names if matches(name)]
-    if not found:
-        kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-        listed = "; ".join([*kinds[:_LISTED], *(["..."] if len(kinds) > _LISTED else [])])
+    matching = [name for name in names if matches(name)]
+    if not matching:
+        distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+        available = "; ".join([*distinct[:_LISTED], *(["..."] if len(distinct) > _LISTED else [])])
         raise ConfigError(
-            f"{by}: {pattern!r} matches the name of no {what}; those there are: {listed}",
+            f"{function}: {pattern!r} matches the name of no {kind}; those there are: {available}",
             where="pattern",
             got=pattern,
             want="a regular expression that matches a whole name",
         )
-    return found
+    return matching
 
 
 def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[nn.Module]:
@@ -293,7 +293,7 @@ def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list
         needed_by: The name of a caller that needs at least one block, for the message.
 
     Raises:
-        ValueError: Nothing matches, and somebody needs a block.
+        ValueError: No name matches, and `needed_by` is set.
 
     Examples:
         >>> model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))})
@@ -309,7 +309,7 @@ def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list
 
 @attrs.frozen(eq=False)
 class Box:
-    """The part of a tensor that this rank holds: its values, and where it begins in the whole.
+    """The local shard of a tensor, with the full tensor's shape and the shard's offset in it.
 
     `writes` is true on the one rank among its replicas that writes it to a checkpoint.
     """
@@ -321,11 +321,11 @@ class Box:
 
 
 def get_local_box(tensor: Tensor, *, replica: int = 0) -> Box:
-    """Return the box of a tensor that this rank holds; a plain tensor is a whole one.
+    """Return the box of a tensor on this rank; that of a plain tensor is all of it.
 
     Args:
         tensor: A plain tensor or a DTensor (sharded and replicated placements).
-        replica: For plain tensors, which of the equal copies this rank has; copy 0 writes.
+        replica: The index of this rank's replica of a plain tensor; replica 0 writes.
 
     Examples:
         >>> box = get_local_box(torch.ones(2, 3))
@@ -351,22 +351,22 @@ def get_local_box(tensor: Tensor, *, replica: int = 0) -> Box:
     return Box(local, shape, tuple(offset), writes=not any(copies))
 
 
-def boxes_of(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return of every rank where its box begins in the whole tensor, and the shape of the box.
+def list_boxes(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the (offset, shape) of the box of each rank.
 
     Args:
         tensor: A DTensor (sharded and replicated placements).
 
     Returns:
-        (offset, shape) for each rank of its mesh, the last mesh dimension running fastest; replicas
-        have equal ones, and a box may be empty.
+        (offset, shape) for each rank of its mesh, in row-major order; equal for replicas, and
+        possibly empty.
 
     Examples:
         >>> import torch.distributed as dist
         >>> from torch.distributed.tensor import DTensor, Shard, init_device_mesh
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         >>> mesh = init_device_mesh("cpu", (1,))
-        >>> boxes_of(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+        >>> list_boxes(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
         [((0, 0), (2, 3))]
         >>> dist.destroy_process_group()
     """
@@ -391,9 +391,9 @@ def _boxes(
 
 
 class PlacedAlike(TorchFunctionMode):
-    """A mode in which empties and zeros like a sharded tensor are made from what this rank holds.
+    """A mode in which `empty_like` and `zeros_like` of a DTensor are made from its local shard.
 
-    Where they lie DTensor finds out by itself in 5 ms, for each shape on each new mesh.
+    DTensor's own dispatch takes 5 ms for each shape on each new mesh.
 
     Examples:
         >>> with PlacedAlike():
@@ -402,7 +402,7 @@ class PlacedAlike(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, on the local part where it is one of these."""
+        """Call a function of torch, on the local shard if it is one of these two."""
         del types
         kwargs = kwargs or {}
         like: Any = args[0] if func in (torch.empty_like, torch.zeros_like) else None
@@ -419,15 +419,15 @@ class PlacedAlike(TorchFunctionMode):
 
 
 def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor of a parameter's shape but for the length of its rows, placed as it.
+    """Return an empty tensor of a parameter's shape and placements, but with rows of other length.
 
     Args:
-        tensor: A plain tensor or a DTensor. Where its rows are cut, those of the result are too.
-        length: How many numbers stand in a row of the result.
-        dtype: Their dtype.
+        tensor: A plain tensor or a DTensor. If its rows are sharded, so are those of the result.
+        length: The length of a row of the result.
+        dtype: The dtype of the result.
 
     Raises:
-        ValueError: This rank's part of a row is no whole number of them.
+        ValueError: The sharding of the rows does not divide that length.
 
     Examples:
         >>> empty_rows_like(torch.ones(3, 8), 2, torch.float64).shape
@@ -437,28 +437,36 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     if not tensor.dim() or length == tensor.shape[-1]:
         with PlacedAlike():
             return torch.empty_like(tensor.data, dtype=dtype)
-    own, rest = divmod(local.shape[-1] * length, tensor.shape[-1] or 1)
-    if rest:
+    local_length, remainder = divmod(local.shape[-1] * length, tensor.shape[-1] or 1)
+    if remainder:
         raise ValueError(
-            f"empty_rows_like: rows of {tensor.shape[-1]} numbers share {length} each, and are cut "
-            f"into parts of {local.shape[-1]}, within what one of these is for; cut them otherwise"
+            f"empty_rows_like: rows of {tensor.shape[-1]} numbers are sharded into "
+            f"{local.shape[-1]} per rank, which does not divide rows of {length}; choose another "
+            "layout"
         )
-    made = torch.empty(*local.shape[:-1], own, dtype=dtype, device=local.device)
+    result = torch.empty(*local.shape[:-1], local_length, dtype=dtype, device=local.device)
     if not hasattr(tensor, "placements"):
-        return made
-    whole: Any = tensor
-    shape = torch.Size((*whole.shape[:-1], length))
-    stride = torch.empty(shape, device="meta").stride()
-    where = (whole.device_mesh, whole.placements)
-    return type(whole.data).from_local(made, *where, run_check=False, shape=shape, stride=stride)
+        return result
+    full: Any = tensor
+    shape = torch.Size((*full.shape[:-1], length))
+    return type(full.data).from_local(
+        result,
+        full.device_mesh,
+        full.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
-def placed_as(p: Any, grad: Any) -> Any:
-    """Return a gradient as its parameter is placed: that of a foreign module may still be parts.
+def redistribute_like(p: Any, grad: Any) -> Any:
+    """Return a gradient with the placements of its parameter.
+
+    The gradient of a foreign module's parameter may still be a partial sum.
 
     Examples:
         >>> grad = torch.ones(2)
-        >>> placed_as(torch.ones(2), grad) is grad
+        >>> redistribute_like(torch.ones(2), grad) is grad
         True
     """
     if type(grad) is Tensor and type(p) is nn.Parameter:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.grad_reduction import get_local
 
 Keeps = Callable[[str, int], bool]
 """`keeps(group, number)`: whether the result of this operator of a group is kept."""
@@ -52,7 +52,7 @@ class Priced(TorchDispatchMode):
     def save(self, x: Tensor) -> None:
         """Note what autograd saves."""
         # Autograd gets nothing: a result that its own node held would never be freed.
-        self.saved.append(local_of(x.detach()))
+        self.saved.append(get_local(x.detach()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -112,9 +112,9 @@ def choose(
     with torch.random.fork_rng(devices), hooks, priced:
         forward(block, *inputs[0], **inputs[1])
     given = [x for x in tree_iter(inputs) if isinstance(x, Tensor)]
-    weights = [local_of(p) for p in block.parameters()]
-    own = [local_of(x) for x in given if x.requires_grad]
-    others = [local_of(x) for x in given if not x.requires_grad]
+    weights = [get_local(p) for p in block.parameters()]
+    own = [get_local(x) for x in given if x.requires_grad]
+    others = [get_local(x) for x in given if not x.requires_grad]
     whole = _bytes_of(priced.saved, without=[*weights, *others])
     needed = [result for result, before in priced.found if before < len(priced.saved)]
     return fitting(needed, budget * whole - _bytes_of(own))

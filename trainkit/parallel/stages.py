@@ -17,15 +17,15 @@ from trainkit.models.decoder import Decoder, decoder_stage
 from trainkit.parallel.check_layout import problems, refuse
 from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.materialize import (
-    buffers_of,
     check_fit,
-    live_buffers,
+    compute_buffers,
+    list_buffers,
     materialize_,
 )
-from trainkit.parallel.parameters import canonical_name, get_named_parameters, ties_of
+from trainkit.parallel.parameters import canonical_name, find_ties, get_named_parameters
 from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
-from trainkit.parallel.stage_ranks import StagePlace, attach_axes, placed_
+from trainkit.parallel.stage_ranks import StagePlace, attach_axes, place_stage_
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.types import (
     Call,
@@ -142,13 +142,13 @@ def build_stages(
     config, device = model.config if known else None, ps.device.type
     refuse(problems(layout, config, world=layout.world, device=device))
     check_fit(model, weights)
-    buffers = buffers_of(make_model) if live_buffers(model) else {}
+    buffers = compute_buffers(make_model) if list_buffers(model) else {}
     if ps.pp.count == 1:
         model = _built(model, ps, plan, weights, buffers)
         return attach_axes([model], ps, schedule=schedule, call=call)
     ranks = assign_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
-    ties = ties_of(model)
+    ties = find_ties(model)
     with torch.device("meta"):
         stages = list(split(model, len(ranks)))
     tied = _check_split(names, ties, stages, len(ranks))
@@ -156,7 +156,7 @@ def build_stages(
         refuse_max_norm(stage, by="build_stages", weights=tied)
     own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
     modules = [
-        placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
+        place_stage_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
         for i in own
     ]
     return attach_axes(modules, ps, schedule=schedule, call=call)

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.parameters import get_named_parameters
-from trainkit.parallel.stage_ranks import StagePlace, tied_of
+from trainkit.parallel.stage_ranks import StagePlace, get_tied_names
 from trainkit.types import Axis
 
 
 @contextmanager
-def setting_aside_tied(
+def set_aside_tied(
     stages: Sequence[nn.Module], places: Sequence[StagePlace], axis: Axis
 ) -> Iterator[None]:
     """Sum the gradients of tied parameters over their two stages, those of this step alone.
@@ -48,7 +48,7 @@ def _tied_parameters(
     found = []
     for stage, place in zip(stages, places, strict=True):
         named = get_named_parameters([stage])
-        for name, (owner, copy) in sorted(tied_of(stage).items()):
+        for name, (owner, copy) in sorted(get_tied_names(stage).items()):
             if named[name].requires_grad:
                 other = copy if place.index == owner else owner
                 found.append((place.index, other, named[name]))
@@ -60,7 +60,7 @@ def _exchange_tied(
     tied: Sequence[tuple[int, int, nn.Parameter]], ranks: Sequence[int], axis: Axis
 ) -> None:
     gradients = [
-        (own, other, p, local_of(torch.zeros_like(p) if p.grad is None else p.grad))
+        (own, other, p, get_local(torch.zeros_like(p) if p.grad is None else p.grad))
         for own, other, p in tied
     ]
     received = []
@@ -81,4 +81,4 @@ def _exchange_tied(
         local.copy_(local + twin if own < other else twin + local)
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-            local_of(p.grad).copy_(local)
+            get_local(p.grad).copy_(local)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.parallel.grad_reduction import Reduction, reducers_of, reshards_after_forward
+from trainkit.parallel.grad_reduction import Reduction, find_reducers, reshards_after_forward
 from trainkit.parallel.split import Kind
 from trainkit.parallel.stage_ranks import StagePlace
 from trainkit.types import Axis
@@ -57,7 +57,7 @@ class Stage(PipelineStage):
             group=axis.group,
         )
         self.module, self.run, self.microbatch = module, run, 0
-        self.reducers, self.reduction = reducers_of(module), reduction
+        self.reducers, self.reduction = find_reducers(module), reduction
         self.splits_backward = splits_backward
         self.splits_rightly = not splits_backward or splits_rightly()
 

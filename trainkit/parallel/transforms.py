@@ -9,7 +9,7 @@ from typing import cast
 import attrs
 from torch import nn
 
-from trainkit.parallel.parameters import ties_of
+from trainkit.parallel.parameters import find_ties
 from trainkit.types import Axis, ConfigError, Layout, ModelTransform, ParallelState
 
 ORDER = (
@@ -48,7 +48,7 @@ class Transform:
                 got=ps.name,
                 want="a ParallelState",
             )
-        ties = ties_of(module)
+        ties = find_ties(module)
         made = self.apply(module, cast("ParallelState", ps))
         _check_ties(made, ties, self.kind)
         return made
@@ -56,7 +56,7 @@ class Transform:
 
 def _check_ties(module: nn.Module, ties: Sequence[tuple[str, ...]], kind: str) -> None:
     """Refuse what a transform has made of a module if a tie has lost one of its names."""
-    now = [set(names) for names in ties_of(module)]
+    now = [set(names) for names in find_ties(module)]
     for names in ties:
         if any(len(names) <= len(tie) and tie & {*names} for tie in now):
             continue

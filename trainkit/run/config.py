@@ -100,7 +100,7 @@ def option(
         ... class Config(RunConfig):
         ...     rows: int = option(8, positive)
         ...     recompute: str = option("none", one_of("none", "full"), on_resume="allow")
-        >>> make_resume_rules(Config()).free[-1]
+        >>> make_resume_rules(Config()).allow[-1]
         'config.recompute'
     """
     return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
@@ -158,13 +158,13 @@ class OptimizerOptions:
     """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
 
     optimizer_options: tuple[str, ...] = option((), on_resume="ask")
-    """What it is told, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
+    """Its further options, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
 
     optimizer_groups: tuple[str, ...] = option((), on_resume="ask")
-    """What other parameters get, each a regular expression of names: 'head.* lr_scale=0.5'."""
+    """Options of other parameters, after a regular expression of names: 'head.* lr_scale=0.5'."""
 
     mean: float | None = option(None, on_resume="ask")
-    """Keep a mean of the weights, of which this much stays in a step (0.999), and evaluate it."""
+    """Average the weights with this decay per step (0.999), and evaluate the average."""
 
     offload_optimizer: bool = option(default=False, on_resume="allow")
     """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
@@ -201,7 +201,7 @@ def _optimizer_arguments(options: OptimizerOptions) -> dict[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class LinearOptions:
-    """What linear layers compute in, where they compute otherwise than the rest."""
+    """The arithmetic of linear layers, if it differs from that of the model."""
 
     linears: Literal[
         "plain",
@@ -247,7 +247,7 @@ class RunConfig:
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
 
     seed: int = option(0, non_negative)
-    """What initial values, the order of the data and dropout follow from."""
+    """Seed of initial values, the order of the data and dropout."""
 
     config: Path | None = option(None, on_resume="ignore")
     """A TOML file with values for these flags, keys as in config.toml; flags override it."""
@@ -260,7 +260,7 @@ class RunConfig:
     schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _check_recompute, on_resume="allow")
-    """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""
+    """none, selective, full, names to store, or a fraction: 0.4; docs/howto/less-memory.md."""
 
     compiled: bool = option(default=False, on_resume="allow")
     """Compile the blocks with torch.compile."""
@@ -342,16 +342,16 @@ def _make_record(config_type: type[T], values: Mapping[str, Any], absent: Any) -
     return config_type(**arguments)
 
 
-def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
+def make_resume_rules(config: Any, *, allow: Sequence[str] = ()) -> ResumeRules:
     """Return the rules for fields that have another value when a run is resumed; see `option`.
 
     Args:
         config: The configuration.
-        free: Other facts that may change: "files" of `make_data_facts`, for example, whose
+        allow: Other facts that may change: "files" of `make_data_facts`, for example, whose
             content the "fingerprint" identifies.
 
     Examples:
-        >>> make_resume_rules(RunConfig(allow_change=("compute",))).allow
+        >>> make_resume_rules(RunConfig(allow_change=("compute",))).granted
         ('compute',)
     """
     from trainkit.weights.checkpoint.facts import ResumeRules  # noqa: PLC0415 -- it needs torch
@@ -360,8 +360,10 @@ def make_resume_rules(config: Any, *, free: Sequence[str] = ()) -> ResumeRules:
     for name, field in _list_fields(type(config)).items():
         names[field.on_resume].append(name)
     # With "config.", since a fact "tokenizer", a hash, differs from the field, which is a path.
-    free = (*(f"config.{name}" for name in (*names["ignore"], *names["allow"])), *free)
-    return ResumeRules(free, tuple(names["ask"]), config.allow_change)
+    fields = [f"config.{name}" for name in (*names["ignore"], *names["allow"])]
+    return ResumeRules(
+        allow=(*fields, *allow), ask=tuple(names["ask"]), granted=config.allow_change
+    )
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -570,7 +572,7 @@ def _read_tyro_error(message: str) -> str:
 def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     """Return the record of a file, with `absent` for missing fields, or raise all problems."""
     try:
-        table = _parse_toml(read_limited(Path(path), most=_MAX_BYTES).decode())
+        table = _parse_toml(read_limited(Path(path), max_bytes=_MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error

@@ -14,7 +14,7 @@ from trainkit.models import Decoder, call_routed, init_weights
 from trainkit.noise import normal_by_quantile
 from trainkit.optim import adamw
 from trainkit.parallel import build_stages, expert_parallel, fsdp, tensor_parallel
-from trainkit.parallel.materialize import box_in
+from trainkit.parallel.materialize import narrow_to_box
 from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
@@ -131,7 +131,10 @@ def differences(cases):
     for layout, config, alone in cases:
         with parallel_session(layout) as ps:
             boxes = {name: get_local_box(p) for name, p in trained(ps, config, layout).items()}
-        own = [(x.local, box_in(alone[name], x.local.shape, x.offset)) for name, x in boxes.items()]
+        own = [
+            (x.local, narrow_to_box(alone[name], x.local.shape, x.offset))
+            for name, x in boxes.items()
+        ]
         found.append(max(float((a - b).abs().max()) for a, b in own if a.numel()))
     return found
 

@@ -249,22 +249,13 @@ def test_a_token_drops_the_same_in_any_rows_alone_or_packed_and_in_any_order_of_
     alone = attrs.evolve(alone, extra={"noise_key": batch["noise_key"][:1, :last]})
     assert torch.allclose(hidden_of(model, alone), whole[:last], rtol=0, atol=1e-12)
     tape = RoutingTape()
-    model(
-        batch.input_ids,
-        position_ids=batch.position_ids,
-        is_token=batch.document_ids >= 0,
-        spans=batch.spans,
-        noise_key=batch["noise_key"],
-        tape=tape,
-    )
+    how = {"spans": batch.spans, "noise_key": batch["noise_key"], "tape": tape}
+    model(batch.input_ids, position_ids=batch.position_ids, is_token=batch.document_ids >= 0, **how)
     (choices,) = tape.choices.values()
-    assert torch.allclose(
-        hidden_of(model, batch, choices=choices.flip(1).view(*batch.labels.shape, 1, -1)),
-        whole,
-        rtol=0,
-        atol=1e-12,
-    )
-    assert (hidden_of(model, batch, noise_key=batch["noise_key"] + 1) - whole).abs().max() > 0.1
+    other = {"choices": choices.flip(1).view(*batch.labels.shape, 1, -1)}
+    assert torch.allclose(hidden_of(model, batch, **other), whole, rtol=0, atol=1e-12)
+    later = {"noise_key": batch["noise_key"] + 1}
+    assert (hidden_of(model, batch, **later) - whole).abs().max() > 0.1
 
 
 def test_experts_adapters_without_dropout_compute_what_they_did(monkeypatch):
@@ -284,13 +275,8 @@ def test_a_resumed_run_drops_in_experts_what_it_would_have_dropped(tmp_path):
     run = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
 
     def step(number, stages, optimizer, ps):
-        forward_backward(
-            stages[0],
-            [decoder_batch(number)],
-            call=call_routed,
-            loss=add_router_losses(next_token_linear),
-            denominator=torch.tensor(100),
-        )
+        how = {"loss": add_router_losses(next_token_linear), "denominator": torch.tensor(100)}
+        forward_backward(stages[0], [decoder_batch(number)], call=call_routed, **how)
         clip_and_step(get_parameters(stages), optimizer, lr=1e-2, max_norm=1.0)
         return state_hash(TrainState(step=number + 1), stages, optimizer, ps)
 
@@ -422,17 +408,11 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     again = build(ps, seed=1, trained="head")
     facts = adapters.exclude_frozen_(again, ps, source="moved")
     other = optimizer_of(again)
+    how = {"facts": facts, "log": lambda _: None}
     with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
-        resume(tmp_path, TrainState(), again, other, ps, facts=facts, log=lambda _: None)
+        resume(tmp_path, TrainState(), again, other, ps, **how)
     back = resume(
-        tmp_path,
-        TrainState(),
-        again,
-        other,
-        ps,
-        facts=facts,
-        log=lambda _: None,
-        changes=ResumeRules(free=["base_from"]),
+        tmp_path, TrainState(), again, other, ps, **how, rules=ResumeRules(allow=["base_from"])
     )
     assert state_hash(back, again, other, ps) == state_hash(state, stages, optimizer, ps)
     wrong = build(ps, of=1, trained="head")

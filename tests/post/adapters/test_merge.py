@@ -11,7 +11,7 @@ from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder, init_weights
 from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
-from trainkit.parallel.materialize import box_in
+from trainkit.parallel.materialize import narrow_to_box
 from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
@@ -122,7 +122,9 @@ def test_experts_merge_too():
     before = experts(rows, counts)
     saved = SavedAdapters({}, (), {"up": low_ranks(experts, "up")}, {})
     plain = experts.up.detach().clone()
-    box = merge_weights(saved, lambda _, *place: box_in(plain, *place))("up", (2, 3, 4), (3, 5, 6))
+    box = merge_weights(saved, lambda _, *place: narrow_to_box(plain, *place))(
+        "up", (2, 3, 4), (3, 5, 6)
+    )
     merge_adapters_([model])
     assert torch.allclose(box, experts.up[3:5, 5:8, 6:10], rtol=1e-4)
     assert not experts.lora["gate"]["default"].b.any()

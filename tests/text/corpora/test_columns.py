@@ -217,9 +217,17 @@ def test_dealing_and_prefetching_carry_columns_beside_what_they_add():
 )
 def test_a_stream_cuts_and_drops_columns_with_their_documents(sizes, overlong, multiple_of):
     samples = samples_of(sizes)
-    arguments = {"capacity": 16, "rows": 3, "seed": 0, "buffer_rows": 3, "columns": COLUMNS}
-    arguments |= {"overlong": overlong, "multiple_of": multiple_of}
-    steps = list(pack_stream(make_document_opener(lambda: iter(samples)), Cursor(), **arguments))
+    steps = pack_stream(
+        make_document_opener(lambda: iter(samples)),
+        Cursor(),
+        capacity=16,
+        rows=3,
+        seed=0,
+        buffer_rows=3,
+        columns=COLUMNS,
+        overlong=overlong,
+        multiple_of=multiple_of,
+    )
     seen = []
     for step in steps:
         for batch in make_microbatches(step.packed, range(3), rows_per_microbatch=3):
@@ -232,13 +240,24 @@ def test_a_stream_cuts_and_drops_columns_with_their_documents(sizes, overlong, m
 
 def test_a_window_whose_columns_have_changed_is_refused():
     samples = samples_of([16] * 8)
-    arguments = {"capacity": 16, "rows": 2, "seed": 0, "buffer_rows": 4, "columns": COLUMNS}
-    first = next(pack_stream(lambda n: iter(samples[n:]), Cursor(), **arguments))
-    next(pack_stream(lambda n: iter(samples[n:]), first.cursor, **arguments))
+
+    def steps_from(cursor):
+        return pack_stream(
+            lambda n: iter(samples[n:]),
+            cursor,
+            capacity=16,
+            rows=2,
+            seed=0,
+            buffer_rows=4,
+            columns=COLUMNS,
+        )
+
+    first = next(steps_from(Cursor()))
+    next(steps_from(first.cursor))
     other = {**samples[1].columns, "weights": np.zeros(16)}
     samples[1] = attrs.evolve(samples[1], columns=other)
     with pytest.raises(DataError, match="window from document 0 on"):
-        next(pack_stream(lambda n: iter(samples[n:]), first.cursor, **arguments))
+        next(steps_from(first.cursor))
 
 
 # ------------------------------------------------------------------------------ hashes
@@ -393,14 +412,20 @@ def test_values_that_a_column_cannot_have_are_refused_by_document(
     for make in (
         lambda: make_corpus([good, bad], columns=columns),
         lambda: write_corpus(path, [good, bad], columns=columns),
-        lambda: list(pack_stream(lambda _: iter([good, bad]), Cursor(), columns=columns, **FEW)),
+        lambda: list(
+            pack_stream(
+                lambda _: iter([good, bad]),
+                Cursor(),
+                capacity=8,
+                rows=1,
+                seed=0,
+                columns=columns,
+            )
+        ),
     ):
         with pytest.raises(DataError, match=f"document 1.*{message}"):
             make()
     assert list(tmp_path.iterdir()) == []
-
-
-FEW = {"capacity": 8, "rows": 1, "seed": 0}
 
 
 def test_all_documents_and_all_parts_have_the_columns_that_are_declared():

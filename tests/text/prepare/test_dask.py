@@ -2,6 +2,7 @@
 
 import multiprocessing
 from contextlib import contextmanager
+from functools import partial
 
 import orjson
 import pytest
@@ -36,21 +37,21 @@ def test_two_processes_of_dask_give_the_file_of_one(tmp_path, monkeypatch):
     source, here, out = tmp_path / "a.jsonl", tmp_path / "here.tokens", tmp_path / "there.tokens"
     good = b"".join(orjson.dumps({"text": f"{n} " * (n % 50)}) + b"\n" for n in range(200))
     source.write_bytes(good)
-    options = {"tokenizer": BYTES, "chunk_bytes": 1000}
-    prepare_corpus(source, here, **options)
+    prepare = partial(prepare_corpus, tokenizer=BYTES, chunk_bytes=1000)
+    prepare(source, here)
     (tmp_path / "deadly.py").write_text(DEADLY)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)  # workers stand elsewhere: relative paths are made absolute
     with two_processes(tmp_path / "dask") as client:
-        options["executor"] = client.get_executor()
+        prepare = partial(prepare, executor=client.get_executor())
         source.write_bytes(good + b'{"text": "odd"}\n')
         with pytest.raises(DataError, match=r"a\.jsonl: line 201: OddError: a and b"):
-            prepare_corpus(source, out, make_encode=__import__("deadly").make_odd, **options)
+            prepare(source, out, make_encode=__import__("deadly").make_odd)
         source.write_bytes(good)
         with pytest.raises(DataError, match=r"KilledWorker: .*, at chunk \d: bytes \d+ to \d+ of"):
-            prepare_corpus(source, out, make_encode=__import__("deadly").make, **options)
+            prepare(source, out, make_encode=__import__("deadly").make)
         shown = []
-        prepare_corpus("a.jsonl", "there.tokens", progress=shown.append, **options)
+        prepare("a.jsonl", "there.tokens", progress=shown.append)
         assert shown[-1].bytes == source.stat().st_size
         assert out.read_bytes() == here.read_bytes()
     assert multiprocessing.active_children() == []

@@ -84,8 +84,8 @@ def texts_of(path):
     return [BYTES.decode(corpus.tokens[begin:end]) for begin, end in ends]
 
 
-def run(source, out, **options):
-    return prepare_corpus(source, out, **{"tokenizer": BYTES, "chunk_bytes": 100} | options)
+def run(source, out, *, tokenizer=BYTES, chunk_bytes=100, **options):
+    return prepare_corpus(source, out, tokenizer=tokenizer, chunk_bytes=chunk_bytes, **options)
 
 
 def names_in(folder):
@@ -1133,10 +1133,10 @@ def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, wor
     found = [(part.counts["truncated"], part.counts["dropped"]) for part in said]
     assert found == [(0, 0), (1, 0), (1, 0), (0, 1)]
     assert [part.empty_documents for part in said] == [0] * 4
-    options = {"make_encode": make, "tokenizer": tokenizer, "chunk_bytes": 1}
+    run_it = functools.partial(run, path, out, make_encode=make, tokenizer=tokenizer, chunk_bytes=1)
     with pytest.raises(KeyboardInterrupt):
-        run(path, out, progress=stop_after(3), **options)
-    done = run(path, out, **options)
+        run_it(progress=stop_after(3))
+    done = run_it()
     assert (done.parts_reused, done.empty_documents) == (3, 0)
     counts = {"conversations": 4, "truncated": 2, "dropped": 1, "turns_lost": 3, "answers": 6}
     assert +Counter(done.counts) == counts

@@ -1,6 +1,7 @@
 """Streams packed as they are read: every token once, a bounded buffer, cursors that restore."""
 
 import json
+from functools import partial
 from itertools import count, islice, pairwise
 
 import numpy as np
@@ -22,7 +23,7 @@ from trainkit.text.streams.stream import (
 from trainkit.types import Cursor, DataError, DataShard, Sample, Share, StepBatch
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
-FEW = {"capacity": 16, "rows": 4, "seed": 3, "buffer_rows": 8}
+pack_few = partial(pack_stream, capacity=16, rows=4, seed=3, buffer_rows=8)
 
 
 def documents_of(sizes):
@@ -36,9 +37,8 @@ SIZES[8], SIZES[20], SIZES[21] = 300, 128, 129  # a window holds 128
 DOCUMENTS = documents_of(SIZES)
 
 
-def steps_of(documents=DOCUMENTS, cursor=Cursor(), **changes):  # noqa: B008 (immutable)
-    arguments = {"capacity": 16, "rows": 5, "seed": 3, "buffer_rows": 8} | changes
-    return pack_stream(make_document_opener(lambda: iter(documents)), cursor, **arguments)
+def steps_of(documents=DOCUMENTS, cursor=Cursor(), *, rows=5, **changes):  # noqa: B008 (immutable)
+    return pack_few(make_document_opener(lambda: iter(documents)), cursor, rows=rows, **changes)
 
 
 def deal(step, rows_per_microbatch, share=Share(0, 1)):  # noqa: B008 (immutable)
@@ -91,8 +91,11 @@ def test_every_token_of_a_stream_comes_exactly_once(sizes, rows, buffer_rows, mu
 
 @pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
 def test_a_stream_goes_on_from_every_cursor_bit_for_bit(overlong):
-    arguments = {"overlong": overlong, "multiple_of": 4, "rows": 3}
-    steps = list(steps_of(**arguments))
+
+    def steps_from(cursor):
+        return list(steps_of(cursor=cursor, overlong=overlong, multiple_of=4, rows=3))
+
+    steps = steps_from(Cursor())
     assert len(steps) > 2
 
     def deals(step):
@@ -102,7 +105,7 @@ def test_a_stream_goes_on_from_every_cursor_bit_for_bit(overlong):
     cursors = [Cursor(), *(step.cursor for step in steps)]
     for first, cursor in enumerate(cursors):
         read = json.loads(json.dumps([cursor.batch, list(cursor.stream)]))  # as a checkpoint's
-        again = list(steps_of(cursor=Cursor(read[0], tuple(read[1])), **arguments))
+        again = steps_from(Cursor(read[0], tuple(read[1])))
         assert len(again) == len(steps) - first
         for step, others in zip(again, want[first:], strict=True):
             assert all(same(one, other) for one, other in zip(deals(step), others, strict=True))
@@ -352,7 +355,7 @@ def test_a_cursor_beyond_the_rows_of_its_window_is_refused():
 def test_a_source_that_ends_before_the_window_of_its_cursor_is_refused(left):
     documents = documents_of([16] * left)
     with pytest.raises(DataError, match=r"document 8, with 4 rows used of .* ends before it: "):
-        list(pack_stream(lambda first: iter(documents[first:]), inside(), **FEW))
+        list(pack_few(lambda first: iter(documents[first:]), inside()))
 
 
 def test_only_the_window_of_the_cursor_is_compared():
@@ -376,7 +379,7 @@ def test_an_error_of_the_source_arrives_as_it_was_raised_and_names_the_document(
     cursor = Cursor(1, (first, 0, 0, 0, 0, 0))
 
     def batches_from(cursor):
-        steps = pack_stream(make_document_opener(lambda: breaking(broken, error)), cursor, **FEW)
+        steps = pack_few(make_document_opener(lambda: breaking(broken, error)), cursor)
         return (deal(step, 4) for step in steps)
 
     with prefetch_batches(make_stream_reader(batches_from), cursor) as next_batch:

@@ -478,5 +478,5 @@ def test_what_is_kept_summed_and_remembered_in_fewer_bits_is_counted_so():
         for one in (wide, low)
     ]
     assert sent[0] == 2 * sent[1]
-    with pytest.raises(ConfigError, match="muon cannot keep moments in bf16"):
+    with pytest.raises(ConfigError, match="muon does not support moments in bf16"):
         estimate_memory(attrs.evolve(low, optimizer="muon", precision=kept), Layout())

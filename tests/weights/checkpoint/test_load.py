@@ -522,13 +522,13 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
 # ------------------------------------------------------------------------------- what has changed
 
 FACTS = {"config.seed": 0, "config.lr": 0.1, "config.microbatch": 2, "files of a": {"a.bin": "1"}}
-CHANGES = ResumeRules(free=["microbatch"], flagged=["lr", "schedule-steps"])
+RULES = ResumeRules(allow=["microbatch"], ask=["lr", "schedule-steps"])
 
 
-def resume_with(run_dir, changes=CHANGES, **facts):
+def resume_with(run_dir, rules=RULES, **facts):
     told, run = [], small_run(steps=0)[1:]
     facts = FACTS | facts
-    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, changes=changes, log=told.append)
+    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, rules=rules, log=told.append)
     return state, told
 
 
@@ -547,23 +547,23 @@ def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
         resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
     assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
-    allowed = ResumeRules(**{**vars_of(CHANGES), "allow": ["lr"]})
+    allowed = attrs.evolve(RULES, granted=["lr"])
     state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})
     assert told[-1] == "its config.lr is 0.1, the run's is 0.2"
     with pytest.raises(
         ConfigError, match="seed cannot change in a run; what can be allowed to is lr"
     ):
-        resume_with(with_facts, ResumeRules(flagged=["lr"], allow=["seed"]))
+        resume_with(with_facts, ResumeRules(ask=["lr"], granted=["seed"]))
 
 
 def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, caplog):
     path, run = with_facts / "checkpoints" / "step_00000001", small_run(steps=0)[1:3]
     facts, told = FACTS | {"config.microbatch": 4}, []
-    load_checkpoint(path, *run, facts=facts, changes=CHANGES, log=told.append)
+    load_checkpoint(path, *run, facts=facts, rules=RULES, log=told.append)
     assert told == ["its config.microbatch is 2, the run's is 4"]
-    load_checkpoint(path, *run, facts=facts, changes=CHANGES)
+    load_checkpoint(path, *run, facts=facts, rules=RULES)
     assert caplog.messages == told
-    load_checkpoint(path, *run, facts=FACTS, changes=CHANGES)
+    load_checkpoint(path, *run, facts=FACTS, rules=RULES)
     assert caplog.messages == told
 
 
@@ -578,10 +578,6 @@ def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(path, *run, facts=FACTS)
     assert error.value.got == ["model/weight is float32[2, 3], the run has float32[2, 5]"]
-
-
-def vars_of(changes):
-    return {"free": changes.free, "flagged": changes.flagged}
 
 
 @pytest.mark.case("G5")
@@ -614,17 +610,17 @@ def test_data_that_changed_is_shown(with_facts):
 
 
 def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_change():
-    refused, told = compare_facts({}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, CHANGES)
+    refused, told = compare_facts({}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, RULES)
     assert (refused, told) == (["its seed is None, the run's is 1"], [])
 
 
 def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
-    changes = ResumeRules(free=["files"])
+    rules = ResumeRules(allow=["files"])
     saved = {"files": {"a": "1", "b": "2"}, "fingerprint": "12"}
     moved = {"files": {"c": "1", "b": "2"}, "fingerprint": "12"}
     line = "files: a was removed; files: c was added"
-    assert compare_facts(saved, moved, changes) == ([], [line])
-    refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, changes)
+    assert compare_facts(saved, moved, rules) == ([], [line])
+    refused, _ = compare_facts(saved, moved | {"fingerprint": "13"}, rules)
     assert refused == ["its fingerprint is 12, the run's is 13", *line.split("; ")]
 
 
@@ -637,10 +633,10 @@ def test_a_free_field_frees_no_fact_of_its_name():
 
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path
-    for changes in (make_resume_rules(Config()), make_resume_rules(config)):
-        refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, changes)
+    for rules in (make_resume_rules(Config()), make_resume_rules(config)):
+        refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, rules)
         assert (refused, told) == ([], ["its config.tokenizer is a, the run's is b"])
-        refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, changes)
+        refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, rules)
         assert refused == ["its tokenizer is 13, the run's is 12"]
 
 

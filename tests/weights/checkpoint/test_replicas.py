@@ -206,6 +206,6 @@ def test_few_of_many_damaged_tensors_are_named():
     for p in model.parameters():
         nn.init.constant_(p, torch.inf)
     with Reads() as reads:
-        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, most=2)
+        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, max_names=2)
     assert reads.count <= 1  # the host waits for the device once, not for each tensor
     assert told == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]

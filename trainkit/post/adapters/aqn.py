@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.noise import make_key, normal_by_quantile, to_int64
-from trainkit.parallel.grad_reduction import local_of, reducers_of, reshard_
+from trainkit.parallel.grad_reduction import find_reducers, get_local, reshard_
 from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
 from trainkit.post.adapters.frozen import Noise
 from trainkit.types import ConfigError
@@ -72,7 +72,7 @@ def add_quantization_noise(
     for part, name, codes in noisy:
         noise = Noise(_key(seed, step, name, codes), _scalar(weights, codes), _begin(codes))
         part.noises = {**vars(part).get("noises", {}), name.rpartition(".")[2]: noise}
-    held = [(p, local_of(p.data).clone()) for _, p in moved]
+    held = [(p, get_local(p.data).clone()) for _, p in moved]
     _add_(stages, moved, seed=seed, step=step, scale=norms)
     try:
         yield
@@ -80,9 +80,9 @@ def add_quantization_noise(
         for part, _, _ in noisy:
             vars(part).pop("noises", None)
         for stage in stages if held else ():
-            reshard_(reducers_of(stage))
+            reshard_(find_reducers(stage))
         for p, bits in held:
-            local_of(p.data).copy_(bits)
+            get_local(p.data).copy_(bits)
 
 
 def _in_few_bits(stages: Sequence[nn.Module], scale: float) -> list[tuple[Any, str, nn.Parameter]]:
@@ -132,7 +132,7 @@ def _add_(
 ) -> None:
     """Add noise to norms, those of FSDP in their shards."""
     for stage in stages if moved else ():
-        reshard_(reducers_of(stage))
+        reshard_(find_reducers(stage))
     for name, p in moved:
         box = get_local_box(p)
         if box.local.numel():

@@ -18,7 +18,7 @@ from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
-from trainkit.parallel.materialize import box_in, listed, shapes_of
+from trainkit.parallel.materialize import listed, narrow_to_box, shapes_of
 from trainkit.post.adapters.base import open_base_weights
 from trainkit.post.adapters.frozen import get_quantizations, round_weights
 from trainkit.post.adapters.lowrank import CHILD, Lora, split_name
@@ -162,7 +162,7 @@ def export_peft(
     )
 
     def read(own: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return box_in(tensors[own], shape, offset)
+        return narrow_to_box(tensors[own], shape, offset)
 
     kinds = {own: str(x.dtype).removeprefix("torch.") for own, x in tensors.items()}
     stored = {own: Stored(kinds[own], tuple(x.shape), ()) for own, x in tensors.items()}
@@ -262,7 +262,7 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
 
     def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name in saved.whole:
-            return box_in(saved.whole[name], shape, offset)
+            return narrow_to_box(saved.whole[name], shape, offset)
         low = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
         if low is None:
             return base(name, shape, offset)

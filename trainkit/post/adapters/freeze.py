@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 from torch import nn
 
-from trainkit.parallel.grad_reduction import fsdp_groups, reducers_of, reshard_
-from trainkit.parallel.parameters import COPY_SUFFIX, fitting_names, get_named_parameters, is_base
+from trainkit.parallel.grad_reduction import find_reducers, fsdp_groups, reshard_
+from trainkit.parallel.parameters import COPY_SUFFIX, get_named_parameters, is_base, match_names
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shorten
 
@@ -57,11 +57,11 @@ def select_frozen(
         >>> sorted(select_frozen(names, base, schedule, 10))
         ['embedding.weight']
     """
-    names, asks = list(names), {"by": "select_frozen", "what": "parameter"}
+    names = list(names)
     found: dict[str, bool] = {}
     for start, specs in [(0, base), *sorted(schedule.items())]:
         for spec in specs:
-            matched = fitting_names(spec.pattern, names, **asks)
+            matched = match_names(spec.pattern, names, function="select_frozen", kind="parameter")
             if start <= step:
                 found |= dict.fromkeys(matched, spec.frozen)
     return frozenset(name for name, frozen in found.items() if frozen)
@@ -109,7 +109,7 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
         ['weight']
     """
     stages = list(stages)
-    reducers = [reducers_of(stage) for stage in stages]
+    reducers = [find_reducers(stage) for stage in stages]
     if any(found.ddp for found in reducers):
         raise ConfigError(
             "apply_freeze_: DDP has fixed which gradients it waits for; take fsdp()", where="DDP"

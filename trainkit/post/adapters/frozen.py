@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import normal_by_quantile
-from trainkit.parallel.materialize import Fill, box_in
-from trainkit.parallel.parameters import canonical_name, fitting_names
+from trainkit.parallel.materialize import Fill, narrow_to_box
+from trainkit.parallel.parameters import canonical_name, match_names
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.formats import (
@@ -132,7 +132,7 @@ def quantized(
                 got=torch.__version__,
             )
         parts = {canonical_name(x): part for x, part in module.named_modules() if _fits(part)}
-        names = fitting_names(modules, parts, by="quantized", what="linear layer or experts")
+        names = match_names(modules, parts, function="quantized", kind="linear layer or experts")
         for name in names:
             _quantize_module_(name, parts[name], form)
         return module
@@ -297,7 +297,7 @@ def weights_of_tensor(whole: Tensor) -> Weights:
         >>> weights_of_tensor(torch.arange(4))("any", (2,), (1,))
         tensor([1, 2])
     """
-    return lambda _, shape, offset: box_in(whole, shape, offset)
+    return lambda _, shape, offset: narrow_to_box(whole, shape, offset)
 
 
 class _QuantizedModule(nn.Module):

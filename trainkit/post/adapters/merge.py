@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.noise import make_key, uniform_symmetric
-from trainkit.parallel.grad_reduction import local_of, reducers_of, reshard_
+from trainkit.parallel.grad_reduction import find_reducers, get_local, reshard_
 from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters.lowrank import Adapter, adapters_of
 from trainkit.types import ConfigError
@@ -46,8 +46,8 @@ def merge_adapters_(stages: Iterable[nn.Module]) -> None:
         True
     """
     for weight, adapter in _computing(stages):
-        local_of(weight.data).copy_(_merged(weight, adapter))
-        local_of(adapter.b.data).zero_()
+        get_local(weight.data).copy_(_merged(weight, adapter))
+        get_local(adapter.b.data).zero_()
 
 
 @contextmanager
@@ -64,16 +64,16 @@ def use_merged_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
     """
     stages = list(stages)
     written = [p for weight, adapter in _computing(stages) for p in (weight, adapter.b)]
-    held = [(p, local_of(p.data).cpu().clone()) for p in written]
+    held = [(p, get_local(p.data).cpu().clone()) for p in written]
     merge_adapters_(stages)
     try:
         yield
     finally:
         for stage in stages:
-            reshard_(reducers_of(stage))
+            reshard_(find_reducers(stage))
         with torch.no_grad():
             for p, bits in held:
-                local_of(p.data).copy_(bits)
+                get_local(p.data).copy_(bits)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def restart_adapters_(
         key = make_key(seed, f"{adapter.whole_name}.a")
         values = uniform_symmetric(key, tuple(box.local.shape), box.offset)
         box.local.copy_(values.mul_(adapter.inputs**-0.5))
-        local_of(adapter.b.data).zero_()
+        get_local(adapter.b.data).zero_()
         for p in adapter.parameters():
             optimizer.state.pop(p, None)
 
@@ -113,7 +113,7 @@ def _computing(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Adap
     """Yield every matrix whose adapter computes, and the adapter, in the order of the model."""
     stages = list(stages)
     for stage in stages:
-        reshard_(reducers_of(stage))
+        reshard_(find_reducers(stage))
     for module, key, beside in adapters_of(stages):
         adapter = beside.chosen()
         if adapter is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.materialize import Fill, box_in, listed, shapes_of
+from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
 from trainkit.post.adapters.lowrank import EXPERT_WEIGHTS, Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
@@ -76,7 +76,7 @@ class PeftAdapter:
 
         def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
             if name in self.whole:
-                return box_in(self.whole[name], shape, offset)
+                return narrow_to_box(self.whole[name], shape, offset)
             return base(name, shape, offset)
 
         held = shapes_of(base)
@@ -594,6 +594,6 @@ def _values_of(ours: Mapping[str, LowRankFactors]) -> Fill:
         one = ours[matrix]
         whole = {"a": one.a, "b": one.b, "magnitude": one.lengths}[key]
         assert whole is not None
-        return box_in(whole, shape, offset)
+        return narrow_to_box(whole, shape, offset)
 
     return fill

@@ -17,7 +17,7 @@ from trainkit.models.decoder import Decoder, Head
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import make_key, uniform_symmetric
 from trainkit.parallel.materialize import Fill, weights_from_module
-from trainkit.parallel.parameters import canonical_name, fitting_names
+from trainkit.parallel.parameters import canonical_name, match_names
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.frozen import (
     dequantized,
@@ -123,7 +123,7 @@ def lora(
                 for name, part in (*module.named_modules(), *module.named_parameters())
                 if name and f".{CHILD}." not in f".{name}."
             }
-            for name in fitting_names(trained, named, by="lora", what="module or parameter"):
+            for name in match_names(trained, named, function="lora", kind="module or parameter"):
                 named[name].requires_grad_()
         return module
 
@@ -203,7 +203,7 @@ def _match_matrices(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple
     places = _places(module)
     found: dict[str, tuple[_Place, Lora]] = {}
     for one in loras:
-        for name in fitting_names(one.modules, places, by="lora", what="matrix"):
+        for name in match_names(one.modules, places, function="lora", kind="matrix"):
             place = places[name]
             adapters: Any = getattr(place.module, CHILD, {})
             if place.key != "weight":

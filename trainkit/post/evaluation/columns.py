@@ -35,13 +35,11 @@ from trainkit.types import (
     DataError,
     IntArray,
     Log,
-    ParallelState,
     Sample,
     Stages,
     check_range,
     log_warning,
 )
-from trainkit.weights.checkpoint.run_state import hash_weights
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
@@ -183,7 +181,6 @@ def score_reference(
     rows: PackedCorpus,
     path: Path,
     *,
-    ps: ParallelState,
     is_new: bool,
     facts: Mapping[str, Any],
     announce: Callable[[], object] = lambda: None,
@@ -198,9 +195,8 @@ def score_reference(
         stages: This rank's stages.
         rows: The rows; all documents of their corpus are scored.
         path: The token file.
-        ps: The layout.
         is_new: Whether to score and write the file, or to read it.
-        facts: What the log-probabilities depend on, besides the weights and the corpus.
+        facts: What the log-probabilities depend on, besides the corpus: a hash of the weights.
         announce: Called before each forward pass over examples, which may take a while.
         log: Called with messages.
 
@@ -209,6 +205,23 @@ def score_reference(
 
     Effects:
         Those of `score_corpus`, if the run is new.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.data.corpus import make_corpus
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.packing import pack_bins
+        >>> from trainkit.parallel import make_stages
+        >>> stages = make_stages(
+        ...     [build_decoder(make_decoder_config("tiny"), seed=0)], solo_parallel()
+        ... )
+        >>> rows = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "reference.tokens"
+        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, log=print)
+        ...     list(found.corpus.columns)
+        ['reference_logprobs']
     """
     corpus: Any = rows.corpus
     if is_new:
@@ -223,13 +236,9 @@ def score_reference(
             make_logprob_columns(announce_and_score),
             corpus,
             path,
-            facts={
-                "weights": hash_weights(stages, ps),
-                "corpus": fingerprint(corpus),
-                **facts,
-            },
+            facts={"corpus": fingerprint(corpus), **facts},
             context=rows.bins.capacity,
-            axis=ps.world,
+            axis=stages.world,
             log=log,
         )
     return PackedCorpus(open_tokens(path), rows.bins)

@@ -20,8 +20,8 @@ from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import make_vocabulary_axis, scores_
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
-from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
-from trainkit.parallel.stage_ranks import as_stages, places_of
+from trainkit.parallel.stage_forward import compute_device, forward_stages, use_eval_mode
+from trainkit.parallel.stage_ranks import as_stages, get_stage_places
 from trainkit.post.evaluation.examples import Example
 from trainkit.post.objectives.teachers import likeliest, log_softmax_
 from trainkit.types import (
@@ -222,10 +222,10 @@ def _measure_rows(
 ) -> Tensor:
     """Return the values of this rank's tokens, `[width, rows x S]`, and 0 for others."""
     device = compute_device(stages[0])
-    is_last = places_of(stages, stages.pp)[-1].last
+    is_last = get_stage_places(stages, stages.pp)[-1].last
     table = torch.zeros(width, len(labels) - 1, dtype=torch.float64, device=device)
     inputs = make_corpus(example.ids[:-1] for example in examples)
-    with evaluating(stages):
+    with use_eval_mode(stages):
         for batch_rows in rows:
             batch = collate_bins(inputs, bins, batch_rows, row_positions=batch_rows)
             batch = attrs.evolve(batch, labels=labels[batch.token_index])

@@ -17,7 +17,7 @@ from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.models.functional import bare
 from trainkit.models.kv_cache import KVCache
 from trainkit.parallel.generation_call import make_call
-from trainkit.parallel.stage_forward import compute_device, evaluating
+from trainkit.parallel.stage_forward import compute_device, use_eval_mode
 from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
 from trainkit.post.generation.text import Reader, make_reader
 from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
@@ -149,7 +149,7 @@ def generate(
         )
         # inference_mode saves a tenth of a small model's step over no_grad; FSDP does not take it.
         is_plain = isinstance(call, CachedCall) and call.call is call_with_cache
-        with evaluating([model]), torch.inference_mode() if is_plain else nullcontext():
+        with use_eval_mode([model]), torch.inference_mode() if is_plain else nullcontext():
             model = bare(model) if is_plain else model
             if isinstance(call, CachedCall):
                 compute_logits = _make_cached_logits(model, call)

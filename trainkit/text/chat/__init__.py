@@ -24,9 +24,7 @@ from trainkit.text.chat.preference import (
     encode_preference_pair,
     flatten_pairs,
     mismatch_answers,
-    pack_mismatched_answers,
     pack_pairs,
-    split_pairs,
 )
 from trainkit.text.chat.prompt import encode_prompt
 from trainkit.text.chat.sources import JINJA_SOURCES
@@ -68,12 +66,10 @@ __all__ = [
     "make_jinja_template",
     "messages_from_sharegpt",
     "mismatch_answers",
-    "pack_mismatched_answers",
     "pack_pairs",
     "qwen3",
     "read_stop_ids",
     "read_template",
     "split_by_mask",
-    "split_pairs",
     "template_hash",
 ]

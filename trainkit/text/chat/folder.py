@@ -352,6 +352,6 @@ def read_template_sources(path: Path) -> dict[str, Any]:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return read_limited(path, most=_MAX_BYTES)
+        return read_limited(path, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", where=path) from error

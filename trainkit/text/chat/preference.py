@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import numpy as np
 
-from trainkit.data.corpus import iterate_documents, make_corpus
-from trainkit.data.packed import PackedCorpus
-from trainkit.packing import best_fit, format_overlong_warning, pack_bins
+from trainkit.packing import best_fit, pack_bins
 from trainkit.text.chat.encode import encode_chat
 from trainkit.text.chat.messages import normalize_messages, parse_tools, wrong_message
 from trainkit.text.chat.templates import chatml
-from trainkit.text.corpora.open import held_out_documents
 from trainkit.types import Bins, DataError, Sample, check_choice, check_range
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import ArrayLike
 
@@ -165,81 +162,6 @@ def mismatch_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
             np.concatenate([sample.tokens[prompt], pairs[j].tokens[answer]]),
             np.concatenate([sample.trained[prompt], pairs[j].trained[answer]]),
         )
-
-
-def split_pairs(
-    corpus: Any,
-    capacity: int,
-    *,
-    multiple_of: int = 1,
-    tell: Callable[[str], object] | None = None,
-) -> tuple[PackedCorpus, PackedCorpus]:
-    """Pack pairs into rows to train on and rows that are held out: no pair is in both.
-
-    Args:
-        corpus: The pairs, from `corpora.open_pairs`.
-        capacity: Tokens per row; a longer pair is left out.
-        multiple_of: As for `pack_pairs`.
-        tell: Called with a warning of pairs that are left out.
-
-    Returns:
-        The rows to train on, and those held out.
-
-    Examples:
-        >>> from trainkit.data import make_corpus
-        >>> corpus = make_corpus([[1, 2], [3], [4], [5, 6]], names=["a", "a", "b", "b"])
-        >>> rows, held_out = split_pairs(corpus, 8)
-        >>> len(rows.bins.documents) + len(held_out.bins.documents)
-        4
-    """
-    is_held = held_out_documents(corpus)
-    rows, held_out = (
-        PackedCorpus(
-            corpus,
-            pack_pairs(
-                np.where(is_left_out, 0, corpus.lengths),
-                capacity,
-                multiple_of=multiple_of,
-                overlong="drop",
-            ),
-        )
-        for is_left_out in (is_held, ~is_held)
-    )
-    pairs = len(corpus.lengths) // 2
-    lost = pairs - (len(rows.bins.documents) + len(held_out.bins.documents)) // 2
-    warning = format_overlong_warning(pairs, capacity=capacity, dropped=lost, what="pairs")
-    if warning and tell is not None:
-        tell(warning)
-    return rows, held_out
-
-
-def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
-    """Return rows of the chosen answers of pairs, each to the prompt of another pair; for KTO.
-
-    Args:
-        rows: Rows of pairs, from `split_pairs`.
-
-    Returns:
-        Rows of as many tokens; see `mismatch_answers`.
-
-    Examples:
-        >>> from trainkit.data import make_corpus
-        >>> halves = [Sample(np.array([i, i + 5]), np.array([False, True])) for i in range(4)]
-        >>> corpus = make_corpus(halves)
-        >>> others = pack_mismatched_answers(PackedCorpus(corpus, pack_pairs(corpus.lengths, 8)))
-        >>> others.corpus.tokens.tolist()
-        [0, 7, 2, 5]
-    """
-    corpus: Any = rows.corpus
-    chosen = set(rows.bins.documents[::2].tolist())
-    halves: Iterator[Any] = (
-        half for number, half in enumerate(iterate_documents(corpus)) if number in chosen
-    )
-    others = make_corpus(mismatch_answers(halves), vocab_size=corpus.vocab_size)
-    bins = pack_bins(
-        others.lengths, rows.bins.capacity, multiple_of=rows.bins.multiple_of, overlong="drop"
-    )
-    return PackedCorpus(others, bins)
 
 
 def pack_pairs(

@@ -11,7 +11,12 @@ from trainkit.text.corpora.open import (
     open_library_corpus,
 )
 from trainkit.text.corpora.open_corpora import open_chats, open_corpora
-from trainkit.text.corpora.pack_corpora import pack_corpora, pack_examples
+from trainkit.text.corpora.pack_corpora import (
+    pack_corpora,
+    pack_examples,
+    pack_mismatched_answers,
+    split_pairs,
+)
 from trainkit.text.corpora.pairs import open_pairs, open_preferences, prolong_answers
 from trainkit.text.corpora.python_library import (
     docstring_conversations,
@@ -43,8 +48,10 @@ __all__ = [
     "open_tokens",
     "pack_corpora",
     "pack_examples",
+    "pack_mismatched_answers",
     "prolong_answers",
     "read_records",
+    "split_pairs",
     "standard_library",
     "verify_corpus",
     "write_corpus",

@@ -1,4 +1,4 @@
-"""The corpora of a run: several by name, or conversations written as tokens."""
+"""Open the corpora of a run: several by name, or conversations with a loss mask."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ def open_corpora(
     recorded: Mapping[str, Any] | None = None,
     log: Log = log_info,
 ) -> dict[str, TokenCorpus | ConcatCorpus]:
-    """Open several corpora by name, or the source of Python's standard library if there are none.
+    """Open several corpora by name; without paths the source of Python's standard library.
 
-    A corpus is called as its file or folder without suffix; by its whole path where two are alike.
+    A corpus has the name of its file or folder without the suffix, or its whole path if two of
+    those are equal.
 
     Args:
-        paths: As for `open_corpus`, each.
-        tokenizer: As for `open_corpus`.
-        field: As for `open_corpus`.
-        init: The folder of the model that a run begins with: a token file of conversations that
-            were written with another chat template than it has is refused.
+        paths: As in `open_corpus`, each.
+        tokenizer: As in `open_corpus`.
+        field: As in `open_corpus`.
+        init: The folder of the initial model. A token file of conversations with another chat
+            template is rejected.
         template: The name of the chat template, in place of that of `init`.
-        recorded: The facts of the run that is continued; see `match_recorded_names`.
-        log: Called with sentences about what is read, and what is not.
+        recorded: The facts of the run that is resumed; see `match_recorded_names`.
+        log: Called with the names of the files that are read, and of those that are not.
 
     Raises:
         ConfigError: A path is named twice; or as `open_corpus`.
@@ -62,7 +63,7 @@ def open_corpora(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = (Path(folder) / "web.txt").write_text("hi")
-        ...     corpora = open_corpora([Path(folder) / "web.txt"], log=print)
+        ...     corpora = open_corpora([Path(folder) / "web.txt"])
         >>> list(corpora)
         ['web']
     """
@@ -94,19 +95,19 @@ def open_chats(
     max_length: int,
     log: Log = log_info,
 ) -> tuple[TokenCorpus | ConcatCorpus, Counter[str]]:
-    """Open conversations, and write them as tokens by a chat template.
+    """Open conversations as tokens with a loss mask, written by a chat template.
 
-    `open_conversations` with a `chat.make_chat_encoder`; conversations longer than `max_length` are
-    left out.
+    `open_conversations` with a `chat.make_chat_encoder`; conversations of which no turn fits into
+    `max_length` are dropped.
 
     Args:
-        path: As for `open_conversations`.
-        tokenizer: As for `chat.make_chat_encoder`.
-        template: The name of the template, as for `chat.load_template`.
-        train: As for `chat.encode_chat`: all turns of the assistant, or the last.
-        max_length: The most tokens of a conversation.
-        log: Called with what is read, and with warnings of conversations that are left out and of
-            answers of which the template shows nothing.
+        path: As in `open_conversations`.
+        tokenizer: As in `chat.make_chat_encoder`.
+        template: The name of the template, as in `chat.load_template`.
+        train: As in `chat.encode_chat`: all turns of the assistant, or the last.
+        max_length: The maximum number of tokens of a conversation.
+        log: Called with the name of the source, and with warnings of conversations that are
+            dropped and of answers that the template hides.
 
     Returns:
         The corpus, and counts of conversations and answers.

@@ -1,4 +1,4 @@
-"""Corpora packed into rows: split into training and held-out rows, or made of examples."""
+"""Pack corpora into rows: training and held-out rows of corpora, of examples, or of pairs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainkit.data.corpus import make_corpus
+from trainkit.data.corpus import iterate_documents, make_corpus
 from trainkit.data.packed import PackedCorpus, concat_packed, split_held_out
-from trainkit.packing import pack_bins, report_packing
-from trainkit.text.corpora.open import hold_out
+from trainkit.packing import format_overlong_warning, pack_bins, report_packing
+from trainkit.text.chat import mismatch_answers, pack_pairs
+from trainkit.text.corpora.open import held_out_documents, hold_out
 from trainkit.types import SOLO, Log, Sample, log_info
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from trainkit.data.concat import ConcatCorpus
@@ -32,24 +33,24 @@ def pack_corpora(
     multiple_of: int = 1,
     seed: int | None = None,
 ) -> tuple[PackedCorpus, PackedCorpus, dict[str, dict[str, Any]]]:
-    """Hold out a part of each corpus, pack both parts into rows, and join the corpora.
+    """Split each corpus into training and held-out rows, and concatenate the rows of all corpora.
 
-    Each corpus is split by `corpora.hold_out`, packed by `split_held_out`, and joined by
-    `concat_packed`.
+    Each corpus is split by `corpora.hold_out` and packed by `split_held_out`; `concat_packed`
+    concatenates the rows.
 
     Args:
         corpora: The corpora by name.
         capacity: Tokens per row.
-        one_in: About one document in so many is held out.
-        cache_dir: As in `load_or_pack_bins`, and so all that follow.
+        one_in: About one document in `one_in` is held out.
+        cache_dir: As in `load_or_pack_bins`, and so the next four.
         axis: The ranks that call this together.
-        log: Called with one sentence about each thing worth knowing.
-        multiple_of: A piece takes the next multiple of this many tokens.
+        log: Called with messages.
+        multiple_of: The alignment of each piece.
         seed: The seed of the packing.
 
     Returns:
-        The rows to train on; those held out; and for each corpus a report of what was trained on,
-        held out, and empty.
+        The training rows; the held-out rows; and for each corpus a report of its training rows,
+        with the numbers of empty and of held-out documents.
 
     Raises:
         ValueError: As `split_held_out` and `concat_packed`.
@@ -64,16 +65,14 @@ def pack_corpora(
         >>> rows.num_rows.keys(), reports["a"]["empty_documents"]
         (dict_keys(['a', 'b']), 0)
     """
-    rows, held_out, reports = (
-        dict[str, PackedCorpus](),
-        dict[str, PackedCorpus](),
-        dict[str, dict[str, Any]](),
-    )
-    for name, whole in corpora.items():
-        corpus, is_held = hold_out(whole, one_in=one_in, piece=capacity)
+    rows: dict[str, PackedCorpus] = {}
+    held_out: dict[str, PackedCorpus] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    for name, given in corpora.items():
+        corpus, mask = hold_out(given, one_in=one_in, piece=capacity)
         rows[name], held_out[name] = split_held_out(
             corpus,
-            is_held,
+            mask,
             capacity,
             cache_dir=cache_dir,
             axis=axis,
@@ -82,9 +81,9 @@ def pack_corpora(
             seed=seed,
         )
         reports[name] = {
-            **report_packing(rows[name].bins, corpus.lengths * ~is_held),
+            **report_packing(rows[name].bins, corpus.lengths * ~mask),
             "empty_documents": int((corpus.lengths == 0).sum()),
-            "held_out_documents": int(is_held.sum()),
+            "held_out_documents": int(mask.sum()),
         }
     return concat_packed(rows), concat_packed(held_out), reports
 
@@ -97,14 +96,14 @@ def pack_examples(
     multiple_of: int = 1,
     seed: int | None = None,
 ) -> PackedCorpus:
-    """Pack questions with their answers into rows, of which the answers are trained on.
+    """Pack questions and answers into rows; only the answers are in the loss.
 
     Args:
-        examples: Each a question and its answer.
-        capacity: Tokens per row; a longer example is refused.
+        examples: Pairs of a question and an answer.
+        capacity: Tokens per row; a longer example is an error.
         tokenizer: Its BOS, if it has one, begins a question, and its EOS ends an answer.
-        multiple_of: As for `pack_bins`.
-        seed: As for `pack_bins`.
+        multiple_of: As in `pack_bins`.
+        seed: As in `pack_bins`.
 
     Raises:
         DataError: As `pack_bins`.
@@ -115,15 +114,93 @@ def pack_examples(
         >>> rows.corpus.trained.tolist()
         [0, 0, 0, 0, 0, 1, 1]
     """
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def encode(question: str, answer: str) -> Sample:
-        asked = [*begin, *tokenizer.encode(question)]
-        answered = [*tokenizer.encode(answer), tokenizer.eos_id]
-        return Sample(
-            np.array([*asked, *answered]), np.arange(len(asked) + len(answered)) >= len(asked)
-        )
+        prompt = [*bos, *tokenizer.encode(question)]
+        completion = [*tokenizer.encode(answer), tokenizer.eos_id]
+        tokens = np.array([*prompt, *completion])
+        return Sample(tokens, np.arange(len(tokens)) >= len(prompt))
 
     corpus = make_corpus(encode(*example) for example in examples)
     bins = pack_bins(corpus.lengths, capacity, multiple_of=multiple_of, overlong="error", seed=seed)
     return PackedCorpus(corpus, bins)
+
+
+def split_pairs(
+    corpus: Any,
+    capacity: int,
+    *,
+    multiple_of: int = 1,
+    log: Log = log_info,
+) -> tuple[PackedCorpus, PackedCorpus]:
+    """Pack preference pairs into training and held-out rows; no pair is in both.
+
+    Args:
+        corpus: The pairs, from `open_pairs`.
+        capacity: Tokens per row; longer pairs are dropped.
+        multiple_of: As in `chat.pack_pairs`.
+        log: Called with a warning if pairs are dropped.
+
+    Returns:
+        The training rows, and the held-out rows.
+
+    Examples:
+        >>> from trainkit.data import make_corpus
+        >>> corpus = make_corpus([[1, 2], [3], [4], [5, 6]], names=["a", "a", "b", "b"])
+        >>> rows, held_out = split_pairs(corpus, 8)
+        >>> len(rows.bins.documents) + len(held_out.bins.documents)
+        4
+    """
+    # Both halves of a pair have one name, so they are on the same side.
+    mask = held_out_documents(corpus)
+    rows, held_out = (
+        PackedCorpus(
+            corpus,
+            pack_pairs(
+                np.where(excluded, 0, corpus.lengths),
+                capacity,
+                multiple_of=multiple_of,
+                overlong="drop",
+            ),
+        )
+        for excluded in (mask, ~mask)
+    )
+    num_pairs = len(corpus.lengths) // 2
+    num_packed = (len(rows.bins.documents) + len(held_out.bins.documents)) // 2
+    warning = format_overlong_warning(
+        num_pairs, capacity=capacity, dropped=num_pairs - num_packed, what="pairs"
+    )
+    if warning:
+        log(warning)
+    return rows, held_out
+
+
+def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
+    """Pack the chosen answers of pairs, each after the prompt of another pair; for KTO.
+
+    Args:
+        rows: Rows of pairs, from `split_pairs`.
+
+    Returns:
+        Rows of the same capacity; see `chat.mismatch_answers`.
+
+    Examples:
+        >>> from trainkit.data import make_corpus
+        >>> from trainkit.text.chat import pack_pairs
+        >>> halves = [Sample(np.array([i, i + 5]), np.array([False, True])) for i in range(4)]
+        >>> corpus = make_corpus(halves)
+        >>> others = pack_mismatched_answers(PackedCorpus(corpus, pack_pairs(corpus.lengths, 8)))
+        >>> others.corpus.tokens.tolist()
+        [0, 7, 2, 5]
+    """
+    corpus: Any = rows.corpus
+    chosen = set(rows.bins.documents[::2].tolist())
+    halves: Iterator[Any] = (
+        half for document, half in enumerate(iterate_documents(corpus)) if document in chosen
+    )
+    others = make_corpus(mismatch_answers(halves), vocab_size=corpus.vocab_size)
+    bins = pack_bins(
+        others.lengths, rows.bins.capacity, multiple_of=rows.bins.multiple_of, overlong="drop"
+    )
+    return PackedCorpus(others, bins)

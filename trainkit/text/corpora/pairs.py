@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trainkit.data.corpus import TokenCorpus, make_corpus
+from trainkit.text.chat import encode_preference_pair, format_answers_warning, load_template
 from trainkit.text.corpora.open import encode_record
 from trainkit.text.corpora.python_library import docstring_conversations
 from trainkit.text.corpora.records import describe_record, read_records
-from trainkit.types import DataError
+from trainkit.types import DataError, Log, log_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,18 +81,17 @@ def open_preferences(
     *,
     tokenizer: Any,
     template: str,
-    tell: Callable[[str], object] | None = None,
+    log: Log = log_info,
 ) -> TokenCorpus:
-    """Open pairs of answers, and write them as tokens by a chat template.
+    """Open preference pairs as tokens, written by a chat template.
 
     `open_pairs` with `chat.encode_preference_pair`.
 
     Args:
-        path: As for `open_pairs`.
-        tokenizer: As for `chat.encode_preference_pair`.
-        template: The name of the template, as for `chat.load_template`.
-        tell: Called with what is read, and with a warning of answers of which the template shows
-            nothing.
+        path: As in `open_pairs`.
+        tokenizer: As in `chat.encode_preference_pair`.
+        template: The name of the template, as in `chat.load_template`.
+        log: Called with the name of the source, and with a warning if the template hides answers.
 
     Raises:
         DataError: As `open_pairs` and `chat.format_answers_warning`.
@@ -109,17 +109,14 @@ def open_preferences(
         >>> corpus.lengths
         array([26, 27])
     """
-    from trainkit.text.chat import encode_preference_pair, format_answers_warning, load_template  # noqa: PLC0415
-
-    tell = tell or str
-    tell(f"reading {path or 'pairs of docstrings from the standard library'}")
+    log(f"reading {path or 'pairs of docstrings from the standard library'}")
     counts: Counter[str] = Counter()
     encode = partial(
         encode_preference_pair, tokenizer=tokenizer, template=load_template(template), counts=counts
     )
     pairs = open_pairs(path, encode, vocab_size=tokenizer.vocab_size)
     if warning := format_answers_warning(counts):
-        tell(warning)
+        log(warning)
     return pairs
 
 

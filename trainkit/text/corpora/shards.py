@@ -94,12 +94,12 @@ def _select_shards(root: Path, names: Sequence[str], *, has_text: bool) -> list[
     return by_format[0] if by_format else []
 
 
-def describe_unread_files(path: Path, kinds: Sequence[str] | None = None) -> str:
+def describe_unread_files(path: Path, suffixes: Sequence[str] | None = None) -> str:
     """Describe the files of a directory that are not read; "" if there are none.
 
     Args:
         path: The directory; for a file the result is "".
-        kinds: The suffixes of the files that are read, or that belong to those; by default all
+        suffixes: The suffixes of the files that are read, or that belong to those; by default all
             that `open_corpus` reads.
 
     Examples:
@@ -113,10 +113,10 @@ def describe_unread_files(path: Path, kinds: Sequence[str] | None = None) -> str
     """
     if not path.is_dir():
         return ""
-    if kinds is None:
+    if suffixes is None:
         companions = [suffix for row in TOKEN_FORMATS.values() for suffix in row.companions]
-        kinds = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
-    others = [name for name in list_files(path) if not name.endswith(tuple(kinds))]
+        suffixes = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
+    others = [name for name in list_files(path) if not name.endswith(tuple(suffixes))]
     links = list_linked_folders(path)
     messages = []
     if others:

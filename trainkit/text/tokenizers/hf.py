@@ -306,7 +306,7 @@ def _find_file(folder: Path) -> Path:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_limited(path, most=_MAX_BYTES).decode()
+        return read_limited(path, max_bytes=_MAX_BYTES).decode()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", where=path) from error
     except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from functools import partial
 
 import attrs
 
-from trainkit.optim.table import OPTIMIZERS, options_of, state_bytes
+from trainkit.optim.table import OPTIMIZERS, list_precision_options, state_bytes
 from trainkit.tools.planning.activations import (
     Block,
     Head,
@@ -115,7 +115,10 @@ def estimate_memory(
 
 def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, int]:
     """Return the bytes of optimizer state: of all parameters, and of the largest one."""
-    options = {**options_of(job.optimizer, job.precision), **dict(job.optimizer_options)}
+    options = {
+        **list_precision_options(job.optimizer, job.precision),
+        **dict(job.optimizer_options),
+    }
     each = []
     is_kahan = options.get("rounding") == "kahan"
     rest = job.stored if is_kahan and job.stored < FP32 else 0

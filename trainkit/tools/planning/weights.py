@@ -16,7 +16,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.parameters import Kind, get_named_parameters, kind_of
+from trainkit.parallel.parameters import Kind, get_kind, get_named_parameters
 from trainkit.post.adapters.frozen import SCALES
 from trainkit.tools.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
@@ -198,7 +198,7 @@ def _list_parameters(
         for transform in begins:
             model = transform(model, solo_parallel())
     return tuple(
-        (name, tuple(p.shape), kind_of(p.detach() if name in frozen else p))
+        (name, tuple(p.shape), get_kind(p.detach() if name in frozen else p))
         for name, p in get_named_parameters([model]).items()
     )
 

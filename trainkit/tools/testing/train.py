@@ -26,8 +26,8 @@ from trainkit.metrics import reduce_metrics
 from trainkit.noise import counters
 from trainkit.noise.hashing import make_key
 from trainkit.optim import make_optimizer
-from trainkit.parallel.materialize import fills_of, live_buffers
-from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box, ties_of
+from trainkit.parallel.materialize import fills_of, list_buffers
+from trainkit.parallel.parameters import COPY_SUFFIX, find_ties, get_local_box
 from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.parallel.stages import SplitModel, build_stages, split_layers
 from trainkit.post.adapters.frozen import SCALES, dequantize_rows, get_quantizations
@@ -208,7 +208,7 @@ def train_layout(training: Training, case: LayoutCase) -> Outcome:
 def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Outcome:
     with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
-        named, ties = get_named_parameters(stages), [tie for x in stages for tie in ties_of(x)]
+        named, ties = get_named_parameters(stages), [tie for x in stages for tie in find_ties(x)]
         optimizer = training.optimizer(stages, ps.pp)
         loss: Any = training.loss
         run = make_forward_backward(
@@ -258,7 +258,7 @@ def _state(
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Tensor]:
     """Return buffers by name, and every number that the optimizer remembers."""
-    found = {name: x for stage in stages for name, x in live_buffers(stage).items()}
+    found = {name: x for stage in stages for name, x in list_buffers(stage).items()}
     for name, p in named.items():
         owner = name.removesuffix(COPY_SUFFIX)
         for key, value in optimizer.state.get(p, {}).items():

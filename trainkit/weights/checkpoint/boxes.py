@@ -37,8 +37,8 @@ _MAX_PROBLEMS = 10
 def overlap(
     offset: Sequence[int],
     shape: Sequence[int],
-    own_offset: Sequence[int],
-    own_shape: Sequence[int],
+    local_offset: Sequence[int],
+    local_shape: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of a saved box and a local box as slices into each; None if disjoint.
 
@@ -51,15 +51,15 @@ def overlap(
     """
     in_saved: list[slice] = []
     in_local: list[slice] = []
-    for start, length, own_start, own_length in zip(
-        offset, shape, own_offset, own_shape, strict=True
+    for start, length, local_start, local_length in zip(
+        offset, shape, local_offset, local_shape, strict=True
     ):
-        low = max(start, own_start)
-        high = min(start + length, own_start + own_length)
+        low = max(start, local_start)
+        high = min(start + length, local_start + local_length)
         if low >= high:
             return None
         in_saved.append(slice(low - start, high - start))
-        in_local.append(slice(low - own_start, high - own_start))
+        in_local.append(slice(low - local_start, high - local_start))
     return tuple(in_saved), tuple(in_local)
 
 
@@ -105,6 +105,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
             continue
         for box in entry["boxes"]:
             used[box["file"]] += count_box_bytes(entry, box)
+    # So no load allocates more memory than there are bytes on the disk.
     return problems + [
         f"{name} has {files[name]} bytes, too few for the {num_bytes} of its boxes"
         for name, num_bytes in used.items()
@@ -166,6 +167,7 @@ def find_description_problem(name: Any, entry: Any) -> str | None:
 
 def _is_tensor_name(name: Any) -> bool:
     """Return whether a name has the form that a save writes; it is a key, never used as a path."""
+    # Names appear in messages, so they must not contain control characters.
     if not isinstance(name, str) or len(name) > 1000 or not name.isprintable():
         return False
     kind, _, rest = name.partition("/")
@@ -271,13 +273,13 @@ def get_parameter_name(full: str) -> str:
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-def shorten(problems: Iterable[str], most: int = _MAX_PROBLEMS) -> str:
+def shorten(problems: Iterable[str], max_problems: int = _MAX_PROBLEMS) -> str:
     """Join the first problems into one line, and count the others.
 
     Examples:
-        >>> shorten(["a", "b", "c"], most=2)
+        >>> shorten(["a", "b", "c"], max_problems=2)
         'a; b; and 1 more'
     """
     problems = list(problems)
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+    more = f"; and {len(problems) - max_problems} more" if len(problems) > max_problems else ""
+    return "; ".join(problems[:max_problems]) + more

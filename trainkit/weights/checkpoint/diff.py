@@ -55,7 +55,16 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     manifests = [read_json(path / "manifest.json") for path in (a, b)]
     indices = [read_checkpoint_tensors(path) for path in (a, b)]
     report: dict[str, Any] = {"a": str(a), "b": str(b)}
-    report["tensors"] = _diff_tensors(*indices)
+    tensors_a, tensors_b = indices
+    report["tensors"] = {
+        "only_a": sorted(tensors_a.keys() - tensors_b.keys()),
+        "only_b": sorted(tensors_b.keys() - tensors_a.keys()),
+        "dtype_or_shape": {
+            name: [_describe(tensors_a[name]), _describe(tensors_b[name])]
+            for name in sorted(tensors_a.keys() & tensors_b.keys())
+            if _describe(tensors_a[name]) != _describe(tensors_b[name])
+        },
+    }
     for part in ("state", "facts", "optimizer", "layout"):
         report[part] = _diff_tables(saved[0].get(part), saved[1].get(part))
     report["config"] = _diff_tables(manifests[0].get("config"), manifests[1].get("config"))
@@ -75,19 +84,6 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
 
 def _describe(stored: Stored) -> list[Any]:
     return [stored.dtype, list(stored.shape)]
-
-
-def _diff_tensors(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Any]:
-    changed = {
-        name: [_describe(a[name]), _describe(b[name])]
-        for name in sorted(a.keys() & b.keys())
-        if _describe(a[name]) != _describe(b[name])
-    }
-    return {
-        "only_a": sorted(a.keys() - b.keys()),
-        "only_b": sorted(b.keys() - a.keys()),
-        "dtype_or_shape": changed,
-    }
 
 
 def _flatten(value: Any) -> Iterator[tuple[str, Any]]:

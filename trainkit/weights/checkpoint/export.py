@@ -211,7 +211,7 @@ def plan_shards(
     check_range("plan_shards", at_least=1, shard_bytes=shard_bytes)
     sizes = {name: tensors[name] for name in sorted(tensors)}
     groups = split_into_files(sizes, max_bytes=shard_bytes)
-    if len(groups) == 1:
+    if len(groups) == 1:  # the Hub's convention: a single file has no number and no index
         return {f"{stem}.safetensors": tuple(groups[0])}
     return {
         f"{stem}-{index:05d}-of-{len(groups):05d}.safetensors": tuple(names)
@@ -279,6 +279,7 @@ def write_weights(
     sizes = {name: stored.nbytes for name, stored in written.items()}
     plan = plan_shards(sizes, shard_bytes=shard_bytes, stem=stem)
     total = sum(sizes.values())
+    # Complete files per rank, so that no two ranks write to one file.
     local_files = list(plan)[axis.index :: axis.count]
     extra_files = dict(extra_files or {})
     if len(plan) > 1:
@@ -391,13 +392,13 @@ def _split_into_chunks(name: str, stored: Stored, read: Weights) -> Iterator[mem
 
 
 def split_into_row_boxes(
-    shape: Sizes, most: int, offset: Sizes | None = None
+    shape: Sizes, max_elements: int, offset: Sizes | None = None
 ) -> Iterator[tuple[Sizes, Sizes]]:
     """Split a box into consecutive boxes in row-major order, and yield (shape, offset) of each.
 
     Args:
         shape: The shape of the box.
-        most: The maximum elements of a part.
+        max_elements: The maximum elements of a part.
         offset: The offset of the box, by default all zeros.
 
     Examples:
@@ -405,16 +406,19 @@ def split_into_row_boxes(
         [((1, 3), (0, 0)), ((1, 3), (1, 0))]
     """
     offset = offset or (0,) * len(shape)
-    if math.prod(shape) <= most:
+    if math.prod(shape) <= max_elements:
         if math.prod(shape):
             yield shape, offset
         return
+    # Splitting the first dimension longer than 1 keeps every part contiguous.
     cut = next(dim for dim, size in enumerate(shape) if size > 1)
-    rows = max(1, most // math.prod(shape[cut + 1 :]))
+    rows = max(1, max_elements // math.prod(shape[cut + 1 :]))
     for first in range(0, shape[cut], rows):
         count = min(rows, shape[cut] - first)
         start = (*offset[:cut], offset[cut] + first, *offset[cut + 1 :])
-        yield from split_into_row_boxes((*shape[:cut], count, *shape[cut + 1 :]), most, start)
+        yield from split_into_row_boxes(
+            (*shape[:cut], count, *shape[cut + 1 :]), max_elements, start
+        )
 
 
 # --------------------------------------------------------------------------------------- folders

@@ -69,31 +69,31 @@ class ResumeRules:
     flag ("lr", "schedule-steps"). "config.tokenizer" is that field alone; "tokenizer" also matches
     a fact of that name. A fact in neither list must not change.
 
-    `free` facts do not affect any result, or none so far: a change is only logged. `flagged` facts
-    change the run, which may be intended: a change is an error unless `allow` names the fact, and
-    is then logged.
+    Facts in `allow` do not affect any result, or none so far: a change is only logged. Facts in
+    `ask` change the run, which may be intended: a change is an error unless the user has `granted`
+    it, and is then logged.
     """
 
-    free: Sequence[str] = ()
-    flagged: Sequence[str] = ()
     allow: Sequence[str] = ()
+    ask: Sequence[str] = ()
+    granted: Sequence[str] = ()
 
 
-def check_allowed(changes: ResumeRules) -> None:
-    """Raise ConfigError if `allow` names a fact that can never change in a run.
+def check_allowed(rules: ResumeRules) -> None:
+    """Raise ConfigError if `granted` names a fact that can never change in a run.
 
     Raises:
-        ConfigError: `allow` names a fact that is neither free nor flagged.
+        ConfigError: `granted` names a fact that is in neither `allow` nor `ask`.
 
     Examples:
-        >>> check_allowed(ResumeRules(flagged=("lr",), allow=("lr",)))
+        >>> check_allowed(ResumeRules(ask=("lr",), granted=("lr",)))
     """
-    known = {_plain_name(name) for name in (*changes.free, *changes.flagged)}
-    for name in changes.allow:
+    known = {_plain_name(name) for name in (*rules.allow, *rules.ask)}
+    for name in rules.granted:
         if _plain_name(name) not in known:
-            flagged = ", ".join(sorted(map(_plain_name, changes.flagged))) or "nothing"
+            choices = ", ".join(sorted(map(_plain_name, rules.ask))) or "nothing"
             raise ConfigError(
-                f"resume: {name} cannot change in a run; what can be allowed to is {flagged}",
+                f"resume: {name} cannot change in a run; what can be allowed to is {choices}",
                 where=name,
                 hint="start another run with it: --out",
             )
@@ -103,26 +103,26 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("config.").replace("-", "_")
 
 
-def list_allowed_names(changes: ResumeRules) -> set[str]:
+def list_allowed_names(rules: ResumeRules) -> set[str]:
     """Return the facts that the user allows to change, spelled as Python attributes.
 
     Examples:
-        >>> list_allowed_names(ResumeRules(flagged=["max_norm"], allow=["max-norm"]))
+        >>> list_allowed_names(ResumeRules(ask=["max_norm"], granted=["max-norm"]))
         {'max_norm'}
     """
-    return {_plain_name(name) for name in changes.allow}
+    return {_plain_name(name) for name in rules.granted}
 
 
-def may_change_optimizer(changes: ResumeRules) -> bool:
+def may_change_optimizer(rules: ResumeRules) -> bool:
     """Return whether the run may be resumed with another optimizer or other options of it.
 
     Examples:
-        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(ask=["optimizer"]))
         False
-        >>> may_change_optimizer(ResumeRules(flagged=["optimizer"], allow=["optimizer"]))
+        >>> may_change_optimizer(ResumeRules(ask=["optimizer"], granted=["optimizer"]))
         True
     """
-    names = {*map(_plain_name, changes.free), *list_allowed_names(changes)}
+    names = {*map(_plain_name, rules.allow), *list_allowed_names(rules)}
     return any(
         name in ("optimizer", "moments", "mean") or name.startswith("optimizer_") for name in names
     )
@@ -131,14 +131,14 @@ def may_change_optimizer(changes: ResumeRules) -> bool:
 def compare_facts(
     saved: Mapping[str, Any],
     facts: Mapping[str, Any],
-    changes: ResumeRules,
+    rules: ResumeRules,
 ) -> tuple[list[str], list[str]]:
     """Return the changes of facts that are errors, and those that are only logged.
 
     Args:
         saved: The facts of a checkpoint.
         facts: The run's facts.
-        changes: Which may change.
+        rules: Which may change.
 
     Returns:
         The sentences of the errors and the sentences to log. If there is an error, it is followed
@@ -146,22 +146,21 @@ def compare_facts(
         fingerprint of all files does.
 
     Examples:
-        >>> changes = ResumeRules(free=["microbatch"], flagged=["lr"])
+        >>> rules = ResumeRules(allow=["microbatch"], ask=["lr"])
         >>> saved = {"config.lr": 0.1, "config.microbatch": 2, "config.seed": 0}
         >>> live = {"config.lr": 0.2, "config.microbatch": 4, "config.seed": 0}
-        >>> errors, messages = compare_facts(saved, live, changes)
+        >>> errors, messages = compare_facts(saved, live, rules)
         >>> print(*errors)
         its config.lr is 0.1, the run's is 0.2 (--allow-change lr resumes with it)
         >>> print(*messages)
         its config.microbatch is 2, the run's is 4
     """
-    free, flagged, allow = (
-        {_plain_name(name) for name in names}
-        for names in (changes.free, changes.flagged, changes.allow)
+    allow, ask, granted = (
+        {_plain_name(name) for name in names} for names in (rules.allow, rules.ask, rules.granted)
     )
     # "config.tokenizer" allows that field alone, a path; "tokenizer" is also the hash of its files.
-    free_fields = {name for name in changes.free if name.startswith("config.")}
-    free_names = {_plain_name(name) for name in changes.free if name not in free_fields}
+    allowed_fields = {name for name in rules.allow if name.startswith("config.")}
+    allowed_names = {_plain_name(name) for name in rules.allow if name not in allowed_fields}
     errors: list[str] = []
     messages: list[str] = []
     tables: list[str] = []
@@ -169,13 +168,13 @@ def compare_facts(
     # Facts that only the checkpoint has are ignored: the option behind them no longer exists.
     for name, value in orjson.loads(orjson.dumps(dict(facts))).items():
         plain = _plain_name(name)
-        if plain in free | flagged and name not in saved:  # older checkpoints lack newer facts
+        if plain in allow | ask and name not in saved:  # older checkpoints lack newer facts
             continue
         differences = _diff_fact(name, saved.get(name), value)
-        if name in free_fields or plain in free_names or plain in flagged & allow:
+        if name in allowed_fields or plain in allowed_names or plain in ask & granted:
             messages += ["; ".join(differences)] if differences else []
             tables += differences if isinstance(value, dict) else []
-        elif plain in flagged:
+        elif plain in ask:
             flag = plain.replace("_", "-")
             errors += [f"{x} (--allow-change {flag} resumes with it)" for x in differences]
         else:

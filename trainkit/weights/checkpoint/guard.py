@@ -79,7 +79,7 @@ def open_guarded_saver(
     get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
     progress: SaveProgress | None = None,
 ) -> Iterator[tuple[Save, Guard]]:
-    """Yield `(save, guard)`: `saves` and `make_guard` of one run.
+    """Yield `(save, guard)`: `open_saver` and `make_guard` of one run.
 
     Args:
         run_dir: The run directory.
@@ -92,19 +92,19 @@ def open_guarded_saver(
         log: Called on rank 0 with messages for the user.
         facts: As for `save_checkpoint`.
         config: The resolved configuration, plain values.
-        retention: As for `saves`.
-        background: As for `saves`.
-        grace: As for `saves`.
-        before_commit: As for `saves`.
-        get_unsaved: As for `saves`.
-        progress: As for `saves`.
+        retention: As for `open_saver`.
+        background: As for `open_saver`.
+        grace: As for `open_saver`.
+        before_commit: As for `open_saver`.
+        get_unsaved: As for `open_saver`.
+        progress: As for `open_saver`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
-        NumericsError: See `make_guard` and `saves`.
+        NumericsError: See `make_guard` and `open_saver`.
 
     Effects:
-        Those of `saves` and of `make_guard`.
+        Those of `open_saver` and of `make_guard`.
     """
     with open_saver(
         run_dir,
@@ -192,7 +192,7 @@ def make_guard(
         optimizer: The optimizer of their parameters.
         ps: The layout.
         policy: See `health.Policy`.
-        collect_saves: Returns the saves that have finished, from `saves`.
+        collect_saves: Returns the saves that have finished, from `open_saver`.
         replay: Computes the gradients of a step, from `make_forward_backward`. It runs again after
             a bad step; the optimizer does not.
         event: Where a record of each bad step goes, from `open_run_sinks`.
@@ -225,6 +225,7 @@ def make_guard(
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
+        # `damage` reads all of the state, and is called only if the step was bad.
         action, state = judge_step(state, record, policy, seen=seen, damage=damage)
         if action.reason:
             culprits: list[str] = []

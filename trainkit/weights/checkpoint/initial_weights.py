@@ -83,11 +83,14 @@ def find_initial_weights(
     resume_from = (Path(run_dir) if request == "auto" else checkpoint) if is_full_model else None
     if init is None:
         return InitialWeights(recorded, resume_from, saved_hash)
-    # A run survives the deletion of its initial weights: its checkpoints replace them.
-    # `init` may also name the run of the recorded checkpoint.
-    same = (recorded.resolve(), recorded.resolve().parent.parent) if recorded else ()
-    if recorded is not None and not _has_weights(recorded) and Path(init).resolve() in same:
-        return InitialWeights(recorded, resume_from, saved_hash)
+    if recorded is not None:
+        has_weights = any(recorded.glob("*.safetensors"))
+        has_weights = has_weights or bool(list_checkpoints(recorded / "checkpoints"))
+        # `init` may also name the run of the recorded checkpoint.
+        same = (recorded.resolve(), recorded.resolve().parent.parent)
+        # A run survives the deletion of its initial weights: its checkpoints replace them.
+        if not has_weights and Path(init).resolve() in same:
+            return InitialWeights(recorded, resume_from, saved_hash)
     if not Path(init).exists():
         raise ConfigError(
             f"--init: there is no {init}, and the run in {run_dir} began with {recorded}",
@@ -165,8 +168,3 @@ def _find_checkpoint_to_resume(
             want = manifest["files"]["state.json"]
             return path, read_json(path / "state.json", want=want)["facts"]
     return None, {}
-
-
-def _has_weights(path: Path) -> bool:
-    has_safetensors = next(path.glob("*.safetensors"), None) is not None
-    return has_safetensors or bool(list_checkpoints(path / "checkpoints"))

@@ -46,7 +46,7 @@ from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_jso
 from trainkit.weights.checkpoint.snapshot import describe_machine
 from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint
 
-_NO_CHANGES = ResumeRules()
+_NO_RULES = ResumeRules()
 
 
 def resume(
@@ -58,7 +58,7 @@ def resume(
     *,
     request: str | Path = "auto",
     facts: Facts | None = None,
-    changes: ResumeRules = _NO_CHANGES,
+    rules: ResumeRules = _NO_RULES,
     strict_owner: bool = False,
     log: Log = log_warning,
 ) -> TrainState:
@@ -81,7 +81,7 @@ def resume(
             as "auto" if the run was forked from it earlier and has saved since.
         facts: Values that must be as they were saved, for instance the fingerprint of the data; or
             a function of the number of global batches. Equal on all ranks.
-        changes: Which facts may have changed, and which changes the user allows. If "optimizer",
+        rules: Which facts may have changed, and which changes the user allows. If "optimizer",
             "moments", "mean", or a name that begins with "optimizer_" may change, another optimizer
             than the saved one carries over what it can, which is logged; see
             `optimizer_switch.select_carried_over`.
@@ -102,10 +102,8 @@ def resume(
         verified, compared and read; moves directories; communicates on `ps.world`.
     """
     stages = modules_of(stages)
-    check_allowed(changes)
-    tolerance = Tolerance(
-        optimizer=may_change_optimizer(changes), options=list_allowed_names(changes)
-    )
+    check_allowed(rules)
+    tolerance = Tolerance(optimizer=may_change_optimizer(rules), options=list_allowed_names(rules))
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
     directory = run_dir / "checkpoints"
@@ -129,7 +127,7 @@ def resume(
             stages,
             optimizer,
             axis=ps.world,
-            check=_make_fact_check(facts, changes, messages),
+            check=_make_fact_check(facts, rules, messages),
             tolerance=tolerance,
         )
         if not staged.problems:
@@ -162,7 +160,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     facts: Facts | None = None,
-    changes: ResumeRules = _NO_CHANGES,
+    rules: ResumeRules = _NO_RULES,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
     cast: Sequence[str] = (),
@@ -179,13 +177,13 @@ def load_checkpoint(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters; None ignores the saved optimizer state.
         facts: Values that must be as they were saved; see `resume`.
-        changes: Which facts may have changed; see `resume`.
+        rules: Which facts may have changed; see `resume`.
         allow_missing: Parameters that the checkpoint may lack, or have without moments. They keep
             their values, and start without moments.
         allow_extra: Parameters of the checkpoint that the run may lack or not train.
         cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that load it, `ps.world`: if one fails, none changes anything.
-        log: Called on the first rank with each change that `changes` allows.
+        log: Called on the first rank with each change that `rules` allow.
 
     Returns:
         The counters of the checkpoint.
@@ -199,7 +197,7 @@ def load_checkpoint(
         read; communicates on `axis`.
     """
     stages = modules_of(stages)
-    check_allowed(changes)
+    check_allowed(rules)
     path = Path(path)
     # One rank reads it, so that all ranks compare with the same manifest.
     manifest = run_on_all_ranks(lambda: _read_outline(path) if axis.index == 0 else None, axis)[0]
@@ -210,13 +208,13 @@ def load_checkpoint(
         stages,
         optimizer,
         axis=axis,
-        check=_make_fact_check(facts, changes, messages),
+        check=_make_fact_check(facts, rules, messages),
         tolerance=Tolerance(
             missing=allow_missing,
             extra=allow_extra,
             cast=cast,
-            optimizer=may_change_optimizer(changes),
-            options=list_allowed_names(changes),
+            optimizer=may_change_optimizer(rules),
+            options=list_allowed_names(rules),
         ),
     )
     if staged.problems:
@@ -299,13 +297,13 @@ def _read_outline(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _make_fact_check(facts: Facts | None, changes: ResumeRules, messages: list[str]) -> Check:
+def _make_fact_check(facts: Facts | None, rules: ResumeRules, messages: list[str]) -> Check:
     """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:
         # Facts of later phases may have changed: those at the saved batch are compared.
         live = facts_at(facts, saved["state"]["cursor"]["batch"])
-        errors, allowed = compare_facts(saved["facts"], live, changes)
+        errors, allowed = compare_facts(saved["facts"], live, rules)
         messages[:] = allowed
         return errors
 
@@ -387,6 +385,7 @@ def _read_run_id(run_dir: Path) -> tuple[str | None, str | None]:
 def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
     """Return what to resume from: "auto" if the run was forked from `request` earlier."""
     directory = run_dir / "checkpoints"
+    # A dangling link: its volume is not mounted. A new directory in its place would hide that.
     if os.path.lexists(directory) and not directory.is_dir():
         link = f"a link to {directory.readlink()}, which is" if directory.is_symlink() else ""
         raise CheckpointError(
@@ -402,7 +401,7 @@ def _check_request(run_dir: Path, request: str | Path, log: Log) -> str:
     if not list_checkpoints(directory):
         _check_never_saved(run_dir)
         return str(request)
-    log(f"this run was forked from {request} before, and goes on with its own checkpoints")
+    log(f"this run was forked from {request} earlier, and resumes from its own checkpoints")
     return "auto"
 
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from trainkit.optim.offload import in_host_memory, is_offloaded
+from trainkit.optim.offload import copy_to_pinned, is_offloaded
 from trainkit.optim.storage import BLOCK
 from trainkit.parallel.parameters import (
     COPY_SUFFIX,
@@ -95,7 +95,7 @@ def make_moment_targets(
                 device = "cpu" if is_host_count else p.device
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             if shape and is_offloaded(optimizer):
-                tensor = in_host_memory(tensor)
+                tensor = copy_to_pinned(tensor)
             targets[full + suffix] = Target(full, tensor, get_local_box(tensor))
     return targets
 
@@ -239,7 +239,7 @@ def _step_probe(
 ) -> dict[str, Any]:
     """Step a new optimizer, with the class and options of a group, and return its state."""
     probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    probe.grad = torch.zeros_like(probe)
+    probe.grad = torch.zeros_like(probe)  # only the keys, dtypes and shapes of the state matter
     options = {**group, "params": [probe], "fused": None, "capturable": False}
     if "param_names" in group:
         options["param_names"] = ["probe"]

@@ -115,7 +115,7 @@ def read_format(path: Path | str) -> str | None:
     """
     file = Path(path) / MANIFEST
     try:
-        manifest = read_json(file, most_bytes=_MANIFEST_BYTES, most_values=_MANIFEST_VALUES)
+        manifest = read_json(file, max_bytes=_MANIFEST_BYTES, max_values=_MANIFEST_VALUES)
     except CheckpointError:
         return None
     return manifest.get("format") if isinstance(manifest, dict) else None
@@ -257,7 +257,7 @@ def inspect_files(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], d
         if form == FORMAT or name.endswith(".safetensors")
     ]
     for name, entry in manifest["files"].items():
-        problem = find_file_problem(path / name, entry, whole=False)
+        problem = find_file_problem(path / name, entry, check_hash=False)
         problems += [problem] if problem else []
     return problems, manifest
 
@@ -317,7 +317,7 @@ def no_checkpoint_error(directory: Path, skipped: Sequence[str]) -> CheckpointEr
 def damage_error(path: Path, problems: Sequence[str]) -> CheckpointError:
     """Return the error for a requested checkpoint that does not verify."""
     return CheckpointError(
-        f"resume: {path} was requested, but {shorten(problems, most=3)}",
+        f"resume: {path} was requested, but {shorten(problems, max_problems=3)}",
         where=path,
         got=list(problems),
         want="a checkpoint directory that verifies",

@@ -74,6 +74,7 @@ def _find_in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
         if id(value) in visited:
             continue
         visited.add(id(value))
+        # Parameters belong to the model, wherever an optimizer refers to them.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield path, value
         elif isinstance(value, Mapping):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.optim.elementwise import ElementwiseOptimizer
-from trainkit.optim.storage import BLOCK, read_moment, scale_name, wide, written_moment
-from trainkit.parallel.grad_reduction import local_of
+from trainkit.optim.storage import BLOCK, encode_moment, get_step_dtype, read_moment, scale_name
+from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.parameters import empty_rows_like, get_named_parameters
 from trainkit.weights.checkpoint.load_targets import (
     check_shared_state,
@@ -98,7 +98,7 @@ def install_carried_over_(
         # An elementwise optimizer initializes a parameter only while its state is empty, so what is
         # not loaded gets its initial values here.
         if isinstance(part, ElementwiseOptimizer) and loaded.keys() != {_MEAN}:
-            state = part.begun(p, groups[id(p)])
+            state = part.make_state(p, groups[id(p)])
         for key, like in _drop_scales(after_step[p]).items():
             if key in loaded:
                 is_scaled = scale_name(key) in after_step[p]
@@ -165,13 +165,13 @@ def _convert_state(
     if not loaded[key].dim():
         return {key: loaded[key].to(dtype)}
     length = p.shape[-1]
-    parts = {x: local_of(loaded[x]).reshape(-1) for x in (key, scale_name(key)) if x in loaded}
+    parts = {x: get_local(loaded[x]).reshape(-1) for x in (key, scale_name(key)) if x in loaded}
     # Through full-precision values: block scales of another format cannot be copied.
-    values = read_moment(key, parts, wide(p.dtype))
+    values = read_moment(key, parts, get_step_dtype(p.dtype))
     state = {key: empty_rows_like(p.data, length, dtype)}
     if is_scaled:
         state[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
-    for x, converted in written_moment(key, values, state, 0).items():
-        local = local_of(state[x])
+    for x, converted in encode_moment(key, values, state, 0).items():
+        local = get_local(state[x])
         local.copy_(converted.view(local.shape))
     return state

@@ -121,9 +121,11 @@ def read_tensors(
     Effects:
         Writes every `out`; reads each file of the share once, in threads that end.
     """
+    # Sorted, because all ranks must assign the files in the same way.
     to_verify = set(sorted(files)[share.index :: share.count])
     targets: dict[str, list[Target]] = {name: [] for name in files}
     entries: dict[str, dict[str, Any]] = {name: {} for name in files}
+    # The index bounds the header, so a hostile header cannot fill the memory.
     max_header = 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)
     for name, entry in index.items():
         for box in entry["boxes"]:
@@ -170,7 +172,7 @@ def _read_file(
         size = os.fstat(file).st_size
         if size != expected["size"]:
             raise refusal(path, f"has {size} bytes, the manifest says {expected['size']}")
-        header, stored = read_header(file, path, size, most=max_header)
+        header, stored = read_header(file, path, size, max_bytes=max_header)
         feed(memoryview(header))
         # The file may have other boxes too: a rank outside a tensor's mesh writes a duplicate.
         extents = {

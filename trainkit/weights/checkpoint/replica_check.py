@@ -46,7 +46,7 @@ def find_nonfinite_state(
     optimizer: torch.optim.Optimizer,
     axis: Axis,
     *,
-    most: int = 3,
+    max_names: int = 3,
 ) -> list[str]:
     """Find the parameters and moments that contain NaN or infinity, and the ranks they are on.
 
@@ -56,7 +56,7 @@ def find_nonfinite_state(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         axis: All ranks, `ps.world`.
-        most: How many are named; the others are counted.
+        max_names: How many are named; the others are counted.
 
     Returns:
         Equal on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
@@ -84,7 +84,9 @@ def find_nonfinite_state(
         for name in names:
             ranks.setdefault(name, []).append(rank)
     found = [f"{name} on {format_ranks(on)}" for name, on in ranks.items()]
-    return found if len(found) <= most else [*found[:most], f"and {len(found) - most} more"]
+    if len(found) > max_names:
+        found[max_names:] = [f"and {len(found) - max_names} more"]
+    return found
 
 
 # ------------------------------------------------------------------------------------ replica check

@@ -89,6 +89,7 @@ def roll_back(
         2
     """
     run_dir = Path(run_dir)
+    # The health may know an earlier bad step, which counts.
     live = {"first_bad": float(before + 1), **state.health}
     if int(live.get("rollbacks", 0)) >= max_rollbacks:  # pyrefly: ignore[bad-argument-type]
         raise make_stop_error(
@@ -103,7 +104,7 @@ def roll_back(
         stages,
         optimizer,
         # The checkpoint may be older than a change of the optimizer that the user allowed then.
-        changes=ResumeRules(free=("optimizer",)),
+        rules=ResumeRules(allow=("optimizer",)),
         axis=ps.world,
         log=log,
     )

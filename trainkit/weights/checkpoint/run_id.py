@@ -154,7 +154,7 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 def _read_identity(path: Path) -> dict[str, Any] | None:
     try:
-        record = read_json(path, most_bytes=65536)
+        record = read_json(path, max_bytes=65536)
     except CheckpointError:
         return None
     # A damaged file counts as a missing one: a wrong id would make this another run.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.noise.hashing import MASK64, hash_box, hash_counters
-from trainkit.parallel.grad_reduction import reducers_of, reshard_
+from trainkit.parallel.grad_reduction import find_reducers, reshard_
 from trainkit.parallel.parameters import (
     Box,
     get_local_box,
@@ -172,7 +172,7 @@ def model_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 def _reshard_parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     # FSDP may still have full parameters gathered: only the shards are boxes of this rank.
     for stage in stages:
-        reshard_(reducers_of(stage))
+        reshard_(find_reducers(stage))
     return get_named_parameters(stages)
 
 

@@ -90,7 +90,7 @@ def fill(
     while position < len(into):
         block = into[position : position + _BLOCK]
         try:
-            count = os.preadv(file, [block], start + position)
+            count = os.preadv(file, [block], start + position)  # may read less than the block
         except OSError as error:
             raise refusal(path, f"cannot be read: {error}") from error
         if count == 0:
@@ -132,19 +132,21 @@ def hash_file(path: Path) -> dict[str, Any]:
         return {"size": size, "sha256": digest.hexdigest()}
 
 
-def find_file_problem(path: Path, want: Mapping[str, Any], *, whole: bool = True) -> str | None:
+def find_file_problem(
+    path: Path, want: Mapping[str, Any], *, check_hash: bool = True
+) -> str | None:
     """Compare a file with its entry in a manifest; return the problem, or None.
 
     Args:
         path: The file.
         want: Its "size" and "sha256".
-        whole: Hash every byte; otherwise only the size is compared.
+        check_hash: Hash every byte; otherwise only the size is compared.
     """
     try:
         size = get_file_size(path)
         if size != want["size"]:
             return f"{path.name} has {size} bytes, the manifest says {want['size']}"
-        if whole and hash_file(path)["sha256"] != want["sha256"]:
+        if check_hash and hash_file(path)["sha256"] != want["sha256"]:
             return f"{path.name} does not match its sha256"
     except CheckpointError as error:
         is_missing = isinstance(error.__cause__, FileNotFoundError)
@@ -193,58 +195,58 @@ def write_all(handle: int, data: memoryview) -> None:
 def read_json(
     path: Path,
     *,
-    most_bytes: int = JSON_BYTES,
-    most_values: int = JSON_VALUES,
+    max_bytes: int = JSON_BYTES,
+    max_values: int = JSON_VALUES,
     want: Mapping[str, Any] | None = None,
 ) -> Any:
     """Read a JSON file of a checkpoint: a regular file of a bounded size.
 
     Args:
         path: The file.
-        most_bytes: Larger files are rejected before they are read.
-        most_values: See `parse_json`.
+        max_bytes: Larger files are rejected before they are read.
+        max_values: See `parse_json`.
         want: Its "size" and "sha256", from the manifest.
 
     Raises:
         CheckpointError: It is missing, not a regular file, too large, different from the manifest,
             or not JSON.
     """
-    data = read_bounded(path, most_bytes)
+    data = read_bounded(path, max_bytes)
     if want is not None and len(data) != want["size"]:
         raise refusal(path, f"has {len(data)} bytes, the manifest says {want['size']}")
     if want is not None and hashlib.sha256(data).hexdigest() != want["sha256"]:
         raise refusal(path, "does not match its sha256")
-    return parse_json(path, data, most_values)
+    return parse_json(path, data, max_values)
 
 
-def read_bounded(path: Path, most_bytes: int, *, shared: bool = False) -> bytearray:
-    """Read a regular file of at most `most_bytes`; `shared` as for `open_plain`.
+def read_bounded(path: Path, max_bytes: int, *, shared: bool = False) -> bytearray:
+    """Read a regular file of at most `max_bytes`; `shared` as for `open_plain`.
 
     Raises:
         CheckpointError: It is missing, not a regular file, or too large.
     """
     with open_plain(path, shared=shared) as file:
         size = os.fstat(file).st_size
-        if size > most_bytes:
-            raise refusal(path, f"has {size} bytes; no such file has more than {most_bytes}")
+        if size > max_bytes:
+            raise refusal(path, f"has {size} bytes; no such file has more than {max_bytes}")
         return read_exactly(file, 0, size, path)
 
 
-def parse_json(path: Path, data: bytes | bytearray, most_values: int = JSON_VALUES) -> Any:
+def parse_json(path: Path, data: bytes | bytearray, max_values: int = JSON_VALUES) -> Any:
     """Parse the JSON of a file that has a bounded number of values.
 
     Args:
         path: The file, for messages.
         data: Its contents.
-        most_values: The maximum number of values.
+        max_values: The maximum number of values.
 
     Raises:
         CheckpointError: There are too many, or it is not JSON.
     """
     # Counted before parsing: a value of a few bytes takes a hundred in memory.
     values = sum(map(data.count, (b",", b"[", b"{")))
-    if values > most_values:
-        raise refusal(path, f"holds {values} values; no such file has more than {most_values}")
+    if values > max_values:
+        raise refusal(path, f"holds {values} values; no such file has more than {max_values}")
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -92,8 +92,8 @@ def open_saver(
     `save(state, score=None)` copies the state to host memory. A thread hashes the copy, checks that
     its numbers are finite, and writes it. There is one copy, so a save waits for the previous one.
     The thread never communicates: the ranks exchange their progress when all of them call
-    `saved()`, once a step, over a process group of its own, and only while a save is pending.
-    `saved()` returns the saves that have finished since, failed ones too, the same on all ranks.
+    `collect()`, once a step, over a process group of its own, and only while a save is pending.
+    `collect()` returns the saves that have finished since, failed ones too, the same on all ranks.
     Snapshots in host memory follow CheckFreq (Mohan, Phanishayee and Chidambaram, 2021).
 
     Leaving the block waits, and raises if the last save failed. An exception that leaves it does
@@ -119,13 +119,13 @@ def open_saver(
         before_commit: Called on rank 0, in the thread, when a checkpoint is complete except for its
             manifest, for files that must not be older than it, for instance to `sync` a metrics
             file. If it raises, the save fails.
-        event: Called with "save" and the fields of each save that `saved` returns.
+        event: Called with "save" and the fields of each save that `collect` returns.
         get_unsaved: Called with an exception that leaves the block. Returns the state of the stages
             and the optimizer, or None if they are in the middle of a step or it is saved already.
         progress: Counts what this rank writes, so that a watchdog can see whether the disk hangs.
 
     Yields:
-        `save` and `saved`, of the types `Save` and `Collect`.
+        `save` and `collect`, of the types `Save` and `Collect`.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
@@ -133,14 +133,16 @@ def open_saver(
 
     Effects:
         Opens a process group; uses host memory of the size of what this rank writes; writes and
-        deletes under `run_dir/checkpoints`; `save` and `saved` communicate.
+        deletes under `run_dir/checkpoints`; `save` and `collect` communicate.
     """
     stages = modules_of(stages)
+    # A copy: the recipe may change its dictionary before the next save.
     try:
         config = orjson.loads(orjson.dumps(None if config is None else dict(config)))
     except TypeError as error:
         raise ConfigError(
-            f"saves: config holds what JSON does not ({error}); give plain values", where="config"
+            f"open_saver: config holds what JSON does not ({error}); give plain values",
+            where="config",
         ) from error
     take = make_snapshot_taker(stages, optimizer, ps)
     # A process group of its own: the order of its collectives must not depend on the step's.

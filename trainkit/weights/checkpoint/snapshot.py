@@ -115,6 +115,7 @@ def make_snapshot_taker(
     allocated: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []  # at most one
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+        # Device scalars are read here; the thread that writes only touches host memory.
         health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = get_boxes_to_write(stages, optimizer, ps)

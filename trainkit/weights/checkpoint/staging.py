@@ -238,6 +238,7 @@ def _compare_tensors(
             step=staged.saved["state"]["step"],
             tolerance=tolerance,
         )
+        # Trained when it was saved and frozen now: its moments have no place in the run.
         frozen = saved["scalars"].keys() & (names["parameters"] - names["trained"])
         problems += compare.find_frozen_problems(frozen, tolerance)
     return problems + compare.find_tensor_problems(
@@ -256,13 +257,14 @@ def _read_headers(
     weights = make_weight_targets(stages)
     if optimizer is not None:
         check_optimizer(stages, optimizer)
+    # An index has at most one box per tensor and file.
     max_values = _MIN_VALUES + 128 * len(weights) * (1 + len(manifest["files"]))
     try:
         read = {
             name: read_json(
                 path / name,
-                most_bytes=32 * max_values,
-                most_values=max_values,
+                max_bytes=32 * max_values,
+                max_values=max_values,
                 want=manifest["files"][name],
             )
             for name in _JSON_FILES

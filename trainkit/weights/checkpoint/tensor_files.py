@@ -187,7 +187,7 @@ def merge_tensors(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[s
 
 
 def read_header(
-    file: int, path: Path, total: int, *, most: int = _MAX_HEADER
+    file: int, path: Path, total: int, *, max_bytes: int = _MAX_HEADER
 ) -> tuple[bytearray, dict[str, Stored]]:
     """Read and check the header of an open safetensors file, except for the names.
 
@@ -195,7 +195,7 @@ def read_header(
         file: The file, open for reading.
         path: Its path, for errors.
         total: Its bytes.
-        most: The maximum bytes of the header.
+        max_bytes: The maximum bytes of the header.
 
     Returns:
         The bytes before the first tensor, and every tensor by name, in one extent each.
@@ -208,7 +208,7 @@ def read_header(
         raise refusal(path, f"has {total} bytes, which is no safetensors file")
     length = int.from_bytes(read_exactly(file, 0, 8, path), "little")
     # Checked before it is read: the 8 bytes of the length may claim any size.
-    if length > min(total - 8, most):
+    if length > min(total - 8, max_bytes):
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
     data = read_exactly(file, 0, 8 + length, path)
     header = parse_untrusted_table(data[8:], path)
@@ -249,7 +249,9 @@ def _parse_entry(path: Path, name: str, entry: Any, base: int) -> Stored:
     return Stored(dtype, shape, (extent,))
 
 
-def find_extent(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, Stored]) -> Extent:
+def find_extent(
+    path: Path, name: str, entry: Any, box: Any, header: Mapping[str, Stored]
+) -> Extent:
     """Return the extent of an index's box in its file, after comparing both.
 
     Args:
@@ -257,12 +259,12 @@ def find_extent(path: Path, name: str, entry: Any, box: Any, held: Mapping[str, 
         name: The tensor.
         entry: The tensor's entry in the index.
         box: The box in that entry.
-        held: The tensors in the header of the file.
+        header: The tensors in the header of the file.
 
     Raises:
         CheckpointError: The index and the file disagree.
     """
-    stored = held.get(name)
+    stored = header.get(name)
     dtype = entry["dtype"]
     shape = tuple(box["shape"])
     if stored is None or (stored.dtype, stored.shape) != (dtype, shape):

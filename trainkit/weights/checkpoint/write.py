@@ -309,7 +309,7 @@ def _complete_state(snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) ->
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    report = read_json(path, most_bytes=_REPORT_BYTES, most_values=_REPORT_BYTES)
+    report = read_json(path, max_bytes=_REPORT_BYTES, max_values=_REPORT_BYTES)
     if not is_sealed(report):
         raise CheckpointError(f"save_checkpoint: {path} is not what was written", where=path)
     return report

@@ -69,6 +69,7 @@ def main(source: Path) -> None:
 
 def _limit_process() -> None:
     """Limit the memory and the CPU time of this process, and disable core dumps."""
+    # RLIMIT_AS limits the address space, of which importing torch has reserved gigabytes.
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for kind, value in {
         resource.RLIMIT_AS: used + _MEMORY,
