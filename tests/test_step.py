@@ -79,7 +79,7 @@ def test_sums_are_detached():
 
 
 def test_no_microbatch_and_unknown_reductions_are_refused():
-    with pytest.raises(ValueError, match="no microbatch"):
+    with pytest.raises(ValueError, match="got no batch"):
         tk.forward_backward(linear(), [], squared, denominator=torch.tensor(1), call=call)
     with pytest.raises(ValueError, match='"last" or "each", got \'never\''):
         tk.forward_backward(
