@@ -399,12 +399,18 @@ def certificates():
     config = attrs.evolve(CONFIG, layers=2)
     tied, deeper = attrs.evolve(config, tied=True), attrs.evolve(config, layers=3)
     axes = {axis: PLAIN[axis] for _, axis in OF_EXPERTS.values()}
-    of_experts = {"plain": axes.values(), "loss": expert_loss, "call": call_routed}
     found = certify_together(
         [
             subject("tied", partial(decoder_of, tied), MISTAKES | LACKING, plain=PLAIN.values()),
             subject("adapters", partial(with_adapters, config), OF_ADAPTERS, plain=[PLAIN["tp"]]),
-            subject("experts", partial(with_experts, deeper), OF_EXPERTS, **of_experts),
+            subject(
+                "experts",
+                partial(with_experts, deeper),
+                OF_EXPERTS,
+                plain=axes.values(),
+                loss=expert_loss,
+                call=call_routed,
+            ),
         ],
         timeout=60.0,
     )

@@ -489,7 +489,7 @@ def test_a_loss_may_look_at_the_output_alone():
     total, _ = loss(call_routed(hidden, batch), batch)
     want, _ = add_terms((next_token, 1.0), (z_term, 0.1))(out, batch)
     torch.testing.assert_close(total, want)
-    with pytest.raises(ValueError, match=r"routed: a Routed was expected.*got a Tensor"):
+    with pytest.raises(ValueError, match=r"add_router_losses: a RoutedOutput .*got a Tensor"):
         add_router_losses(next_token)(out.output, batch)
 
 

@@ -202,7 +202,7 @@ def _check_split(
         for name in get_named_parameters([stage]):
             owners.setdefault(name, []).append(index)
     tie_notes = {
-        name: f", but tied to {first!r}; a parameter of two stages has one name, and is a copy in one"
+        name: f", but tied to {first!r}; a shared parameter has one name, and one is a copy"
         for first, *others in ties
         for name in others
     }

@@ -65,9 +65,8 @@ def test_the_window_is_the_last_tokens_with_positions_from_zero():
 
 
 def test_any_of_several_stop_ids_ends_a_text_and_is_left_out():
-    how = {"max_new_tokens": 9, "context": 20}
-    assert one(Counter(), [1, 2], **how, stop_ids=[8, 6, None]) == [3, 4, 5]
-    (found,) = generate(Counter(), [[1, 2]], **how, stop_ids=[3])
+    assert one(Counter(), [1, 2], max_new_tokens=9, context=20, stop_ids=[8, 6, None]) == [3, 4, 5]
+    (found,) = generate(Counter(), [[1, 2]], max_new_tokens=9, context=20, stop_ids=[3])
     assert (found.ids, found.text, found.ended) == ([], None, "stop_id")
 
 
@@ -84,12 +83,13 @@ def test_every_modules_mode_is_restored_even_after_an_error():
 def test_a_call_adapts_a_foreign_model_whose_rows_are_run_by_themselves():
     table = nn.Embedding.from_pretrained(50 * torch.eye(10).roll(1, dims=1))
     table.weight.requires_grad_(requires_grad=False)
-    how = {
-        "max_new_tokens": 3,
-        "context": 5,
-        "call": lambda model, batch: model(batch["input_ids"]),
-    }
-    assert ids_of(table, [[7], [1, 2]], **how) == [[8, 9, 0], [3, 4, 5]]
+    assert ids_of(
+        table,
+        [[7], [1, 2]],
+        max_new_tokens=3,
+        context=5,
+        call=lambda model, batch: model(batch["input_ids"]),
+    ) == [[8, 9, 0], [3, 4, 5]]
 
 
 # --------------------------------------------------------------------------------- with a cache
@@ -106,12 +106,15 @@ ALONE = [(CONFIG, GREEDY), (GROUPED, DRAWN), (LATENT, GREEDY), (ROUTED, DRAWN)] 
 )
 def test_a_cache_gives_the_text_of_computing_all_again(config, sampling):
     model = double(config)
-    how = {"max_new_tokens": 12, "context": 24, "sampling": sampling}
     call = call_routed if config.experts else call_model
-    cached = ids_of(model, PROMPTS, **how)
-    assert cached == ids_of(model, PROMPTS, **how, call=call)
+    cached = ids_of(model, PROMPTS, max_new_tokens=12, context=24, sampling=sampling)
+    assert cached == ids_of(
+        model, PROMPTS, max_new_tokens=12, context=24, sampling=sampling, call=call
+    )
     stop = {cached[0][3], cached[2][7]}  # rows leave, and one of those that stay was the last
-    stopped = generate(model, PROMPTS, **how, stop_ids=stop)
+    stopped = generate(
+        model, PROMPTS, max_new_tokens=12, context=24, sampling=sampling, stop_ids=stop
+    )
     for found, ids in zip(stopped, cached, strict=True):
         end = next((i for i, token in enumerate(ids) if token in stop), len(ids))
         assert found.ids == ids[:end]

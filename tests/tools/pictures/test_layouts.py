@@ -160,7 +160,7 @@ def test_a_zigzag_that_does_not_divide_is_refused_with_both_numbers(tmp_path):
         pictures.zigzag_chunks([16, 12], 4)
     with pytest.raises(ValueError, match="no ring of 2 ranks over documents of"):
         pictures.zigzag_chunks([], 2)
-    with pytest.raises(ValueError, match="8 ranks can be told apart by colour, got 9"):
+    with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
         pictures.plot_zigzag([18], 9, tmp_path / "zigzag.svg")
 
 

@@ -153,21 +153,31 @@ def test_hybrids_of_transformers_leak_and_are_not_trained_packed(kind):
     model, batch = made(kind), packed_rows((24, 8))
     with pytest.raises(PackingError, match=f"{kind}ForCausalLM computes document 1 of row 0"):
         check_packing(model, hf_call)
-    how = {"denominator": torch.tensor(62), "call": hf_call}
     with pytest.raises(ConfigError, match=r"keeps a state over the row.*max_documents=1"):
-        tk.forward_backward(model, [batch], losses.next_token, **how)
+        tk.forward_backward(
+            model, [batch], losses.next_token, denominator=torch.tensor(62), call=hf_call
+        )
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ConfigError, match=r"evaluate: .*keeps a state over the row"):
         tk.evaluate(model, [batch], losses.next_token, axis=solo_parallel().loss, call=hf_call)
     alone = packed_rows((32,))  # the cure
-    assert tk.forward_backward(model, [alone], losses.next_token, **how)["loss"] > 0
+    assert (
+        tk.forward_backward(
+            model, [alone], losses.next_token, denominator=torch.tensor(62), call=hf_call
+        )["loss"]
+        > 0
+    )
 
 
 def test_llama_is_trained_packed():
     model = made("Llama")
     assert check_packing(model, hf_call).output < 1e-12
-    how = {"denominator": torch.tensor(62), "call": hf_call}
-    assert tk.forward_backward(model, [packed_rows()], losses.next_token, **how)["loss"] > 0
+    assert (
+        tk.forward_backward(
+            model, [packed_rows()], losses.next_token, denominator=torch.tensor(62), call=hf_call
+        )["loss"]
+        > 0
+    )
 
 
 # ------------------------------------------------------------------------------- how it is tried
@@ -264,8 +274,9 @@ def rows_of_three(_step):
 
 @pytest.mark.parametrize("model", [sound_model, leaking_model])
 def test_the_first_row_of_a_certificate_compares_packed_documents(model):
-    how = {"plan": plan, "loss": losses.next_token, "call": call, "steps": 1}
-    packed = certify(model, rows_of_three, [LayoutCase()], **how)
+    packed = certify(
+        model, rows_of_three, [LayoutCase()], plan=plan, loss=losses.next_token, call=call, steps=1
+    )
     lines = format_text(packed).splitlines()
     assert lines[1].startswith("packed documents")
     assert "| packed documents |" in format_markdown(packed)
@@ -277,4 +288,6 @@ def test_the_first_row_of_a_certificate_compares_packed_documents(model):
     assert packed.packing in packed.red
     assert "RED: packed documents: check_packing: Model computes document 1" in format_text(packed)
     assert packed.rows[0].error.startswith("not trained")
-    assert certify(model, rows_of_one, [LayoutCase()], **how).ok  # one document a row
+    assert certify(
+        model, rows_of_one, [LayoutCase()], plan=plan, loss=losses.next_token, call=call, steps=1
+    ).ok  # one document a row
