@@ -135,7 +135,7 @@ def test_parts_of_another_model_or_setting_are_made_anew(home, tmp_path, capsys)
     (folder / "facts.json").write_text("{}")
     (folder / "part_00000000.tokens").write_bytes((home / "a.tokens").read_bytes())
     run_score(home / "run", home / "a.tokens", "--out", tmp_path / "out.tokens")
-    assert "made anew" in capsys.readouterr().err
+    assert "computing them again" in capsys.readouterr().err
     assert "reference_logprobs" in open_tokens(tmp_path / "out.tokens").columns
 
 
@@ -144,7 +144,7 @@ def test_parts_of_another_model_or_setting_are_made_anew(home, tmp_path, capsys)
     [
         (["--temperature", 2], "--top-k"),
         (["--top-k", 0], "top_k"),
-        (["--top-k", 5000], "272 words"),
+        (["--top-k", 5000], "272 tokens"),
         (["--out", "a.txt"], r"\.tokens"),
     ],
     ids=str,
