@@ -79,7 +79,7 @@ def test_sums_are_detached():
 
 
 def test_no_microbatch_and_unknown_reductions_are_refused():
-    with pytest.raises(ValueError, match="no microbatch"):
+    with pytest.raises(ValueError, match="got no batch"):
         tk.forward_backward(linear(), [], squared, denominator=torch.tensor(1), call=call)
     with pytest.raises(ValueError, match='"last" or "each", got \'never\''):
         tk.forward_backward(
@@ -422,7 +422,7 @@ def test_a_term_with_a_denominator_of_its_own_is_divided_by_it():
 
 
 def test_one_batch_in_place_of_a_sequence_is_refused():
-    with pytest.raises(ValueError, match="must be a sequence of some, got one batch"):
+    with pytest.raises(ValueError, match="must be a sequence of batches, got a single batch"):
         tk.forward_backward(linear(), data(1), squared, denominator=torch.tensor(1), call=call)
 
 

@@ -131,8 +131,10 @@ def last_microbatch_only(_ps):
 
 
 def replicas_not_summed(_ps):
-    run = Reduction._run
-    PATCH.setattr(Reduction, "_run", lambda *args, now, **_: run(*args, now=now, last=False))
+    run = Reduction._run_post_backward
+    PATCH.setattr(
+        Reduction, "_run_post_backward", lambda *args, now, **_: run(*args, now=now, last=False)
+    )
 
 
 def sequence_not_summed(_ps):

@@ -129,15 +129,15 @@ MISTAKES = [
         (
             "grads.py",
             "a group's own limit is forgotten",
-            "    return [(list(rest), max_norm), *apart]",
-            "    return [(list(rest), max_norm), *((members, max_norm) for members, _ in apart)]",
+            "    return [(list(remaining), max_norm), *separate]",
+            "    return [(list(remaining), max_norm), *((p, max_norm) for p, _ in separate)]",
             "tests/test_grads.py",
         ),
         (
             "grads.py",
             "clipping makes small gradients larger",
-            "    by = (limit / (norm + 1e-6)).clamp(max=1.0) if clips",
-            "    by = (limit / (norm + 1e-6)) if clips",
+            "        factor = (limit / (norm + 1e-6)).clamp(max=1.0)",
+            "        factor = limit / (norm + 1e-6)",
             "tests/test_grads.py",
         ),
         (
@@ -704,14 +704,14 @@ MISTAKES = [
             "experts.py",
             "experts compute on the jittered tokens",
             "        rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)",
-            "        rows, counts, route = self.dispatch(seen.to(x.dtype), kept.indices, kept.counts)",
+            "        rows, counts, route = self.dispatch(\n            router_input.to(x.dtype), kept.indices, kept.counts\n        )",
             "tests/models/test_experts.py",
         ),
         (
             "experts.py",
             "balance is counted after capacity dropped some",
-            "        balance = balance_loss_sum(routing, self._load(routing, spans), experts=how.count)",
-            "        balance = balance_loss_sum(routing, self._load(kept, spans), experts=how.count)",
+            "        load = self._compute_load(routing, spans)",
+            "        load = self._compute_load(kept, spans)",
             "tests/models/test_experts.py",
         ),
         (
@@ -724,7 +724,7 @@ MISTAKES = [
         (
             "experts.py",
             "the z loss of routers counts padding",
-            "        z = (logits.logsumexp(-1).square() * places).sum()",
+            "        z = (logits.logsumexp(-1).square() * mask).sum()",
             "        z = logits.logsumexp(-1).square().sum()",
             "tests/models/test_experts.py",
         ),
@@ -738,15 +738,15 @@ MISTAKES = [
         (
             "routers.py",
             "groups are chosen by their best expert alone",
-            "    best = parted.topk(min(2, parted.shape[-1]), -1).values.sum(-1)",
-            "    best = parted.amax(-1)",
+            "    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)",
+            "    best = by_group.amax(-1)",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
             "routers.py",
             "an expert takes one token more than it has room for",
-            "    is_kept[ordered.indices] = place < capacity",
-            "    is_kept[ordered.indices] = place <= capacity",
+            "    is_kept[by_expert.indices] = position < capacity",
+            "    is_kept[by_expert.indices] = position <= capacity",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (

@@ -104,7 +104,7 @@ def test_a_large_model_is_cut_at_once():
 
 
 def test_too_few_layers_are_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match="3 layers cannot fill 4 pipeline stages"):
+    with pytest.raises(ConfigError, match="3 layers cannot fill 4 stages"):
         split_layer_ranges([1.0] * 3, 4)
 
 
