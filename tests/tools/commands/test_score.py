@@ -87,8 +87,11 @@ def test_a_student_learns_the_same_from_stored_words_as_from_the_teacher(home, m
     head = make_output_head(teacher, batches[0])
     keep = lambda output, _: {"teacher_hidden": output.hidden}  # noqa: E731
     (batch,) = add_columns(teacher, batches, keep)
-    how, found = {"beta": 0.0, "temperature": 1.5}, []
-    for loss in (distillation(head, top_k=8, **how), stored_distillation(**how)):
+    found = []
+    for loss in (
+        distillation(head, top_k=8, beta=0.0, temperature=1.5),
+        stored_distillation(beta=0.0, temperature=1.5),
+    ):
         output = batch["teacher_hidden"], student.weight
         total, _ = loss(output, batch)
         found.append((total, *torch.autograd.grad(total, student.weight)))

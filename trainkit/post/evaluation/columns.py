@@ -217,7 +217,7 @@ def score_reference(
         >>> rows = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "reference.tokens"
-        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, log=print)
+        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, log=[].append)
         ...     list(found.corpus.columns)
         ['reference_logprobs']
     """
