@@ -439,7 +439,7 @@ class Decoder(nn.Module):
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
 
     def _check_noise_key(self, noise_key: Tensor | None) -> Tensor | None:
-        """Return the keys in training, else None; raise ValueError if they are needed but missing."""
+        """Return the keys in training, else None; raise ValueError if needed ones are missing."""
         if not self.training:
             return None
         experts = self.config.experts
