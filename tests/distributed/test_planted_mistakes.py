@@ -131,8 +131,10 @@ def last_microbatch_only(_ps):
 
 
 def replicas_not_summed(_ps):
-    run = Reduction._run
-    PATCH.setattr(Reduction, "_run", lambda *args, now, **_: run(*args, now=now, last=False))
+    run = Reduction._run_post_backward
+    PATCH.setattr(
+        Reduction, "_run_post_backward", lambda *args, now, **_: run(*args, now=now, last=False)
+    )
 
 
 def sequence_not_summed(_ps):
@@ -183,7 +185,7 @@ def replicas_counted_in_the_norm(_ps):
     def every_dimension(grad):
         return grad.device_mesh, tuple(range(grad.device_mesh.ndim))
 
-    PATCH.setattr(trainkit.grads, "_sharded_over", every_dimension)
+    PATCH.setattr(trainkit.grads, "_find_mesh_dims", every_dimension)
 
 
 # ------------------------------------------------------------------------- what a sum does not show
@@ -397,12 +399,18 @@ def certificates():
     config = attrs.evolve(CONFIG, layers=2)
     tied, deeper = attrs.evolve(config, tied=True), attrs.evolve(config, layers=3)
     axes = {axis: PLAIN[axis] for _, axis in OF_EXPERTS.values()}
-    of_experts = {"plain": axes.values(), "loss": expert_loss, "call": call_routed}
     found = certify_together(
         [
             subject("tied", partial(decoder_of, tied), MISTAKES | LACKING, plain=PLAIN.values()),
             subject("adapters", partial(with_adapters, config), OF_ADAPTERS, plain=[PLAIN["tp"]]),
-            subject("experts", partial(with_experts, deeper), OF_EXPERTS, **of_experts),
+            subject(
+                "experts",
+                partial(with_experts, deeper),
+                OF_EXPERTS,
+                plain=axes.values(),
+                loss=expert_loss,
+                call=call_routed,
+            ),
         ],
         timeout=60.0,
     )

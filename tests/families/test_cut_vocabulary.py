@@ -104,8 +104,7 @@ def of_hidden(
     hidden, weight, bias = (x.to(dtype).requires_grad_() for x in whole)
     again = hidden.detach().clone().requires_grad_()
     own, own_bias = part(weight, axis, 0, sizes), part(bias, axis, 0, sizes)
-    options = {"bias": own_bias, "axis": axis, "chunk": chunk}
-    total = loss(sum_grad(again, axis), own, labels, **options)
+    total = loss(sum_grad(again, axis), own, labels, bias=own_bias, axis=axis, chunk=chunk)
     wanted = loss(hidden, weight, labels, bias=bias)
     (total * 3).backward()
     (wanted * 3).backward()

@@ -536,12 +536,11 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
     weights = torch.linspace(-1, 2, 10, dtype=torch.float64).view(2, 5)
     inputs = hidden, weight, bias
     logits = apply_softcap(torch.nn.functional.linear(*inputs), softcap)
-    own = {"bias": bias, "softcap": softcap}
     rows = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="none"
     )
     want = rows.view(2, 5)
-    each = -token_logprobs(hidden, weight, labels, **own, chunk=3)
+    each = -token_logprobs(hidden, weight, labels, bias=bias, softcap=softcap, chunk=3)
     for have in (each, cross_entropy_per_token(logits, labels)):
         assert close(have, want)
         grads = [
@@ -550,7 +549,9 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
         ]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))
     for chunk in (3, None):
-        total = linear_cross_entropy(hidden, weight, labels, **own, chunk=chunk)
+        total = linear_cross_entropy(
+            hidden, weight, labels, bias=bias, softcap=softcap, chunk=chunk
+        )
         assert close(total, want.sum())
         grads = [torch.autograd.grad(x, inputs, retain_graph=True) for x in (total, want.sum())]
         assert all(close(a, b) for a, b in zip(*grads, strict=True))

@@ -140,8 +140,7 @@ def weight():
 
 
 def dense():
-    sizes = {"vocab_size": 16, "width": 8, "layers": 1, "heads": 2, "kv_heads": 2}
-    return DecoderConfig(**sizes, mlp_width=8)
+    return DecoderConfig(vocab_size=16, width=8, layers=1, heads=2, kv_heads=2, mlp_width=8)
 
 
 def sparse():

@@ -249,8 +249,9 @@ def run_of(folder, steps, *, begin=0, evaluated=()):
     """Log some steps as a run does, and what is found after some of them."""
     extra = sinks.named_sinks(["tensorboard", "wandb"], folder)
     extra["lines"] = functools.partial(sinks.open_jsonl, folder / "extra.jsonl")
-    span = {"step": begin, "last": 9, "extra": extra, "patience": 30}
-    with sinks.open_run_sinks(folder, Share(0, 1), **span) as (log, event):
+    with sinks.open_run_sinks(
+        folder, Share(0, 1), step=begin, last=9, extra=extra, patience=30
+    ) as (log, event):
         for step in steps:
             log(step, {"loss": 2.0 / step, "batch_hash": "00ff"})
             if step in evaluated:

@@ -270,8 +270,7 @@ def stop_trial(arena, *, ranks, background, number=signal.SIGTERM, to=None):
     flags = saves(background=background, every=100)
     out, random, problems, begin = arena.out, arena.random, [], time.monotonic()
     to = to or random.sample(range(ranks), random.randint(1, ranks))
-    around = {"ranks": ranks, "steps": STEPS, "faults": SLOW}
-    with running(arena.ground, arena.out, *flags, **around) as job:
+    with running(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, faults=SLOW) as job:
         wait_for(reached(out, 1), job)
         time.sleep(random.uniform(0, 0.2))
         told = time.monotonic()

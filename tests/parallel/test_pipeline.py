@@ -1,6 +1,7 @@
 """Every pipeline schedule gives the numbers of one process; what would not is refused by name."""
 
 import functools
+import sys
 
 import attrs
 import every_pair
@@ -341,7 +342,7 @@ def forgetful(output, batch):
 
 
 def two_rank_refusals():
-    from trainkit.parallel import check_layout as fitting
+    fitting = sys.modules["trainkit.parallel.check_layout"]
 
     one = torch.tensor(1)
     with tk.parallel_session(pp=2) as ps:
@@ -456,7 +457,7 @@ def stage_that_passes_on_something_else():
 
 
 def test_a_stage_that_breaks_its_boundary_is_told_so():
-    with pytest.raises(RuntimeError, match="its boundary\\(batch\\) says"):
+    with pytest.raises(RuntimeError, match="its boundary\\(batch\\) is"):
         run_ranks(stage_that_passes_on_something_else, 2, timeout=20.0)
 
 
@@ -596,8 +597,8 @@ def largest(norms, groups, norm_type):
 
 
 MISTAKES = {
-    "last microbatch only": (pipeline, "_summed", last_alone),
-    "norm as maximum": (tk.grads, "_over_ranks", largest),
+    "last microbatch only": (pipeline, "_sum_terms", last_alone),
+    "norm as maximum": (tk.grads, "_reduce_norms", largest),
     "tied copy counted twice": (tk.grads, "is_tied_copy", nothing),
     "tied gradient not summed": (tied_embeddings, "_exchange_tied", nothing),
 }
@@ -605,7 +606,10 @@ MISTAKES = {
 
 def with_mistakes():
     found = {}
-    for name, (where, what, planted) in {"none": (pipeline, "_summed", None), **MISTAKES}.items():
+    for name, (where, what, planted) in {
+        "none": (pipeline, "_sum_terms", None),
+        **MISTAKES,
+    }.items():
         right = getattr(where, what)
         setattr(where, what, planted or right)
         result = run_steps(two(tied=True), steps=2)

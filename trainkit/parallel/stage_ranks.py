@@ -94,6 +94,9 @@ def as_stages(
     Raises:
         ConfigError: It is neither.
 
+    Effects:
+        None: nothing is sent.
+
     Examples:
         >>> len(as_stages(nn.Linear(1, 1), "evaluate"))
         1
@@ -232,6 +235,9 @@ def get_stage_places(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Sta
 
     Raises:
         ConfigError: Several modules have no place, or the stages are of another layout.
+
+    Effects:
+        None: nothing is sent.
 
     Examples:
         >>> get_stage_places([nn.Linear(1, 1)])

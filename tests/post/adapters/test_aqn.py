@@ -150,8 +150,11 @@ def test_every_layout_has_the_noise_of_one_process():
 
 
 def evaluated(ps, stages):
-    rest = {"axis": ps.loss, "call": call_routed}
-    return float(evaluate(stages, [decoder_batch(9)], next_token_linear, **rest)["loss"])
+    return float(
+        evaluate(stages, [decoder_batch(9)], next_token_linear, axis=ps.loss, call=call_routed)[
+            "loss"
+        ]
+    )
 
 
 def test_a_resumed_run_has_the_same_bits_and_evaluation_has_no_noise(tmp_path):

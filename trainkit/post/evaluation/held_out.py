@@ -42,6 +42,10 @@ def make_evaluator(
         ranks, all of which must call it. It raises the errors of `step.evaluate` and
         `data.make_eval_batches`, has the effects of `step.evaluate`, and waits for the device.
 
+    Effects:
+        None here. The returned function communicates on the axes of the stages, and puts modules
+        into evaluation mode for its duration.
+
     Examples:
         >>> from trainkit.data.corpus import make_corpus
         >>> from trainkit.data import PackedCorpus

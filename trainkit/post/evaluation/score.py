@@ -92,6 +92,10 @@ def make_scorer(
         if an example has no token to score, or none before those. It runs the stages in evaluation
         mode and restores theirs, communicates on all of their axes, and waits for the device.
 
+    Effects:
+        None here. The returned function communicates on the axes of the stages, and puts modules
+        into evaluation mode for its duration.
+
     Examples:
         >>> from trainkit.models.decoder import build_decoder
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -139,6 +143,10 @@ def make_top_k_scorer(
 
     Raises:
         ValueError: `top_k` is below 1, or `temperature` is not above 0.
+
+    Effects:
+        None here. The returned function communicates on the axes of the stages, and puts modules
+        into evaluation mode for its duration.
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder

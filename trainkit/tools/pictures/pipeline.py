@@ -228,8 +228,8 @@ def plot_pipeline(
     every = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, tasks) in zip(every, timelines.items(), strict=True):
         _draw_timeline(axes, tasks, pp)
-        told = f"{name}: bubble {100 * bubble_fraction(tasks):.1f} %"
-        axes.set_title(told, loc="left", fontsize=10, color=drawing.INK)
+        title = f"{name}: bubble {100 * bubble_fraction(tasks):.1f} %"
+        axes.set_title(title, loc="left", fontsize=10, color=drawing.INK)
     every[-1].set_xlim(0, longest)
     every[-1].tick_params(axis="x", length=3)
     every[-1].set_xlabel("time; the forward pass of a rank's layers takes 1", color=drawing.GREY)
@@ -247,10 +247,15 @@ def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
     boxes = [_box(task.begin, task.end, task.rank + 0.06, task.rank + 0.94) for task in tasks]
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolor="white", linewidth=0.8))
     for task, colour in zip(tasks, colours, strict=True):
-        place = (task.begin + task.end) / 2, task.rank + 0.51
-        size = 8 if task.end - task.begin >= 1 else 6.5
-        style = {"fontsize": size, "color": drawing.ink_on(colour), "ha": "center", "va": "center"}
-        axes.text(*place, str(task.microbatch), **style)
+        axes.text(
+            (task.begin + task.end) / 2,
+            task.rank + 0.51,
+            str(task.microbatch),
+            fontsize=8 if task.end - task.begin >= 1 else 6.5,
+            color=drawing.ink_on(colour),
+            ha="center",
+            va="center",
+        )
     axes.set_ylim(pp, 0)
     axes.set_yticks([rank + 0.5 for rank in range(pp)], [f"rank {rank}" for rank in range(pp)])
     drawing.bare(axes)

@@ -330,8 +330,8 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
     rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
-    labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
+    lengths = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
+    labels = torch.where(torch.arange(CAPACITY) < lengths, batch.labels, -100)
     keys = make_token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 

@@ -32,8 +32,8 @@ TIERS = {
         Tier("fp64", "float64", bound=1e-12, state_bound=1e-12, norm_bound=1e-12, loss_bound=1e-12),
         # Measured: 1e-5, 2e-5, 5e-6 and 2e-7.
         Tier("fp32", "float32", bound=1e-4, state_bound=2e-4, norm_bound=5e-5, loss_bound=5e-6),
-        # Measured with every model of the tier: 6e-2, 1.0 (second moments of an embedding beside
-        # soft caps), 2.3e-2 and 4e-3; one unit in the last place of bf16 is 8e-3.
+        # Measured with every model of the tier: 6e-2, 1.0 (second moments of an embedding with soft
+        # caps), 2.3e-2 and 4e-3; one unit in the last place of bf16 is 8e-3.
         Tier("bf16", "bfloat16", bound=2e-1, state_bound=2.0, norm_bound=1e-1, loss_bound=1e-2),
     )
 }
@@ -153,7 +153,7 @@ def format_text(certificate: Certificate) -> str:
     rows = [line[0].ljust(widths[0]) + _right(line[1:], widths[1:]) for line in lines]
     marks = ["", *("  RED" if certificate.is_red(row) else "" for row in certificate.all_rows)]
     table = [row + mark for row, mark in zip(rows, marks, strict=True)]
-    return "\n".join([*table, *_told_reds(certificate), summary(certificate)])
+    return "\n".join([*table, *_list_failures(certificate), summary(certificate)])
 
 
 def format_markdown(certificate: Certificate) -> str:
@@ -172,7 +172,7 @@ def format_markdown(certificate: Certificate) -> str:
     cells = [_cells(row)[:-1] for row in certificate.all_rows]
     quoted = [(*line[:-1], f"`{line[-1]}`" if line[-1] else "") for line in cells]
     table = ["| " + " | ".join(line) + " |" for line in (*head, *quoted)]
-    return "\n".join([*table, "", *_told_reds(certificate), summary(certificate)])
+    return "\n".join([*table, "", *_list_failures(certificate), summary(certificate)])
 
 
 def summary(certificate: Certificate) -> str:
@@ -191,12 +191,12 @@ def summary(certificate: Certificate) -> str:
     )
 
 
-def _told_reds(certificate: Certificate) -> list[str]:
-    told = []
+def _list_failures(certificate: Certificate) -> list[str]:
+    failures = []
     for row in certificate.red:
         why = "its numbers differ" if row.batches else "it trained on other tokens"
-        told.append(f"RED: {row.layout}: {row.error or why}")
-    return told
+        failures.append(f"RED: {row.layout}: {row.error or why}")
+    return failures
 
 
 def _cells(row: CertificateRow) -> tuple[str, ...]:

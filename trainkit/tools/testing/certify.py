@@ -202,7 +202,7 @@ def certify_together(
             _check_finite(wanted, training.title)
             every += [_Job(training, case, wanted) for case in cases]
     found: dict[int, CertificateRow] = {}
-    report = partial(_tell_progress, log, every, found, begin=time.monotonic())
+    report = partial(_report_progress, log, every, found, begin=time.monotonic())
     for world in sorted({job.case.world for job in every}):
         jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
@@ -227,11 +227,16 @@ def certify_together(
 def _check(training: Training, cases: Sequence[LayoutCase]) -> None:
     if training.steps < 1:
         raise ValueError(f"certify: steps must be at least 1, got {training.steps}")
-    names, loss = [case.name for case in cases], training.loss
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        found = f"two are called {twice[0]!r}; tell them apart by `note`" if twice else "none"
-        raise ValueError(f"certify: cases must be some, each with a name of its own: {found}")
+    names = [case.name for case in cases]
+    loss = training.loss
+    if not names:
+        raise ValueError("certify: there must be at least one case, got none")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(
+            f"certify: names of cases must differ, but two are called {duplicates[0]!r}; "
+            "distinguish them by `note`"
+        )
     if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
         raise ValueError(
             f"certify: {loss} is neither a Loss that says its terms nor a function of the "
@@ -411,17 +416,17 @@ def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
         return ""
     name, problem = next(iter(problems.items()))
     ties = {"one process": wanted.ties, "the ranks": [tie for x in ranks for tie in x.ties]}
-    told = [
+    notes = [
         f"; on {where} {' and '.join(map(repr, tie))} are one tensor"
         for where, found in ties.items()
         for tie in dict.fromkeys(map(tuple, found))
         if name in tie
     ]
-    return problem + "".join(told)
+    return problem + "".join(notes)
 
 
 def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
-    """Say whether the ranks together hold every element of a tensor."""
+    """Return whether the shards of all ranks cover a tensor."""
     covered = np.zeros(whole.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
         sizes = zip(offset, shape, strict=True)
@@ -429,7 +434,7 @@ def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
     return bool(covered.all())
 
 
-def _tell_progress(
+def _report_progress(
     log: Log | None,
     jobs: Sequence[_Job],
     found: Mapping[int, CertificateRow],
@@ -437,13 +442,16 @@ def _tell_progress(
     *,
     begin: float,
 ) -> None:
-    """Say how the newest layout went, and how long the rest should take, in proportion to ranks."""
+    """Log the result of the newest layout, and the time left, estimated by numbers of ranks."""
     if log is None:
         return
     done = {**found, **fresh}
     newest = list(fresh)[-1]
-    job, ranks = jobs[newest], sum(jobs[index].case.world for index in done)
+    job = jobs[newest]
+    ranks = sum(jobs[index].case.world for index in done)
     left = (time.monotonic() - begin) * (sum(job.case.world for job in jobs) / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
-    how_far = f"{len(done)} of {len(jobs)}, about {left:.0f} s left"
-    log(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")
+    log(
+        f"{verdict} {job.training.title}: {job.case.name} ({len(done)} of {len(jobs)}, about "
+        f"{left:.0f} s left)"
+    )

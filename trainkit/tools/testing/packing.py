@@ -69,9 +69,9 @@ def check_packing(
 ) -> PackingDifference:
     """Compare packed documents with each document alone: outputs and gradients, in fp64.
 
-    A packed row must be computed as its documents are one by one. Attention does that if it is told
-    where documents begin; a layer that keeps a state over the row (Mamba, gated DeltaNet, a short
-    convolution) mostly does not.
+    A packed row must give the results of its documents one by one. Attention does, if it gets the
+    boundaries of documents; a layer with a state over the row (Mamba, gated DeltaNet, a short
+    convolution) often does not.
 
     Args:
         model: The whole model, with its weights. A copy is cast to fp64 (to fp32 if it cannot

@@ -117,15 +117,15 @@ def run_ranks(
         timeout: Seconds until the ranks that still run are stopped, each with its stack shown.
         threads: Threads per rank inside torch's operators.
         device: "cpu", or "cuda" for one rank on each GPU.
-        meanwhile: Called in this process a few times a second while ranks run, to show how far they
-            are. When it returns true they have got on, and `timeout` counts anew.
+        meanwhile: Called in this process a few times a second while ranks run, to report progress.
+            A true result means progress, and restarts `timeout`.
 
     Returns:
-        What `fn` returned, by rank.
+        The results of `fn`, by rank.
 
     Raises:
-        RankError: A rank raised, died or hung. All others are stopped at once, and the first cause
-            is told, not the broken connections that follow from it.
+        RankError: A rank raised, died or hung. All others are stopped at once; the error has the
+            first cause, not the broken connections that follow from it.
         ValueError: `world` is below 1, or `fn` or `args` cannot be sent to another process.
         ConfigError: This machine has fewer GPUs than there are ranks on "cuda".
 

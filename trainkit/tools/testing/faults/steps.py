@@ -97,8 +97,8 @@ def wrap_step(
 
     Examples:
         >>> import contextlib, io
-        >>> heard = io.StringIO()
-        >>> step = wrap_step(2, lambda: contextlib.redirect_stdout(heard))(
+        >>> output = io.StringIO()
+        >>> step = wrap_step(2, lambda: contextlib.redirect_stdout(output))(
         ...     lambda state, batch: (state, print("step", state.step + 1))
         ... )
         >>> _ = [step(TrainState(step=done), None) for done in range(2)]
@@ -127,14 +127,14 @@ def until_next(
 
     Examples:
         >>> import contextlib, io
-        >>> heard = io.StringIO()
-        >>> step = until_next(1, lambda: contextlib.redirect_stdout(heard))(
+        >>> output = io.StringIO()
+        >>> step = until_next(1, lambda: contextlib.redirect_stdout(output))(
         ...     lambda state, batch: (state, {})
         ... )
         >>> _ = step(TrainState(step=0), None)
         >>> print("as if in the step", end="")
         >>> _ = step(TrainState(step=1), None)
-        >>> heard.getvalue()
+        >>> output.getvalue()
         'as if in the step'
     """
 
