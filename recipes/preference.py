@@ -109,7 +109,7 @@ def add_references(cfg, run, stages, rows, held_out):
     is_new = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
     facts = {"compute": cfg.precision.compute}
     if is_new:
-        facts["weights"] = tk.checkpoint.weights_hash(stages, run.ps)
+        facts["weights"] = tk.checkpoint.hash_weights(stages, run.ps)
     others, other_held_out = None, None
     if cfg.loss == "kto":
         # KTO measures how far the model has moved in general on answers to other prompts.
