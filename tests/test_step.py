@@ -338,7 +338,7 @@ def parameters_of_what_averages():
 def test_parameters_of_a_module_that_averages_are_refused():
     for said in run_ranks(parameters_of_what_averages, 2):
         assert len(said) == 2
-        assert all("parameters_of: the module" in text for text in said)
+        assert all("get_parameters: the module" in text for text in said)
 
 
 def test_a_static_graph_is_refused():

@@ -185,7 +185,7 @@ def replicas_counted_in_the_norm(_ps):
     def every_dimension(grad):
         return grad.device_mesh, tuple(range(grad.device_mesh.ndim))
 
-    PATCH.setattr(trainkit.grads, "_sharded_over", every_dimension)
+    PATCH.setattr(trainkit.grads, "_find_mesh_dims", every_dimension)
 
 
 # ------------------------------------------------------------------------- what a sum does not show

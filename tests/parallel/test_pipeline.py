@@ -598,7 +598,7 @@ def largest(norms, groups, norm_type):
 
 MISTAKES = {
     "last microbatch only": (pipeline, "_sum_terms", last_alone),
-    "norm as maximum": (tk.grads, "_over_ranks", largest),
+    "norm as maximum": (tk.grads, "_reduce_norms", largest),
     "tied copy counted twice": (tk.grads, "is_tied_copy", nothing),
     "tied gradient not summed": (tied_embeddings, "_exchange_tied", nothing),
 }

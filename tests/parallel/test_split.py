@@ -247,7 +247,7 @@ def test_a_model_of_one_s_own_is_split_by_a_function_of_one_s_own():
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (lambda m, _: [m], "split gave 1 stages, where 2 were asked for"),
+        (lambda m, _: [m], "split returned 1 stages, where 2 were requested"),
         (lambda m, _: [nn.ModuleDict({"a": m.a})] * 2, "'b.bias' is in no stage"),
         (lambda m, _: [m, nn.ModuleDict({"c": m.a})], r"'c\.weight' of stage 1 is no parameter"),
     ],
