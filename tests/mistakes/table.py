@@ -981,7 +981,7 @@ MISTAKES = [
         (
             "packing.py",
             "packed documents are compared with themselves",
-            "            own = _outputs(call, model, one)\n",
+            "            own = _compute_outputs(call, model, one)\n",
             "            own = [x[document.row, document.places][None] for x in packed]\n",
             "tests/tools/testing/test_packing.py",
         ),

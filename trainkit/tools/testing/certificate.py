@@ -148,9 +148,9 @@ def format_text(certificate: Certificate) -> str:
         dp2         2     0        1.0e-16     2.0e-15      0             w  0.0
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
-    lines = [_COLUMNS, *map(_cells, certificate.all_rows)]
+    lines = [_COLUMNS, *map(_format_cells, certificate.all_rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [line[0].ljust(widths[0]) + _right(line[1:], widths[1:]) for line in lines]
+    rows = [line[0].ljust(widths[0]) + _align_right(line[1:], widths[1:]) for line in lines]
     marks = ["", *("  RED" if certificate.is_red(row) else "" for row in certificate.all_rows)]
     table = [row + mark for row, mark in zip(rows, marks, strict=True)]
     return "\n".join([*table, *_list_failures(certificate), summary(certificate)])
@@ -169,7 +169,7 @@ def format_markdown(certificate: Certificate) -> str:
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
     head = [_COLUMNS[:-1], ("---", *["---:"] * (len(_COLUMNS) - 3), "---")]
-    cells = [_cells(row)[:-1] for row in certificate.all_rows]
+    cells = [_format_cells(row)[:-1] for row in certificate.all_rows]
     quoted = [(*line[:-1], f"`{line[-1]}`" if line[-1] else "") for line in cells]
     table = ["| " + " | ".join(line) + " |" for line in (*head, *quoted)]
     return "\n".join([*table, "", *_list_failures(certificate), summary(certificate)])
@@ -199,7 +199,7 @@ def _list_failures(certificate: Certificate) -> list[str]:
     return failures
 
 
-def _cells(row: CertificateRow) -> tuple[str, ...]:
+def _format_cells(row: CertificateRow) -> tuple[str, ...]:
     numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters, row.state)]
     if row.error:
         numbers = ["-"] * len(numbers)
@@ -210,5 +210,5 @@ def _number(x: float) -> str:
     return "0" if x == 0 else f"{x:.1e}"
 
 
-def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _align_right(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

@@ -245,7 +245,7 @@ def _check(training: Training, cases: Sequence[LayoutCase]) -> None:
 
 
 def _check_finite(alone: Outcome, title: str) -> None:
-    """Refuse numbers that prove nothing: steps that were skipped, for NaN is as far as NaN."""
+    """Raise ValueError for numbers that are not finite: NaN would equal NaN."""
     for name, values in {**alone.terms, "gradient norm": alone.norms}.items():
         for step, value in enumerate(values):
             if not math.isfinite(value):
@@ -272,13 +272,13 @@ def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, Certificate
     """Compare packed documents, and train what does not mix them up; a leaking model is None."""
     found: list[tuple[Outcome | None, CertificateRow | None]] = []
     for training in trainings:
-        packing = _packing_row(training)
+        packing = _make_packing_row(training)
         leaks = packing is not None and packing.error
         found.append((None if leaks else train_plain(training), packing))
     return found
 
 
-def _packing_row(training: Training) -> CertificateRow | None:
+def _make_packing_row(training: Training) -> CertificateRow | None:
     """Compare the packed documents of the first step with each document alone.
 
     None where a model returns nothing of each token, a loss for one.
@@ -365,13 +365,15 @@ def _read_rows(
         paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
         if index not in skip and all(path.exists() for path in paths):
             ranks = [Differences(**json.loads(path.read_text())) for path in paths]
-            rows[index] = _row_of(job.case, job.wanted, ranks)
+            rows[index] = _make_row(job.case, job.wanted, ranks)
     return rows
 
 
-def _row_of(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> CertificateRow:
-    parameters = _farthest(wanted.parameters, ranks, [rank.parameters for rank in ranks])
-    state = _farthest(wanted.state, ranks, [rank.state for rank in ranks])
+def _make_row(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> CertificateRow:
+    parameters = _find_largest_differences(
+        wanted.parameters, ranks, [rank.parameters for rank in ranks]
+    )
+    state = _find_largest_differences(wanted.state, ranks, [rank.state for rank in ranks])
     far = parameters | state
     return CertificateRow(
         case.name,
@@ -383,24 +385,24 @@ def _row_of(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> 
         worst=max(far, key=lambda name: far[name]),
         batches=all(rank.batches for rank in ranks),
         seconds=max(rank.seconds for rank in ranks),
-        error=_other_parameters(wanted, ranks),
+        error=_describe_other_parameters(wanted, ranks),
     )
 
 
-def _farthest(
+def _find_largest_differences(
     wanted: Mapping[str, Held],
     ranks: Sequence[Differences],
     found: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
-    """Return by name how far the rank that is worst is off; infinity for what is not held whole."""
+    """Return the largest difference over ranks by name; infinity if the shards have gaps."""
     far = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
     for rank in found:
         far |= {name: max(distance, far.get(name, 0.0)) for name, distance in rank.items()}
     return far
 
 
-def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
-    """Say which parameter the ranks lack, or one process does, and to what it is tied in either."""
+def _describe_other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
+    """Describe a parameter that only the ranks or only one process has, and its ties."""
     problems = {
         name: f"the ranks do not hold all of {name!r}"
         for name, whole in wanted.parameters.items()

@@ -56,7 +56,7 @@ def act_at(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> I
         act(state)
         return train_step(state, batch)
 
-    return _taken(at, rank, take)
+    return _replace_steps(at, rank, take)
 
 
 def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> Injector:
@@ -82,7 +82,7 @@ def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -
         act(outcome[0])
         return outcome
 
-    return _taken(at, rank, take)
+    return _replace_steps(at, rank, take)
 
 
 def wrap_step(
@@ -109,7 +109,7 @@ def wrap_step(
         with around():
             return train_step(state, batch)
 
-    return _taken(at, rank, take)
+    return _replace_steps(at, rank, take)
 
 
 def until_next(
@@ -152,10 +152,10 @@ def until_next(
     return wrap
 
 
-def _taken(
+def _replace_steps(
     at: At, rank: Ranks, take: Callable[[TrainStep, TrainState, StepBatch], tuple[TrainState, Any]]
 ) -> Injector:
-    """Return an injector that has the steps that are meant taken by another function."""
+    """Return an injector that replaces the matching steps by another function."""
 
     def wrap(train_step: TrainStep) -> TrainStep:
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
