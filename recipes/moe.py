@@ -96,7 +96,7 @@ def build(cfg, ps, model, first):
         offload=cfg.offload_activations,
     )
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
     stages = tk.build_stages(
         functools.partial(tk.models.Decoder, model, head="hidden"),

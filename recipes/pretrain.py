@@ -78,7 +78,7 @@ def build(cfg, ps, model, first):
     )
     # New weights are a function of seed, name and index: the same numbers in every layout.
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
     # Made without memory, cut into pipeline stages, transformed by the plan, and only then filled:
     # no rank ever holds more than its part. With head="hidden" it ends in hidden states and the
