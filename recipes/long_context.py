@@ -210,7 +210,7 @@ def main(argv=None):
     )
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model)
 

@@ -303,7 +303,7 @@ def main(argv=None):
     )
     # Opens the process groups, locks the run directory, and answers signals and lost ranks.
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

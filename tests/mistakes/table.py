@@ -1766,8 +1766,8 @@ MISTAKES = [
         (
             "score.py",
             "--temperature changes nothing",
-            "                temperature=temperature,\n            )\n",
-            "                temperature=1.0,\n            )\n",
+            "        temperature=temperature,\n",
+            "        temperature=1.0,\n",
             "tests/tools/commands/test_score.py",
         ),
         (

@@ -91,10 +91,18 @@ def made(tmp_path_factory):
 def continued(model):
     """Return a `Generate` of the model alone."""
 
-    def write(prompts, *, temperature, **wish):
-        how = {"context": CONTEXT, "tokenizer": BYTES, "stop_ids": [BYTES.eos_id], **wish}
-        sampling = Sampling(temperature=temperature)
-        return [found.ids for found in generate(model, prompts, sampling=sampling, **how)]
+    def write(prompts, *, max_new_tokens, temperature, stop):
+        completions = generate(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            context=CONTEXT,
+            sampling=Sampling(temperature=temperature),
+            stop=stop,
+            stop_ids=[BYTES.eos_id],
+            tokenizer=BYTES,
+        )
+        return [completion.ids for completion in completions]
 
     return write
 
@@ -109,8 +117,9 @@ def found(made, tmp_path_factory):
         patch.setenv("HF_HOME", str(home))
         model, folder = made
         score = evaluation.make_scorer(model)
-        how = {"context": CONTEXT, "add_bos": True, "generate": continued(model)}
-        ours = evaluation.make_harness_model(score, BYTES, **how)
+        ours = evaluation.make_harness_model(
+            score, BYTES, context=CONTEXT, add_bos=True, generate=continued(model)
+        )
         theirs = huggingface.HFLM(pretrained=str(folder), device="cpu", batch_size=4)
         names = [task["task"] for task in (CHOICES, ROLLING, WRITING)]
         manager = evaluation.open_tasks(names, include=folder_of_tasks(home))

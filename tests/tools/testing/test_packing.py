@@ -1,5 +1,7 @@
 """Packed documents against each alone: who leaks is found, by how much, and is not trained."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -201,31 +203,39 @@ def test_a_model_is_tried_once_and_again_for_another_call_only_if_it_leaks():
         calls.append(len(batch["input_ids"]))
         return call(model, batch)
 
-    batch, how = packed_rows(), {"denominator": torch.tensor(30), "call": counted}
+    batch = packed_rows()
+    run = partial(
+        tk.forward_backward,
+        microbatches=[batch],
+        loss=losses.next_token,
+        denominator=torch.tensor(30),
+    )
     sound = Model(mean_in_document)
     for _ in range(2):
-        tk.forward_backward(sound, [batch], losses.next_token, **how)
+        run(sound, call=counted)
     assert len(calls) == 3 + 2
     leaky = Model(mean_before)
     for _ in range(2):
         with pytest.raises(ConfigError, match="keeps a state"):
-            tk.forward_backward(leaky, [batch], losses.next_token, **how)
+            run(leaky, call=counted)
     assert len(calls) == 3 + 2 + 3
-    leaky.mix = mean_in_document  # what another call would do
-    mended = how | {"call": call}
-    tk.forward_backward(leaky, [batch], losses.next_token, **mended)
+    leaky.mix = mean_in_document  # as another call would do
+    run(leaky, call=call)
 
 
 def test_a_batch_that_says_no_documents_leaves_the_model_to_be_tried_with_a_later_one():
     """A short one, or one without spans, tells nothing; the model must not be taken for sound."""
-    leaky, packed, how = Model(mean_before), packed_rows(), {"denominator": torch.tensor(30)}
-    how["call"] = call
+    leaky = Model(mean_before)
+    packed = packed_rows()
+    run = partial(
+        tk.forward_backward, leaky, loss=losses.next_token, denominator=torch.tensor(30), call=call
+    )
     names = ("input_ids", "labels", "position_ids", "document_ids")
     silent = {name: packed[name] for name in names}
-    tk.forward_backward(leaky, [silent], losses.next_token, **how)
+    run(microbatches=[silent])
     for batches in ([packed], [silent, packed]):
         with pytest.raises(ConfigError, match="keeps a state"):
-            tk.forward_backward(leaky, batches, losses.next_token, **how)
+            run(microbatches=batches)
     del silent["document_ids"]  # of which nobody knows whether it is packed
     refuse_leaks("forward_backward", leaky, [silent], call)
 

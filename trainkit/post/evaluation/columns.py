@@ -145,9 +145,7 @@ def score_corpus(
     all_columns = {**corpus.columns, **new_columns}
     facts = {**facts, "context": context, "part_tokens": part_tokens}
     folder = out.with_name(f"{out.name}.parts")
-    bounds = _split_documents(corpus.offsets, part_tokens)
-    paths = [folder / f"part_{index:08d}{SUFFIX}" for index in range(len(bounds) - 1)]
-    parts = list(zip(paths, pairwise(bounds), strict=True))
+    parts = _list_parts(folder, corpus.offsets, part_tokens)
     on_first_rank = partial(_run_on_first_rank, axis)
     documents = iterate_documents(corpus)
     with ExitStack() as lock:
@@ -170,9 +168,9 @@ def score_corpus(
                         vocab_size=corpus.vocab_size,
                     )
                 )
-        if any(reused):
-            on_first_rank(lambda: log(f"{folder}: reused {sum(reused)} of {len(paths)} parts"))
-        on_first_rank(lambda: _concat_parts(paths, out, corpus, all_columns))
+        on_first_rank(lambda: _concat_parts([path for path, _ in parts], out, corpus, all_columns))
+    if any(reused) and axis.index == 0:
+        log(f"{folder}: reused {sum(reused)} of {len(parts)} parts")
     return sum(reused)
 
 
@@ -219,7 +217,7 @@ def score_reference(
         >>> rows = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "reference.tokens"
-        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, log=print)
+        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, log=[].append)
         ...     list(found.corpus.columns)
         ['reference_logprobs']
     """
@@ -274,10 +272,14 @@ def _concat_parts(
     shutil.rmtree(paths[0].parent)
 
 
-def _split_documents(offsets: IntArray, part_tokens: int) -> list[int]:
-    """Return the first document of each part, followed by the number of documents."""
+def _list_parts(
+    folder: Path, offsets: IntArray, part_tokens: int
+) -> list[tuple[Path, tuple[int, int]]]:
+    """Return the path of each part, and its documents from start to end."""
     firsts = np.searchsorted(offsets[:-1], np.arange(0, max(1, offsets[-1]), part_tokens))
-    return np.unique([0, *firsts, len(offsets) - 1]).tolist()
+    bounds = np.unique([0, *firsts, len(offsets) - 1]).tolist()
+    paths = [folder / f"part_{index:08d}{SUFFIX}" for index in range(len(bounds) - 1)]
+    return list(zip(paths, pairwise(bounds), strict=True))
 
 
 def _prepare_folder(folder: Path, facts: Mapping[str, Any], log: Log) -> None:

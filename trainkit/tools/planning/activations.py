@@ -82,9 +82,7 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.types import Precision
         >>> fp32 = Precision(compute="fp32")
-        >>> job = Job(
-        ...     config=make_decoder_config("tiny"), row_length=100, rows=1, precision=precision
-        ... )
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1, precision=fp32)
         >>> estimate_block(job, Layout(), fused_norms=True).saved / 400  # 8 D + 4 F + H + 2
         2566.0
     """
