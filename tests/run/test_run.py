@@ -257,7 +257,7 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
     with open_run(tmp_path, config=cfg, **HOW) as run:
         state = run.resume(model, optimizer, **told, facts={"own": 1})
         with run.loop(state, model, optimizer, steps=4, replay=None) as loop:
-            loop.keep(attrs.evolve(state, step=4))
+            loop.checkpoint(attrs.evolve(state, step=4))
         assert run.finish(state, model, optimizer, stop="a signal") == EXIT_SAVED
         assert not (tmp_path / "final.json").exists()
     facts = read_facts(find_checkpoint(tmp_path))
