@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import threading
 import time
 import tomllib

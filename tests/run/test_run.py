@@ -297,7 +297,7 @@ def test_a_loop_says_what_is_due_and_writes_events_and_a_result(tmp_path):
             loop.event("packing", step=0, facts={"rows": 2})
             for step, loss in ((1, 3.0), (2, 2.0)):
                 found = {"loss": loss, "tokens": 1}
-                loop.evaluated(attrs.evolve(state, step=step), lambda x=found: x)
+                loop.evaluate(attrs.evolve(state, step=step), lambda x=found: x)
             loop.result("eval/loss")
     assert (due, late, never) == ([3, 6, 7], [3, 5, 7], [])
     assert events(tmp_path, "packing")[0]["rows"] == 2
