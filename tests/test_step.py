@@ -320,7 +320,7 @@ def test_whatever_averages_is_refused_by_name(kind):
 
 
 def parameters_of_what_averages():
-    """Return what `parameters_of` says to FSDP2 and DDP, before and after they sum."""
+    """Return what `get_parameters` says to FSDP2 and DDP, before and after they sum."""
     from torch.distributed.fsdp import fully_shard
 
     said = []

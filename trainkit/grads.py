@@ -453,7 +453,7 @@ def clip_and_step(
             skips the step, all do. That is needed only for ranks that compute equal numbers without
             a collective, in case one of them makes an error.
         norm_type: The type of the norm; see `grad_norm`.
-        scale: The loss scale of the gradients; see `clip_grads_` and `health.loss_scale`.
+        scale: The loss scale of the gradients; see `clip_grads_` and `health.get_loss_scale`.
 
     Returns:
         The norm before clipping, and whether the step was taken, which is equal on all ranks of

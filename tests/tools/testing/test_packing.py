@@ -21,7 +21,7 @@ from trainkit.types import ConfigError
 
 
 class Model(nn.Module):
-    """An embedding, `mix` over the row, and a head."""
+    """An embedding, `mix_bits` over the row, and a head."""
 
     def __init__(self, mix):
         super().__init__()

@@ -232,7 +232,7 @@ def _estimate_sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iter
 def _estimate_pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Each microbatch's hidden states go on, and their gradients back, at every stage's borders.
 
-    With experts so does what their routers have counted, `types.Routed`.
+    With experts so does what their routers have counted, `types.RoutedOutput`.
     """
     borders = pipeline_borders(layout, pp_rank)
     sends = num_microbatches(job, layout) * borders
