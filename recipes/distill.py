@@ -139,6 +139,7 @@ def make_soft_labels(cfg, ps, base, batch):
     teacher = build_model(
         cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world)
     )
+    # It is never trained: it has no gradients and no optimizer.
     for stage in teacher:
         stage.requires_grad_(False)
     # A teacher's distribution over all words is large, so that it is never stored: a token keeps
@@ -172,6 +173,7 @@ def make_train_step(cfg, ps, stages, optimizer, teach, forward_backward):
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        # The rest of the step is that of pretrain.py.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         # The teacher goes first, over all microbatches of the step.
         sums = forward_backward(
@@ -217,6 +219,7 @@ def train(cfg, run, base):
         pad_id=base.tokenizer.pad_id or 0,
     )
 
+    # The teacher, in the same layout as the student, and then the student with new weights.
     first = make_batch(tk.Cursor(), device=ps.device).microbatches[0]
     loss, teach, facts = make_soft_labels(cfg, ps, base, first)
     student = choose_student(cfg, base.config.vocab_size)
@@ -242,6 +245,7 @@ def train(cfg, run, base):
         facts=facts,
     )
 
+    # To find where a bad step went wrong it is computed again, and for that the teacher as well.
     def replay(microbatches, *, denominator):
         return forward_backward(teach(microbatches), denominator=denominator)
 
@@ -266,6 +270,7 @@ def train(cfg, run, base):
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
+        # What the teacher was worth: the student's loss beside that of its twin without a teacher.
         if not stop and cfg.compare and cfg.hard < 1:
             loop.event("result", facts=compare_with_twin(run.dir))
     return run.finish(state, stages, optimizer, stop=stop)
@@ -294,8 +299,10 @@ def main(argv=None):
         tokenizer=base.name,
         precision=tk.parallel.resolve_precision(cfg.precision),
     )
+    # Both models must fit the layout.
     for model in (choose_student(cfg, base.config.vocab_size), base.config):
         tk.parallel.check_layout(cfg.layout, model, cfg.batch)
+    # Two runs in one process: the twin is complete, or stopped, before the student begins.
     for each in plan_runs(cfg):
         with tk.open_run(
             each.out, layout=each.layout, limits=each.limits, numerics=each.numerics, config=each

@@ -129,6 +129,7 @@ def read(cfg, trained):
 
 def build(cfg, ps, trained):
     """Return this rank's part of the model, with its weights."""
+    # Any layout gives the same numbers; a large model needs several ranks to fit.
     plan = tk.parallel.make_decoder_plan(cfg.layout, precision=tk.Precision(compute=cfg.compute))
     # Of a run of adapters these are the base and the adapters.
     return tk.adapters.build_trained_stages(
@@ -180,6 +181,7 @@ def evaluate(cfg, ps, trained, found, manager):
     }
     results = {}
     for kind, (items, sources) in found.items():
+        # A question is right if its answer is the likeliest choice; a text has a perplexity.
         line = evaluation.make_choice_record if kind == "choices" else evaluation.make_text_record
         path = cfg.out / f"{kind}.jsonl"
         known = evaluation.write_results(
@@ -217,6 +219,7 @@ def score_from(score, items, line, start):
 def main(argv=None):
     """Read what to evaluate, refuse what does not fit, load the model, and evaluate it."""
     cfg = tk.config.load_config(Config, argv)
+    # All that can be refused is refused before the weights are read.
     precision = tk.parallel.resolve_precision(tk.Precision(compute=cfg.compute))
     path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
     trained = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.context)
@@ -226,6 +229,7 @@ def main(argv=None):
     found = read(cfg, trained)
     manager = evaluation.open_tasks(cfg.tasks, include=cfg.include) if cfg.tasks else None
     cfg.out.mkdir(parents=True, exist_ok=True)
+    # Nothing is trained, so a layout is all there is around it: no run directory, no checkpoints.
     with tk.parallel_session(cfg.layout) as ps:
         results = evaluate(cfg, ps, trained, found, manager)
         if ps.world.index == 0:

@@ -82,7 +82,8 @@ def open_rows(cfg, run, tokenizer):
         max_length=cfg.batch.row_length,
         log=run.log,
     )
-    # No conversation is in both parts.
+    # One conversation in twenty is held out; none is in both parts. Several are packed into a row,
+    # and none sees another.
     rows, held_out = tk.data.split_held_out(
         corpus,
         tk.corpora.held_out_documents(corpus),
@@ -116,6 +117,7 @@ def change_matrices(cfg):
 
 def build(cfg, ps, base):
     """Return this rank's part of the model, with its weights, and its optimizer."""
+    # What is done to the model for the layout, after what was done to its matrices above.
     plan = tk.parallel.make_decoder_plan(
         cfg.layout,
         precision=cfg.precision,
@@ -128,6 +130,7 @@ def build(cfg, ps, base):
         functools.partial(tk.models.Decoder, base.config, head="hidden"),
         ps,
         [*change_matrices(cfg), *plan],
+        # Read from a run, a checkpoint or a folder, by each rank its own part. Adapters are new.
         weights=tk.adapters.open_base_weights(base.path, axis=ps.world),
         schedule=cfg.layout.schedule,
         call=tk.models.call_routed,  # serves decoders with experts and without, and dropout
@@ -150,6 +153,7 @@ def build(cfg, ps, base):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    # Warm up, and fall along a cosine to 0.
     lr_at = tk.schedules.cosine(
         cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
     )
@@ -158,6 +162,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         # Only the assistant's tokens have labels, so only they are counted, on all ranks together:
         # a long answer weighs as much per token as a short one, however rows fall to ranks.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        # The rest of the step is that of pretrain.py.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
@@ -185,6 +190,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 def train(cfg, run, tokenizer, base, first):
     """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps = run.ps
+    # Data: rows of conversations, gone through once per epoch, each epoch in an order of its own.
     rows, held_out, counts = open_rows(cfg, run, tokenizer)
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     make_batch = functools.partial(
@@ -198,6 +204,7 @@ def train(cfg, run, tokenizer, base, first):
         noise_seed=cfg.seed if cfg.adapters.adapter_dropout > 0 else None,
     )
 
+    # The model, its optimizer, and what trains and evaluates it.
     if base.config.width >= 512 and cfg.optim.lr == 3e-3:
         run.log("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
@@ -209,6 +216,7 @@ def train(cfg, run, tokenizer, base, first):
         stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
     )
 
+    # What the run must be continued with. The context is the longest text that the model is for.
     facts = {"context": max(cfg.batch.row_length, base.full_context)}
     if cfg.method != "full":
         # Checkpoints then hold the adapters alone, and a hash of the frozen base.
@@ -281,6 +289,8 @@ def main(argv=None):
         context=cfg.batch.row_length,
     )
     first = first.resolved(base.path)
+    # What flags leave open is settled here, and written down with the run: above all how a
+    # conversation is written, which must be as the base has learned it.
     cfg = attrs.evolve(
         cfg,
         init=first.source,

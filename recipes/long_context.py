@@ -49,6 +49,7 @@ def open_documents(cfg, tokenizer):
     keep = tk.corpora.is_library_source if cfg.data is None else None
     folder = cfg.data or tk.corpora.standard_library()
     texts = tk.corpora.read_records(folder, suffixes=(".py", ".md", ".txt"), keep=keep)
+    # Files come in the order of their paths, so those of an entry follow one another.
     entries = itertools.groupby(texts, key=lambda named: named[0].partition("/")[0])
     documents = {
         name: "\n".join(tk.tokenizers.get_text(record, "text") for _, record in parts)
@@ -104,6 +105,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         # Ranks that split a row hold different tokens of it: they count and add up theirs, as
         # ranks that read different rows do. `ps.loss` has both.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        # The rest of the step is that of pretrain.py.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
@@ -201,6 +203,8 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     cfg = attrs.evolve(cfg, precision=tk.parallel.resolve_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
+    # Rotary embeddings turn a head's features with the position; the slowest must not come around
+    # within a row, which a larger theta sees to.
     model = tk.models.make_decoder_config(
         cfg.size, num_ids=tokenizer.vocab_size, rope_theta=cfg.rope_theta
     )

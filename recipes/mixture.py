@@ -77,8 +77,11 @@ def build(cfg, ps, model, first):
     )
     # New weights are a function of seed, name and index: the same numbers in every layout.
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
+    # Made without memory, cut into pipeline stages, transformed by the plan, and only then filled:
+    # no rank ever holds more than its part. With head="hidden" it ends in hidden states and the
+    # output matrix, so that the loss can make logits a few tokens at a time.
     stages = tk.build_stages(
         functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
@@ -86,6 +89,7 @@ def build(cfg, ps, model, first):
         weights=weights,
         schedule=cfg.layout.schedule,
     )
+    # Weight decay is for matrices; norms have none. Groups are other values for some parameters.
     optimizer = tk.optim.make_optimizer(
         stages,
         optimizer=cfg.optim.optimizer,
@@ -103,7 +107,8 @@ def build(cfg, ps, model, first):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    # Warm up, hold, and fall in the last 40 % of the schedule.
+    # Warm up, hold, and fall in the last 40 % of the schedule. The rate is a function of the step
+    # and not of --steps, so that a run can be made longer.
     lr_at = tk.schedules.warmup_stable_decay(
         cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
     )
@@ -114,11 +119,13 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         # In fp16 small gradients would become 0, so the loss is scaled up; None in fp32 and bf16.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        # All microbatches go forward and back; with --pp, through all stages of the pipeline.
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
         # FSDP has summed gradients over its ranks; sequence-parallel ranks outside of it remain.
         tk.sync_sp_grads(stages, ps.sp_unfolded)
+        # What the loss reports, summed over ranks and divided: the same numbers on all of them.
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         # A step whose loss or gradient is not finite changes nothing. This is decided on the
         # device, so that the host need not wait for it.
@@ -129,6 +136,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         # are counted again and batches are not.
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
+        # Scales the gradient of the whole model down to max_norm, steps, and clears the gradients.
         update = tk.clip_and_step(
             stages,
             optimizer,
@@ -150,6 +158,8 @@ def train(cfg, run, tokenizer, model, first):
 
     # Data. One document in forty is never trained on. The others are packed into rows of equal
     # length, several to a row; attention does not cross from one document into the next.
+    # A corpus that was renamed is called as before by a run that is continued: its rows come in an
+    # order that follows from its name.
     corpora = tk.corpora.open_corpora(
         cfg.data,
         tokenizer=tokenizer,
@@ -191,7 +201,7 @@ def train(cfg, run, tokenizer, model, first):
         pad_id=tokenizer.pad_id or 0,
     )
 
-    # Model and optimizer, and the functions that use them.
+    # The model and its optimizer, and the functions that train and evaluate it.
     stages, optimizer = build(cfg, ps, model, first)
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     loss = tk.losses.next_token_linear  # takes hidden states, and never makes all logits at once
@@ -219,6 +229,9 @@ def train(cfg, run, tokenizer, model, first):
         # Phases that have begun may not change any more; those to come may.
         facts=tk.sampling.add_phase_facts({}, phases),
     )
+    if cfg.init and state.step == 0:
+        run.log(f"beginning with the weights of {cfg.init}")
+
     stop = None
     with (
         # A thread makes the next batches while this one is computed.
@@ -238,6 +251,7 @@ def train(cfg, run, tokenizer, model, first):
         for name, report in reports.items():
             loop.event("packing", step=state.step, facts={"corpus": name, **report})
         while state.step < cfg.steps and not stop:
+            # One step: take a batch, train on it, and look at the numbers.
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
             state = loop.record(state, metrics, batch)  # an earlier state, if the run went back

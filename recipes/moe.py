@@ -96,7 +96,7 @@ def build(cfg, ps, model, first):
         offload=cfg.offload_activations,
     )
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
     stages = tk.build_stages(
         functools.partial(tk.models.Decoder, model, head="hidden"),
@@ -138,6 +138,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         # Two denominators: the loss is a mean over the tokens that are trained on, the balance one
         # over all that were routed, and these include tokens without a label.
         routed = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
+        # The rest of the step is that of pretrain.py, up to the biases.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         denominator = tk.batch.scale_denominator({"loss": tokens, "balance": routed}, scale)
         sums = forward_backward(batch.microbatches, denominator=denominator)
@@ -170,6 +171,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 def train(cfg, run, tokenizer, model, first):
     """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps = run.ps
+    # The data of pretrain.py, and the same documents held out.
     corpora = tk.corpora.open_corpora(
         (cfg.data,) if cfg.data else (), tokenizer=tokenizer, init=cfg.init, log=run.log
     )
@@ -193,6 +195,7 @@ def train(cfg, run, tokenizer, model, first):
         pad_id=tokenizer.pad_id or 0,
     )
 
+    # The model, its optimizer, and what trains and evaluates it.
     stages, optimizer = build(cfg, ps, model, first)
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     # Adds the auxiliary loss to that of the tokens, and reports the load of each expert. Where the

@@ -83,7 +83,7 @@ def make_loss(cfg, ps):
     """Return the loss of pairs, or with KTO of answers: a sum over them."""
     # A loss needs the log-probability of a whole answer. With --ring or --ulysses its tokens are
     # on several ranks, so it sums over these.
-    loss = getattr(tk.losses, cfg.loss)
+    loss = getattr(tk.objectives, cfg.loss)
     return loss(axis=ps.sp) if cfg.beta is None else loss(cfg.beta, axis=ps.sp)
 
 
@@ -100,14 +100,16 @@ def add_references(cfg, run, stages, rows, held_out):
             stages,
             rows,
             run.dir / file,
-            ps=run.ps,
             is_new=is_new,
-            facts={"compute": cfg.precision.compute},
+            facts=facts,
             announce=lambda: run.phase("the reference", allow=cfg.limits.start_timeout),
             log=run.log,
         )
 
     is_new = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
+    facts = {"compute": cfg.precision.compute}
+    if is_new:
+        facts["weights"] = tk.checkpoint.hash_weights(stages, run.ps)
     others, other_held_out = None, None
     if cfg.loss == "kto":
         # KTO measures how far the model has moved in general on answers to other prompts.
@@ -135,6 +137,7 @@ def add_kl(batches, kl):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    # Warm up, and fall along a cosine to 0.
     lr_at = tk.schedules.cosine(
         cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
     )
@@ -145,6 +148,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         # The denominator is the number of pairs, or answers, in the whole global batch: each weighs
         # the same, however long it is.
         count = tk.all_sum(tk.batch.count_documents(batch.microbatches, halves=in_pairs), ps.loss)
+        # The rest of the step is that of pretrain.py.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(count, scale)
@@ -162,6 +166,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
             should_apply=should_apply,
             scale=scale,
         )
+        # `terms` are the rewards, and how often the chosen answer has the larger one.
         metrics = {
             "loss": loss,
             **terms,
@@ -181,6 +186,7 @@ def make_evaluator(cfg, ps, stages, held_out, others):
     answers = len(held_out.bins.documents)
     count = {"answers": answers} if cfg.loss == "kto" else {"pairs": answers // 2}
 
+    # Evaluations read rows afresh each time, in their order.
     def read(rows):
         return tk.make_eval_batches(
             rows, rows_per_batch=cfg.batch.microbatch, place=ps.place, device=ps.device
@@ -207,6 +213,7 @@ def train(cfg, run, tokenizer, base, first):
     pairs, held_out = tk.corpora.split_pairs(
         corpus, cfg.batch.row_length, multiple_of=cfg.batch.multiple_of, log=run.log
     )
+    # The model, and what its weights say before the first step.
     stages, optimizer = build(cfg, ps, base)
     rows, held_out, others, other_held_out = add_references(cfg, run, stages, pairs, held_out)
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
@@ -220,6 +227,7 @@ def train(cfg, run, tokenizer, base, first):
         place=ps.place,
         pad_id=tokenizer.pad_id or 0,
     )
+    # KTO reads as many mismatched answers in a step as answers.
     if others is not None:
         other_rows_at = tk.sampling.shuffle_epochs(
             len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed
@@ -289,9 +297,10 @@ def train(cfg, run, tokenizer, base, first):
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
+        # A result says whether it was learned: the first and the last value of an evaluation.
         rewards = ("desirable_reward", "undesirable_reward") if cfg.loss == "kto" else ("margin",)
         for name in ("loss", *rewards) if not stop else ():
-            loop.result(f"eval/{name}")  # its first and its last value
+            loop.result(f"eval/{name}")
     return run.finish(state, stages, optimizer, stop=stop)
 
 

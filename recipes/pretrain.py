@@ -78,8 +78,11 @@ def build(cfg, ps, model, first):
     )
     # New weights are a function of seed, name and index: the same numbers in every layout.
     weights = tk.models.init_weights(model, seed=cfg.seed)
-    if first.source and not first.own:
+    if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
+    # Made without memory, cut into pipeline stages, transformed by the plan, and only then filled:
+    # no rank ever holds more than its part. With head="hidden" it ends in hidden states and the
+    # output matrix, so that the loss can make logits a few tokens at a time.
     stages = tk.build_stages(
         functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
@@ -87,6 +90,7 @@ def build(cfg, ps, model, first):
         weights=weights,
         schedule=cfg.layout.schedule,
     )
+    # Weight decay is for matrices; norms have none. Groups are other values for some parameters.
     optimizer = tk.optim.make_optimizer(
         stages,
         optimizer=cfg.optim.optimizer,
@@ -104,28 +108,38 @@ def build(cfg, ps, model, first):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    # Warm up, hold, and fall in the last 40 % of the schedule.
+    # The rate warms up, holds, and decays over the last 40 % of --schedule-steps. It does not
+    # depend on --steps, which only says where to stop: past the schedule the last rate holds.
     lr_at = tk.schedules.warmup_stable_decay(
         cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
     )
 
     def train_step(state, batch):
-        # One denominator for the whole global batch, known before the first forward pass: losses
-        # are sums, so that microbatches and ranks add up to the mean over all tokens.
+        # The number of labels in the global batch, over all ranks that hold different tokens.
+        # It is known before the first forward pass and is the only denominator: losses are sums,
+        # so that microbatches and ranks add up to the mean over all tokens.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        # In fp16 small gradients would become 0, so the loss is scaled up; None in fp32 and bf16.
+        # In fp16 small gradients would underflow to 0, so the loss is multiplied by a scale (None
+        # in fp32 and bf16). Dividing by tokens / scale does it.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
+        # Forward and backward of all microbatches; with --pp, through all stages of the pipeline.
+        # What is returned are raw sums: the denominator and the scale are in the gradients alone.
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        # FSDP has summed gradients over its ranks; sequence-parallel ranks outside of it remain.
+        # FSDP sums gradients (it is set not to average) over its ranks. Ranks that share a
+        # sequence but are not in FSDP's group are summed here; without such ranks it does nothing.
         tk.sync_sp_grads(stages, ps.sp_unfolded)
+        # The sums of the loss, all-reduced and divided by the tokens: equal on all ranks.
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        # A step whose loss or gradient is not finite changes nothing. This is decided on the
-        # device, so that the host need not wait for it.
+        # If the loss is not finite (checked here) or the gradient norm is not (checked in
+        # clip_and_step), weights and optimizer stay as they are; the step still counts. This is
+        # decided on the device, so that the host does not wait for it.
         should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
+        # Removes the loss scale, clips the gradient norm of the whole model to max_norm, takes
+        # the optimizer step if it should be applied, and clears the gradients.
         lr = lr_at(state.step)
         update = tk.clip_and_step(
             stages,
@@ -136,7 +150,8 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
             scale=scale,
         )
         metrics = {**terms, **update.metrics, "lr": lr, "tokens": tokens}
-        # Counts the step and its tokens, and moves the cursor to the next batch.
+        # Counts the step and its tokens, and moves the cursor to the next batch. The cursor is not
+        # the step: after a roll-back the step is an earlier one, and the batches go on.
         return tk.advance(state, batch, metrics, axis=ps.loss)
 
     return train_step
@@ -144,10 +159,15 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 def train(cfg, run, tokenizer, model, first):
     """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
-    ps = run.ps  # the axes of the layout, as this rank sees them
+    # This rank's view of the parallel layout. Its fields are mesh axes: `ps.world` is all ranks,
+    # `ps.loss` the ranks that hold different tokens, and `ps.place` says which shard of a batch
+    # this rank reads.
+    ps = run.ps
 
-    # Data. One document in forty is never trained on. The others are packed into rows of equal
-    # length, several to a row; attention does not cross from one document into the next.
+    # Data. One document in forty is held out. The documents of both parts are packed into rows of
+    # equal length, several to a row; attention does not cross from one document into the next.
+    # The order of rows depends on the name of a corpus. If a file was renamed since, a resumed run
+    # keeps the name that it recorded.
     corpora = tk.corpora.open_corpora(
         cfg.data,
         tokenizer=tokenizer,
@@ -166,8 +186,8 @@ def train(cfg, run, tokenizer, model, first):
         axis=ps.world,
         log=run.log,
     )
-    # Which rows make up batch n is a function of the seed and n: there is no loader to save, and
-    # every rank knows the whole batch and takes its share of it.
+    # Which rows make up batch n is a function of the seed and n, so that there is no loader state
+    # to save. Every rank knows all rows of a batch, and reads its shard of them.
     rows_at = tk.sampling.sample_mixture(rows.num_rows, rows_per_step=cfg.batch.rows, seed=cfg.seed)
     make_batch = functools.partial(
         tk.make_step_batch,
@@ -175,10 +195,10 @@ def train(cfg, run, tokenizer, model, first):
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
         place=ps.place,
-        pad_id=tokenizer.pad_id or 0,
+        pad_id=tokenizer.pad_id or 0,  # any id will do: padding has no labels
     )
 
-    # Model and optimizer, and the functions that use them.
+    # The model and its optimizer, and the functions that train and evaluate it.
     stages, optimizer = build(cfg, ps, model, first)
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     loss = tk.losses.next_token_linear  # takes hidden states, and never makes all logits at once
@@ -188,8 +208,9 @@ def train(cfg, run, tokenizer, model, first):
         stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
     )
 
-    # Loads the newest checkpoint that verifies, if there is one. All that is given here is saved
-    # with each checkpoint, and a run is only continued with what it began with.
+    # Loads the newest checkpoint whose hashes match, if there is one. What is given here is stored
+    # with each checkpoint: a run that resumes with another value is refused, unless the field of
+    # Config allows it (`on_resume`).
     state = run.resume(
         stages,
         optimizer,
@@ -202,17 +223,20 @@ def train(cfg, run, tokenizer, model, first):
         first=first,
         context=cfg.batch.row_length,
     )
+    if cfg.init and state.step == 0:
+        run.log(f"beginning with the weights of {cfg.init}")
+
     stop = None
     with (
         # A thread makes the next batches while this one is computed.
         tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
-        # Writes metrics, saves in the background, and watches the numbers.
+        # Writes metrics, saves in the background, and acts on steps that are not finite.
         run.loop(
             state,
             stages,
             optimizer,
             steps=cfg.steps,
-            replay=forward_backward,  # to find where a bad step first went wrong
+            replay=forward_backward,  # runs a bad step again, to name its rank and parameter
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
@@ -221,17 +245,19 @@ def train(cfg, run, tokenizer, model, first):
         for name, report in reports.items():
             loop.event("packing", step=state.step, facts={"corpus": name, **report})
         while state.step < cfg.steps and not stop:
+            # One step: take a batch, train on it, record its metrics. After too many bad steps
+            # `record` restores a checkpoint into stages and optimizer, and returns its state.
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.record(state, metrics, batch)  # an earlier state, if the run went back
+            state = loop.record(state, metrics, batch)
+            # Every eval_every steps and after the last one. All ranks generate; one prints.
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
                 run.log(sample(cfg, stages, tokenizer, held_out))
-            stop = loop.checkpoint(
-                state
-            )  # saves when it is due; the reason to stop, after a signal
-    # Writes final.json and draws the loss; returns the exit code. After a stop it does neither, and
-    # the same command continues the run.
+            # Saves if a save is due. Returns why to stop ("SIGTERM" after a signal), or None.
+            stop = loop.checkpoint(state)
+    # Writes final.json, plots the loss, and returns the exit code 0. If the run was stopped, it
+    # only returns the exit code 75: the same command resumes the run.
     return run.finish(state, stages, optimizer, stop=stop)
 
 
@@ -265,6 +291,7 @@ def main(argv=None):
     )
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
     model = choose_model(cfg, tokenizer.vocab_size)
+    # All that does not fit together is named at once, before anything is built.
     tk.parallel.check_layout(
         cfg.layout,
         model,

@@ -149,6 +149,7 @@ def make_forward_backward(cfg, stages):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
+    # Warm up, and fall along a cosine to a tenth, which stays.
     lr_at = tk.schedules.cosine(
         cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, final=0.1
     )
@@ -156,6 +157,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     def train_step(state, batch):
         # The tokens of answers, over all ranks. Prompts have no labels.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        # The rest of the step is that of pretrain.py, for both kinds of steps.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
@@ -264,6 +266,7 @@ def make_evaluator(cfg, ps, stages, sample_answers, held_out, rows):
 def train(cfg, run, tokenizer, model, first, context):
     """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
     ps = run.ps
+    # Three kinds of problems: with answers to imitate, to be asked in rollouts, and held out.
     examples, asked, held_out = make_problems(cfg)
     pack = functools.partial(
         tk.corpora.pack_examples,
@@ -278,6 +281,8 @@ def train(cfg, run, tokenizer, model, first, context):
     forward_backward = make_forward_backward(cfg, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
 
+    # How the model is asked, in rollouts and in evaluations. Prompts are spread over the ranks that
+    # read different rows; all ranks get all answers.
     sample_answers = functools.partial(
         tk.generation.sample_answers,
         stages,
@@ -285,6 +290,7 @@ def train(cfg, run, tokenizer, model, first, context):
         max_new_tokens=cfg.rollout.max_new_tokens,
         context=cfg.batch.row_length,
     )
+    # How rows become the microbatches of a step, of examples and of rollouts alike.
     make_batch = functools.partial(
         tk.make_step_batch,
         rows_per_microbatch=cfg.batch.microbatch,
@@ -318,6 +324,7 @@ def train(cfg, run, tokenizer, model, first, context):
         logging=cfg.logging,
         policy=cfg.policy,
     ) as loop:
+        # Without supervised steps the weights are evaluated as they come.
         if state.step == cfg.supervised == 0:
             state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
@@ -368,6 +375,7 @@ def main(argv=None):
         tokenizer=name,
         precision=tk.parallel.resolve_precision(cfg.precision),
     )
+    # A checkpoint holds no answers: it is only complete between rollouts.
     counts = [cfg.steps, cfg.supervised, cfg.checkpoints.save_every]
     if any(count % cfg.rollout.updates for count in counts):
         raise ValueError(

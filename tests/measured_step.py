@@ -21,12 +21,12 @@ from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import (
     DTYPES,
-    cost,
     expert_parallel,
     fsdp,
     mixed_precision,
     offload_activations,
     recompute,
+    recompute_budget,
 )
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
@@ -254,9 +254,9 @@ def results_made(job, layout, ps):
         )
         return cost_fitting(results, room)
 
-    cost_fitting = cost.fitting
+    cost_fitting = recompute_budget.fitting
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "fitting", note)
+        patch.setattr(recompute_budget, "fitting", note)
         step_of(attrs.evolve(job, recompute="0.4"), layout, ps)
     return found
 

@@ -102,7 +102,7 @@ def nothing_refused(how):
     """Take a step whatever its numbers are; it has to be done in two places."""
     how["should_apply"] = functools.partial(torch.ones_like, dtype=torch.bool)
     never = functools.partial(torch.zeros_like, dtype=torch.bool)
-    return mock.patch.object(grads, "_not_finite", never)
+    return mock.patch.object(grads, "_is_nonfinite", never)
 
 
 def bits_of(stages, optimizer):

@@ -10,12 +10,14 @@ import shlex
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import trainkit
 import trainkit.__main__ as command_line
 from trainkit import config
+from trainkit.text.corpora.formats import RECORD_FORMATS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -84,7 +86,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
 def test_the_code_of_a_page_runs(path):
-    run_page(path.read_text(), name_of(path))
+    with mock.patch.dict(RECORD_FORMATS):  # a page adds a format
+        run_page(path.read_text(), name_of(path))
 
 
 def test_a_page_that_shows_what_it_does_not_print_is_found():

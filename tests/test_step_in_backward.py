@@ -236,7 +236,7 @@ def test_more_gradients_than_announced_are_an_error_and_a_failed_block_gives_the
             for _ in range(2):
                 model(torch.ones(1, 2)).sum().backward()
 
-    with pytest.raises(RuntimeError, match=r"came after its parameter .* 1 microbatches"):
+    with pytest.raises(RuntimeError, match=r"arrived after its parameter .* microbatches=1"):
         twice()
     assert len(optimizer.param_groups[0]["params"]) == 2
     for p in model.parameters():

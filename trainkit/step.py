@@ -1,7 +1,7 @@
-"""Forward and backward over a step's microbatches: losses are sums, one number divides them.
+"""Forward and backward over a step's microbatches: losses are sums, divided by one denominator.
 
-`make_forward_backward` makes the executor of a layout, so that a recipe calls the same function
-with and without pipeline stages.
+`make_forward_backward` returns the executor of a layout, which a recipe calls in the same way with
+and without pipeline stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainkit.parallel.grad_reduction import (
     Reduce,
     check_sums,
     find_reducers,
-    reducing,
+    use_reduction,
 )
 from trainkit.parallel.packing_leaks import refuse_leaks
 from trainkit.parallel.pipeline import make_pipeline
@@ -37,17 +37,16 @@ from trainkit.parallel.split import schedule_kind
 from trainkit.parallel.stage_forward import (
     agree_on_kinds,
     compute_device,
-    evaluating,
     forward_stages,
+    get_term_names,
     share_terms,
-    terms_of,
+    use_eval_mode,
 )
-from trainkit.parallel.stage_ranks import as_stages, places_of
+from trainkit.parallel.stage_ranks import as_stages, get_stage_places
 from trainkit.types import (
     BATCH_TENSORS,
     SOLO,
     Axis,
-    Batch,
     Call,
     Denominator,
     ForwardBackward,
@@ -63,9 +62,8 @@ def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
 
 
 def _add_long(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
-    """Add terms of which there may be many in fp64: fp32 is 2e-5 off after 10^9 tokens."""
-    wide = {name: x.double() if x.is_floating_point() else x for name, x in terms.items()}
-    _add(sums, wide)
+    """Add terms in fp64: over 10^9 tokens a sum in fp32 is off by 2e-5."""
+    _add(sums, {name: x.double() if x.is_floating_point() else x for name, x in terms.items()})
 
 
 def forward_backward(
@@ -77,35 +75,35 @@ def forward_backward(
     call: Call = call_model,
     reduce: Reduce = "last",
 ) -> dict[str, Tensor]:
-    """Add the gradients of a step's microbatches to `.grad`; return the loss's sums.
+    """Add the gradients of a step's microbatches to `.grad`, and return the sums of the loss.
 
     Each microbatch contributes the gradient of (its sum of losses) / denominator, so microbatches,
-    ranks and shards combine by `+`, however the tokens are spread over them.
+    ranks and shards add up, however the tokens are distributed over them.
 
     Args:
-        model: Any module: bare, FSDP2 or DDP, or with such modules inside.
-        microbatches: What this rank computes in this step, at least one.
+        model: Any module: plain, FSDP2 or DDP, or one that contains such modules.
+        microbatches: The microbatches of this rank in this step, at least one.
         loss: `loss(output, batch) -> (sum, {name: sum})`.
-        denominator: The number of valid tokens in the whole global batch, 0-d; or, for a loss that
-            returns a sum for each of its terms, a number for each: {term: tensor}. 0 divides by 1.
-        call: How a batch enters the model.
-        reduce: "last" reduces gradients once, after the last microbatch; "each" reduce-scatters
-            every microbatch and leaves only the all-reduce over replicas for the last, which needs
+        denominator: The number of valid tokens in the global batch, 0-d; or, for a loss that
+            returns a sum for each of its terms, a number for each: {term: tensor}. 0 counts as 1.
+        call: Calls the model with a batch.
+        reduce: "last" reduces gradients once, after the last microbatch. "each" reduce-scatters
+            every microbatch, and only the all-reduce over replicas waits for the last, which needs
             less memory.
 
     Returns:
-        The terms of the loss summed over the microbatches of this rank, detached, not divided.
+        The terms of the loss, summed over the microbatches of this rank, detached, not divided.
 
     Raises:
         ValueError: There is no microbatch, `reduce` is unknown, a module averages gradients, or the
-            loss returns something else than (sum, {name: sum}).
-        ConfigError: A row has several documents, and the model computes one from another, as those
-            do that keep a state over the row; see `testing.check_packing`.
+            loss does not return (sum, {name: sum}).
+        ConfigError: A row has several documents and the model leaks between them, as models with a
+            recurrent state do; see `testing.check_packing`.
 
     Effects:
-        Runs a model of others three times without gradients, the first time that it comes.
         Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
-        modules reduce over.
+        modules reduce over. In the first call of a foreign model, runs it three times without
+        gradients to find such leaks.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -120,7 +118,8 @@ def forward_backward(
     if reduce not in {"last", "each"}:
         check_choice(("last", "each"), "forward_backward", reduce=reduce)
     refuse_leaks("forward_backward", model, microbatches, call)
-    reducers, divisors = find_reducers(model), make_divisors(denominator)
+    reducers = find_reducers(model)
+    divisors = make_divisors(denominator)
     sums: dict[str, Tensor] = {}
     if not reducers:
         for batch in microbatches:
@@ -129,7 +128,7 @@ def forward_backward(
             _add(sums, terms)
         return sums
     check_sums(reducers)
-    with reducing(model, reducers, microbatches, reduce=reduce) as reduction:
+    with use_reduction(model, reducers, microbatches, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
                 total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
@@ -140,8 +139,10 @@ def forward_backward(
 
 def _check_microbatches(microbatches: Sequence[Mapping[str, Any]]) -> None:
     if not microbatches or (type(microbatches) is not list and isinstance(microbatches, Mapping)):
-        found = "one batch" if microbatches else "no microbatch"
-        raise ValueError(f"forward_backward: microbatches must be a sequence of some, got {found}")
+        raise ValueError(
+            "forward_backward: microbatches must be a sequence of batches, got "
+            f"{'a single batch' if microbatches else 'no batch'}"
+        )
 
 
 def make_forward_backward(
@@ -151,13 +152,13 @@ def make_forward_backward(
     reduce: Reduce = "last",
     call: Call | None = None,
 ) -> ForwardBackward:
-    """Make the executor of a layout: `forward_backward(microbatches, denominator=...)`.
+    """Return the executor of a layout: `forward_backward(microbatches, denominator=...)`.
 
     Args:
         stages_or_model: This rank's stages, or any module.
         loss: The loss; a pipeline needs its `terms`.
         reduce: When gradients are reduced; see `forward_backward`.
-        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
+        call: Calls the model with a batch; by default the call of the stages, or `call_model`.
 
     Raises:
         ConfigError: The stages, their schedule, the loss and the layout do not go together; see
@@ -186,13 +187,13 @@ def make_forward_backward(
         if len(stages) != 1:
             raise ValueError(f"make_forward_backward: one stage is needed, got {len(stages)}")
         return partial(forward_backward, stages[0], loss=loss, call=stages.call, reduce=reduce)
-    through = make_pipeline(stages, loss, reduce=reduce)
+    run_pipeline = make_pipeline(stages, loss, reduce=reduce)
 
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
         _check_microbatches(microbatches)
-        return through(microbatches, denominator=denominator)
+        return run_pipeline(microbatches, denominator=denominator)
 
     return run
 
@@ -205,22 +206,20 @@ def evaluate(
     axis: Axis = SOLO,
     call: Call | None = None,
 ) -> dict[str, Tensor]:
-    """Return the loss over held-out data: the sum of losses over the sum of tokens, on all ranks.
+    """Return the average loss over held-out data: sum of losses / sum of tokens over all ranks.
 
-    Ranks may have different numbers of batches, or none: one that has run out computes along, on
-    its last batch or on a blank one, with zeros for the columns that the others' have, and adds 0,
-    until all are done, because a sharded model needs every rank for every forward pass. (Under
-    Ulysses every rank must have one: a blank one of whole rows cannot be made here;
-        `make_eval_batches`
-    makes it.) Through a pipeline batches go one after the other, forward only, whatever the
-    schedule of the training steps.
+    Ranks may have different numbers of batches, or none. A sharded model needs every rank in every
+    forward pass, so a rank without a batch runs the model on its last one, or on a padding batch
+    with the columns of the other ranks' batches, and adds 0. Under Ulysses every rank needs at
+    least one batch, since padding batches of full rows cannot be made here; `make_eval_batches`
+    makes them. A pipeline runs batches one after another, forward only, whatever its schedule.
 
     Args:
         stages_or_model: This rank's stages, or any module.
-        batches: This rank's part of the held-out data; all ranks of a pipeline read the same.
-        loss: The loss; see `losses.average_terms` for what its terms are divided by.
-        axis: For a plain module, the ranks that hold distinct tokens. A `Stages` has its own axes.
-        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
+        batches: This rank's batches of the held-out data; all ranks of a pipeline read the same.
+        loss: The loss; see `losses.average_terms` for the denominators of its terms.
+        axis: For a plain module, the ranks that have distinct tokens. A `Stages` has its own axes.
+        call: Calls the model with a batch; by default the call of the stages, or `call_model`.
 
     Returns:
         The divided terms, summed and divided in fp64, and "tokens", the number of valid tokens
@@ -230,9 +229,9 @@ def evaluate(
         ValueError: There is no batch on any rank.
 
     Effects:
-        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. Puts
-        the modules into evaluation mode, and each back into the mode it had; no gradient, no
-        generator and no parameter changes.
+        Communicates on `axis`, or on the axes of the stages, with one host sync per batch. The
+        modules are in evaluation mode meanwhile. Gradients, generators and parameters are
+        unchanged.
 
     Examples:
         >>> loss = lambda y, batch: (y.sum(), {"loss": y.detach().sum()})
@@ -242,26 +241,28 @@ def evaluate(
         tensor(3., dtype=torch.float64)
     """
     stages = as_stages(stages_or_model, "evaluate", axis=axis, call=call)
-    axis, pp = stages.loss, stages.pp
+    axis = stages.loss
+    pp = stages.pp
     sums: dict[str, Tensor] = {}
     device = compute_device(stages[0])
     count = torch.zeros((), dtype=torch.int64, device=device)
     source = iter(batches)
     last: Mapping[str, Any] | None = None
-    with evaluating(stages):
-        while (batch := _next_on_any(source, (axis, pp, stages.tp))) is not _ALL_DONE:
+    with use_eval_mode(stages):
+        while (batch := _read_next(source, (axis, pp, stages.tp))) is not _ALL_DONE:
             if last is None:
-                last = _first_of(batch, stages[0], axis)
-            if batch is None:  # others have one: compute along, on the last one or a blank one
-                found = _terms_through(stages, last, loss)
-                _add_long(sums, {name: torch.zeros_like(term) for name, term in found.items()})
+                last = _get_first_batch(batch, stages[0], axis)
+            if batch is None:  # another rank has one
+                terms = _compute_terms(stages, last, loss)
+                _add_long(sums, {name: torch.zeros_like(term) for name, term in terms.items()})
                 continue
             last = batch
-            if axis.count == pp.count == 1:  # else some ranks may have no batch to try it with
+            if axis.count == pp.count == 1:  # otherwise a rank may have no batch to check
                 refuse_leaks("evaluate", stages[0], [batch], stages.call)
             count = count + count_valid_tokens([batch])
-            _add_long(sums, _terms_through(stages, batch, loss))
-    sums = _shared(sums, loss, stages=stages, device=device)
+            _add_long(sums, _compute_terms(stages, batch, loss))
+    if pp.count > 1:
+        sums = _broadcast_sums(sums, loss, stages=stages, device=device)
     if not sums:
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
@@ -269,83 +270,71 @@ def evaluate(
     return average_terms(sums, tokens) | {"tokens": tokens}
 
 
-def _terms_through(stages: Stages, batch: Mapping[str, Any], loss: Loss) -> dict[str, Tensor]:
-    """Return the loss's terms where the last stage is, nothing elsewhere."""
+def _compute_terms(stages: Stages, batch: Mapping[str, Any], loss: Loss) -> dict[str, Tensor]:
+    """Return the terms of the loss on the rank of the last stage, {} on others."""
     if stages.pp.count == 1:
         return check_terms(loss(stages.call(stages[0], batch), batch), by="evaluate")[1]
     output = forward_stages(stages, batch)
-    is_last = places_of(stages, stages.pp)[-1].last
+    is_last = get_stage_places(stages, stages.pp)[-1].last
     return check_terms(loss(output, batch), by="evaluate")[1] if is_last else {}
 
 
-def _shared(
+def _broadcast_sums(
     sums: dict[str, Tensor],
     loss: Loss,
     *,
     stages: Stages,
     device: torch.device,
 ) -> dict[str, Tensor]:
+    """Broadcast the sums from the rank of the last stage over the pipeline axis."""
     pp = stages.pp
-    if pp.count == 1:
-        return sums
-    source = places_of(stages, pp)[0].ranks[-1]
+    source = get_stage_places(stages, pp)[0].ranks[-1]
     if not any(all_gather_objects(len(sums), pp)):
         return {}
-    kinds = agree_on_kinds(sums, terms_of(loss), axis=pp, source=source)
+    kinds = agree_on_kinds(sums, get_term_names(loss), axis=pp, source=source)
     return share_terms(sums, kinds, axis=pp, source=source, device=device)
 
 
-def _first_of(batch: Mapping[str, Any] | None, model: nn.Module, axis: Axis) -> Mapping[str, Any]:
-    """Return this rank's first batch, or a blank one with the columns that another rank's has."""
-    kinds = all_gather_objects({} if batch is None else _columns(batch), axis)
+def _get_first_batch(
+    batch: Mapping[str, Any] | None, model: nn.Module, axis: Axis
+) -> Mapping[str, Any]:
+    """Return this rank's first batch, or a padding batch with the columns of the other ranks'."""
+    columns: dict[str, list[Any]] = {}
+    if batch is not None:
+        for name, x in batch.items():
+            is_column = isinstance(x, Tensor) and x.shape[:2] == batch["labels"].shape
+            if is_column and name not in BATCH_TENSORS:
+                columns[name] = [str(x.dtype).removeprefix("torch."), *x.shape[2:]]
+    by_rank = all_gather_objects(columns, axis)
     if batch is not None:
         return batch
-    merged = {name: kind for own in kinds for name, kind in own.items()}
-    return to_device(_blank(model, merged), compute_device(model))
-
-
-def _columns(batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the dtype and the inner sizes of what a batch has of each token besides."""
-    shape = batch["labels"].shape
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    return {
-        name: [str(x.dtype).removeprefix("torch."), *x.shape[2:]]
-        for name, x in tensors.items()
-        if name not in BATCH_TENSORS and x.shape[:2] == shape
+    # Every rank of a sequence-parallel model needs a part of the row.
+    padding = make_padding_batch(1, 2 * getattr(model, "sequence_parts", 1))
+    extra = {
+        name: torch.zeros(*padding.labels.shape, *inner, dtype=getattr(torch, dtype))
+        for columns in by_rank
+        for name, (dtype, *inner) in columns.items()
     }
-
-
-def _blank(model: nn.Module, kinds: Mapping[str, Sequence[Any]]) -> Batch:
-    """Return a blank batch that every part of a sequence-parallel model can take a share of."""
-    blank = make_padding_batch(1, 2 * getattr(model, "sequence_parts", 1))
-    size = blank.labels.shape
-    columns = {
-        name: torch.zeros(*size, *inner, dtype=getattr(torch, kind))
-        for name, (kind, *inner) in kinds.items()
-    }
-    return attrs.evolve(blank, extra=columns)
+    return to_device(attrs.evolve(padding, extra=extra), compute_device(model))
 
 
 _ALL_DONE = object()
 
 
-def _next_on_any(source: Iterator[Mapping[str, Any]], axes: Sequence[Axis]) -> Any:
-    """Return the next batch, None if only others have one, or `_ALL_DONE`; fail on all if one does.
-
-    A rank that raised alone would leave the others waiting in a collective.
-    """
+def _read_next(source: Iterator[Mapping[str, Any]], axes: Sequence[Axis]) -> Any:
+    """Return the next batch; None if only other ranks have one, `_ALL_DONE` if none has."""
+    # If one rank fails, all do: a rank that raised alone would leave the others in a collective.
     failure: Exception | None = None
     batch: Mapping[str, Any] | None = None
     try:
         batch = next(source, None)
-    except Exception as error:  # noqa: BLE001 (told to the others, then raised)
+    except Exception as error:  # noqa: BLE001 (raised below, after the collective)
         failure = error
     state = torch.tensor(2 if failure is not None else int(batch is not None))
     for axis in axes:
         state = all_max(state.to(get_comm_device(axis)), axis)
-    most = int(state)
     if failure is not None:
         raise failure
-    if most == 2:
+    if int(state) == 2:
         raise RuntimeError("evaluate: another rank could not read its next batch")
-    return batch if most else _ALL_DONE
+    return batch if int(state) else _ALL_DONE

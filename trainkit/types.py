@@ -293,7 +293,7 @@ documents in one call; `flash`, `efficient` and `cudnn`, that kernel of torch's
 kernel of torch's; `math`, products and a softmax, on any device."""
 
 FoldSP = Literal["all", "ring", "ulysses", "none"]
-"""Which of ring and ulysses also split parameters."""
+"""The axes of ring and ulysses over which parameters are sharded too."""
 
 
 def _degree(default: int = 1) -> Any:
@@ -348,7 +348,7 @@ class Layout:
     those of expert_fsdp are: for experts that weigh more than the tokens sent to them."""
 
     fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
-    """Which of ring and ulysses also split parameters; gradients are summed over the rest."""
+    """The axes of ring and ulysses that shard parameters too; others all-reduce gradients."""
 
     schedule: str = "1f1b"
     """The order of a pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, and others."""
@@ -462,21 +462,21 @@ class Precision:
     storage: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
-    """What parameters are kept in; in bf16 the optimizer rounds them at random, or as
+    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or as
     --optimizer-options rounding=kahan says."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
-    """What is computed in; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
+    """The dtype of computation; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
 
     reduction: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16")
     )
-    """What FSDP sums gradients over ranks in; the sums that others take are in fp32."""
+    """The dtype of FSDP's gradient reduction; other reductions are in fp32."""
 
     moments: Literal["fp32", "bf16", "8bit"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16", "8bit")
     )
-    """What the optimizer remembers in."""
+    """The dtype of the optimizer's moments."""
 
     @compute.validator
     def _check_compute(self, _: object, value: str) -> None:
@@ -509,7 +509,7 @@ class Numerics:
     matmul: Literal["highest", "high", "medium"] = attrs.field(
         default="highest", validator=one_of("highest", "high", "medium")
     )
-    """What matrices of fp32 may be multiplied in: highest is fp32, high TF32, medium bf16."""
+    """The precision of fp32 matrix products: highest is fp32, high TF32, medium bf16."""
 
     deterministic: bool = False
     """Take only algorithms that give the same bits each time, which all do on a CPU."""
@@ -771,7 +771,7 @@ class RoutedOutput(NamedTuple):
 
 
 def drop_routing(output: Any) -> Any:
-    """Return what a decoder with experts returns, without what its routers counted.
+    """Return the output of a decoder without the sums of its routers.
 
     Examples:
         >>> drop_routing(RoutedOutput(1, 2)), drop_routing(3)
@@ -996,7 +996,10 @@ class StepBatch:
 
 
 class DelayedMetrics(dict[str, Any]):
-    """A line that is handed on together with later ones: who shows the newest leaves it out."""
+    """Metrics of a step that are written together with those of later steps.
+
+    Sinks that show only the newest step skip them.
+    """
 
 
 @attrs.frozen(eq=False)

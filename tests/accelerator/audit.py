@@ -24,6 +24,7 @@ from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
 from trainkit.parallel import stage_forward
 from trainkit.types import SOLO, Share, Spans
+from trainkit.weights.checkpoint import InitialWeights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device import fake_device
@@ -75,7 +76,8 @@ def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, **degrees):
     recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
     cfg = config.load_config(recipe.Config, ["--compute", "bf16", *flags])
     with session(rank, degrees) as ps, fake_device() as ledger:
-        stages, optimizer = recipe.build(cfg, ps, model)
+        first = [InitialWeights(None)] if name == "pretrain" else []  # new weights
+        stages, optimizer = recipe.build(cfg, ps, model, *first)
         run = tk.make_forward_backward(stages, next_token_linear, reduce=cfg.layout.reduce)
         train_step = recipe.make_train_step(cfg, ps, stages, optimizer, run)
         state = tk.TrainState()

@@ -181,7 +181,7 @@ def pairs_computed(rank, count, lengths):
         zigzag_shard(torch.arange(sum(lengths)), Share(r, count), dim=0, cu_seqlens=bounds)
         for r in range(count)
     ]
-    views = ring_room._views(
+    views = ring_room._make_views(
         spans_of([n // count for n in lengths]), Axis("ring", Share(rank, count)), scale=1.0
     )
     pairs = []
@@ -212,7 +212,7 @@ def test_what_no_window_reaches_is_passed_over(window):
     q = k = torch.zeros(64, 1, 1)
     for rank in range(4):
         axis = Axis("ring", Share(rank, 4))
-        for view in ring_room._views(spans_of([64]), axis, scale=1.0, window=window):
+        for view in ring_room._make_views(spans_of([64]), axis, scale=1.0, window=window):
             block, queries, keys = view.block, q[view.queries], k[view.keys]
             places = [
                 torch.cat([torch.arange(32 * x, 32 * x + 32) for x in chunks])
@@ -244,7 +244,7 @@ def test_what_is_seen_is_found_out_on_the_device():
     spans = spans_of([4, 8, 2])
     spans = attrs.evolve(spans, cu_seqlens=spans.cu_seqlens.to("meta"))
     with Arguments() as arguments:
-        views = ring_room._views(spans, Axis("ring", Share(1, 3)), scale=1.0)
+        views = ring_room._make_views(spans, Axis("ring", Share(1, 3)), scale=1.0)
     assert {view.keys.device.type for view in views[1:2]} == arguments.seen == {"meta"}
 
 
@@ -267,7 +267,7 @@ def order_of_events():
         return real(ops)
 
     torch.distributed.batch_isend_irecv = counting
-    ring_room._arrived = logged(log, "wait", ring_room._arrived)
+    ring_room._finish_exchange = logged(log, "wait", ring_room._finish_exchange)
     kernel = BlockKernel(
         logged(log, "compute", cpu_flash.forward), logged(log, "compute", cpu_flash.backward)
     )

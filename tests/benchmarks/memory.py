@@ -5,8 +5,8 @@
 One model, in fp32 with AdamW, a row on each rank. The peak is of the bytes of all storages that
 live at once, parameters and optimizer state among them, in the rank that has most; of what a lever
 moves to the host it is left out, though on a CPU both are one memory. The last line is no peak, but
-what `asleep` frees between steps. The estimate is that of `planning.estimate_memory`. Times are
-medians over pairs of steps, the lever's and that of the line that it is compared with, taken by
+what `offload_state` frees between steps. The estimate is that of `planning.estimate_memory`. Times
+are medians over pairs of steps, the lever's and that of the line that it is compared with, taken by
 turns. Exits with 1 where an estimate is not within 10 % of what was measured.
 """
 

@@ -23,6 +23,7 @@ import trainkit.parallel.tied_embeddings
 import trainkit.step
 from trainkit.batch import shift_labels
 from trainkit.batch.shards import spans_of_runs
+from trainkit.grads import get_parameters
 from trainkit.losses import declare_terms, next_token_linear
 from trainkit.models import RoutingTape, call_routed, call_with_noise, experts
 from trainkit.noise import counters
@@ -130,8 +131,10 @@ def last_microbatch_only(_ps):
 
 
 def replicas_not_summed(_ps):
-    run = Reduction._run
-    PATCH.setattr(Reduction, "_run", lambda *args, now, **_: run(*args, now=now, last=False))
+    run = Reduction._run_post_backward
+    PATCH.setattr(
+        Reduction, "_run_post_backward", lambda *args, now, **_: run(*args, now=now, last=False)
+    )
 
 
 def sequence_not_summed(_ps):
@@ -158,11 +161,11 @@ def averaged_instead_of_summed(_ps):
 def wrong_factor(axis, ps):
     step = train.clip_and_step
 
-    def scaled(params, optimizer, **options):
-        for p in params:
+    def scaled(stages, optimizer, **options):
+        for p in get_parameters(stages):
             if p.grad is not None:
                 p.grad.mul_(getattr(ps, axis).count)
-        return step(params, optimizer, **options)
+        return step(stages, optimizer, **options)
 
     PATCH.setattr(train, "clip_and_step", scaled)
 
@@ -172,7 +175,9 @@ def norm_counted_twice(ps):
     PATCH.setattr(
         train,
         "clip_and_step",
-        lambda params, optimizer, **options: step(params, optimizer, **options | {"axis": ps.dp}),
+        lambda stages, optimizer, **options: step(
+            attrs.evolve(stages, pp=ps.dp), optimizer, **options
+        ),
     )
 
 
@@ -180,7 +185,7 @@ def replicas_counted_in_the_norm(_ps):
     def every_dimension(grad):
         return grad.device_mesh, tuple(range(grad.device_mesh.ndim))
 
-    PATCH.setattr(trainkit.grads, "_sharded_over", every_dimension)
+    PATCH.setattr(trainkit.grads, "_find_mesh_dims", every_dimension)
 
 
 # ------------------------------------------------------------------------- what a sum does not show
@@ -236,7 +241,8 @@ def experts_summed(times, _ps):
     """Sum the gradients of experts' weights, the only ones of three dimensions, so many times."""
     sync = train.sync_sp_grads
 
-    def some(params, axis):
+    def some(stages, axis):
+        params = get_parameters(stages)
         sync([p for p in params if p.ndim < 3], axis)
         for _ in range(times):
             sync([p for p in params if p.ndim == 3], axis)

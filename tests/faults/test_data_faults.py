@@ -313,7 +313,7 @@ def test_a_damaged_cache_is_built_again_and_the_run_is_the_same(start, tmp_path)
     for plan in plans:
         flip(plan, plan.stat().st_size // 2)
     code, printed = start(folder, "--cache", cache, out="second")
-    assert (code, printed.count("rebuilt the plan")) == (0, len(plans)), printed
+    assert (code, printed.count("rebuilt the packing")) == (0, len(plans)), printed
     assert len(plans) > 0
     assert [plan.read_bytes() for plan in plans] == before
     assert hashes(tmp_path / "second") == hashes(tmp_path / "first")

@@ -144,7 +144,7 @@ def test_a_key_that_leaves_something_out_would_give_anothers_plan(tmp_path, monk
     first = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
     other = load_or_pack_bins(tmp_path, LENGTHS[::-1], 64, content="b", log=tell_nobody)
     assert not np.array_equal(first.lengths, other.lengths)
-    monkeypatch.setattr(cache, "_key_of", _same_key(cache._key_of))
+    monkeypatch.setattr(cache, "_make_key", _same_key(cache._make_key))
     weak = tmp_path / "weak"
     first = load_or_pack_bins(weak, LENGTHS, 64, content="a", log=tell_nobody)
     stale = load_or_pack_bins(weak, LENGTHS[::-1], 64, content="b", log=tell_nobody)

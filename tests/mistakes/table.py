@@ -129,15 +129,15 @@ MISTAKES = [
         (
             "grads.py",
             "a group's own limit is forgotten",
-            "    return [(list(rest), max_norm), *apart]",
-            "    return [(list(rest), max_norm), *((members, max_norm) for members, _ in apart)]",
+            "    return [(list(remaining), max_norm), *separate]",
+            "    return [(list(remaining), max_norm), *((p, max_norm) for p, _ in separate)]",
             "tests/test_grads.py",
         ),
         (
             "grads.py",
             "clipping makes small gradients larger",
-            "    by = (limit / (norm + 1e-6)).clamp(max=1.0) if clips",
-            "    by = (limit / (norm + 1e-6)) if clips",
+            "        factor = (limit / (norm + 1e-6)).clamp(max=1.0)",
+            "        factor = limit / (norm + 1e-6)",
             "tests/test_grads.py",
         ),
         (
@@ -227,8 +227,8 @@ MISTAKES = [
         (
             "step.py",
             "an evaluation counts the batch that only computes along",
-            "torch.zeros_like(term) for name, term in found.items()",
-            "term for name, term in found.items()",
+            "torch.zeros_like(term) for name, term in terms.items()",
+            "term for name, term in terms.items()",
             "tests/test_step.py tests/post/evaluation/test_held_out.py",
         ),
         (
@@ -686,15 +686,15 @@ MISTAKES = [
         (
             "ring.py",
             "keys travel the other way round",
-            "    after, before = (axis.index + 1) % axis.count, (axis.index - 1) % axis.count",
-            "    after, before = (axis.index - 1) % axis.count, (axis.index + 1) % axis.count",
+            "dist.isend, x, group=axis.group, tag=tag, group_peer=after),\n            dist.P2POp(dist.irecv, received, group=axis.group, tag=tag, group_peer=before)",
+            "dist.isend, x, group=axis.group, tag=tag, group_peer=before),\n            dist.P2POp(dist.irecv, received, group=axis.group, tag=tag, group_peer=after)",
             "tests/attention/test_ring.py",
         ),
         (
             "ring.py",
             "later queries see the first half of earlier keys alone",
-            "            views.append(_View(whole, first, block))",
-            "            views.append(_View(whole, second, block))",
+            "            views.append(_View(everything, first, block))",
+            "            views.append(_View(everything, second, block))",
             "tests/attention/test_ring.py",
         ),
     ),
@@ -704,14 +704,14 @@ MISTAKES = [
             "experts.py",
             "experts compute on the jittered tokens",
             "        rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)",
-            "        rows, counts, route = self.dispatch(seen.to(x.dtype), kept.indices, kept.counts)",
+            "        rows, counts, route = self.dispatch(\n            router_input.to(x.dtype), kept.indices, kept.counts\n        )",
             "tests/models/test_experts.py",
         ),
         (
             "experts.py",
             "balance is counted after capacity dropped some",
-            "        balance = balance_loss_sum(routing, self._load(routing, spans), experts=how.count)",
-            "        balance = balance_loss_sum(routing, self._load(kept, spans), experts=how.count)",
+            "        load = self._compute_load(routing, spans)",
+            "        load = self._compute_load(kept, spans)",
             "tests/models/test_experts.py",
         ),
         (
@@ -724,7 +724,7 @@ MISTAKES = [
         (
             "experts.py",
             "the z loss of routers counts padding",
-            "        z = (logits.logsumexp(-1).square() * places).sum()",
+            "        z = (logits.logsumexp(-1).square() * mask).sum()",
             "        z = logits.logsumexp(-1).square().sum()",
             "tests/models/test_experts.py",
         ),
@@ -738,15 +738,15 @@ MISTAKES = [
         (
             "routers.py",
             "groups are chosen by their best expert alone",
-            "    best = parted.topk(min(2, parted.shape[-1]), -1).values.sum(-1)",
-            "    best = parted.amax(-1)",
+            "    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)",
+            "    best = by_group.amax(-1)",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
             "routers.py",
             "an expert takes one token more than it has room for",
-            "    is_kept[ordered.indices] = place < capacity",
-            "    is_kept[ordered.indices] = place <= capacity",
+            "    is_kept[by_expert.indices] = position < capacity",
+            "    is_kept[by_expert.indices] = position <= capacity",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
@@ -981,7 +981,7 @@ MISTAKES = [
         (
             "packing.py",
             "packed documents are compared with themselves",
-            "            own = _outputs(call, model, one)\n",
+            "            own = _compute_outputs(call, model, one)\n",
             "            own = [x[document.row, document.places][None] for x in packed]\n",
             "tests/tools/testing/test_packing.py",
         ),
@@ -1410,15 +1410,15 @@ MISTAKES = [
         (
             "choices.py",
             "log-probabilities per token are per byte",
-            "(logprobs, logprobs / tokens, logprobs / sizes)",
-            "(logprobs, logprobs / sizes, logprobs / tokens)",
+            '"per_token": logprobs / item.metadata["tokens"]',
+            '"per_token": logprobs / item.metadata["bytes"]',
             "tests/post/evaluation",
         ),
         (
             "score.py",
             "a continuation is scored one token late",
-            "        counting = [slice(end - x.scored, end)",
-            "        counting = [slice(end - x.scored + 1, end + 1)",
+            "        scored = [slice(end - x.scored, end)",
+            "        scored = [slice(end - x.scored + 1, end + 1)",
             "tests/post/evaluation/test_score.py",
         ),
         (
@@ -1766,8 +1766,8 @@ MISTAKES = [
         (
             "score.py",
             "--temperature changes nothing",
-            "                temperature=temperature,\n            )\n",
-            "                temperature=1.0,\n            )\n",
+            "        temperature=temperature,\n",
+            "        temperature=1.0,\n",
             "tests/tools/commands/test_score.py",
         ),
         (

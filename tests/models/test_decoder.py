@@ -265,7 +265,7 @@ def test_turning_pairs_is_the_product_of_complex_numbers_bit_for_bit(dtype):
 def test_rotary_angles_and_products_of_a_half_precision_model_are_single_precision():
     model = build_decoder(SMALL, seed=0).bfloat16()
     positions = torch.tensor([[1001, 1002, 1003]])  # bf16 cannot tell these apart
-    (cos, sin), _ = model._rotary(positions, dtype=torch.bfloat16)
+    (cos, sin), _ = model._make_rotary(positions, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32
     want = torch.cos(positions[0].double()).float()
     torch.testing.assert_close(cos[0, :, 0, 0], want, rtol=0, atol=1e-6)
@@ -423,7 +423,7 @@ def test_embeddings_are_scaled_by_what_their_dtype_can_say():
     config = attrs.evolve(SMALL, width=48, embedding_scale=48**0.5)  # 6.93, in bf16 6.9375
     model = build_decoder(config, seed=0).bfloat16()
     ids, rest = packed([4])
-    x = model._embedded(ids, rest["position_ids"], None)
+    x = model._embed(ids, rest["position_ids"], None)
     assert torch.equal(x, model.embedding(ids) * torch.tensor(48**0.5).bfloat16())
 
 

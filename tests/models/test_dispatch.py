@@ -8,7 +8,7 @@ import torch
 from trainkit.collectives import all_to_all_rows
 from trainkit.mesh import axis_from_group
 from trainkit.models import ep_combine, ep_dispatch, ep_dispatch_keys
-from trainkit.models.routers import counts_of
+from trainkit.models.routers import count_choices
 from trainkit.noise import split_keys
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO
@@ -35,7 +35,7 @@ def world_axis():
 
 def through_experts(x, indices, weights, scales, axis, **wire):
     """Multiply each row with its expert's number, and add up; `scales` are those of all experts."""
-    counts = counts_of(indices, len(scales))
+    counts = count_choices(indices, len(scales))
     rows, own, route = ep_dispatch(x, indices, counts, axis, **wire)
     assert len(rows) == own.sum()
     mine = scales.chunk(axis.count)[axis.index].repeat_interleave(own, output_size=len(rows))
@@ -46,7 +46,7 @@ def check_keys(indices, axis, *, first=0):
     """Check that a row has the key of its token at its expert; rows hold their token's number."""
     tokens = torch.arange(first, first + len(indices))
     keys = split_keys(tokens, indices)
-    counts = counts_of(indices, 8)
+    counts = count_choices(indices, 8)
     rows, own, route = ep_dispatch(tokens.double().unsqueeze(1) + 1, indices, counts, axis)
     expert = (torch.arange(8).chunk(axis.count)[axis.index]).repeat_interleave(own)
     got, real = ep_dispatch_keys(keys, route, axis), rows[:, 0] > 0  # what is nobody's is zeros
@@ -64,7 +64,7 @@ def test_a_key_comes_with_its_row():
 
 def test_on_one_rank_rows_stand_in_the_order_of_experts_and_come_back():
     x, indices = drawn(6, 3, seed=0).requires_grad_(), choices(6, 4, 2, seed=1)
-    counts = counts_of(indices, 4)
+    counts = count_choices(indices, 4)
     rows, own, route = ep_dispatch(x, indices, counts)
     order, padding = indices.flatten().argsort(stable=True), (indices == 4).all(1)
     assert torch.equal(rows[:-2], x[order // 2][:-2])
@@ -85,7 +85,7 @@ def test_no_tokens_and_one_choice_are_no_special_case():
     for tokens, chosen in ((0, 2), (5, 1)):
         x, indices = drawn(tokens, 3, seed=0).requires_grad_(), choices(tokens, 4, chosen, seed=1)
         indices = indices.clamp(max=3)  # no padding
-        rows, _, route = ep_dispatch(x, indices, counts_of(indices, 4))
+        rows, _, route = ep_dispatch(x, indices, count_choices(indices, 4))
         y = ep_combine(rows, torch.ones(tokens, chosen, dtype=WIDE), route)
         y.sum().backward()
         assert torch.equal(y, x)
@@ -197,7 +197,7 @@ def test_rows_in_16_bits_are_weighed_and_summed_in_fp32():
 
 
 def _rows_and(x, indices, weights):
-    rows, _, route = ep_dispatch(x, indices, counts_of(indices, 8))
+    rows, _, route = ep_dispatch(x, indices, count_choices(indices, 8))
     return rows, weights, route
 
 

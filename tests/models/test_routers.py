@@ -76,9 +76,9 @@ def test_a_capacity_or_noise_that_means_nothing_is_refused():
     for wrong in (-0.1, 1.0, math.nan):
         with pytest.raises(ConfigError, match=r"jitter must be in \[0, 1\)"):
             Experts(count=8, chosen=2, width=4, jitter=wrong)
-        with pytest.raises(ValueError, match=r"jittered: amount must be in \[0, 1\)"):
+        with pytest.raises(ValueError, match=r"add_jitter: amount must be in \[0, 1\)"):
             add_jitter(torch.ones(2, 4), torch.zeros(2).long(), name="mlp", amount=wrong)
-    with pytest.raises(ValueError, match=r"jittered: noise_key must be \[2\].*got \[3\]"):
+    with pytest.raises(ValueError, match=r"add_jitter: noise_key must be \[2\].*got \[3\]"):
         add_jitter(torch.ones(2, 4), torch.zeros(3).long(), name="mlp", amount=0.1)
 
 

@@ -261,8 +261,8 @@ def test_blocks_that_a_layout_cuts_are_refused_by_name(tmp_path):
     state = train(stages, optimizer, ps, begin=0, end=1)
     tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
     for told in run_ranks(cut_within_blocks, 2, row, tmp_path):
-        assert "rows of 256 numbers are cut into parts of 128, within blocks of 256" in told[0]
-        assert "cut into parts of 128" in told[1]
+        assert "sharded into 128 per rank, which splits blocks of 256" in told[0]
+        assert "sharded into 128 per rank" in told[1]
 
 
 def cut_within_blocks(row, run):

@@ -188,9 +188,13 @@ def test_every_size_fits_2_and_4_tensor_ranks(name):
 
 def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
     changes = {"schedule": "dual_pipe_v"}
-    monkeypatch.setattr("trainkit.parallel.check_layout.passes_to_itself", lambda: True)
+    monkeypatch.setattr(
+        sys.modules["trainkit.parallel.check_layout"], "passes_to_itself", lambda: True
+    )
     check(pp=2, changes=changes, device="cpu")
-    monkeypatch.setattr("trainkit.parallel.check_layout.passes_to_itself", lambda: False)
+    monkeypatch.setattr(
+        sys.modules["trainkit.parallel.check_layout"], "passes_to_itself", lambda: False
+    )
     with pytest.raises(ConfigError, match=r"cannot run .* on CPUs.*2\.12 or later"):
         check(pp=2, changes=changes, device="cpu")
     check(pp=2, changes=changes, device="cuda")  # a plan for another machine

@@ -31,10 +31,10 @@ from trainkit.parallel import (
     expert_parallel,
     fsdp,
     get_local_box,
+    grad_reduction,
     make_call,
     mixed_precision,
     recompute,
-    reduction,
     sequence_parallel,
     tensor_parallel,
 )
@@ -111,7 +111,7 @@ def test_counts_that_are_not_of_the_rows_are_refused():
             return rows, change(counts), route
 
         model.layers["1"].mlp.dispatch = wrong
-        with pytest.raises(ValueError, match="counts must be those of the 8 that are here"):
+        with pytest.raises(ValueError, match="counts must be those of the 8 local experts"):
             call_routed(model, batch)
 
 
@@ -430,7 +430,7 @@ def test_gradients_that_cannot_be_rounded_are_refused():
         fsdp(expert_wire_dtype=torch.float16)
     for low, keyless, alone in run_ranks(refused_to_round, 4):
         assert "gradients of layers.1.mlp are summed in torch.bfloat16; leave it out" in low
-        assert 'the batch\'s "noise_key", which is not there' in keyless
+        assert 'the batch\'s "noise_key", which is missing' in keyless
         assert "rounded by the key of a step; call forward_backward" in alone
 
 
@@ -447,18 +447,18 @@ PATCH = pytest.MonkeyPatch()
 def not_summed_over_tp(module, _ps):
     for part in module.modules():
         if isinstance(part, ExpertWeights):
-            reduction._PARTIAL.write_(part, ())
+            grad_reduction._PARTIAL.write_(part, ())
     return module
 
 
 def not_summed_over_replicas(module, _ps):
-    run = Reduction._run
+    run = Reduction._run_post_backward
 
     def without(reduction, unit, *, now, last):
         dealt = "expert_fsdp" in unit.mesh_info.mesh.mesh_dim_names
         return run(reduction, unit, now=now, last=last and not dealt)
 
-    PATCH.setattr(Reduction, "_run", without)
+    PATCH.setattr(Reduction, "_run_post_backward", without)
     return module
 
 

@@ -19,9 +19,9 @@ from trainkit.losses import next_token
 from trainkit.parallel import (
     ddp,
     fsdp,
+    grad_reduction,
     mixed_precision,
     recompute,
-    reduction,
     sequence_parallel,
     tensor_parallel,
     weights_from_module,
@@ -367,18 +367,20 @@ def test_ranks_that_use_units_at_different_times_are_told_which_before_the_secon
 
 def test_on_a_device_orders_are_read_when_no_step_waits_for_them(monkeypatch):
     refused, model = [], nn.Linear(1, 1)
-    monkeypatch.setattr(reduction._Order, "_refuse", lambda _, group: refused.append(group))
+    monkeypatch.setattr(
+        grad_reduction._Order, "_raise_difference", lambda _, group: refused.append(group)
+    )
     group = SimpleNamespace(size=lambda: 2)
     alike, apart = ([6.0, 18.0], [3.0, 5.0])  # h = 3 and 3, or 1 and 2: their sum, that of squares
-    reducers = reduction.Reducers(fsdp=[("", model)])
+    reducers = grad_reduction.Reducers(fsdp=[("", model)])
     for step, sums in enumerate((alike, apart, apart)):
-        order = reduction._Order({})
+        order = grad_reduction._Order({})
         on_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=lambda sums=sums: sums)
         order.sums.append((group, on_gpu))
         order.compare(reducers)
-        assert (reduction._UNREAD.read(model) is order) == (step > 0)
+        assert (grad_reduction._UNREAD.read(model) is order) == (step > 0)
     assert refused == []
-    reduction._UNREAD.read(model).check()
+    grad_reduction._UNREAD.read(model).check()
     assert refused == [group]
 
 
@@ -590,9 +592,9 @@ def test_stages_that_somebody_has_cut_train_as_the_whole_model():
     for error, words in zip(
         said,
         (
-            r"stages 0 and 1 both hold a parameter 'blocks.0.weight'; .* name it in `tied`",
+            r"stages 0 and 1 both have a parameter 'blocks.0.weight'; .* list it in `tied`",
             "'embedding.weight' is in `tied`, .* it is in none",
-            "stages 0 and 1 hold other values of 'embedding.weight'",
+            "stages 0 and 1 have different values of 'embedding.weight'",
             "1f1b has 1 stage.s. on each rank, got 2; those with 2 are interleaved_1f1b, looped",
         ),
         strict=True,

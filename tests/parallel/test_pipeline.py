@@ -1,6 +1,7 @@
 """Every pipeline schedule gives the numbers of one process; what would not is refused by name."""
 
 import functools
+import sys
 
 import attrs
 import every_pair
@@ -341,7 +342,7 @@ def forgetful(output, batch):
 
 
 def two_rank_refusals():
-    from trainkit.parallel import check_layout as fitting
+    fitting = sys.modules["trainkit.parallel.check_layout"]
 
     one = torch.tensor(1)
     with tk.parallel_session(pp=2) as ps:
@@ -370,12 +371,12 @@ def two_rank_refusals():
 
 def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
     for told in run_ranks(two_rank_refusals, 2):
-        assert "must be a sequence of some, got no microbatch" in told["none"]
+        assert "must be a sequence of batches, got no batch" in told["none"]
         assert "shape (1, 9, 16), microbatch 0 of (1, 8, 16)" in told["shapes"]
         assert "1 microbatches in a step, the schedule 1f1b needs at least 2" in told["few"]
         assert "5 microbatches" in told["rounds"]
         assert "a multiple of 2" in told["rounds"]
-        assert "its terms are ['loss', 'other'], and reports ['loss']" in told["terms"]
+        assert "declares the terms ['loss', 'other'], but returns ['loss']" in told["terms"]
         assert "has them on (0, 1, 1, 0)" in told["placement"]
         assert "dual_pipe_v has 2 stage(s) on each rank, got 1" in told["per rank"]
         assert "are not the stages of rank" in told["reversed"]
@@ -456,7 +457,7 @@ def stage_that_passes_on_something_else():
 
 
 def test_a_stage_that_breaks_its_boundary_is_told_so():
-    with pytest.raises(RuntimeError, match="its boundary\\(batch\\) says"):
+    with pytest.raises(RuntimeError, match="its boundary\\(batch\\) is"):
         run_ranks(stage_that_passes_on_something_else, 2, timeout=20.0)
 
 
@@ -596,8 +597,8 @@ def largest(norms, groups, norm_type):
 
 
 MISTAKES = {
-    "last microbatch only": (pipeline, "_summed", last_alone),
-    "norm as maximum": (tk.grads, "_over_ranks", largest),
+    "last microbatch only": (pipeline, "_sum_terms", last_alone),
+    "norm as maximum": (tk.grads, "_reduce_norms", largest),
     "tied copy counted twice": (tk.grads, "is_tied_copy", nothing),
     "tied gradient not summed": (tied_embeddings, "_exchange_tied", nothing),
 }
@@ -605,7 +606,10 @@ MISTAKES = {
 
 def with_mistakes():
     found = {}
-    for name, (where, what, planted) in {"none": (pipeline, "_summed", None), **MISTAKES}.items():
+    for name, (where, what, planted) in {
+        "none": (pipeline, "_sum_terms", None),
+        **MISTAKES,
+    }.items():
         right = getattr(where, what)
         setattr(where, what, planted or right)
         result = run_steps(two(tied=True), steps=2)

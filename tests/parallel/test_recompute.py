@@ -39,7 +39,7 @@ def blocks_of(model):
     batch = tk.batch.make_padding_batch(2, TOKENS // 2)
 
     def run(x):
-        table = model._rotary(batch.position_ids, dtype=x.dtype)
+        table = model._make_rotary(batch.position_ids, dtype=x.dtype)
         for block in model.layers.values():
             x = block(x, rotary=table, spans=batch.spans)
         return x

@@ -19,10 +19,10 @@ from trainkit.parallel.split import (
     decoder_costs,
     split_layer_ranges,
 )
-from trainkit.parallel.stage_ranks import StagePlace, places_of, tied_of
+from trainkit.parallel.stage_ranks import StagePlace, get_stage_places, get_tied_names
 from trainkit.parallel.stages import split_layers
 from trainkit.tools.planning import Job
-from trainkit.tools.planning.stages import part_of
+from trainkit.tools.planning.stages import find_part
 from trainkit.types import ConfigError, Layout
 
 
@@ -82,7 +82,7 @@ def test_layers_without_experts_are_cut_by_what_they_cost():
     stages = [[*map(int, stage.layers)] for stage in split_layers(whole(config), 2)]
     assert stages == [[0, 1], [*range(2, 10)]]
     job = Job(config=config, row_length=64, rows=8)
-    parts = [part_of(job, Layout(pp=2), rank) for rank in range(2)]
+    parts = [find_part(job, Layout(pp=2), rank) for rank in range(2)]
     assert [(part.layers, part.experts) for part in parts] == [
         (len(layers), sum(i >= 2 for i in layers)) for layers in stages
     ]
@@ -104,7 +104,7 @@ def test_a_large_model_is_cut_at_once():
 
 
 def test_too_few_layers_are_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match="3 layers cannot fill 4 pipeline stages"):
+    with pytest.raises(ConfigError, match="3 layers cannot fill 4 stages"):
         split_layer_ranges([1.0] * 3, 4)
 
 
@@ -165,27 +165,29 @@ def test_stages_run_one_after_the_other_give_what_the_whole_gives():
         lambda: Decoder(config), tk.solo_parallel(), [], weights=init_weights(config, seed=0)
     )
     batch = tk.batch.make_padding_batch(2, 6)
-    side = {"position_ids": batch.position_ids, "spans": batch.spans}
     x = torch.arange(12).reshape(2, 6)
-    wanted = model(x, **side)
+    wanted = model(x, position_ids=batch.position_ids, spans=batch.spans)
     for rank in range(3):
         (stage,), _ = of_rank(rank, 3)
         edge = stage.boundary(batch)
-        x = stage(x, **side)
+        x = stage(x, position_ids=batch.position_ids, spans=batch.spans)
         assert rank == 2 or (edge.shape, edge.dtype) == (x.shape, x.dtype)
     assert torch.equal(x, wanted)
 
 
 def test_a_stage_says_where_it_stands_and_what_it_shares():
     stages, axis = of_rank(1, 2, "interleaved_1f1b")
-    assert places_of(stages, axis) == [StagePlace(1, (0, 1, 0, 1)), StagePlace(3, (0, 1, 0, 1))]
-    assert [tied_of(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
+    assert get_stage_places(stages, axis) == [
+        StagePlace(1, (0, 1, 0, 1)),
+        StagePlace(3, (0, 1, 0, 1)),
+    ]
+    assert [get_tied_names(stage) for stage in stages] == [{}, {"embedding.weight": (0, 3)}]
     assert list(tk.get_named_parameters(stages))[-1] == "norm.weight"
 
 
 def test_a_rank_holds_as_many_stages_as_are_asked_for():
     stages, axis = of_rank(1, 2, "interleaved_1f1b", layers=8, stages_per_rank=4)
-    assert [place.index for place in places_of(stages, axis)] == [1, 3, 5, 7]
+    assert [place.index for place in get_stage_places(stages, axis)] == [1, 3, 5, 7]
 
 
 @pytest.mark.skipif(not passes_to_itself(), reason="gloo has no connection to the own rank")
@@ -245,7 +247,7 @@ def test_a_model_of_one_s_own_is_split_by_a_function_of_one_s_own():
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (lambda m, _: [m], "split gave 1 stages, where 2 were asked for"),
+        (lambda m, _: [m], "split returned 1 stages, where 2 were requested"),
         (lambda m, _: [nn.ModuleDict({"a": m.a})] * 2, "'b.bias' is in no stage"),
         (lambda m, _: [m, nn.ModuleDict({"c": m.a})], r"'c\.weight' of stage 1 is no parameter"),
     ],

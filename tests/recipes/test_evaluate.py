@@ -142,7 +142,7 @@ def test_without_flags_it_takes_text_that_pretrain_holds_out(tmp_path, monkeypat
         (tmp_path / f"{i}.py").write_text(
             "".join(f"def f{n}(x): return x + {i}\n" for n in range(50))
         )
-    for room in ("open", "library"):
+    for room in ("open", "python_library"):
         monkeypatch.setattr(f"trainkit.text.corpora.{room}.standard_library", lambda: tmp_path)
     saved_run(tmp_path / "runs" / "pretrain", CONFIG)
     recipe = load("evaluate")

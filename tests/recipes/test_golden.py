@@ -43,7 +43,7 @@ def write_data(folder):
 
 
 def untrained(folder):
-    """Save a checkpoint of the weights that a run begins with which has no run to start from."""
+    """Save a checkpoint of the weights that a run begins with which has nothing to begin with."""
     size = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
     model = models.build_decoder(models.make_decoder_config("tiny", vocab_size=size), seed=5)
     facts = {"model": attrs.asdict(model.config), "config.tokenizer": "bytes"}

@@ -228,7 +228,7 @@ def test_a_run_in_the_place_of_a_folder_is_refused_with_the_command_that_makes_o
     (tmp_path / "base" / "checkpoints").mkdir(parents=True)
     flags = flags_of(tmp_path / "no", text, 1, "--init", tmp_path / "base", "--tokenizer", "bytes")
     code, said = here(flags, "moe")
-    assert (code, "is a run, and no" in said, "trainkit export" in said) == (64, True, True), said
+    assert (code, "is a run, not a" in said, "trainkit export" in said) == (64, True, True), said
 
 
 def test_experts_that_cannot_be_are_refused(text, tmp_path):

@@ -218,7 +218,7 @@ def test_records_that_are_no_pairs_are_named(record, named, flags_of, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "wanted", "named"),
     [
-        (["--data", "long.jsonl"], 64, "there is no row to train on; bring more documents, or"),
+        (["--data", "long.jsonl"], 64, "there is no row to train on; use more documents, or"),
         (["--row-length", 30], 64, "set row_length to 32"),
         (["--init", "nowhere"], 66, "there is no folder nowhere"),
         (["--template", "chatmal"], 64, "take chatml, "),

@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import threading
 import time
 import tomllib
@@ -181,7 +182,7 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
         seen.append(vocab_size)
         return [Completion([], "", "length")]
 
-    monkeypatch.setattr("trainkit.post.generation.generate.generate", generate)
+    monkeypatch.setattr(sys.modules["trainkit.post.generation.generate"], "generate", generate)
     monkeypatch.setattr("trainkit.post.generation.generate", generate)
     here(flags_of(tmp_path / "one", text, 1))
     here(["--run", whole[0]], "generate")

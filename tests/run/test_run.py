@@ -12,12 +12,24 @@ import pytest
 import torch
 from recipe_runs import events
 
+from trainkit.data import PackedCorpus, make_corpus
 from trainkit.mesh import solo_parallel
-from trainkit.run import Timeouts, make_run_dir, open_run, startup, watchdog
+from trainkit.models import make_decoder_config
+from trainkit.packing import pack_bins
+from trainkit.run import EXIT_SAVED, Timeouts, make_run_dir, open_run, startup, watchdog
+from trainkit.run.config import RunConfig
 from trainkit.run.lock import lock_run
+from trainkit.run.open_run import gather_facts
+from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.tools.testing import run_ranks
-from trainkit.types import Cursor, DataError, DiskError, StepBatch
-from trainkit.weights.checkpoint import CheckpointOptions, find_checkpoint, list_checkpoints
+from trainkit.types import CheckpointError, Cursor, DataError, DiskError, StepBatch
+from trainkit.weights.checkpoint import (
+    CheckpointOptions,
+    InitialWeights,
+    find_checkpoint,
+    list_checkpoints,
+    read_facts,
+)
 from trainkit.weights.checkpoint.manifest import parse_step
 
 LIMITS = Timeouts(start_timeout=60.0)
@@ -194,7 +206,7 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     """Begin or go on with a run of one more step; return what it said, and its event."""
     recipe.write_text(text)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe), raising=False)
-    monkeypatch.setattr(startup, "_version", lambda: version)
+    monkeypatch.setattr(startup, "_read_version", lambda: version)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = CheckpointOptions(save_every=1, background_saves=False)
@@ -230,3 +242,68 @@ def test_other_code_is_told_in_one_line_and_an_event_and_goes_on(
     line = "; ".join(f"software: {x} was changed from {saved[x]} to {now[x]}" for x in names)
     assert (event["step"], event["messages"][1:]) == (2, [line])
     assert line in said.splitlines()
+
+
+def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path):
+    rows = PackedCorpus(make_corpus([[1, 2, 3], [4]]), pack_bins([3, 1], 4))
+    model, cfg = torch.nn.Linear(1, 1), RunConfig(seed=3, steps=4)
+    optimizer = torch.optim.SGD(model.parameters())
+    told = {
+        "config": cfg,
+        "model": make_decoder_config("tiny"),
+        "tokenizer": make_byte_tokenizer(),
+        "rows": rows,
+        "corpora": {"web": rows.corpus},
+        "first": InitialWeights(None),
+        "context": 4,
+        "template": "chatml",
+    }
+    with open_run(tmp_path, config=cfg, **HOW) as run:
+        state = run.resume(model, optimizer, **told, facts={"own": 1})
+        with run.loop(state, model, optimizer, steps=4, replay=None) as loop:
+            loop.checkpoint(attrs.evolve(state, step=4))
+        assert run.finish(state, model, optimizer, stop="a signal") == EXIT_SAVED
+        assert not (tmp_path / "final.json").exists()
+    facts = read_facts(find_checkpoint(tmp_path))
+    assert {"config.seed": 3, "own": 1, "context": 4}.items() <= facts.items()
+    assert facts["model"]["width"] == make_decoder_config("tiny").width
+    names = {"tokenizer", "rows", "files", "fingerprint", "fingerprint of web", "template"}
+    assert {*names, "first weights", "software"} <= facts.keys()
+    assert "config.steps" not in facts  # which says nothing of the run
+    for change, named in (
+        ({"context": 9}, None),  # which a run may be continued with
+        ({"model": make_decoder_config("tiny", layers=2)}, "model"),
+        ({"facts": {"own": 2}}, "own"),
+    ):
+        with open_run(tmp_path, config=cfg, **HOW) as run:
+            again = {"facts": {"own": 1}, **told, **change}
+            if named is None:
+                assert run.resume(model, optimizer, **again).step == 4
+                continue
+            with pytest.raises(CheckpointError, match=named):
+                run.resume(model, optimizer, **again)
+
+
+def test_facts_that_depend_on_the_batches_are_asked_for_at_each_save():
+    facts_at = gather_facts(context=3, facts=lambda batches: {"phases": batches})
+    assert facts_at(7) == {"context": 3, "phases": 7}
+
+
+def test_a_loop_says_what_is_due_and_writes_events_and_a_result(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with open_run(tmp_path, **HOW) as run:
+        state = run.resume(model, optimizer)
+        with run.loop(state, model, optimizer, steps=7, replay=None) as loop:
+            due = [s for s in range(1, 8) if loop.is_due(attrs.evolve(state, step=s), 3)]
+            late = [s for s in range(3, 8) if loop.is_due(attrs.evolve(state, step=s), 2, since=3)]
+            never = [s for s in range(1, 8) if loop.is_due(attrs.evolve(state, step=s), 0)]
+            loop.event("packing", step=0, facts={"rows": 2})
+            for step, loss in ((1, 3.0), (2, 2.0)):
+                found = {"loss": loss, "tokens": 1}
+                loop.evaluate(attrs.evolve(state, step=step), lambda x=found: x)
+            loop.result("eval/loss")
+    assert (due, late, never) == ([3, 6, 7], [3, 5, 7], [])
+    assert events(tmp_path, "packing")[0]["rows"] == 2
+    (result,) = events(tmp_path, "result")
+    assert result["metric"] == "eval/loss"

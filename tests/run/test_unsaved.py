@@ -95,7 +95,7 @@ def test_an_error_saves_what_is_whole(case, how, undisturbed, tmp_path, capsys):
     said = capsys.readouterr().err
     assert saved_steps(tmp_path) == saved
     assert ("is saved in" in said) == (6 in saved or (step, place) == (4, "after the line"))
-    assert ("after its optimizer step had begun" in said) == (place in HALF_WRITTEN)
+    assert ("after its optimizer step had started" in said) == (place in HALF_WRITTEN)
     if not isinstance(error, SystemExit):
         told = json.loads(said.splitlines()[-1].removeprefix("TRAINKIT_ERROR "))
         assert str(error) in told["what"]

@@ -1,14 +1,13 @@
-"""Ulysses attention: inside attention, slices of the sequence become slices of the heads.
+"""Ulysses attention: an all-to-all exchanges a shard of the sequence for a shard of the heads.
 
-Outside, each rank holds a contiguous slice of every row; inside, some of the heads over the whole
-row, so that any attention will do. Two exchanges of 1/N of the data each take the place of a ring
-(Jacobs et al., "DeepSpeed Ulysses", 2023). The number of ranks is bounded by the number of heads.
+Outside of attention each rank has a contiguous slice of every row; inside, some of the heads over
+full rows, so any attention function works. There are two all-to-alls in place of a ring (Jacobs et
+al., "DeepSpeed Ulysses", 2023). The number of heads bounds the number of ranks.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -21,15 +20,15 @@ from trainkit.types import Attend, Axis, Spans
 
 
 def ulysses(attend: Attend, axis: Axis) -> Attend:
-    """Return attention over rows of which every rank of an axis holds a contiguous slice.
+    """Return attention over rows of which every rank of an axis has a contiguous slice.
 
-    Heads are dealt out in order, key heads beside the query heads that they serve; where there are
-    fewer key heads than ranks, each goes to as many ranks as share it. `ulysses(ring(...), ...)`
-    composes: the rows are then those of a ring shard.
+    Heads are sharded in order, key heads together with their query heads. If there are fewer key
+    heads than ranks, each is sent to several ranks. `ulysses(ring(...), ...)` composes: the rows
+    are then those of a ring shard.
 
     Args:
-        attend: Attention over whole rows, with fewer heads.
-        axis: The ranks that hold the slices, `ps.ulysses`.
+        attend: Attention over full rows, with fewer heads.
+        axis: The ranks that have the slices, `ps.ulysses`.
 
     Returns:
         An `Attend` of this rank's slices: q `[B, S/N, H, D]`, k `[B, S/N, K, D]` and v `[B, S/N, K,
@@ -49,10 +48,10 @@ def ulysses(attend: Attend, axis: Axis) -> Attend:
     """
     if axis.count == 1:
         return attend
-    return untraced(partial(_exchanged, attend=attend, axis=axis))
+    return untraced(partial(_attend, attend=attend, axis=axis))
 
 
-def _exchanged(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -64,24 +63,34 @@ def _exchanged(
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
-    seen: dict[str, Any] = {"window": window, "softcap": softcap}
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, **seen, parts=axis.count)
+    q, k, v, scale = check_inputs(
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        parts=axis.count,
+    )
     _check_heads(q, k, axis)
     if k.shape[2] < axis.count:
         copies = axis.count // k.shape[2]
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    # All in one message: for each rank its heads of q, of k and of v.
-    parts = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in (q, k, v)]
-    qkv = torch.cat(parts, dim=3).flatten(2, 3)
-    whole = all_to_all(qkv, axis, split_dim=2, gather_dim=1)
-    own = whole.split([part.shape[3] for part in parts], dim=2)
-    q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(own, (q, k, v), strict=True))
-    out = attend(q, k, v, spans=spans, scale=scale, **seen)
+    # One message: for each rank its heads of q, of k and of v.
+    by_rank = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in (q, k, v)]
+    qkv = torch.cat(by_rank, dim=3).flatten(2, 3)
+    received = all_to_all(qkv, axis, split_dim=2, gather_dim=1)
+    local = received.split([x.shape[3] for x in by_rank], dim=2)
+    q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(local, (q, k, v), strict=True))
+    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     return all_to_all(out, axis, split_dim=1, gather_dim=2)
 
 
 def _check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:
-    count, heads, kv_heads = axis.count, q.shape[2], k.shape[2]
+    count = axis.count
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
     if heads % count:
         raise ValueError(
             f"ulysses: {heads} query heads do not divide over {count} ranks; choose a degree that "

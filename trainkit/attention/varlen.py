@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -25,11 +24,11 @@ def varlen(
 ) -> Tensor:
     """Return causal attention inside each span, in one kernel where torch has one.
 
-    `torch.nn.attention.varlen.varlen_attn` gets what it can take: on CUDA, from Ampere on, fp16 and
-    bf16 (under autocast fp32 too) with head sizes that are multiples of 8, up to 256; the narrower
-    of keys and values are filled up with zeros. It knows windows, and no soft cap. All else takes
-    `sdpa`, to which this function is equal up to rounding. The CUDA branch has so far been checked
-    against the signatures of torch 2.11 and 2.13 only, and never been run.
+    `torch.nn.attention.varlen.varlen_attn` is used where it works: on CUDA, from Ampere on, in fp16
+    and bf16 (under autocast in fp32 too), with head sizes that are multiples of 8, up to 256. The
+    narrower of keys and values are padded with zeros. It supports windows, but no soft caps. All
+    other cases use `sdpa`, to which this function is equal up to rounding. The CUDA branch has been
+    checked against the signatures of torch 2.11 and 2.13 only, and never been run.
 
     Args:
         q: Queries `[B, S, H, D]`.
@@ -37,9 +36,9 @@ def varlen(
             heads.
         v: Values `[B, S, K, E]`.
         spans: The documents, over the flattened rows.
-        scale: What scores are multiplied by; 1 / sqrt(D) by default.
-        window: How many keys a query sees at most, itself among them.
-        softcap: What scores are kept between, by tanh.
+        scale: The factor of scores; 1 / sqrt(D) by default.
+        window: The number of keys that a query attends to at most, including its own.
+        softcap: The bound of scores, by tanh.
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
@@ -56,19 +55,18 @@ def varlen(
         >>> torch.equal(varlen(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
         True
     """
-    seen: dict[str, Any] = {"window": window, "softcap": softcap}
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, **seen)
+    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     if softcap is None and flash_takes(wider(q, v)):
         return flash_varlen(q, k, v, spans=spans, scale=scale, window=window)
-    return sdpa(q, k, v, spans=spans, scale=scale, **seen)
+    return sdpa(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
 
 
 def flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, window: int | None = None
 ) -> Tensor:
-    """Call torch's `varlen_attn` for a packed batch: `varlen` without its choice and its checks.
+    """Call torch's `varlen_attn` for a packed batch, on CUDA only, without the checks of `varlen`.
 
-    For CUDA alone. Arguments and result are those of `varlen`.
+    Arguments and result are those of `varlen`.
     """
     # Imported here: the module imports torch._dynamo, 1.1 s (torch 2.13).
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - see above

@@ -1,4 +1,4 @@
-"""How processes become a layout: what a launcher says, how ranks meet, and the axes they share.
+"""Processes and axes: launcher variables, the rendezvous of ranks, and the axes of a layout.
 
 `parallel_session` does all of it; `axis_from_group` makes an axis of somebody else's process group.
 """

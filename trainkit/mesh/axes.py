@@ -239,7 +239,7 @@ def default_group() -> dist.ProcessGroup:
 def free_groups_later(groups: Sequence[dist.ProcessGroup]) -> None:
     """Free groups that may have pending work in a thread.
 
-    The destructor of a gloo group finishes its work, so whoever drops the last reference waits for
+    The destructor of a gloo group finishes its work, so the last owner of a reference waits for
     peers that may be dead, or for the timeout (torch from 2.11 on; `abort` does not change it).
 
     Effects:

@@ -1,4 +1,4 @@
-"""What a launcher tells a process through its environment: which rank it is, and where all meet.
+"""Read the variables of a launcher: the rank, the world size and the rendezvous address.
 
 Nothing is opened here: a wrong environment is named before any socket is.
 """
@@ -17,7 +17,7 @@ from trainkit.types import ConfigError
 
 @attrs.frozen
 class Launch:
-    """What a launcher told this process: its rank, how many there are, and where they meet."""
+    """The variables of a launcher: rank, world size, local rank and rendezvous address."""
 
     rank: int
     world: int
@@ -72,10 +72,10 @@ def launch_from_torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def launch_from_slurm(env: Mapping[str, str]) -> Launch:
-    """Read SLURM's variables; the first host of the node list is where ranks meet.
+    """Read SLURM's variables; the rendezvous is at the first host of the node list.
 
-    The port follows from the job's number (MASTER_PORT overrides it), so that all ranks find the
-    same one without talking, and two jobs on one host differ.
+    The port follows from the job id (MASTER_PORT overrides it), so that all ranks compute the same
+    one without communication, and two jobs on one host differ.
 
     Examples:
         >>> env = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
@@ -104,7 +104,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Read torchrun's variables if there are any, else SLURM's, else be one process.
+    """Read torchrun's variables, or else SLURM's, or else return a single process.
 
     Examples:
         >>> read_launch({})
@@ -118,10 +118,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def describe_launch(env: Mapping[str, str]) -> list[str]:
-    """Return what a user should know of how this process was started, one sentence each.
+    """Return notes about how this process was started, one sentence each.
 
-    Torchrun's variables win over SLURM's, and the two are never mixed: where they disagree, which
-    is usual under `srun torchrun`, a note says what counts.
+    Torchrun's variables take precedence over SLURM's, and the two are never mixed. If they
+    disagree, which is usual under `srun torchrun`, a note says which count.
 
     Examples:
         >>> describe_launch({"SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "2"})

@@ -332,7 +332,7 @@ class Experts:
         default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
     """By how much at most, as a part of it, noise moves what a router sees, while training; see
-    `jittered`."""
+    `add_jitter`."""
 
     def __attrs_post_init__(self) -> None:
         try:

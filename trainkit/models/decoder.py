@@ -1,11 +1,10 @@
 """One readable decoder for the Llama, Qwen3, Gemma, OLMo 2, GPT-2 and DeepSeek-V3 families.
 
-Plain it is RMSNorms before each half of a block, rotary embeddings, grouped-query or latent
-attention, SwiGLU or experts; what a family does otherwise is an option of `DecoderConfig`. Names,
-shapes and the half-split rotary convention are such that Hugging Face weights load without
-permuting (but for DeepSeek's rotary pairs, which are neighbours). A model holds parameters, and no
-buffers but its routers', so it is built on the meta device and filled box by box; the kernel of its
-attention is an argument.
+By default it has RMSNorms before each half of a block, rotary embeddings, grouped-query or latent
+attention, and SwiGLU or experts; the variations of families are options of `DecoderConfig`. Names,
+shapes and the half-split rotary convention are those of Hugging Face, so weights load without
+permuting (except DeepSeek's interleaved rotary pairs). The only buffers are those of routers, so a
+model is built on the meta device and filled box by box. The attention kernel is an argument.
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ from trainkit.types import (
 
 
 class Head(Linear):
-    """The output projection: logits, or what a fused linear cross entropy needs in place of them.
+    """The output head: logits, or a `Hidden` for a fused linear cross entropy."""
 
-    Even for `output="hidden"` the weight is read inside a forward of its own module, which is where
-    FSDP gathers it.
-    """
+    # A module also for `output="hidden"`: FSDP gathers the weight in the forward of its module.
 
     def __init__(
         self,
@@ -56,7 +53,8 @@ class Head(Linear):
         softcap: float | None,
     ) -> None:
         super().__init__(width, vocab_size, bias=False)
-        self.output, self.softcap = output, softcap
+        self.output = output
+        self.softcap = softcap
 
     def forward(  # pyrefly: ignore[bad-override-param-name]
         self, hidden: Tensor
@@ -78,11 +76,11 @@ def project(
         >>> project(torch.ones(1, 2, 4), torch.ones(8, 4), output="hidden").weight.shape
         torch.Size([8, 4])
     """
-    if hasattr(weight, "to_local"):  # tensor parallel: this rank's part of the vocabulary
+    if hasattr(weight, "to_local"):  # tensor parallel: this rank's shard of the vocabulary
         weight = weight.to_local()
     if output == "logits":
         return apply_softcap(nn.functional.linear(hidden, weight), softcap)
-    return Hidden(hidden, _PassedOn.apply(weight), softcap=softcap)
+    return Hidden(hidden, _Identity.apply(weight), softcap=softcap)
 
 
 def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
@@ -100,11 +98,11 @@ def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
     return gather_words(own, make_vocabulary_axis(weight, axis))
 
 
-class _PassedOn(torch.autograd.Function):
-    """A tensor and its gradient, unchanged, as a tensor that is neither a leaf nor a view.
+class _Identity(torch.autograd.Function):
+    """The identity; its output is neither a leaf nor a view.
 
-    FSDP2 (torch from 2.11 on) registers a backward hook on every tensor that a module returns: on a
-    parameter itself hooks would pile up, one per call, and a view makes 2.13 warn.
+    FSDP2 (torch from 2.11 on) registers a backward hook on every tensor that a module returns. On a
+    parameter itself hooks would accumulate, one per call, and for a view torch 2.13 warns.
     """
 
     @staticmethod
@@ -117,24 +115,27 @@ class _PassedOn(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with rotary positions if it is given their table.
+    """Grouped-query attention, with rotary embeddings if a table is passed.
 
-    The number of heads follows from the rows of the weights, so it may hold a shard of them.
+    The number of heads follows from the shapes of the weights, so it also works on a shard of them.
     """
 
     joined: ClassVar[Joined] = {"projected": ("wq", "wk", "wv")}
 
     def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
         super().__init__()
-        size, bias = config.head_size, config.qkv_bias
-        self.head_size, self.attend, self.scale = size, attend, config.score_scale
-        self.window, self.softcap = window, config.score_softcap
-        self.wq = Linear(config.width, config.heads * size, bias=bias)
-        self.wk = Linear(config.width, config.kv_heads * size, bias=bias)
-        self.wv = Linear(config.width, config.kv_heads * size, bias=bias)
+        size = config.head_size
+        self.head_size = size
+        self.attend = attend
+        self.scale = config.score_scale
+        self.window = window
+        self.softcap = config.score_softcap
+        self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)
+        self.wk = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
+        self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
         self.qk_norm = config.qk_norm
-        self.q_norm, self.k_norm = _norms_of_heads(config)
+        self.q_norm, self.k_norm = _make_qk_norms(config)
 
     def forward(
         self,
@@ -144,7 +145,7 @@ class Attention(nn.Module):
         spans: Spans,
         attend: Attend | None = None,
     ) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
+        """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
         q, k, v = self.projected(x)
         if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -152,53 +153,54 @@ class Attention(nn.Module):
         if self.qk_norm and self.qk_norm != "wide":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotated(q, k, rotary)
-        how = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        return self.wo((attend or self.attend)(q, k, v, spans=spans, **how).flatten(2))
+        attend = attend or self.attend
+        out = attend(
+            q, k, v, spans=spans, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        return self.wo(out.flatten(2))
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`."""
         return self.wq(x), self.wk(x), self.wv(x)
 
 
-def _norms_of_heads(config: DecoderConfig) -> tuple[nn.Module, nn.Module]:
-    """Return what normalises queries and keys."""
+def _make_qk_norms(config: DecoderConfig) -> tuple[nn.Module, nn.Module]:
     size = config.head_size
     if config.qk_norm == "wide":
-        sizes = config.heads * size, config.kv_heads * size
-        return WideNorm(sizes[0], config.norm_eps), WideNorm(sizes[1], config.norm_eps)
+        q_norm = WideNorm(config.heads * size, config.norm_eps)
+        return q_norm, WideNorm(config.kv_heads * size, config.norm_eps)
     if config.qk_norm:
         return make_norm(config, size), make_norm(config, size)
     return nn.Identity(), nn.Identity()
 
 
 class Block(nn.Module):
-    """One layer: attention and an MLP, each on a normalised copy of the residual stream.
+    """One layer: attention and an MLP, each with a norm before it, after it or both (`Norms`).
 
-    What comes out of each may be normalised too, or alone; `Norms` says. `name` is the layer's name
-    in the whole model ("layers.17"): dropout depends on it, so it stays when a pipeline stage holds
-    only some of the layers.
+    `name` is the layer's name in the whole model ("layers.17"), on which dropout depends; it is the
+    same in a pipeline stage.
     """
 
     def __init__(self, config: DecoderConfig, *, attend: Attend, name: str, mlp: nn.Module) -> None:
         super().__init__()
-        self.name, self.dropout = name, config.dropout
+        self.name = name
+        self.dropout = config.dropout
         self.slides = int(name.rpartition(".")[2]) in config.sliding_layers
         window = config.sliding.window if config.sliding and self.slides else None
-        before, after = (
-            partial(make_norm, config, config.width) if wanted else nn.Identity
-            for wanted in (config.how_normed.before, config.how_normed.after)
-        )
+        norm = partial(make_norm, config, config.width)
+        before = norm if config.how_normed.before else nn.Identity
+        after = norm if config.how_normed.after else nn.Identity
         self.normed_after = config.how_normed.after
         self.attention_norm = before()
-        kind = Attention if config.latents is None else LatentAttention
-        self.attention = kind(config, attend=attend, window=window)
+        attention = Attention if config.latents is None else LatentAttention
+        self.attention = attention(config, attend=attend, window=window)
         self.attention_out_norm = after()
         self.mlp_norm = before()
         self.mlp = mlp
         self.mlp_out_norm = after()
-        # Whose results a sum alone takes, which asks for none of them in backward.
-        plain = isinstance(mlp, Mlp) and not (self.normed_after or self.dropout)
-        self.only_added = ("mlp.down",) if plain else ()
+        # Modules whose output is only added to the stream, so that backward does not need it.
+        is_added = isinstance(mlp, Mlp) and not (self.normed_after or self.dropout)
+        self.only_added = ("mlp.down",) if is_added else ()
 
     def forward(
         self,
@@ -211,10 +213,10 @@ class Block(nn.Module):
         tape: RoutingTape | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` nothing is dropped.
+        """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` there is no dropout.
 
-        `rotary` is the table of layers that see all, and that of layers that slide. With experts it
-        also returns the layer's row of `Routed.sums`.
+        `rotary` has the tables of layers with full attention and of layers with a sliding window.
+        With experts the layer's row of `Routed.sums` is returned as well.
         """
         attend = None if cache is None else cache.attend(self.name)
         table = rotary[1] if self.slides else rotary[0]
@@ -228,47 +230,47 @@ class Block(nn.Module):
             if self.normed_after:
                 branch = self.mlp_out_norm(branch)
             return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
-        # Tokens go to experts in numbers that no compiler knows.
-        apart = torch.compiler.is_compiling()
-        through = torch.compiler.disable(_through_experts) if apart else _through_experts
-        known = {"spans": spans, "is_token": is_token, "tape": tape, "noise_key": noise_key}
-        branch, sums = through(self.mlp, normal, known)
+        # The numbers of tokens per expert vary, which torch.compile cannot trace.
+        call = torch.compiler.disable(_call) if torch.compiler.is_compiling() else _call
+        branch, sums = call(
+            self.mlp, normal, spans=spans, is_token=is_token, tape=tape, noise_key=noise_key
+        )
         branch = self.mlp_out_norm(branch)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
 
 
-def _through_experts(mlp: ExpertMlp, x: Tensor, known: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return mlp(x, **known)
+def _call(module: nn.Module, x: Tensor, **kwargs: Any) -> Any:
+    return module(x, **kwargs)
 
 
 def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
-    """Drop features of the residual stream, of which every rank has all."""
+    """Apply dropout to the residual stream, whose features are all on every rank."""
     if noise_key is None or p == 0:
         return x
     if torch.compiler.is_compiling():
         # Hashing the name cannot be traced: torch 2.13 fails on the 64-bit key it would guard. And
-        # a name that is put together while tracing is compiled anew for every layer.
-        return torch.compiler.disable(_dropped)(x, noise_key, of, name, p)
-    return _dropped(x, noise_key, of, name, p)
+        # a name that is formatted while tracing would be compiled anew for every layer.
+        return torch.compiler.disable(_apply_dropout)(x, noise_key, of, name, p)
+    return _apply_dropout(x, noise_key, of, name, p)
 
 
-def _dropped(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
-    whole = name if of is None else f"{of.name}.{name}"
-    return counters.dropout(x, noise_key, name=whole, p=p, width=x.shape[-1])
+def _apply_dropout(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
+    full_name = name if of is None else f"{of.name}.{name}"
+    return counters.dropout(x, noise_key, name=full_name, p=p, width=x.shape[-1])
 
 
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    Its values are uninitialised memory until a `Weights` function fills them: `build_decoder` does
+    Its parameters are uninitialized until a `Weights` function fills them; `build_decoder` does
     both.
 
     Args:
         config: The architecture.
         attend: The attention kernel.
-        head: "logits" to return logits, whole in every layout; "hidden" to return a `Hidden`, which
-            `losses.next_token_linear` takes in every layout.
-        balance: Over what experts are balanced; see `experts.Balance`.
+        head: "logits" to return logits over the full vocabulary; "hidden" to return a `Hidden`,
+            which `losses.next_token_linear` takes in every layout.
+        balance: The tokens over which experts are balanced; see `experts.Balance`.
 
     Examples:
         >>> config = DecoderConfig(
@@ -295,22 +297,26 @@ class Decoder(nn.Module):
         check_choice(get_args(Balance), "Decoder", balance=balance)
         self.config = config
         self.output: Literal["logits", "hidden"] = head
-        # What a pipeline stage does not own is None: only the first embeds, only the last projects.
+        # Modules of other pipeline stages are None: the first stage embeds, the last projects.
         self.embeds = True
-        self.sequence_parts = 1  # tensor parallelism sets it to the parts S is cut into in blocks
+        self.sequence_parts = 1  # tensor parallelism sets it to the parts S is split into in blocks
         self.embedding: Embedding | None = Embedding(config.vocab_size, config.width)
-        learned = config.positions
-        self.positions = None if learned is None else Embedding(learned, config.width)
-        # Keyed by the layer's number, so that a pipeline stage's layers keep their names.
+        self.positions: Embedding | None = None
+        if config.positions is not None:
+            self.positions = Embedding(config.positions, config.width)
+        # Keyed by the layer's index, so that the layers of a pipeline stage keep their names.
         self.layers = nn.ModuleDict(
             {
                 str(i): Block(config, attend=attend, name=f"layers.{i}", mlp=mlp)
-                for i, mlp in enumerate(_mlps(config, balance))
+                for i, mlp in enumerate(_make_mlps(config, balance))
             }
         )
         self.norm: nn.Module | None = make_norm(config, config.width)
-        how: dict[str, Any] = {"output": head, "softcap": config.logit_softcap}
-        self.head = None if config.tied else Head(config.width, config.vocab_size, **how)
+        self.head: Head | None = None
+        if not config.tied:
+            self.head = Head(
+                config.width, config.vocab_size, output=head, softcap=config.logit_softcap
+            )
 
     def forward(
         self,
@@ -329,9 +335,8 @@ class Decoder(nn.Module):
         With experts it is a `RoutedOutput` of one of these.
 
         Args:
-            input_ids: int64 `[B, S]`; for a pipeline stage after the first, the hidden states `[B,
-                S, D]` that it receives, or a `RoutedOutput` of them. A stage before the last
-                returns such.
+            input_ids: int64 `[B, S]`; for a pipeline stage after the first, the output of the
+                previous stage: hidden states `[B, S, D]`, or a `RoutedOutput` of them.
             position_ids: int64 `[B, S]`, the position of each token in its document.
             spans: The documents, over the flattened rows.
             noise_key: int64 `[B, S]`, from `noise.make_token_keys`; needed only for dropout, and
@@ -341,41 +346,52 @@ class Decoder(nn.Module):
             tape: The choices of the expert layers; by default a new one.
             choices: int64 `[B, S, L, k]`, choices that came with the batch, for all L expert layers
                 of the model; they are written to the tape.
-            cache: The keys and values of the tokens before; then the batch is one row, [1, S], and
-                there are logits `[1, R, V]` for the last token of each of the cache's rows.
+            cache: The keys and values of earlier tokens; then the batch is one row, [1, S], and the
+                logits `[1, R, V]` are those of the last token of each of the cache's rows.
 
         Raises:
             ValueError: Dropout or jitter is on, the model is training, and there is no `noise_key`;
                 or there are experts and no `is_token`.
         """
-        noise_key = self._noise_key_in_use(noise_key)
-        x, *before = input_ids if isinstance(input_ids, tuple) else (input_ids,)
-        x = self._embedded(x, position_ids, noise_key)
-        known: dict[str, Any] = {"spans": spans, "noise_key": noise_key, "cache": cache}
-        known["rotary"] = self._rotary(position_ids, dtype=x.dtype)
+        noise_key = self._check_noise_key(noise_key)
+        x, *earlier_sums = input_ids if isinstance(input_ids, tuple) else (input_ids,)
+        x = self._embed(x, position_ids, noise_key)
+        rotary = self._make_rotary(position_ids, dtype=x.dtype)
         if self.config.experts is None:
             for block in self.layers.values():
-                x = block(x, **known)
-            return self._projected(x, cache)
+                x = block(x, rotary=rotary, spans=spans, noise_key=noise_key, cache=cache)
+            return self._project(x, cache)
         if is_token is None:
-            mend = "models.call_routed passes it: call=tk.models.call_routed"
-            raise ValueError(f"Decoder: with experts it needs is_token, False for padding; {mend}")
-        nothing = x.new_zeros(self._sums_shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        tape, rows = tape or RoutingTape(), [*(before[0] if before else nothing)]
+            raise ValueError(
+                "Decoder: with experts it needs is_token, False for padding; models.call_routed "
+                "passes it: call=tk.models.call_routed"
+            )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        sums = earlier_sums[0] if earlier_sums else x.new_zeros(self._sums_shape, dtype=dtype)
+        rows = [*sums]
+        tape = tape or RoutingTape()
         names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
         if choices is not None:
             preload_(tape, names, choices)
         own = [name for name in names if name.split(".")[1] in self.layers]
         check_tape(tape, names, self.config.experts, is_token=is_token, own=own)
         for block in self.layers.values():
-            x = block(x, **known, is_token=is_token, tape=tape)
+            x = block(
+                x,
+                rotary=rotary,
+                spans=spans,
+                noise_key=noise_key,
+                is_token=is_token,
+                tape=tape,
+                cache=cache,
+            )
             if isinstance(x, tuple):
                 number = cast("ExpertMlp", block.mlp).number
                 x, rows[number] = x
-        return RoutedOutput(self._projected(x, cache), torch.stack(rows))
+        return RoutedOutput(self._project(x, cache), torch.stack(rows))
 
-    def _projected(self, x: Tensor, cache: KVCache | None) -> Tensor | Hidden:
-        """Return what leaves this stage: hidden states, or what the head makes of them."""
+    def _project(self, x: Tensor, cache: KVCache | None) -> Tensor | Hidden:
+        """Apply the final norm and the head; stages before the last return hidden states."""
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -384,25 +400,26 @@ class Decoder(nn.Module):
         if self.head is not None:
             return self.head(x)
         assert self.embedding is not None
-        how: dict[str, Any] = {"output": self.output, "softcap": self.config.logit_softcap}
-        return project(x, self.embedding.weight, **how)
+        return project(
+            x, self.embedding.weight, output=self.output, softcap=self.config.logit_softcap
+        )
 
     def boundary(self, batch: Mapping[str, Any]) -> Tensor | RoutedOutput:
-        """Return what crosses from one pipeline stage to the next: `[B, S, D]`, on the meta device.
+        """Return the output of a pipeline stage on the meta device: hidden states `[B, S, D]`.
 
-        With experts it is a `RoutedOutput` of that.
+        With experts it is a `RoutedOutput` of them.
 
         Args:
             batch: A microbatch. Under sequence-parallel norms S is this rank's part of it.
         """
         rows, length = batch["position_ids"].shape
-        shape = rows, length // self.sequence_parts, self.config.width
+        shape = (rows, length // self.sequence_parts, self.config.width)
         dtype = next(self.parameters()).dtype
         hidden = torch.empty(shape, dtype=dtype, device="meta")
         if self.config.experts is None:
             return hidden
-        wide = torch.promote_types(dtype, torch.float32)
-        return RoutedOutput(hidden, torch.empty(self._sums_shape, dtype=wide, device="meta"))
+        sums_dtype = torch.promote_types(dtype, torch.float32)
+        return RoutedOutput(hidden, torch.empty(self._sums_shape, dtype=sums_dtype, device="meta"))
 
     @property
     def _sums_shape(self) -> tuple[int, int]:
@@ -410,20 +427,19 @@ class Decoder(nn.Module):
         assert self.config.experts is not None
         return len(self.config.expert_layers), 3 + self.config.experts.count
 
-    def _embedded(
-        self, input_ids: Tensor, position_ids: Tensor, noise_key: Tensor | None
-    ) -> Tensor:
+    def _embed(self, input_ids: Tensor, position_ids: Tensor, noise_key: Tensor | None) -> Tensor:
         if not self.embeds or self.embedding is None:
             return input_ids
         x = self.embedding(input_ids)
         if self.config.embedding_scale is not None:
-            x = x * _rounded(self.config.embedding_scale, x.dtype)
+            # Rounded to the dtype first, as Hugging Face does.
+            x = x * float(torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu"))
         if self.positions is not None:
             x = x + self.positions(position_ids)
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
 
-    def _noise_key_in_use(self, noise_key: Tensor | None) -> Tensor | None:
-        """Return the keys in training, where they are needed if anything is dropped or moved."""
+    def _check_noise_key(self, noise_key: Tensor | None) -> Tensor | None:
+        """Return the keys in training, else None; raise ValueError if needed ones are missing."""
         if not self.training:
             return None
         experts = self.config.experts
@@ -436,55 +452,54 @@ class Decoder(nn.Module):
             )
         return noise_key
 
-    def _rotary(
+    def _make_rotary(
         self, position_ids: Tensor, *, dtype: torch.dtype
     ) -> tuple[Table | None, Table | None]:
-        """Return the tables of layers that see all and of those that slide: fp32, for fp64 fp64."""
+        """Return the tables of layers with full attention and with a window, in at least fp32."""
         if self.config.positions is not None:
             return None, None
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        frequencies, sliding = self.frequencies(wide, position_ids.device)
+        table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        frequencies, sliding = self.frequencies(table_dtype, position_ids.device)
         factor = getattr(self.config.rope_scaling, "attention_factor", 1.0)
         table = rotary_table(position_ids, frequencies, factor=factor)
         return table, table if sliding is None else rotary_table(position_ids, sliding)
 
     def frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Return the rotary frequencies, and those of layers that slide where they have others."""
-        made = partial(rotary_frequencies, self.config.rotary_size, dtype=dtype, device=device)
+        """Return the rotary frequencies, and those of sliding layers if they have another base."""
+        compute = partial(rotary_frequencies, self.config.rotary_size, dtype=dtype, device=device)
+        frequencies = compute(theta=self.config.rope_theta, scaling=self.config.rope_scaling)
         sliding = self.config.sliding
-        other = None if sliding is None else sliding.rope_theta
-        return (
-            made(theta=self.config.rope_theta, scaling=self.config.rope_scaling),
-            None if other is None else made(theta=other),
-        )
+        if sliding is None or sliding.rope_theta is None:
+            return frequencies, None
+        return frequencies, compute(theta=sliding.rope_theta)
 
 
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Return the number of a dtype that is nearest."""
-    return float(torch.tensor(value, dtype=dtype, device="cpu"))
-
-
-def _mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:
-    """Yield what follows attention in each layer."""
+def _make_mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:
+    """Yield the feed-forward layer of each block."""
     numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
     for i in range(config.layers):
         if config.experts is None or i not in numbers:
             yield Mlp(config.width, config.mlp_width, config.feed_forward)
         else:
-            where: Any = {"name": f"layers.{i}.mlp", "number": numbers[i], "balance": balance}
-            yield ExpertMlp(config.width, config.experts, **where)
+            yield ExpertMlp(
+                config.width,
+                config.experts,
+                name=f"layers.{i}.mlp",
+                number=numbers[i],
+                balance=balance,
+            )
 
 
 def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:
-    """Return one pipeline stage of a whole decoder: the same class, without what others own.
+    """Return a pipeline stage of a whole decoder: the same class, without other stages' modules.
 
-    Modules keep their names ("layers.17"). With tied embeddings the last stage has an embedding of
-    its own, for its weight.
+    Modules keep their names ("layers.17"). With tied embeddings the last stage has a copy of the
+    embedding.
 
     Args:
         model: The whole model, which is not changed; blocks are shared with it.
-        layers: The numbers of the stage's layers.
-        first: Whether the stage embeds.
+        layers: The indices of the stage's layers.
+        first: Whether the stage has the embedding.
         last: Whether it has the final norm and the head.
 
     Examples:
@@ -496,7 +511,7 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         >>> [name for name, _ in stage.named_children()], list(stage.layers)
         (['layers', 'norm', 'head'], ['2', '3'])
     """
-    stage = _shell(model)
+    stage = _copy_without_children(model)
     stage.embeds = first
     if first:
         stage.embedding = model.embedding
@@ -511,14 +526,14 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
     return stage
 
 
-def _shell(model: Decoder) -> Decoder:
+def _copy_without_children(model: Decoder) -> Decoder:
     """Return a module of the same class and attributes, without children, hooks or parameters."""
-    shell = type(model).__new__(type(model))
-    nn.Module.__init__(shell)
-    own = set(shell.__dict__)
-    shell.__dict__.update({k: v for k, v in model.__dict__.items() if k not in own})
-    shell.training = model.training
-    return shell
+    result = type(model).__new__(type(model))
+    nn.Module.__init__(result)
+    of_module = set(result.__dict__)
+    result.__dict__.update({k: v for k, v in model.__dict__.items() if k not in of_module})
+    result.training = model.training
+    return result
 
 
 def build_decoder(

@@ -62,6 +62,7 @@ def make_decoder_config(
             f"there are {', '.join(sizes)}"
         )
     if num_ids is not None:
+        check_range("make_decoder_config", at_least=1, num_ids=num_ids)
         overrides["vocab_size"] = pad_vocab_size(num_ids)
     return attrs.evolve(sizes[name], **overrides)
 

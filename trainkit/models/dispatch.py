@@ -1,7 +1,7 @@
-"""Tokens to the ranks that hold their experts, in the order of experts, and back.
+"""Dispatch of tokens to the ranks that hold their experts, sorted by expert, and the way back.
 
-Each is a gather or an exchange whose gradient is its inverse: nothing is summed in an order that
-could vary. On an axis of size 1 nothing is sent.
+Each step is a gather or an all-to-all whose gradient is its inverse, so no sum depends on an order
+of execution. On an axis of size 1 nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from trainkit.types import SOLO, Axis
 
 
 class Route(NamedTuple):
-    """Which way rows went, for `ep_combine`.
+    """The permutations and counts of a dispatch, for `ep_combine`.
 
-    `order` `[T * k]` are the choices in the order of experts, `inverse` the way back from it;
-    `sent` and `received` count the rows that went to and came from each rank, and `arrived` and
-    `back` put received rows in the order of experts and back (None on an axis of size 1).
+    Attributes:
+        order: `[T * k]`, the permutation that sorts choices by expert.
+        inverse: Its inverse.
+        sent: The number of rows sent to each rank.
+        received: The number of rows received from each rank.
+        arrived: The permutation that sorts received rows by expert; None on an axis of size 1.
+        back: Its inverse.
     """
 
     order: Tensor
@@ -33,9 +37,10 @@ class Route(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """Rows `[N, D]` for the experts of this rank, those of the first one first.
+    """Rows `[N, D]` for the experts of this rank, sorted by expert.
 
-    `counts` int64 `[E / ep]` are the rows of each, which must sum to N: experts compute every row.
+    `counts`, int64 `[E / ep]`, is the number of rows of each. They sum to N: experts compute every
+    row.
     """
 
     rows: Tensor
@@ -44,19 +49,19 @@ class Dispatched(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """Takes tokens `[T, D]`, choices `[T, k]` and their counts `[E]` to the experts."""
+    """Sends tokens `[T, D]` to the experts, given choices `[T, k]` and their counts `[E]`."""
 
     def __call__(self, x: Tensor, indices: Tensor, counts: Tensor, /) -> Dispatched: ...
 
 
 class Combine(Protocol):
-    """Takes rows `[N, D]` back, and returns the weighted sum `[T, D]` of each token's k rows."""
+    """Sends rows `[N, D]` back, and returns the weighted sum `[T, D]` of each token's k rows."""
 
     def __call__(self, rows: Tensor, weights: Tensor, route: Any, /) -> Tensor: ...
 
 
 class DispatchKeys(Protocol):
-    """Takes noise keys `[T, k]`, one for each choice, the way that rows went: `[N]`."""
+    """Sends noise keys `[T, k]`, one for each choice, along the route of the rows: `[N]`."""
 
     def __call__(self, keys: Tensor, route: Any, /) -> Tensor: ...
 
@@ -80,12 +85,12 @@ def ep_dispatch(
         indices: int64 `[T, k]`, the experts of each, in [0, E].
         counts: int64 `[E]`, how often each expert stands in `indices`.
         axis: The ranks that hold the experts, `ps.ep`.
-        wire_dtype: What rows travel in, there and in backward, if not in their own dtype; bf16
-            halves the traffic of fp32.
+        wire_dtype: The dtype in which rows are sent, in forward and backward; by default their own.
+            bf16 halves the traffic of fp32.
 
     Returns:
-        The rows of this rank's experts, of an expert in the order of ranks and tokens; how many
-        each has; and the way back.
+        The rows of this rank's experts, those of an expert in the order of ranks and tokens; their
+        counts; and the route back.
 
     Effects:
         Communicates: two all-to-alls on `axis`, of counts and of rows, and in backward one. One
@@ -102,8 +107,8 @@ def ep_dispatch(
         ([1.0, 2.0, 1.0, 2.0], [2, 1, 1])
     """
     order = indices.flatten().argsort(stable=True)
-    inverse = _inverse(order)
-    rows = _InOrder.apply(x, order, inverse, counts)
+    inverse = _invert(order)
+    rows = _SortRows.apply(x, order, inverse, counts)
     if axis.count == 1:
         counts = torch.cat([counts[:-1], len(order) - counts[:-1].sum(0, keepdim=True)])
         return Dispatched(rows, counts, Route(order, inverse))
@@ -111,30 +116,35 @@ def ep_dispatch(
     arriving = all_to_all_rows(counts, axis, sent=equal, received=equal, length=len(counts))
     both = torch.stack([counts, arriving]).unflatten(1, (axis.count, -1))
     sent, received = both.sum(-1).tolist()  # the host sync
-    own = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
-    expert_of = own.repeat_interleave(arriving, output_size=sum(received))
-    arrived = expert_of.argsort(stable=True)
-    route = Route(order, inverse, tuple(sent), tuple(received), arrived, _inverse(arrived))
-    how: dict[str, Any] = {"sent": sent, "received": received, "length": sum(received)}
-    wide = rows.dtype
-    rows = all_to_all_rows(rows.to(wire_dtype or wide), axis, **how).to(wide)
-    return Dispatched(_gathered(rows, arrived, route.back), both[1].sum(0), route)
+    local_experts = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
+    expert_of_row = local_experts.repeat_interleave(arriving, output_size=sum(received))
+    arrived = expert_of_row.argsort(stable=True)
+    route = Route(order, inverse, tuple(sent), tuple(received), arrived, _invert(arrived))
+    dtype = rows.dtype
+    rows = all_to_all_rows(
+        rows.to(wire_dtype or dtype),
+        axis,
+        sent=sent,
+        received=received,
+        length=sum(received),
+    ).to(dtype)
+    return Dispatched(_gather_rows(rows, arrived, route.back), both[1].sum(0), route)
 
 
 def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
-    """Send a noise key for each choice after the rows, for adapters of experts with dropout.
+    """Send a noise key for each choice along the route of its row, for adapters with dropout.
 
     Args:
-        keys: int64 `[T, k]`, from `noise.split_keys`: those of the tokens at the experts that
-            they chose, so that it does not matter which rank draws from them.
-        route: What `ep_dispatch` returned.
-        axis: As there.
+        keys: int64 `[T, k]`, from `noise.split_keys`: a key depends on the token and the expert, so
+            the noise does not depend on the rank that draws it.
+        route: The route that `ep_dispatch` returned.
+        axis: The same as for `ep_dispatch`.
 
     Returns:
-        int64 `[N]`, of the rows that `ep_dispatch` returned.
+        int64 `[N]`, the keys of the rows that `ep_dispatch` returned.
 
     Raises:
-        TypeError: The route is another dispatch's.
+        TypeError: The route is that of another dispatch function.
 
     Effects:
         Communicates: one all-to-all on `axis`, of 8 bytes a row. No host sync.
@@ -151,12 +161,17 @@ def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
             "ep_dispatch; give expert() its own dispatch_keys=, or set the dropout of experts' "
             "adapters to 0"
         )
-    rows = keys.flatten().index_select(0, route.order)
+    in_order = keys.flatten().index_select(0, route.order)
     if route.arrived is None:
-        return rows
-    how: dict[str, Any] = {"sent": route.sent, "received": route.received}
-    how["length"] = len(route.arrived)
-    return all_to_all_rows(rows, axis, **how).index_select(0, route.arrived)
+        return in_order
+    received = all_to_all_rows(
+        in_order,
+        axis,
+        sent=route.sent,
+        received=route.received,
+        length=len(route.arrived),
+    )
+    return received.index_select(0, route.arrived)
 
 
 def ep_combine(
@@ -167,14 +182,14 @@ def ep_combine(
     *,
     wire_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Bring rows back to the tokens that they are of, and add them up with weights.
+    """Send rows back to their tokens, and return the weighted sum for each token.
 
     Args:
         rows: `[N, D]`, of the experts of this rank, in the order of `ep_dispatch`.
-        weights: `[T, k]`; where they sum to 1 this is the inverse of `ep_dispatch`.
-        route: What `ep_dispatch` returned.
-        axis: As there.
-        wire_dtype: As there. What arrives is weighed and summed in the dtype of `weights`, fp32.
+        weights: `[T, k]`; if they sum to 1, this is the inverse of `ep_dispatch`.
+        route: The route that `ep_dispatch` returned.
+        axis: The same as for `ep_dispatch`.
+        wire_dtype: The same as for `ep_dispatch`. Sums are in the dtype of `weights`, fp32.
 
     Returns:
         `[T, D]`.
@@ -190,22 +205,26 @@ def ep_combine(
                 [2.]])
     """
     if route.arrived is not None:
-        wide = rows.dtype
-        rows = _gathered(rows, route.back, route.arrived).to(wire_dtype or wide)
-        how: dict[str, Any] = {"sent": route.received, "received": route.sent}
-        how["length"] = len(route.order)
-        rows = all_to_all_rows(rows, axis, **how).to(wide)
+        dtype = rows.dtype
+        rows = _gather_rows(rows, route.back, route.arrived).to(wire_dtype or dtype)
+        rows = all_to_all_rows(
+            rows,
+            axis,
+            sent=route.received,
+            received=route.sent,
+            length=len(route.order),
+        ).to(dtype)
     return _WeightedSum.apply(rows, weights, route.order, route.inverse)
 
 
-def _inverse(order: Tensor) -> Tensor:
+def _invert(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _InOrder(torch.autograd.Function):
-    """Rows of tokens, each k times, in a given order, and zeros where they are nobody's.
+class _SortRows(torch.autograd.Function):
+    """Rows of tokens, each k times, in a given order, with zeros for choices of no expert.
 
-    The gradient is gathered, not scattered.
+    The gradient is a gather, not a scatter, so it is deterministic.
     """
 
     @staticmethod
@@ -215,23 +234,23 @@ class _InOrder(torch.autograd.Function):
         ctx.save_for_backward(inverse)
         ctx.chosen = max(len(order) // max(len(x), 1), 1)
         rows = x.index_select(0, order // ctx.chosen)  # faster than x[...] on a CPU
-        # Most often there are no such rows, and a pass over all rows is saved.
+        # Most often all choices have an expert, and this saves a pass over all rows.
         if can_read_values(counts):
             rows[int(counts.sum()) :] = 0
             return rows
-        is_nobodys = torch.arange(len(rows), device=x.device) >= counts.sum()
-        return rows.masked_fill_(is_nobodys.unsqueeze(1), 0)
+        is_unused = torch.arange(len(rows), device=x.device) >= counts.sum()
+        return rows.masked_fill_(is_unused.unsqueeze(1), 0)
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_rows: Tensor
     ) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _summed(d_rows, inverse.view(-1, ctx.chosen)), None, None, None
+        return _sum_rows(d_rows, inverse.view(-1, ctx.chosen)), None, None, None
 
 
-class _Gathered(torch.autograd.Function):
-    """Rows in another order, whose inverse is known."""
+class _GatherRows(torch.autograd.Function):
+    """Rows in another order; the gradient is a gather by the inverse."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -245,22 +264,22 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, d_rows: Tensor
     ) -> tuple[Tensor, None, None]:
         order, inverse = ctx.saved_tensors
-        return _gathered(d_rows, inverse, order), None, None
+        return _gather_rows(d_rows, inverse, order), None, None
 
 
-def _gathered(rows: Tensor, order: Any, inverse: Any) -> Tensor:
-    return _Gathered.apply(rows, order, inverse)
+def _gather_rows(rows: Tensor, order: Any, inverse: Any) -> Tensor:
+    return _GatherRows.apply(rows, order, inverse)
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The sum of each token's rows with its weights, which are read where they are."""
+    """The weighted sum of each token's rows, without a copy of the rows."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
-        y = _summed(rows.to(weights.dtype), inverse.view_as(weights), weights)
+        y = _sum_rows(rows.to(weights.dtype), inverse.view_as(weights), weights)
         return y.to(rows.dtype)
 
     @staticmethod
@@ -271,13 +290,12 @@ class _WeightedSum(torch.autograd.Function):
         token = order // weights.shape[1]
         products = d_y.index_select(0, token).to(weights.dtype).mul_(rows)
         d_weights = products.sum(-1).index_select(0, inverse).view_as(weights)
-        del products  # before there is another of its size
+        del products  # before another tensor of its size is allocated
         d_rows = d_y.index_select(0, token).to(weights.dtype)
         d_rows.mul_(weights.flatten().index_select(0, order).unsqueeze(-1))
         return d_rows.to(rows.dtype), d_weights, None, None
 
 
-def _summed(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the weighted sums `[T, D]` of the rows at places `[T, k]`; none of them is copied."""
-    sums = torch.nn.functional.embedding_bag
-    return sums(places, rows, mode="sum", per_sample_weights=weights)
+def _sum_rows(rows: Tensor, indices: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted sums `[T, D]` of the rows at indices `[T, k]`, without copying them."""
+    return torch.nn.functional.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights)

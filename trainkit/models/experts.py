@@ -1,7 +1,7 @@
-"""Feed-forward layers of experts: each token goes through the few that a router chooses for it.
+"""Mixture-of-experts feed-forward layers: each token goes to the k experts that its router chooses.
 
-Tokens are put in the order of their experts (`dispatch`), so that one grouped matrix multiplication
-serves all experts at once. Everything a layer counts is an output.
+Tokens are sorted by expert (`dispatch`), so that one grouped matrix multiplication serves all
+experts. Counts of a layer are outputs, not state.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from trainkit.noise import counters
 from trainkit.types import ConfigError, Spans, check_range
 
 Balance = Literal["batch", "microbatch", "document"]
-"""Over what `balance` compares how often experts are chosen with how much they are wanted: the last
-step's global batch, which is the same in every layout; the microbatch of a rank, which by its
-nature is not; or each document."""
+"""The tokens over which the balancing loss counts the load of experts: the global batch of the
+last step, which does not depend on the layout; the microbatch of a rank, which does; or each
+document."""
 
 
 def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
-    """Write choices that came with a batch to its tape.
+    """Write the expert choices that came with a batch to its tape.
 
     Args:
         tape: The tape of the batch.
         layers: The names of all expert layers of the model, in their order.
-        choices: int64 `[B, S, L, k]`, those of an inference engine, say; or `[B, S, L k]`, as a
-            column of a corpus has them.
+        choices: int64 `[B, S, L, k]`, those of an inference engine for instance; or `[B, S, L k]`,
+            as a column of a corpus has them.
 
     Raises:
         ValueError: They are of another number of layers.
 
     Effects:
-        Writes to the tape, in place of what stands there.
+        Replaces the choices on the tape.
 
     References:
         Ma et al., "Stabilizing MoE reinforcement learning by aligning training and inference
@@ -69,9 +69,9 @@ def preload_(tape: RoutingTape, layers: Sequence[str], choices: Tensor) -> None:
     if choices.ndim == 3 and choices.shape[2] % len(layers) == 0:
         choices = choices.unflatten(2, (len(layers), -1))
     if choices.ndim != 4 or choices.shape[2] != len(layers):
-        got, own = list(choices.shape), len(layers)
         raise ValueError(
-            f"RoutingTape: choices must be [B, S, {own}, k], for {own} layers, got {got}"
+            f"RoutingTape: choices must be [B, S, {len(layers)}, k], for {len(layers)} layers, got "
+            f"{list(choices.shape)}"
         )
     tape.choices.update(zip(layers, choices.flatten(0, 1).unbind(1), strict=True))
 
@@ -84,61 +84,62 @@ def check_tape(
     is_token: Tensor,
     own: Sequence[str] | None = None,
 ) -> None:
-    """Refuse a tape that was filled beforehand and is not one of these layers and tokens.
+    """Check that the choices on a tape are those of a model's layers and of a batch's tokens.
 
     Args:
-        tape: The tape; an empty one is right.
+        tape: The tape; it may be empty.
         layers: The names of all expert layers of the model.
-        experts: What may be chosen.
-        is_token: bool, one for each token; what padding chose is not looked at.
-        own: Those of the layers that will read the tape, a pipeline stage's; by default all.
+        experts: The number of experts, and of choices per token.
+        is_token: bool, one for each token; the choices of padding are not checked.
+        own: The layers that will read the tape, those of a pipeline stage; by default all.
 
     Raises:
-        ValueError: A layer is missing or unknown, or a choice is none of the experts, or made
-            twice. On a GPU, where the host would have to wait to tell which, a kernel looks at
-            the choices, before any that uses them.
-        RuntimeError: There, later: the kernel found a choice that is wrong, and the process has to
-            end.
+        ValueError: A layer is missing or unknown, or a token's choices are not distinct experts. On
+            a GPU the values of choices are checked by a kernel instead, before they are used.
+        RuntimeError: That kernel found a wrong choice, after this function has returned; the
+            process has to end.
 
     Effects:
         None on a CPU. On a GPU queues kernels and one assertion, without a host sync.
 
     Examples:
-        >>> how, tape = (
-        ...     Experts(count=4, chosen=2, width=8),
-        ...     RoutingTape({"0": torch.tensor([[0, 9]])}),
-        ... )
-        >>> check_tape(tape, ["0"], how, is_token=torch.tensor([True]))
+        >>> experts = Experts(count=4, chosen=2, width=8)
+        >>> tape = RoutingTape({"0": torch.tensor([[0, 9]])})
+        >>> check_tape(tape, ["0"], experts, is_token=torch.tensor([True]))
         Traceback (most recent call last):
         ...
         ValueError: RoutingTape: 0: choices must be int64 [1, 2], of each token distinct ...
     """
-    has, wanted = {*tape.choices}, {*(layers if own is None else own)}
-    if has and (has - {*layers} or wanted - has):
-        got, want = ", ".join(tape.choices), ", ".join(layers)
+    names = {*tape.choices}
+    required = {*(layers if own is None else own)}
+    if names and (names - {*layers} or required - names):
         raise ValueError(
-            f"RoutingTape: it has the choices of {got}; the model's expert layers are {want}"
+            f"RoutingTape: it has the choices of {', '.join(tape.choices)}; the model's expert "
+            f"layers are {', '.join(layers)}"
         )
-    shape = is_token.numel(), experts.chosen
-    want = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
+    shape = (is_token.numel(), experts.chosen)
+    expected = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
     unread: list[Tensor] = []
     for name, x in tape.choices.items():
-        got = f"{x.dtype} {list(x.shape)}"
-        if fits := x.dtype == torch.int64 and x.shape == shape:
-            right = _are_distinct(x, is_token.flatten(), experts.count)
-            if not can_read_values(x):
-                unread.append(right)
-            elif not right:
-                fits, seen = False, x[is_token.flatten()]
-                got = f"{got} from {int(seen.min())} to {int(seen.max())}"
-        if not fits:
-            raise ValueError(f"RoutingTape: {name}: choices must be {want}, got {got}")
+        if x.dtype != torch.int64 or x.shape != shape:
+            raise ValueError(
+                f"RoutingTape: {name}: choices must be {expected}, got {x.dtype} {list(x.shape)}"
+            )
+        is_valid = _are_distinct(x, is_token.flatten(), experts.count)
+        if not can_read_values(x):
+            unread.append(is_valid)
+        elif not is_valid:
+            chosen = x[is_token.flatten()]
+            raise ValueError(
+                f"RoutingTape: {name}: choices must be {expected}, got {x.dtype} {list(x.shape)} "
+                f"from {int(chosen.min())} to {int(chosen.max())}"
+            )
     if unread:
-        torch._assert_async(torch.stack(unread).all(), f"RoutingTape: choices must be {want}")  # noqa: SLF001 (no public name)
+        torch._assert_async(torch.stack(unread).all(), f"RoutingTape: choices must be {expected}")  # noqa: SLF001 (no public name)
 
 
 def _are_distinct(choices: Tensor, is_token: Tensor, experts: int) -> Tensor:
-    """Return a bool: whether each token chose experts that there are, none of them twice."""
+    """Return a 0-d bool: whether the choices of each token are distinct experts."""
     chosen = choices.sort().values
     exist = (chosen[:, 0] >= 0) & (chosen[:, -1] < experts)
     return (exist & (chosen.diff() > 0).all(-1) | ~is_token).all()
@@ -148,36 +149,36 @@ def _are_distinct(choices: Tensor, is_token: Tensor, experts: int) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Multiply rows with the weights of the experts that they go to.
+    """Multiply each row by the weight of its expert.
 
-    One grouped multiplication where torch has one for these tensors (`can_group`), else one
-    multiplication per expert.
+    It is one grouped multiplication if torch supports it for these tensors (`can_group`), otherwise
+    one multiplication per expert.
 
     Args:
-        rows: `[N, D]`, those of the first expert first.
-        counts: int64 `[E]`, how many rows each expert has, together at most N, which cannot be
-            checked without waiting for the device. Rows beyond their sum are nobody's.
-        weight: `[E, F, D]`, for each expert what `nn.Linear` has; taken in the dtype of the rows.
+        rows: `[N, D]`, sorted by expert.
+        counts: int64 `[E]`, the number of rows of each expert. Their sum is at most N, which cannot
+            be checked without waiting for the device; rows beyond it belong to no expert.
+        weight: `[E, F, D]`, for each expert a weight of `nn.Linear`; cast to the dtype of the rows.
 
     Returns:
-        `[N, F]`. Rows that are nobody's are zeros, and get a gradient of zero.
+        `[N, F]`. Rows of no expert are zeros, and their gradient is zero.
 
     Effects:
-        None, but without the grouped multiplication a host sync for the counts.
+        None; a host sync for the counts if there is no grouped multiplication.
 
     Examples:
         >>> rows, weight = torch.tensor([[1.0], [1.0], [1.0]]), torch.tensor([[[2.0]], [[3.0]]])
         >>> grouped_linear(rows, torch.tensor([1, 1]), weight).flatten().tolist()
         [2.0, 3.0, 0.0]
     """
-    # torch leaves rows past the last offset uninitialised, in the result and in the gradient.
-    is_nobodys = (torch.arange(len(rows), device=rows.device) >= counts.sum()).unsqueeze(-1)
-    product = grouped_product(rows.masked_fill(is_nobodys, 0), counts, weight)
-    return product.masked_fill(is_nobodys, 0)
+    # torch leaves rows past the last offset uninitialized, in the result and in the gradient.
+    is_unused = (torch.arange(len(rows), device=rows.device) >= counts.sum()).unsqueeze(-1)
+    product = grouped_product(rows.masked_fill(is_unused, 0), counts, weight)
+    return product.masked_fill(is_unused, 0)
 
 
 def grouped_product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Return `grouped_linear` of rows that are all somebody's, which is not looked at.
+    """Compute `grouped_linear` where every row has an expert, which is not checked.
 
     Examples:
         >>> rows, weight = torch.tensor([[1.0], [1.0]]), torch.tensor([[[2.0]], [[3.0]]])
@@ -186,19 +187,21 @@ def grouped_product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """
     weight = weight.to(rows.dtype)  # under autocast they may differ
     if not can_group(rows, weight):
-        return _one_by_one(rows, counts, weight)
+        sizes = counts.tolist()
+        *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+        products = [nn.functional.linear(x, w) for x, w in zip(parts, weight, strict=True)]
+        return torch.cat([*products, rest.new_zeros(len(rest), weight.shape[1])])
     ends = counts.cumsum(0).to(torch.int32)
     multiply: Any = nn.functional.grouped_mm
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
-        multiply = torch.compiler.disable(multiply)  # torch knows the shapes of bf16 alone
+        multiply = torch.compiler.disable(multiply)  # torch.compile supports it in bf16 only
     return _Contiguous.apply(multiply(rows, weight.transpose(-2, -1), offs=ends))
 
 
 class _Contiguous(torch.autograd.Function):
-    """The identity, and no view, which FSDP warns of at the end of a unit.
+    """The identity with a contiguous gradient, as the grouped multiplication requires."""
 
-    Its gradient is contiguous, which the grouped multiplication needs.
-    """
+    # The output is not a view of the input: FSDP warns of a view at the end of a unit.
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
@@ -210,10 +213,10 @@ class _Contiguous(torch.autograd.Function):
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Say whether torch multiplies these rows and experts at once, without a host sync.
+    """Return whether torch has a grouped multiplication without host sync for these tensors.
 
-    On a CPU it does in fp32, fp16 and bf16, on CUDA in bf16 from Hopper on (in other dtypes, and on
-    other devices, it reads the offsets on the host); rows must be of whole 16 bytes.
+    It has one on CPUs in fp32, fp16 and bf16, and on CUDA in bf16 from Hopper on; otherwise it
+    reads the offsets on the host. The bytes of a row must be a multiple of 16.
 
     Examples:
         >>> can_group(torch.ones(2, 8), torch.ones(3, 4, 8))
@@ -221,25 +224,17 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
         >>> can_group(torch.ones(2, 8).double(), torch.ones(3, 4, 8).double())
         False
     """
-    grouped = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    is_supported = rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if rows.is_cuda:
-        grouped = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
-    sizes = weight.shape[-2:]
-    whole = all(size * rows.element_size() % 16 == 0 for size in sizes)
-    return grouped and whole and hasattr(nn.functional, "grouped_mm")
-
-
-def _one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
-    products = [nn.functional.linear(x, w) for x, w in zip(parts, weight, strict=True)]
-    return torch.cat([*products, rest.new_zeros(len(rest), weight.shape[1])])
+        is_supported = rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
+    is_aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[-2:])
+    return is_supported and is_aligned and hasattr(nn.functional, "grouped_mm")
 
 
 class ExpertWeights(nn.Module):
-    """The SwiGLUs of all experts, packed: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
+    """The weights of the SwiGLUs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
 
-    Their memory is uninitialised until a `Weights` function fills it.
+    They are uninitialized until a `Weights` function fills them.
     """
 
     def __init__(self, experts: int, width: int, inner: int) -> None:
@@ -249,29 +244,31 @@ class ExpertWeights(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows `[N, D]` in the order of their experts to `[N, D]`; all must be somebody's.
+        """Map rows `[N, D]`, sorted by expert, to `[N, D]`; every row must have an expert.
 
         Raises:
-            ValueError: Counts are not those of the experts held here; or, which is looked at on a
-                CPU alone, do not sum to the rows.
+            ValueError: The counts are not one for each local expert; or, which is checked only on a
+                CPU, do not sum to the number of rows.
         """
-        of_all = not can_read_values(counts) or int(counts.sum()) == len(rows)
-        if len(counts) != len(self.gate) or not of_all:
-            got = f"{len(rows)} rows, and counts for {len(counts)} experts, {counts.tolist()}"
-            want = f"of the {len(self.gate)} that are here, which sum to the rows"
-            raise ValueError(f"ExpertWeights: counts must be those {want}; dispatch gave {got}")
-        kind = rows.device.type
-        if torch.is_autocast_enabled(kind):
-            rows = rows.to(torch.get_autocast_dtype(kind))
+        covers_rows = not can_read_values(counts) or int(counts.sum()) == len(rows)
+        if len(counts) != len(self.gate) or not covers_rows:
+            raise ValueError(
+                f"ExpertWeights: counts must be those of the {len(self.gate)} local experts, and "
+                f"sum to the rows; dispatch returned {len(rows)} rows, and counts for "
+                f"{len(counts)} experts, {counts.tolist()}"
+            )
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type):
+            rows = rows.to(torch.get_autocast_dtype(device_type))
         gate = nn.functional.silu(self.product("gate", rows, counts))
         return self.product("down", gate * self.product("up", rows, counts), counts)
 
     def needs_keys(self) -> bool:
-        """Say whether the forward pass takes a noise key for each row; plain weights' does not."""
+        """Return whether the forward pass takes a noise key for each row; plain weights do not."""
         return False
 
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Multiply rows `[N, D]` with the weights of that name of the experts that they go to."""
+        """Multiply each row of `[N, D]` by the weight `name` of its expert."""
         return grouped_product(rows, counts, getattr(self, name))
 
 
@@ -279,11 +276,11 @@ class ExpertWeights(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores experts for each token.
+    """The linear layer that scores experts for each token, and the choice by these scores.
 
-    `load` and `bias` are fp32 buffers, which `update_routers_` moves once a step, and which are
-    saved with a model: what share of the choices each expert had in the last global batch, and what
-    is added to its score when experts are chosen.
+    Two fp32 buffers, which `update_routers_` updates once a step, are saved with the model: `load`,
+    each expert's fraction of the choices in the last global batch, and `bias`, which is added to
+    its score when experts are chosen.
     """
 
     load: Tensor
@@ -301,32 +298,49 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, is_token: Tensor | None, indices: Tensor | None
     ) -> tuple[Routing, Tensor]:
-        """Map tokens `[T, D]` to what is decided for them, and to their logits `[T, E]`."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        """Map tokens `[T, D]` to their routing, and to their logits `[T, E]`."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logits = nn.functional.linear(x.to(wide), self.weight.to(wide))
-        how = self.experts
-        given: dict[str, Any] = {"is_token": is_token, "indices": indices}
-        given["renormalise"] = how.renormalise
-        if how.scores == "softmax":
-            return softmax_topk(logits, how.chosen, **given), logits
-        groups = {"groups": how.groups, "groups_chosen": how.groups_chosen}
-        given |= {"bias": self.bias, "scale": how.scale, **groups}
-        return sigmoid_topk(logits, how.chosen, **given), logits
+            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+        config = self.experts
+        if config.scores == "softmax":
+            routing = softmax_topk(
+                logits,
+                config.chosen,
+                renormalise=config.renormalise,
+                is_token=is_token,
+                indices=indices,
+            )
+        else:
+            routing = sigmoid_topk(
+                logits,
+                config.chosen,
+                bias=self.bias,
+                groups=config.groups,
+                groups_chosen=config.groups_chosen,
+                renormalise=config.renormalise,
+                scale=config.scale,
+                is_token=is_token,
+                indices=indices,
+            )
+        return routing, logits
 
 
 class ExpertMlp(nn.Module):
-    """A feed-forward layer of experts; `number` counts such layers in the whole model."""
+    """A mixture-of-experts feed-forward layer; `number` is its index among such layers."""
 
     def __init__(
         self, width: int, experts: Experts, *, name: str, number: int, balance: Balance
     ) -> None:
         super().__init__()
-        self.name, self.number, self.balance = name, number, balance
+        self.name = name
+        self.number = number
+        self.balance = balance
         self.router = Router(width, experts)
         self.experts = ExpertWeights(experts.count, width, experts.width)
         self.shared = Mlp(width, experts.shared) if experts.shared else None
-        self.dispatch: Dispatch = ep_dispatch  # `parallel.expert_parallel` binds an axis
+        # `parallel.expert_parallel` replaces these by functions with an axis.
+        self.dispatch: Dispatch = ep_dispatch
         self.dispatch_keys: DispatchKeys = ep_dispatch_keys
         self.combine: Combine = ep_combine
 
@@ -340,20 +354,21 @@ class ExpertMlp(nn.Module):
         noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
-        tokens, how = x.flatten(0, 1), self.router.experts
-        seen, known = tokens, tape.choices.get(self.name)
-        if noise_key is not None and how.jitter:
-            seen = add_jitter(tokens, noise_key.flatten(), name=self.name, amount=how.jitter)
-        places = is_token.flatten()
-        # Most batches have no padding, and a pass over all scores is saved where that can be seen.
-        padded = not can_read_values(places) or not bool(places.all())
-        routing, logits = self.router(seen, places if padded else None, known)
+        tokens = x.flatten(0, 1)
+        config = self.router.experts
+        router_input = tokens
+        if noise_key is not None and config.jitter:
+            keys = noise_key.flatten()
+            router_input = add_jitter(tokens, keys, name=self.name, amount=config.jitter)
+        mask = is_token.flatten()
+        # Most batches have no padding; if the host can see that, a pass over all scores is saved.
+        has_padding = not can_read_values(mask) or not bool(mask.all())
+        replayed = tape.choices.get(self.name)
+        routing, logits = self.router(router_input, mask if has_padding else None, replayed)
         tape.choices[self.name] = routing.indices
-        kept = (
-            apply_capacity(routing, expert_capacity(routing.counts, how.capacity))
-            if how.capacity
-            else routing
-        )
+        kept = routing
+        if config.capacity:
+            kept = apply_capacity(routing, expert_capacity(routing.counts, config.capacity))
         rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)
         noise: tuple[Tensor, ...] = ()
         if noise_key is not None and self.experts.needs_keys():
@@ -362,13 +377,14 @@ class ExpertMlp(nn.Module):
         y = self.combine(self.experts(rows, counts, *noise), kept.weights, route).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        balance = balance_loss_sum(routing, self._load(routing, spans), experts=how.count)
-        z = (logits.logsumexp(-1).square() * places).sum()
+        load = self._compute_load(routing, spans)
+        balance = balance_loss_sum(routing, load, experts=config.count)
+        z = (logits.logsumexp(-1).square() * mask).sum()
         dropped = (routing.counts - kept.counts).sum().to(z.dtype)
         return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
 
-    def _load(self, routing: Routing, spans: Spans) -> Tensor:
-        """Return which part of the choices each expert had where `balance` looks."""
+    def _compute_load(self, routing: Routing, spans: Spans) -> Tensor:
+        """Return each expert's fraction of the choices over the tokens that `balance` names."""
         if self.balance == "batch":
             return self.router.load
         chosen = torch.zeros_like(routing.shares).detach()
@@ -384,14 +400,14 @@ class ExpertMlp(nn.Module):
 
 
 def balance_loss_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
-    """Return E * sum of load_e * share_e over tokens and experts: T where all have the same load.
+    """Balancing loss: E * sum of load_e * share_e over tokens and experts; T for equal loads.
 
-    Its gradient makes experts that are chosen often be wanted less. `load` has none, so this is a
-    sum over tokens like a loss, whose denominator is the number of tokens.
+    Its gradient lowers the scores of experts with a high load. `load` has no gradient, so this is a
+    sum over tokens, whose denominator is the number of tokens.
 
     Args:
-        routing: What a router decided.
-        load: Which part of the choices each expert has, `[E]`, or for each token `[T, E]`.
+        routing: The routing of the tokens.
+        load: Each expert's fraction of the choices, `[E]`, or for each token `[T, E]`.
         experts: E.
 
     References:
@@ -408,31 +424,31 @@ def balance_loss_sum(routing: Routing, load: Tensor, *, experts: int) -> Tensor:
 
 
 def check_whole_documents(module: nn.Module, by: str) -> None:
-    """Refuse to cut documents over ranks where experts are balanced within each.
+    """Check that no experts are balanced per document, where documents are sharded over ranks.
 
     Raises:
         ConfigError: A layer of the module balances by "document".
     """
-    found = [x for x in module.modules() if isinstance(x, ExpertMlp) and x.balance == "document"]
-    if found:
+    layers = [x for x in module.modules() if isinstance(x, ExpertMlp) and x.balance == "document"]
+    if layers:
         raise ConfigError(
-            f'{by}: {found[0].name} balances its experts by "document", and ranks would each see a '
-            'part of one; take balance="batch", or leave sequences whole',
+            f'{by}: {layers[0].name} balances its experts by "document", but each rank would see '
+            'only a part of one; use balance="batch", or do not shard sequences',
             where="balance",
             got="document",
         )
 
 
-# --------------------------------------------------------------------------------------- advancing
+# ------------------------------------------------------------------------------------------ update
 
 
 def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) -> Tensor:
-    """Return biases that make experts be chosen more often if they were too little, and less if.
+    """Raise the biases of experts below the mean count by `rate`, and lower those above it.
 
     Args:
         bias: fp32 `[..., E]`.
-        counts: How often each expert was chosen in the whole global batch, `[..., E]`.
-        rate: By how much a bias moves, 0.001 for instance; at least 0.
+        counts: The number of choices of each expert in the global batch, `[..., E]`.
+        rate: The change of a bias, 0.001 for instance; at least 0.
 
     Raises:
         ValueError: `rate` is a number below 0, or not finite.
@@ -454,25 +470,25 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
 def update_routers_(
     stages: Iterable[nn.Module], counts: Tensor, *, rate: float, applied: Tensor | bool = True
 ) -> Tensor:
-    """Tell the routers of a model how often their experts were chosen in a step, once a step.
+    """Update the loads and biases of a model's routers from the choices of a step, once a step.
 
     Args:
         stages: This rank's stages of the model.
         counts: `[L, E]`, for all expert layers of the whole model, summed over the microbatches and
             over all ranks that hold distinct tokens: the term "load" of `losses.add_router_losses`.
-        rate: By how much biases move; see `update_expert_bias`. 0 leaves them.
-        applied: Whether the step was taken; otherwise nothing moves.
+        rate: The change of biases; see `update_expert_bias`. 0 leaves them unchanged.
+        applied: Whether the step was taken; otherwise nothing changes.
 
     Returns:
-        The biases from here on, fp32 `[L, E]`: 0 for layers of other stages, so that a sum over
-        the pipeline has all of them, and for routers without.
+        The new biases, fp32 `[L, E]`: 0 for layers of other stages, so that a sum over the pipeline
+        has all of them, and for routers without biases.
 
     Effects:
         Writes the buffers `load` and `bias` of every `Router` in the stages. No host sync.
 
     Raises:
-        ValueError: `counts` is not as above, `rate` is below 0 or not finite, or biases are in 16
-            bits, where it would be lost.
+        ValueError: `counts` has another shape, `rate` is below 0 or not finite, or the buffers are
+            in 16 bits, where small changes would be lost.
 
     Examples:
         >>> experts = Experts(count=4, chosen=2, width=8, scores="sigmoid", biased=True)
@@ -485,21 +501,25 @@ def update_routers_(
     check_range("update_routers_", at_least=0, rate=rate)
     biases = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
-        router, experts = layer.router, len(layer.router.load)
+        router = layer.router
+        experts = len(router.load)
         if counts.ndim != 2 or layer.number >= len(counts) or counts.shape[1] != experts:
-            want = f"[L, {experts}] with L above {layer.number}, for {layer.name}"
-            got = tuple(counts.shape)
-            raise ValueError(f"update_routers_: counts must be {want}, got {got}")
+            raise ValueError(
+                f"update_routers_: counts must be [L, {experts}] with L above {layer.number}, for "
+                f"{layer.name}, got {tuple(counts.shape)}"
+            )
         if router.load.itemsize < 4:
-            what = f"the routers' buffers are {router.load.dtype}, which loses small moves"
-            raise ValueError(f"update_routers_: {what}; keep them in fp32")
-        own = counts[layer.number]
+            raise ValueError(
+                f"update_routers_: the routers' buffers are {router.load.dtype}, in which small "
+                "changes are lost; use fp32"
+            )
+        layer_counts = counts[layer.number]
         if isinstance(applied, bool):
-            applied = torch.full((), applied, device=own.device)
-        load = (own / own.sum().clamp(min=1)).to(router.load.dtype)
+            applied = torch.full((), applied, device=layer_counts.device)
+        load = (layer_counts / layer_counts.sum().clamp(min=1)).to(router.load.dtype)
         router.load.copy_(torch.where(applied, load, router.load))
         if router.bias is not None:
-            moved = update_expert_bias(router.bias, own, rate=rate)
-            router.bias.copy_(torch.where(applied, moved, router.bias))
+            bias = update_expert_bias(router.bias, layer_counts, rate=rate)
+            router.bias.copy_(torch.where(applied, bias, router.bias))
             biases[layer.number] = router.bias
     return biases

@@ -39,7 +39,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def mix_bits_tensor(x: Tensor) -> Tensor:
-    """Return `hashing.mix` of every element of an int64 tensor, on its device.
+    """Return `hashing.mix_bits` of every element of an int64 tensor, on its device.
 
     Examples:
         >>> int(mix_bits_tensor(torch.tensor([1]))[0]) == to_int64(int(mix_bits(np.uint64(1))))

@@ -71,7 +71,7 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
     """Return the keys with which `rounded_rows` rounds the rows of a box of a tensor.
 
     Args:
-        key: The whole tensor's, for instance `key_of(seed, name)`.
+        key: The whole tensor's, for instance `make_key(seed, name)`.
         shape: The shape of the box.
         offset: The offset of the box in the full tensor.
 

@@ -108,7 +108,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     A subclass defines, with `rule` and `numbers` pure functions:
 
     Attributes:
-        moments: The names of its moments, at most two; that of a second moment ends in "_sq".
+        moments: The names of its moments, at most two; a second moment's ends as "exp_avg_sq".
         copies: Those of the moments that start as copies of the parameter. They are never in low
             precision.
         counts: The names of its counters. "step" is added where stochastic rounding needs it.

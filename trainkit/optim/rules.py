@@ -173,8 +173,8 @@ class ScheduleFree(ElementwiseOptimizer):
 
     Parameters hold y, where gradients are taken; z takes the steps; what is evaluated and exported
     is x, a mean of all z so far, with weights of the largest rate so far, squared. x is kept, as
-    "mean", which `averaged` puts in place; z follows from y = (1 - beta) z + beta x, which asks for
-    parameters in fp32. Give it a constant rate after warm-up.
+    "mean", which `use_averaged_parameters` puts in place; z follows from y = (1 - beta) z + beta x,
+    which asks for parameters in fp32. Give it a constant rate after warm-up.
 
     References:
         Defazio et al., "The road less scheduled" (2024). The decay is taken at y.

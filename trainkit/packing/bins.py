@@ -64,8 +64,8 @@ def pack_bins(
         lengths: Tokens of each document, integers `[N]`, at most 2^40 each. A document without
             tokens gives no piece. There may be at most 2^31 - 1 pieces.
         capacity: Tokens per row, at most 2^31 - 1, because `cu_seqlens` is int32.
-        fit: Which bin each piece goes to: `best_fit`, `first_fit`, `sequential`, `balanced(rows)`,
-            or any other `Fit`.
+        fit: Which bin each piece goes to: `best_fit`, `first_fit`, `next_fit`,
+            `make_balanced_fit(rows)`, or any other `Fit`.
         group_size: The number of consecutive pieces that are packed together, so how far a document
             may move; 0 means all.
         overlong: The policy for documents longer than the capacity: "split" into pieces of

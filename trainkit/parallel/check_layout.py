@@ -34,7 +34,7 @@ def problems(
         layout: The layout.
         model: The decoder; None where the model is another, or not known yet.
         rows: What a step is fed; None where it is not known.
-        world: The number of processes, for instance `mesh.world_size()`.
+        world: The number of processes, for instance `mesh.get_world_size()`.
         device: The type of what it shall run on; by default a GPU where this machine has one.
 
     Examples:

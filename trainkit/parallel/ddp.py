@@ -19,10 +19,10 @@ from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.grad_reduction import (
     check_dense,
     find_used,
-    make_flags,
     get_local,
     list_gradients,
     make_buckets,
+    make_flags,
     mark_partial_,
     mark_replicated_,
 )
@@ -175,9 +175,9 @@ def vote_signs(
         if axis.count > 1:
             dist.all_reduce(votes, group=axis.group)
         owners, bad, votes = votes.split([len(parts), 1, flat.numel()])
-        told = votes.sign() if count == "majority" else votes / axis.count
-        told = told.to(flat.dtype).masked_fill(bad > 0, math.nan)
-        for part, values in zip(parts, told.split([x.numel() for x in parts]), strict=True):
+        direction = votes.sign() if count == "majority" else votes / axis.count
+        direction = direction.to(flat.dtype).masked_fill(bad > 0, math.nan)
+        for part, values in zip(parts, direction.split([x.numel() for x in parts]), strict=True):
             part.copy_(values.view_as(part))
-        for p, grad, kept in zip(bucket, grads, find_used(has, owners), strict=True):
-            p.grad = grad if kept else None
+        for p, grad, is_used in zip(bucket, grads, find_used(has, owners), strict=True):
+            p.grad = grad if is_used else None

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.parallel.stage_forward import evaluating, forward_stages
+from trainkit.parallel.stage_forward import forward_stages, use_eval_mode
 from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Batch, Call, Hidden, Stages, drop_routing
 
@@ -68,7 +68,7 @@ def add_columns(
             return batch
         return attrs.evolve(batch, extra={**batch.extra, **select_columns(output, batch)})
 
-    with evaluating(stages):
+    with use_eval_mode(stages):
         return [add_columns(batch) for batch in microbatches]
 
 
@@ -103,7 +103,7 @@ def make_output_head(
     """
     stages = as_stages(stages_or_model, "make_output_head", call=call)
     nothing = torch.empty(0)
-    with evaluating(stages):  # at its end FSDP lets go of the weight of a `Hidden`
+    with use_eval_mode(stages):  # at its end FSDP lets go of the weight of a `Hidden`
         output = drop_routing(forward_stages(stages, batch))
         if output is None:
             return Hidden(nothing, nothing)

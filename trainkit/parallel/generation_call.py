@@ -14,8 +14,8 @@ from trainkit.batch.shards import shard_sequence, zigzag_unshard
 from trainkit.collectives import all_gather_objects, all_gather_replicated, broadcast
 from trainkit.models.call import CachedCall, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
-from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
-from trainkit.parallel.stage_ranks import places_of
+from trainkit.parallel.stage_forward import compute_device, forward_stages, use_eval_mode
+from trainkit.parallel.stage_ranks import get_stage_places
 from trainkit.types import IGNORED_LABEL, Batch, Call, Spans, Stages
 
 
@@ -66,12 +66,12 @@ def make_call(
         True
     """
     pp, tp, world = stages.pp, stages.tp, stages.world
-    last = places_of(stages, pp)[0].ranks[-1]
+    last = get_stage_places(stages, pp)[0].ranks[-1]
     source = last * (world.count // pp.count)  # pp is the outermost axis
     kinds: list[Any] = []  # of logits, which only the last stage knows
 
     def run(batch: Mapping[str, Any], call: Call) -> Tensor | None:
-        with evaluating(stages):  # at its end FSDP lets go of the weight of a `Hidden`
+        with use_eval_mode(stages):  # at its end FSDP lets go of the weight of a `Hidden`
             output = forward_stages(stages, batch, call=call)
             return None if output is None else _whole(output, stages[-1])
 

@@ -1,19 +1,18 @@
 """Gradient reduction by FSDP2, DDP and over tp: sums, not averages; per step, not per microbatch.
 
-A gradient is divided once, by the number of valid tokens in the global batch. A library that also
-divides by the number of ranks gives wrong numbers, so averaging is switched off, and a module that
-still averages is refused.
+A gradient is divided once, by the number of valid tokens in the global batch. Dividing it by the
+number of ranks as well would be wrong, so averaging is switched off, and a module that still
+averages raises an error.
 
-Under tensor parallelism some parameters are whole on every rank and see only a part of the work: a
-norm that each rank applies to its part of the sequence or to its heads. Their gradients are
-*partial*, and so are those of replicas (`ddp`); `sum_partial_` sums them, all at once, at the end
-of a step.
+Under tensor parallelism some parameters are replicated, but each rank applies them to a part of the
+sequence or of the heads, as norms are. Their gradients are *partial sums*, and so are those of
+replicas (`ddp`); `sum_partial_` sums them in a few buffers at the end of a step.
 """
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotation with the class.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -38,10 +37,13 @@ _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 @attrs.frozen(eq=False)
 class Reducers:
-    """The modules inside a model that reduce gradients, by name: FSDP2's, DDP's, and foreign ones.
+    """The modules inside a model that reduce gradients, with their names.
 
-    Foreign ones (FSDP1 and composable `replicate`) always average, and are known to be refused.
-    `partial` are the modules that have parameters whose gradients `sum_partial_` sums.
+    Attributes:
+        fsdp: The modules of FSDP2.
+        ddp: The modules of DDP.
+        foreign: The modules of FSDP1 and composable `replicate`, which always average: an error.
+        partial: The modules with parameters whose gradients `sum_partial_` sums.
     """
 
     fsdp: Sequence[tuple[str, Any]] = ()
@@ -53,18 +55,18 @@ class Reducers:
         return bool(self.fsdp or self.ddp or self.foreign or self.partial)
 
 
-_NONE, _AVAILABLE = Reducers(), dist.is_available()
+_NO_REDUCERS = Reducers()
 
 
 def find_reducers(model: nn.Module) -> Reducers:
-    """Find the modules that reduce gradients; none without a process group.
+    """Find the modules of a model that reduce gradients; none without a process group.
 
     Examples:
         >>> bool(find_reducers(nn.Linear(1, 1)))
         False
     """
-    if not (_AVAILABLE and dist.is_initialized()):
-        return _NONE
+    if not (dist.is_available() and dist.is_initialized()):
+        return _NO_REDUCERS
     # Imported here: a second of import time.
     from torch.distributed._composable.contract import _get_registry  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
@@ -85,74 +87,75 @@ def find_reducers(model: nn.Module) -> Reducers:
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Return FSDP2's parameter groups of a module: one in torch 2.11, a list from 2.13 on."""
+    """Return the parameter groups of an FSDP2 module."""
     state = module._get_fsdp_state()  # noqa: SLF001 (no public way to read the divide factor)
-    many = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if many is None else many  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one group; from 2.13 on it is a list
+        groups = [state._fsdp_param_group]  # noqa: SLF001
     return [group for group in groups if group is not None]
 
 
 def sum_in_grad_dtype_(model: nn.Module) -> None:
-    """Let FSDP2 give sums in the dtype of parameters' gradients, which need not be their own.
-
-    FSDP2 reads dtypes when the model is called for the first time, so this takes effect then.
+    """Let FSDP2 reduce gradients into the `grad_dtype` of the parameters.
 
     Args:
-        model: One whose parameters have a `grad_dtype`; without units of FSDP2 nothing is done.
+        model: A model whose parameters have a `grad_dtype`; without FSDP2 modules nothing is done.
 
     Effects:
-        Takes the place of what its units do to find dtypes.
+        Replaces the method by which FSDP2's groups find their dtypes.
     """
 
-    def find(unit: Any) -> None:
+    # FSDP2 reads dtypes when the model is called for the first time, so this takes effect then.
+    def set_dtype(unit: Any) -> None:
         type(unit)._init_mp_dtypes(unit)  # noqa: SLF001
-        if trained := _trainable(unit):
-            unit._orig_dtype = trained[0].sharded_param.grad_dtype  # noqa: SLF001
+        if params := _list_trainable(unit):
+            unit._orig_dtype = params[0].sharded_param.grad_dtype  # noqa: SLF001
 
     for _, module in find_reducers(model).fsdp:
         for unit in fsdp_groups(module):
-            unit._init_mp_dtypes = partial(find, unit)  # noqa: SLF001
+            unit._init_mp_dtypes = partial(set_dtype, unit)  # noqa: SLF001
 
 
 def keep_gathered_if_returned_(module: Any) -> None:
-    """Let an FSDP2 module that returns a parameter of its own stay gathered until its backward.
+    """Keep an FSDP2 module gathered until its backward if it returns one of its own parameters.
 
-    Freed after forward, what it returned would have no memory: reading it ends the process, or
-    raises an error without names. Whether it returns one is seen in its first forward pass.
+    Resharding after forward would free the memory of the returned tensor; reading it then ends the
+    process, or raises an error that names nothing. The first forward pass shows whether a module
+    returns a parameter.
 
     Args:
         module: An FSDP2 module.
 
     Effects:
-        Takes the place of what its units do after their first forward pass.
+        Replaces a method of its groups until the first forward pass.
     """
 
-    def look(unit: Any, inner: nn.Module, given: Any, output: Any) -> Any:
+    def check_output(unit: Any, inner: nn.Module, args: Any, output: Any) -> Any:
         del unit.post_forward
-        own = {_memory_of(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
-        if any(_memory_of(x) in own for x in _tensors_in(output)):
+        own = {_get_pointer(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
+        if any(_get_pointer(x) in own for x in _iterate_tensors(output)):
             module.set_reshard_after_forward(False, recurse=False)
-        return unit.post_forward(inner, given, output)
+        return unit.post_forward(inner, args, output)
 
     for unit in fsdp_groups(module):
-        unit.post_forward = partial(look, unit)
+        unit.post_forward = partial(check_output, unit)
 
 
-def _memory_of(tensor: Any) -> int:
+def _get_pointer(tensor: Any) -> int:
     return get_local(tensor).untyped_storage().data_ptr()
 
 
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a module returns: one, or those in tuples, lists and mappings."""
+def _iterate_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an output: a tensor, or those in tuples, lists and mappings."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (Mapping, tuple, list)):
         for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_in(part)
+            yield from _iterate_tensors(part)
 
 
 def reshards_after_forward(module: Any) -> bool:
-    """Say whether an FSDP2 module frees its gathered parameters after its forward pass."""
+    """Return whether an FSDP2 module frees its gathered parameters after its forward pass."""
     return any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
 
 
@@ -161,15 +164,15 @@ def _sum_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
 
-    def tensor_of(done: Any) -> Tensor:
-        return done.value()[0]
+    def get_tensor(future: Any) -> Tensor:
+        return future.value()[0]
 
-    return work.get_future().then(tensor_of)
+    return work.get_future().then(get_tensor)
 
 
-def _sums(module: Any) -> bool:
-    """Say whether a DDP module sums: its only hook is ours (it has no public list of them)."""
-    return [hook for hook, _ in module._comm_hooks] == [_sum_bucket]  # noqa: SLF001
+def _is_summing(module: Any) -> bool:
+    """Return whether a DDP module sums: its only communication hook is `_sum_bucket`."""
+    return [hook for hook, _ in module._comm_hooks] == [_sum_bucket]  # noqa: SLF001 (no public list)
 
 
 def sum_gradients_(model: nn.Module) -> None:
@@ -179,54 +182,53 @@ def sum_gradients_(model: nn.Module) -> None:
         model: Any module; FSDP2 and DDP modules inside it are found.
 
     Effects:
-        Sets the reduction of those modules. Gradients are not touched. Does nothing the second
-        time.
+        Sets the reduction of those modules; a second call does nothing. Gradients are not changed.
 
     Examples:
         >>> sum_gradients_(nn.Linear(1, 1))
     """
     reducers = find_reducers(model)
     for _, module in reducers.fsdp:
-        # Both are needed: a divide factor alone asks gloo for a reduction it does not have.
+        # Both are needed: with a divide factor alone FSDP2 uses a reduction that gloo lacks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     for _, module in reducers.ddp:
-        if not module._comm_hooks:  # noqa: SLF001 (see _sums)
+        if not module._comm_hooks:  # noqa: SLF001 (see _is_summing)
             module.register_comm_hook(module.process_group, _sum_bucket)
 
 
 def check_sums(reducers: Reducers) -> None:
-    """Refuse a module that averages gradients, or that holds half of an earlier step's.
+    """Check that all modules sum gradients, and that none has unreduced ones of an earlier step.
 
     Raises:
-        ValueError: Names the first one.
+        ValueError: A module averages gradients, or an earlier step failed; it names the first one.
     """
     for name, module in (*reducers.fsdp, *reducers.ddp):
         if _BROKEN_OFF.read(module):
             raise ValueError(
-                f"forward_backward: an earlier call broke off in {name or 'the model'!r}, which "
-                "holds on to a part of that step's gradient; build the model anew"
+                f"forward_backward: an earlier call failed in {name or 'the model'!r}, which still "
+                "has a part of that step's gradient; build the model anew"
             )
         if getattr(module, "static_graph", False):
             raise ValueError(
                 f"forward_backward: the DDP module {name or '(the model itself)'!r} has "
-                "static_graph=True, which cannot wait for the last microbatch; leave it out"
+                "static_graph=True, with which it cannot wait for the last microbatch; leave it out"
             )
     check_not_averaging("forward_backward", reducers)
 
 
 def check_not_averaging(function: str, reducers: Reducers) -> None:
-    """Refuse a module that averages gradients, in the name of a function.
+    """Check that no module averages gradients; `function` is the caller's name, for the message.
 
     Raises:
-        ValueError: Names the first one.
+        ValueError: A module averages; it names the first one.
     """
     averaging = [
         name
         for name, module in reducers.fsdp
         if any(group.gradient_divide_factor != 1.0 for group in fsdp_groups(module))
     ]
-    averaging += [name for name, module in reducers.ddp if not _sums(module)]
+    averaging += [name for name, module in reducers.ddp if not _is_summing(module)]
     averaging += [name for name, _ in reducers.foreign]
     if averaging:
         raise ValueError(
@@ -239,42 +241,42 @@ def check_not_averaging(function: str, reducers: Reducers) -> None:
 class Reduction:
     """The reduction of one step's gradients by the FSDP2 and DDP modules of a model.
 
-    FSDP2 reduces the parameters that a rank has used, and nothing that the last backward pass does
-    not reach; DDP waits for every parameter in its last one. So ranks whose rows take different
-    ways through a model would add gradients of different parameters, wait for each other, or leave
-    some unreduced. Here every unit reduces all of its trainable parameters, zeros where there is no
-    gradient, at the moment that FSDP2 does it; units with replicas keep to one order, and one whose
-    turn has not come waits; `finish` reduces what is left.
+    FSDP2 reduces only the parameters that a rank has used, and nothing that the last backward pass
+    does not reach; DDP waits for every parameter in its last one. If the rows of two ranks took
+    different paths through a model, FSDP2 and DDP would add gradients of different parameters,
+    hang, or leave gradients unreduced. Here every FSDP2 group reduces all of its trainable
+    parameters, zeros where there is no gradient, when FSDP2 would. Groups with replicas are reduced
+    in one order; a group whose turn has not come waits, and `finish` reduces the rest.
 
-    Gathers are not looked after so: ranks that gather different units at one time put shards of
-    different parameters together, without an error where these have equal sizes. So the order in
-    which a rank has gathered and reduced is compared with that of the others at the end of a step.
+    All-gathers cannot be ordered like that. If ranks gather different groups at the same time, they
+    exchange shards of different parameters, without an error where the sizes are equal. So the
+    order in which a rank has gathered and reduced is compared over ranks at the end of a step.
     """
 
     def __init__(self, reducers: Reducers, *, reduce: Reduce) -> None:
         units = [group for _, module in reducers.fsdp for group in fsdp_groups(module)]
-        self.reducers, self.reduce = reducers, reduce
+        self.reducers = reducers
+        self.reduce = reduce
         # The order of most backward passes: in another, units with replicas wait for `finish`.
-        self.units = [unit for unit in reversed(dict.fromkeys(units)) if _trainable(unit)]
-        self.left = list(self.units)
+        self.units = [unit for unit in reversed(dict.fromkeys(units)) if _list_trainable(unit)]
+        self.remaining = list(self.units)
         names = [(unit, name) for name, module in reducers.fsdp for unit in fsdp_groups(module)]
         self.order = _Order(dict(reversed(names)))
-        params = [p.sharded_param for unit in self.units for p in _trainable(unit)]
+        params = [p.sharded_param for unit in self.units for p in _list_trainable(unit)]
         self.used = {id(p): False for p in params}
-        self.earlier = {id(p) for p in params if p.grad is not None}
+        self.had_grad = {id(p) for p in params if p.grad is not None}
 
     @contextmanager
     def microbatch(self, *, last: bool, holds: bool = False) -> Iterator[None]:
-        """Run one microbatch's forward and backward with gradients reduced now or later.
+        """Run the forward and backward passes of a microbatch, with gradients reduced now or later.
 
-        With reduce="last", nothing is reduced before the last microbatch, with `holds` nothing
-        before `finish`. With "each", FSDP2 reduce-scatters every microbatch and leaves only the
-        all-reduce over replicas for the last. DDP always waits for `finish`: it reduces the
-        accumulated gradient, so a sum reduced twice would count the first microbatches once per
-        rank.
+        With reduce="last", nothing is reduced before the last microbatch; with `holds`, nothing
+        before `finish`. With "each", FSDP2 reduce-scatters every microbatch, and only the
+        all-reduce over replicas waits for the last. DDP always waits for `finish`: it reduces the
+        accumulated gradient, so reducing twice would count the first microbatches once per rank.
 
         Effects:
-            Takes the place of what FSDP2 does after a unit's backward pass, and gives it back.
+            Replaces methods of FSDP2's groups for the length of the block.
         """
         now = not holds and (last or self.reduce == "each")
         for unit in self.units:
@@ -295,38 +297,38 @@ class Reduction:
     def _after_backward(self, unit: Any, *_: Any, now: bool, last: bool) -> None:
         if not _was_gathered(unit):  # a unit that no microbatch has used, in no step
             return
-        if now and last and unit in self.left:
-            if _replicas(unit) is not None and unit is not self._next_with_replicas():
+        if now and last and unit in self.remaining:
+            with_replicas = (x for x in self.remaining if _get_replica_group(x) is not None)
+            if _get_replica_group(unit) is not None and unit is not next(with_replicas):
                 now = False
             else:
-                self.left.remove(unit)
-        self._run(unit, now=now, last=last)
+                self.remaining.remove(unit)
+        self._run_post_backward(unit, now=now, last=last)
 
-    def _next_with_replicas(self) -> Any:
-        return next(unit for unit in self.left if _replicas(unit) is not None)
-
-    def _run(self, unit: Any, *, now: bool, last: bool) -> None:
-        """Do what FSDP2 does after a unit's backward (2.11 to 2.14), with all its parameters."""
+    def _run_post_backward(self, unit: Any, *, now: bool, last: bool) -> None:
+        """Run FSDP2's own method (torch 2.11 to 2.14), with gradients of all parameters."""
         if now:
-            self._fill(unit)
+            self._fill_grads(unit)
             self.order.add(unit, "reduced")
-        unit.reduce_grads, unit.all_reduce_grads = now, last
+        unit.reduce_grads = now
+        unit.all_reduce_grads = last
         try:
             type(unit).post_backward(unit)
         finally:
             unit.reduce_grads = unit.all_reduce_grads = True
 
     @torch.no_grad()
-    def _fill(self, unit: Any) -> None:
+    def _fill_grads(self, unit: Any) -> None:
         """Give every trainable parameter of a unit a gradient, all in one dtype."""
-        params = _trainable(unit)
-        wider = any(p.unsharded_accumulated_grad is not None for p in params)
+        params = _list_trainable(unit)
+        has_accumulated = any(p.unsharded_accumulated_grad is not None for p in params)
         for p in params:
             if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None:
                 self.used[id(p.sharded_param)] = True
             else:
                 p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
-            if wider and p.unsharded_accumulated_grad is None:  # by earlier microbatches
+            # Earlier microbatches may have left gradients of the unit in a wider dtype.
+            if has_accumulated and p.unsharded_accumulated_grad is None:
                 p.to_accumulated_grad_if_needed()
 
     def reduce_left(self) -> None:
@@ -334,27 +336,33 @@ class Reduction:
 
         Effects:
             Adds to the `.grad` of their shards, and frees gathered parameters; communicates over
-            what they are sharded over and their replicas.
+            their shard and replica groups.
         """
-        # Ranks that shard a unit gather it together, so without replicas nobody has used it.
-        left = [unit for unit in self.left if _was_gathered(unit) or _replicas(unit) is not None]
-        self.left.clear()
-        if not left:
+        # Ranks that shard a unit gather it together, so without replicas no rank has used it.
+        units = [
+            unit
+            for unit in self.remaining
+            if _was_gathered(unit) or _get_replica_group(unit) is not None
+        ]
+        self.remaining.clear()
+        if not units:
             return
         for _, module in self.reducers.fsdp:  # outermost first: the first one becomes the root
-            if any(unit in left and not _was_gathered(unit) for unit in fsdp_groups(module)):
+            if any(unit in units and not _was_gathered(unit) for unit in fsdp_groups(module)):
                 module._get_fsdp_state()._lazy_init()  # noqa: SLF001 (as before a forward pass)
                 module.unshard()
                 module.reshard()
-        for unit in left:
-            self._run(unit, now=True, last=True)
+        for unit in units:
+            self._run_post_backward(unit, now=True, last=True)
         for _, module in self.reducers.fsdp:
             state = module._get_fsdp_state()  # noqa: SLF001 (no public way)
             if state._is_root:  # noqa: SLF001 (as above)
                 state._root_post_backward_final_callback()  # noqa: SLF001 (as above)
 
     def finish(self) -> None:
-        """Reduce what is left after the last backward pass; drop gradients that nobody made.
+        """Reduce the remaining units after the last backward pass, and DDP's gradients.
+
+        A parameter that no rank has used has no gradient afterwards.
 
         Effects:
             Adds to `.grad`; communicates. A rank that has used every parameter does not wait.
@@ -363,37 +371,38 @@ class Reduction:
         self._drop_unused()
         self.order.compare(self.reducers)
         for _, module in self.reducers.ddp:
-            sum_grads_(_ddp_parameters(module), module.process_group)
-            module.require_forward_param_sync = True  # its buffers, as after a reduction of its own
+            sum_grads_(_list_ddp_parameters(module), module.process_group)
+            # As after DDP's own reduction: the next forward pass broadcasts its buffers.
+            module.require_forward_param_sync = True
 
     def _drop_unused(self) -> None:
-        """Take the zeros away where no rank has used a parameter: no optimizer may step it."""
+        """Remove the zero gradients of parameters that no rank has used: no step may use them."""
         meshes: dict[Any, list[Any]] = {}
         for unit in self.units:
-            groups = (getattr(unit.mesh_info, "shard_process_group", None), _replicas(unit))
-            meshes.setdefault((unit.device, *groups), []).extend(_trainable(unit))
-        for (device, *groups), found in meshes.items():
-            params = [p.sharded_param for p in found]
+            shard_group = getattr(unit.mesh_info, "shard_process_group", None)
+            key = (unit.device, shard_group, _get_replica_group(unit))
+            meshes.setdefault(key, []).extend(_list_trainable(unit))
+        for (device, shard_group, replica_group), members in meshes.items():
+            params = [p.sharded_param for p in members]
             used = [self.used[id(p)] for p in params]
             counts = make_flags(used, torch.empty(0, dtype=torch.float64, device=device))
-            shards, replicas = groups
-            if shards is not None and shards.size() > 1:
-                counts = self.order.sum_with(counts, shards)
-            if replicas is not None and replicas.size() > 1:
-                dist.all_reduce(counts, group=replicas)
-            if all(used):  # only a rank that lacks a gradient waits to hear whether another has one
+            if shard_group is not None and shard_group.size() > 1:
+                counts = self.order.sum_with(counts, shard_group)
+            if replica_group is not None and replica_group.size() > 1:
+                dist.all_reduce(counts, group=replica_group)
+            if all(used):  # only a rank that lacks a gradient has to wait for the counts
                 continue
             for p, count in zip(params, counts.tolist(), strict=True):
-                if not count and id(p) not in self.earlier:
+                if not count and id(p) not in self.had_grad:
                     p.grad = None
 
 
 class _Order:
-    """In which order a rank gathers FSDP2's units in a step and reduces their gradients.
+    """The order in which a rank gathers FSDP2's units in a step and reduces their gradients.
 
-    Ranks compare a hash, h: among n of them all are equal if n times the sum of h^2 is the square
-    of the sum of h. The two sums travel with what is summed at the end of a step in any case, and
-    are exact in fp64 for 2^12 ranks.
+    Ranks compare a hash h of it: on n ranks all are equal if n * sum(h^2) = sum(h)^2. The two sums
+    are all-reduced together with the counts at the end of a step, and are exact in fp64 for 2^12
+    ranks.
     """
 
     def __init__(self, names: Mapping[Any, str]) -> None:
@@ -403,22 +412,22 @@ class _Order:
         self.sums: list[tuple[Any, Tensor]] = []
 
     def gather(self, unit: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gather a unit as FSDP2 does, and take note of it if that sends anything."""
+        """Gather a unit by FSDP2's own method, and record it if anything was sent."""
         before = unit._all_gather_result  # noqa: SLF001 (no public way to see a gather)
-        found = type(unit).unshard(unit, *args, **kwargs)
+        result = type(unit).unshard(unit, *args, **kwargs)
         if before is None and unit._all_gather_result is not None:  # noqa: SLF001 (as above)
             self.add(unit, "gathered")
-        return found
+        return result
 
-    def add(self, unit: Any, what: str) -> None:
-        """Take note of what happens to a unit."""
+    def add(self, unit: Any, event: str) -> None:
+        """Record an event of a unit, "gathered" or "reduced"."""
         group = getattr(unit.mesh_info, "shard_process_group", None)
-        self.events.setdefault(group, []).append((what, self.numbers[unit]))
+        self.events.setdefault(group, []).append((event, self.numbers[unit]))
 
     def sum_with(self, counts: Tensor, group: Any) -> Tensor:
-        """Sum counts over a group, and in the same collective this order's hash and its square."""
-        own = tuple((number, what == "reduced") for what, number in self.events.get(group, ()))
-        order = hash(own) % 2**20
+        """Sum counts over a group, and in the same all-reduce the order's hash and its square."""
+        events = self.events.get(group, ())
+        order = hash(tuple((number, event == "reduced") for event, number in events)) % 2**20
         hashes = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
         counts = torch.cat([counts, *hashes])
         dist.all_reduce(counts, group=group)
@@ -426,37 +435,39 @@ class _Order:
         return counts[:-2]
 
     def compare(self, reducers: Reducers) -> None:
-        """Refuse a step in which ranks had different orders.
+        """Check that all ranks had the same order in a step.
 
-        At once in the first step of a model, and on CPUs; else before the next step, when no device
-        must be waited for.
+        The check is immediate in the first step of a model, and on CPUs. Otherwise it is deferred
+        to the next step, when it need not wait for the device.
 
         Raises:
-            ConfigError: They had; it names the units, on all ranks.
+            ConfigError: The orders differ; it names the units, on all ranks.
         """
         if not reducers.fsdp:
             return
         root = reducers.fsdp[0][1]
-        waits = _UNREAD.is_on(root) and any(sums.device.type != "cpu" for _, sums in self.sums)
-        _UNREAD.write_(root, self if waits else None)
-        if not waits:
+        is_deferred = _UNREAD.is_on(root) and any(x.device.type != "cpu" for _, x in self.sums)
+        _UNREAD.write_(root, self if is_deferred else None)
+        if not is_deferred:
             self.check()
 
     def check(self) -> None:
-        """Read the sums, and refuse orders that differ; see `compare`."""
+        """Read the sums and raise ConfigError if the orders differ; see `compare`."""
         for group, sums in self.sums:
             total, squares = map(int, sums.tolist())
             if group.size() * squares != total * total:
-                self._refuse(group)
+                self._raise_difference(group)
 
-    def _refuse(self, group: Any) -> None:
+    def _raise_difference(self, group: Any) -> None:
         names = [name or "the model itself" for name in self.names.values()]
-        own = [(what, names[number]) for what, number in self.events.get(group, ())]
-        ranks = all_gather_objects(own, Axis("group", Share(group.rank(), group.size()), group))
-        orders = [[*map(tuple, events), ("ended the step", "")] for events in ranks]
-        first, other = orders[0], next(x for x in orders if x != orders[0])
-        at = next(i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
-        one, two = (f"{what} {name!r}" if name else what for what, name in (first[at], other[at]))
+        events = [(event, names[number]) for event, number in self.events.get(group, ())]
+        axis = Axis("group", Share(group.rank(), group.size()), group)
+        by_rank = all_gather_objects(events, axis)
+        orders = [[*map(tuple, events), ("ended the step", "")] for events in by_rank]
+        other = next(order for order in orders if order != orders[0])
+        pairs = zip(orders[0], other, strict=False)
+        different = next((a, b) for a, b in pairs if a != b)
+        one, two = (f"{event} {name!r}" if name else event for event, name in different)
         raise ConfigError(
             f"forward_backward: rank 0 of the ranks that shard the model {one} where rank "
             f"{orders.index(other)} {two}: parameters of different modules were put together, and "
@@ -469,7 +480,7 @@ class _Order:
         )
 
 
-def _trainable(unit: Any) -> list[Any]:
+def _list_trainable(unit: Any) -> list[Any]:
     return [p for p in unit.fsdp_params if p.sharded_param.requires_grad]
 
 
@@ -477,21 +488,21 @@ def _was_gathered(unit: Any) -> bool:
     return all(hasattr(p, "_unsharded_param") for p in unit.fsdp_params)
 
 
-def _replicas(unit: Any) -> Any:
-    """Return the group of a unit's replicas, None without."""
+def _get_replica_group(unit: Any) -> Any:
+    """Return the process group of a unit's replicas, or None."""
     return getattr(unit.mesh_info, "replicate_process_group", None)
 
 
-def _ddp_parameters(module: Any) -> list[nn.Parameter]:
+def _list_ddp_parameters(module: Any) -> list[nn.Parameter]:
     named = module.module.named_parameters()
     return [p for name, p in named if name not in module.parameters_to_ignore]
 
 
 class _RoundedScatter:
-    """What FSDP2 sums gradients by, in place of its reduce-scatter: `reduce_scatter_bf16`.
+    """A reduce-scatter for FSDP2 in bf16 with stochastic rounding: `reduce_scatter_bf16`.
 
-    Its noise is a function of a step's key, the name of the unit, and how many sums the step has
-    had before.
+    The noise is a function of the key of the step, the name of the unit, and the number of earlier
+    reductions in the step.
     """
 
     def __init__(self, axis: Axis, name: str) -> None:
@@ -501,8 +512,9 @@ class _RoundedScatter:
 
     @contextmanager
     def step(self, key: Tensor) -> Iterator[None]:
-        """Round by a key for the length of a step."""
-        self.key, self.sums = key, 0
+        """Use a key for the length of a step."""
+        self.key = key
+        self.sums = 0
         try:
             yield
         finally:
@@ -527,56 +539,47 @@ def round_gradients_(module: Any, axis: Axis, *, name: str) -> None:
 
     Args:
         module: A module with one group of parameters, whose gradients are summed in fp32.
-        axis: What it is sharded over.
-        name: Names the module and this rank, among all that may have the same key.
+        axis: The axis that it is sharded over.
+        name: A name of the module and this rank, unique among those with the same key.
 
     Effects:
-        Replaces how the module communicates. Within `reducing` alone it can.
+        Replaces the module's reduce-scatter, which then works only inside `use_reduction`.
     """
     scatter = _RoundedScatter(axis, name)
     module.set_custom_reduce_scatter(scatter)
     _ROUNDED.write_(module, scatter)
 
 
-def _rounding(
-    reducers: Reducers, microbatches: Sequence[Mapping[str, Any]]
-) -> list[AbstractContextManager[None]]:
-    """Return what gives a step's key to the modules that round gradients.
-
-    Raises:
-        ValueError: There are such, and the first microbatch has no key.
-    """
-    noted = [_ROUNDED.read(module) for _, module in reducers.fsdp]
-    scatters = [scatter for scatter in noted if scatter is not None]
-    if scatters and "noise_key" not in microbatches[0]:
-        raise ValueError(
-            'forward_backward: expert_wire_dtype rounds gradients by the batch\'s "noise_key", '
-            "which is not there; add it by data.add_noise_keys, or noise_seed of make_step_batch"
-        )
-    return [scatter.step(microbatches[0]["noise_key"].flatten()[0]) for scatter in scatters]
-
-
 @contextmanager
-def reducing(
+def use_reduction(
     model: nn.Module,
     reducers: Reducers,
     microbatches: Sequence[Mapping[str, Any]],
     *,
     reduce: Reduce,
 ) -> Iterator[Reduction]:
-    """Run a step's microbatches, each within `microbatch`, and reduce what is left afterwards.
+    """Run the microbatches of a step, each within `microbatch`, and reduce the rest afterwards.
+
+    Raises:
+        ValueError: Gradients are rounded stochastically, and the first microbatch has no key.
 
     Effects:
-        Those of `Reduction` and `sum_partial_`; keeps earlier gradients out of a second reduction.
+        Those of `Reduction` and `sum_partial_`; gradients of earlier calls are not reduced again.
     """
-    rounding, reduction = _rounding(reducers, microbatches), Reduction(reducers, reduce=reduce)
+    scatters = [x for _, module in reducers.fsdp if (x := _ROUNDED.read(module)) is not None]
+    if scatters and "noise_key" not in microbatches[0]:
+        raise ValueError(
+            'forward_backward: expert_wire_dtype rounds gradients by the batch\'s "noise_key", '
+            "which is missing; add it by data.add_noise_keys, or noise_seed of make_step_batch"
+        )
+    reduction = Reduction(reducers, reduce=reduce)
     unread = _UNREAD.read(reducers.fsdp[0][1]) if reducers.fsdp else None
     if unread is not None:
         unread.check()
     try:
         with ExitStack() as stack, set_aside_reduced(reducers):
-            for one in rounding:
-                stack.enter_context(one)
+            for scatter in scatters:
+                stack.enter_context(scatter.step(microbatches[0]["noise_key"].flatten()[0]))
             yield reduction
             reduction.finish()
             sum_partial_(model)
@@ -588,41 +591,41 @@ def reducing(
 
 @contextmanager
 def set_aside_reduced(reducers: Reducers) -> Iterator[None]:
-    """Keep gradients that are reduced already out of the next reduction; add them afterwards.
+    """Remove gradients that are reduced already for the length of a block, and add them afterwards.
 
-    These are what DDP and `sum_partial_` reduce: both take a parameter's whole gradient, and what
-    an earlier call left there would be summed over ranks again.
+    DDP and `sum_partial_` reduce `.grad`, so gradients that an earlier call left there would be
+    summed over ranks again.
 
     Effects:
-        Sets the `.grad` of their parameters aside for the length of the block.
+        Replaces the `.grad` of those parameters.
     """
-    held: list[tuple[nn.Parameter, Tensor]] = []
+    reduced: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in list_summed_at_end(reducers):
         if parameter.grad is not None:
-            held.append((parameter, parameter.grad.clone()))
+            reduced.append((parameter, parameter.grad.clone()))
             parameter.grad = None
     try:
         yield
     finally:
-        for parameter, grad in held:
+        for parameter, grad in reduced:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
 def list_summed_at_end(reducers: Reducers) -> list[nn.Parameter]:
     """Return the parameters whose gradients are summed over ranks after the last backward pass."""
-    reduced = [p for _, module in reducers.ddp for p in _ddp_parameters(module)]
-    partial = _partial_parameters(module for _, module in reducers.partial)
-    return [*reduced, *(parameter for parameter, _ in partial)]
+    of_ddp = [p for _, module in reducers.ddp for p in _list_ddp_parameters(module)]
+    partial = _list_partial(module for _, module in reducers.partial)
+    return [*of_ddp, *(parameter for parameter, _ in partial)]
 
 
 def mark_partial_(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
-    """Say that the gradients of some of a module's own parameters are partial over an axis.
+    """Mark parameters of a module whose gradients are partial sums over an axis.
 
     Args:
-        module: The module that holds the parameters.
+        module: The module that owns the parameters.
         names: The names of the parameters in that module.
-        axis: The axis to sum their gradients over, `ps.tp` or `ps.dp_replicate`; a further one
-            where they are marked already.
+        axis: The axis to sum their gradients over, `ps.tp` or `ps.dp_replicate`. A second call adds
+            an axis.
 
     Effects:
         Sets an attribute of the module; nothing at size 1.
@@ -635,20 +638,20 @@ def mark_partial_(module: nn.Module, names: Sequence[str], axis: Axis) -> None:
         _PARTIAL.write_(module, (*_PARTIAL.read(module), (tuple(names), axis)))
 
 
-def _partial_parameters(modules: Iterable[nn.Module]) -> list[tuple[Any, Axis]]:
-    """Return the trainable parameters whose gradients are partial, each once for each axis."""
-    found: dict[tuple[int, str], tuple[Any, Axis]] = {}
+def _list_partial(modules: Iterable[nn.Module]) -> list[tuple[Any, Axis]]:
+    """Return the trainable parameters whose gradients are partial sums, once for each axis."""
+    marked: dict[tuple[int, str], tuple[Any, Axis]] = {}
     for module in modules:
         for names, axis in _PARTIAL.read(module) if _PARTIAL.is_on(module) else ():
             for name in names:
                 parameter = module._parameters[name]  # noqa: SLF001 (not what hides it, see styles.py)
                 if parameter is not None and parameter.requires_grad:
-                    found[id(parameter), axis.name] = parameter, axis
-    return list(found.values())
+                    marked[id(parameter), axis.name] = parameter, axis
+    return list(marked.values())
 
 
 def mark_replicated_(module: nn.Module) -> None:
-    """Say that a model's replicas are nothing to FSDP: another transform has taken care of them.
+    """Mark a model whose replicas another transform reduces, so that `fsdp` leaves them alone.
 
     Effects:
         Sets an attribute of the module.
@@ -657,7 +660,7 @@ def mark_replicated_(module: nn.Module) -> None:
 
 
 def replicates(module: nn.Module, ps: ParallelState) -> bool:
-    """Say whether `fsdp` is to replicate a model over dp_replicate.
+    """Return whether `fsdp` replicates a model over dp_replicate.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -669,24 +672,24 @@ def replicates(module: nn.Module, ps: ParallelState) -> bool:
 
 @torch.no_grad()
 def sum_partial_(model: nn.Module) -> None:
-    """Sum the gradients of which each rank has only a part, over tp or replicas, in flat buffers.
+    """Sum the gradients that are partial sums, over tp or replicas, in flat buffers.
 
-    For the end of a step's backward passes, after what FSDP reduces, and within
-    `set_aside_reduced`. A parameter without a gradient on this rank counts as zeros; one that
-    has none on any rank keeps none.
+    Call it after the backward passes of a step and FSDP's reductions, inside `set_aside_reduced`. A
+    parameter without a gradient on this rank counts as zeros; one without a gradient on any rank
+    has none afterwards.
 
     Args:
-        model: Any module; those that `mark_partial_` has marked are found.
+        model: Any module; modules that `mark_partial_` has marked are found.
 
     Effects:
-        Replaces the values of `.grad`; communicates over the axes that they were marked with, as
-        `sum_grads_`. Nothing where no parameter is partial.
+        Replaces the values of `.grad`; communicates over the marked axes, as `sum_grads_`. Nothing
+        if no parameter is marked.
 
     Examples:
         >>> sum_partial_(nn.Linear(1, 1))
     """
     groups: dict[Any, list[Any]] = {}
-    for parameter, axis in _partial_parameters(model.modules()):
+    for parameter, axis in _list_partial(model.modules()):
         groups.setdefault(axis.group, []).append(parameter)
     for group, parameters in groups.items():
         sum_grads_(parameters, group)
@@ -694,14 +697,15 @@ def sum_partial_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters over a group, in a few flat buffers.
+    """Sum the gradients of parameters over a process group, in a few flat buffers.
 
-    A buffer also carries who has a gradient. A parameter that has none on this rank counts as
-    zeros, so ranks cannot disagree on what is sent; one that has none on any rank keeps none.
+    A parameter without a gradient on this rank counts as zeros, so all ranks send buffers of equal
+    sizes; one without a gradient on any rank has none afterwards. A buffer also has flags of the
+    gradients that exist.
 
     Args:
-        parameters: The same ones on every rank of the group; frozen ones are left out.
-        group: The ranks to sum over.
+        parameters: The same parameters on every rank of the group; frozen ones are skipped.
+        group: The process group to sum over.
 
     Raises:
         ValueError: A gradient is sparse.
@@ -712,35 +716,33 @@ def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
     """
     for bucket in make_buckets([p for p in parameters if p.requires_grad]):
         check_dense(bucket)
-        has = [p.grad is not None for p in bucket]
+        has_grad = [p.grad is not None for p in bucket]
         grads = list_gradients(bucket)
-        parts = [get_local(grad) for grad in grads]
-        flat = torch.cat([make_flags(has, parts[0]), *(part.reshape(-1) for part in parts)])
+        shards = [get_local(grad) for grad in grads]
+        flags = make_flags(has_grad, shards[0])
+        flat = torch.cat([flags, *(shard.reshape(-1) for shard in shards)])
         dist.all_reduce(flat, group=group)
-        counts, *sums = flat.split([len(parts), *(part.numel() for part in parts)])
-        for part, total in zip(parts, sums, strict=True):
-            part.copy_(total.view_as(part))
-        used = find_used(has, counts)
-        for parameter, grad, is_used in zip(bucket, grads, used, strict=True):
-            parameter.grad = grad if is_used else None
+        counts, *sums = flat.split([len(shards), *(shard.numel() for shard in shards)])
+        for shard, total in zip(shards, sums, strict=True):
+            shard.copy_(total.view_as(shard))
+        for p, grad, is_used in zip(bucket, grads, find_used(has_grad, counts), strict=True):
+            p.grad = grad if is_used else None
 
 
 def list_gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients of parameters, zeros for those that have none."""
+    """Return the gradients of parameters, with zeros where there is none."""
     return [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in params]
 
 
-def find_used(has: Sequence[bool], counts: Tensor) -> Sequence[bool]:
-    """Return which parameters have a gradient on any rank, from how many ranks have one.
-
-    Only a rank that lacks a gradient waits to hear whether another has one.
-    """
-    return has if all(has) else counts.bool().tolist()
+def find_used(has_grad: Sequence[bool], counts: Tensor) -> Sequence[bool]:
+    """Return whether each parameter has a gradient on any rank, given the number of such ranks."""
+    # Only a rank that lacks a gradient waits for the device.
+    return has_grad if all(has_grad) else counts.bool().tolist()
 
 
 def make_flags(flags: Sequence[bool], like: Tensor) -> Tensor:
-    """Return flags as numbers, made where they are needed if all are true."""
-    if all(flags):
+    """Return flags as a tensor of ones and zeros, with the dtype and device of another."""
+    if all(flags):  # the usual case, without a copy from the host
         return like.new_ones(len(flags))
     return torch.tensor(flags).to(like, non_blocking=True)
 
@@ -749,7 +751,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def get_local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory.
+    """Return the local shard of a DTensor, which shares its memory; other tensors as they are.
 
     Examples:
         >>> get_local(torch.ones(1))
@@ -764,14 +766,14 @@ def get_local(tensor: Any) -> Tensor:
 def check_dense(
     parameters: Iterable[nn.Parameter], groups: Iterable[Mapping[str, Any]] = ()
 ) -> None:
-    """Refuse sparse gradients, which nothing here adds, measures, scales or steps by.
+    """Check that gradients are dense, as reductions, norms and optimizers here require.
 
     Args:
-        parameters: Those whose gradients are looked at.
-        groups: Groups of an optimizer, whose "param_names" name a parameter in the message.
+        parameters: The parameters whose gradients are checked.
+        groups: Parameter groups of an optimizer, for the names in the message ("param_names").
 
     Raises:
-        ValueError: Names the first, by its shape where no group names it.
+        ValueError: A gradient is sparse; it names the first one, or its shape.
 
     Examples:
         >>> check_dense([nn.Parameter(torch.ones(1))])
@@ -784,21 +786,23 @@ def check_dense(
                 for group in groups
                 for q, name in zip(group["params"], group.get("param_names", ()), strict=False)
             }
-            name, shape = names.get(id(p)), tuple(p.shape)
+            name = names.get(id(p))
             raise ValueError(
-                f"the gradient of {f'{name!r}' if name else 'a parameter'} of shape {shape} is "
-                f"sparse ({grad.layout}), and gradients must be dense to be summed, clipped and "
-                "stepped by; build its module with sparse=False (nn.Embedding, nn.EmbeddingBag)"
+                f"the gradient of {f'{name!r}' if name else 'a parameter'} of shape "
+                f"{tuple(p.shape)} is sparse ({grad.layout}), and gradients must be dense to be "
+                "summed, clipped and stepped by; build its module with sparse=False "
+                "(nn.Embedding, nn.EmbeddingBag)"
             )
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype, their gradients' too, and device, into lists of a bounded size."""
+    """Group parameters into buckets of bounded size, with one dtype, gradient dtype and device."""
     open_buckets: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     full: list[list[nn.Parameter]] = []
     for p in parameters:
-        kind, size = (p.dtype, p.grad_dtype, p.device), get_local(p).numel()
+        kind = (p.dtype, p.grad_dtype, p.device)
+        size = get_local(p).numel()
         if kind in open_buckets and sizes[kind] + size > _BUCKET_ELEMENTS:
             full.append(open_buckets.pop(kind))
             sizes[kind] = 0
@@ -808,11 +812,12 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]
 
 
 def reshard_(reducers: Reducers) -> None:
-    """Free the gathered parameters of FSDP2 modules, so that the model shows its shards again.
+    """Free the gathered parameters of FSDP2 modules.
+
+    FSDP2 leaves the root's parameters gathered after a forward pass without backward.
 
     Effects:
-        After a forward pass without backward, FSDP2 leaves the root's parameters gathered; this
-        undoes it.
+        The model's parameters are shards again.
     """
     for _, module in reducers.fsdp:
         module.reshard()

@@ -1,8 +1,8 @@
-"""From a module on the meta device to one that holds values: this rank's part of every tensor.
+"""Allocation of a module on the meta device, and the values of this rank's shard of every tensor.
 
-Values come from a `Weights` function: a counter-based initialiser, a folder (`open_weights`), or a
-module that was made and initialised as its author meant it (`weights_from_module`). One that says
-in its attribute `shapes` which tensors it holds must be used up, and fills persistent buffers too.
+Values come from a `Weights` function: a counter-based initializer, a folder (`open_weights`), or a
+module that was initialized by its own code (`weights_from_module`). If the function lists its
+tensors in an attribute `shapes`, the model must use all of them, persistent buffers too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 Fill = Callable[[Weights, str, Sequence[int], Sequence[int]], Tensor]
 """`Fill(weights, name, shape, offset) -> Tensor`: a box of a parameter that a transform has made.
 
-A module has its parameters' in a dictionary `fills`, by their own names; they may ask `weights` for
-any box of the model as it was.
+A module has those of its parameters in a dictionary `fills`, by their names in the module. They may
+read any box of the original model from `weights`.
 """
 
 
@@ -43,22 +43,22 @@ def materialize_(
     *,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Allocate a module that is on the meta device, and fill this rank's part of every parameter.
+    """Allocate a module that is on the meta device, and fill this rank's shard of every parameter.
 
-    A tensor that several modules share is allocated once. It is asked for by its first name, or by
-    those of its names that `weights` holds, which must then give the same values.
+    A tensor that several modules share is allocated once. It is read by its first name, or by
+    those of its names that `weights` lists, whose values must be equal.
 
     Args:
         module: A module whose parameters are all on the meta device, sharded or not.
-        weights: Gives the values of any box of any parameter, by its name in the whole model.
-        device: Where the parameters go.
+        weights: Returns the values of any box of a parameter, by its name in the whole model.
+        device: The device of the parameters.
         buffers: The values of its buffers by their names in the whole model; see `compute_buffers`.
 
     Raises:
-        ValueError: A parameter is not on the meta device, a buffer has no value, or `weights` gives
-            a wrong shape.
+        ValueError: A parameter is not on the meta device, a buffer has no value, or `weights`
+            returns a wrong shape.
         ConfigError: A buffer is computed from parameters, which have no values yet.
-        CheckpointError: `weights` holds two values for what is one parameter.
+        CheckpointError: `weights` has two different values for one parameter.
 
     Effects:
         Allocates and writes the parameters and buffers of `module`.
@@ -92,23 +92,24 @@ def materialize_(
     ties = find_ties(module)
     with PlacedAlike():
         module.to_empty(device=device)
-    retie_(module, ties)  # to_empty makes a tensor for every module that holds it
+    retie_(module, ties)  # to_empty makes a tensor for every module that shares it
     names = {name: tie for tie in ties for name in tie}
-    held, fills = shapes_of(weights), fills_of(module)
-    stored = {name: x for name, x in get_named_buffers([module]).items() if name in held}
+    listed_shapes = shapes_of(weights)
+    fills = fills_of(module)
+    stored = {name: x for name, x in get_named_buffers([module]).items() if name in listed_shapes}
     with torch.no_grad():
         for name, buffer in list_buffers(module).items():
             buffer.copy_((buffers or {})[name])
         for name, tensor in (get_named_parameters([module]) | stored).items():
             box = get_local_box(tensor)
             if box.local.numel():
-                shape, offset = tuple(box.local.shape), box.offset
-                give = partial(fills[name], weights) if name in fills else weights
-                box.local.copy_(_values(give, names.get(name, (name,)), shape, offset))
+                read = partial(fills[name], weights) if name in fills else weights
+                tie = names.get(name, (name,))
+                box.local.copy_(_read_values(read, tie, tuple(box.local.shape), box.offset))
 
 
 def fills_of(module: nn.Module) -> dict[str, Fill]:
-    """Return what makes those parameters that weights do not hold, by name in the whole model.
+    """Return the functions that fill parameters made by transforms, by name in the whole model.
 
     Examples:
         >>> fills_of(nn.Linear(1, 1))
@@ -122,25 +123,25 @@ def fills_of(module: nn.Module) -> dict[str, Fill]:
     }
 
 
-def _values(
+def _read_values(
     weights: Weights, names: Sequence[str], shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> Tensor:
-    """Return a box of the tensor that goes by some names."""
-    asked = [name for name in names if name in shapes_of(weights)] or names[:1]
-    found = [weights(name, shape, offset) for name in asked]
-    for name, values in zip(asked, found, strict=True):
+    """Return a box of a tensor that has several names."""
+    available = [name for name in names if name in shapes_of(weights)] or names[:1]
+    results = [weights(name, shape, offset) for name in available]
+    for name, values in zip(available, results, strict=True):
         if values.shape != shape:
             raise ValueError(
                 f"build_stages: weights gave shape {tuple(values.shape)} for {name!r}, where "
-                f"{shape} at offset {offset} was asked"
+                f"{shape} at offset {offset} was requested"
             )
-        if values is not found[0] and not torch.equal(values, found[0]):
+        if values is not results[0] and not torch.equal(values, results[0]):
             raise CheckpointError(
-                f"build_stages: {asked[0]!r} and {name!r} are one parameter of the model, but the "
-                "weights differ; untie them in the model, or leave one out by allow_extra",
+                f"build_stages: {available[0]!r} and {name!r} are one parameter of the model, but "
+                "the weights differ; untie them in the model, or leave one out by allow_extra",
                 where=name,
             )
-    return found[0]
+    return results[0]
 
 
 def list_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from trainkit.batch.shards import spans_of_lengths
 from trainkit.models.decoder import Decoder
-from trainkit.parallel.stage_forward import evaluating
+from trainkit.parallel.stage_forward import use_eval_mode
 from trainkit.types import Batch, Call, ConfigError, Hidden, drop_routing
 
 # The call by which each model that was tried leaks, or None.
@@ -117,7 +117,7 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
     first = torch.arange(ids.shape[1], device=ids.device) < half
     last = torch.arange(ids.shape[1], device=ids.device) >= half + quarter
     seen = slice(half, half + quarter)
-    with evaluating([model]), torch.compiler.set_stance("force_eager"):
+    with use_eval_mode([model]), torch.compiler.set_stance("force_eager"):
         plain, after_first, after_last = (
             [
                 x[:, seen].clone()

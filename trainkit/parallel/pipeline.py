@@ -1,9 +1,8 @@
-"""The pipeline as an executor: all microbatches of a step through all stages, one denominator.
+"""The executor of a pipeline: all microbatches of a step through all stages, one denominator.
 
-A rank holds some stages, its peers on the pipeline axis the others. Hidden states travel forward
-and their gradients back, in the order of one of torch's schedules; everything else of a microbatch
-is on every rank already and is looked up there by the microbatch's number. So side inputs cost no
-communication, and no host sync.
+Each rank of the pipeline axis has some of the stages. Ranks send hidden states forward and their
+gradients back, in the order of one of torch's schedules. Every rank has all other inputs of a
+microbatch and looks them up by its index, so they cost no communication and no host sync.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from trainkit.parallel.split import (
     assign_stages,
     microbatches_wanted,
 )
-from trainkit.parallel.stage_ranks import StagePlace, places_of
-from trainkit.parallel.tied_embeddings import setting_aside_tied
+from trainkit.parallel.stage_ranks import StagePlace, get_stage_places
+from trainkit.parallel.tied_embeddings import set_aside_tied
 from trainkit.types import (
     Axis,
     Call,
@@ -38,11 +37,12 @@ from trainkit.types import (
     Stages,
 )
 
-_KEPT_SHAPES = 4  # schedules to keep: each holds receive buffers for all microbatches of a step
+# Schedules that are cached: each has receive buffers for all microbatches of a step.
+_CACHED_SCHEDULES = 4
 
 
-class _Entered(torch.autograd.Function):
-    """What was received, whose gradients are sent back: all of them, contiguous."""
+class _Received(torch.autograd.Function):
+    """The identity on received tensors; their gradients are contiguous, as sends require."""
 
     @staticmethod
     def forward(_: Any, *edge: Tensor) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
@@ -55,7 +55,7 @@ class _Entered(torch.autograd.Function):
 
 @attrs.define(eq=False)
 class _Step:
-    """What the stages look up while a schedule runs, and the terms that they leave."""
+    """The inputs that stages look up while a schedule runs, and the terms of the last stage."""
 
     stages: Sequence[nn.Module]
     places: Sequence[StagePlace]
@@ -67,26 +67,27 @@ class _Step:
     terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
 
     def run(self, stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
-        """Take a microbatch forward through a stage: to what the next one gets, or to the loss."""
-        batch, place = self.batches[index], self.places[[*self.stages].index(stage)]
-        entered = _Entered.apply(*edge) if edge else ()
-        output = stage_forward.run_stage(stage, place, batch, entered, call=self.call)
+        """Run a stage's forward pass on a microbatch; return its output, or the loss."""
+        batch = self.batches[index]
+        place = self.places[[*self.stages].index(stage)]
+        received = _Received.apply(*edge) if edge else ()
+        output = stage_forward.run_stage(stage, place, batch, received, call=self.call)
         if not place.last:
-            return stage_forward.check_edge(
-                output, stage_forward.stage_boundary(stage, batch), place
-            )
+            boundary = stage_forward.stage_boundary(stage, batch)
+            return stage_forward.check_edge(output, boundary, place)
         assert self.divisors is not None
-        returned = self.loss(output, batch)
-        total, self.terms[index] = check_terms(returned, by="forward_backward")
+        total, self.terms[index] = check_terms(self.loss(output, batch), by="forward_backward")
         return divide_terms(total, self.divisors).double()
 
-    def reduction_of(self, stage: nn.Module) -> grad_reduction.Reduction:
-        """Return how a stage's gradients are reduced in this step."""
+    def get_reduction(self, stage: nn.Module) -> grad_reduction.Reduction:
+        """Return the reduction of a stage's gradients in this step."""
         return self.reductions[[*self.stages].index(stage)]
 
-    def forget(self) -> None:
-        """Let go of the microbatches."""
-        self.batches, self.divisors, self.reductions = (), None, ()
+    def clear(self) -> None:
+        """Release the microbatches and the terms."""
+        self.batches = ()
+        self.divisors = None
+        self.reductions = ()
         self.terms.clear()
 
 
@@ -98,14 +99,13 @@ def make_pipeline(
 ) -> ForwardBackward:
     """Make the executor of a pipeline: `forward_backward(microbatches, denominator=...)`.
 
-    The same sums and gradients as `forward_backward` gives on the whole model, on every rank.
+    It returns the sums, and adds the gradients, of `forward_backward` on the whole model.
 
     Args:
         stages: This rank's stages, on a pipeline axis of a size above 1.
         loss: The loss, with its `terms`.
         reduce: "last" reduces the gradients of FSDP's units once a step, "each" after every
-            microbatch, which needs less memory; schedules that split the backward pass can only do
-            the former.
+            microbatch, which needs less memory. Schedules that split the backward pass need "last".
 
     Raises:
         ConfigError: The stages are not those of the schedule, the loss has no `terms`, or the
@@ -113,44 +113,47 @@ def make_pipeline(
             microbatches, and a ValueError for microbatches of different shapes.
 
     Effects:
-        None here. The returned function adds to `.grad` and communicates, on the pipeline axis and
-        on what the stages reduce over. Every rank must pass the same number of microbatches.
+        None here. The returned function adds to `.grad`, and communicates on the pipeline axis and
+        the axes that the stages reduce over. Every rank must pass the same number of microbatches.
     """
-    axis, schedule = stages.pp, stages.layout.schedule
-    places, terms = places_of(stages, axis), stage_forward.terms_of(loss)
-    _check(stages, places, schedule=schedule, reduce=reduce, axis=axis)
+    axis = stages.pp
+    schedule = stages.layout.schedule
+    places = get_stage_places(stages, axis)
+    terms = stage_forward.get_term_names(loss)
+    _check_stages(stages, places, schedule=schedule, reduce=reduce, axis=axis)
     step = _Step(stages, places, loss, stages.call)
     schedules: dict[Any, Any] = {}
     kinds: dict[str, stage_forward.Kind] = {}
     last = places[0].ranks[-1]
 
-    def schedule_for(edge: tuple[Tensor, ...], microbatches: int) -> Any:
+    def get_schedule(edge: tuple[Tensor, ...], microbatches: int) -> Any:
         key = (*((tuple(x.shape), x.dtype) for x in edge), microbatches)
         if key not in schedules:
             _check_microbatches(schedule, microbatches, places, axis)
             schedules[key] = _make_schedule(schedule, step, edge, microbatches, axis=axis)
-            while len(schedules) > _KEPT_SHAPES:
+            while len(schedules) > _CACHED_SCHEDULES:
                 schedules.pop(next(iter(schedules)))
         return schedules[key]
 
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
-        edge = _common_edge(stages[0], microbatches)
+        edge = _find_common_edge(stages[0], microbatches)
         reducers = [grad_reduction.find_reducers(stage) for stage in stages]
-        for found in reducers:
-            grad_reduction.check_sums(found)
-        made = schedule_for(edge, len(microbatches))
-        step.batches, step.divisors = microbatches, make_divisors(denominator)
+        for stage_reducers in reducers:
+            grad_reduction.check_sums(stage_reducers)
+        torch_schedule = get_schedule(edge, len(microbatches))
+        step.batches = microbatches
+        step.divisors = make_divisors(denominator)
         try:
-            with setting_aside_tied(stages, places, axis):
-                _run_reducing(made, step, reducers, schedule=schedule, reduce=reduce)
-            sums = _summed(step.terms)
+            with set_aside_tied(stages, places, axis):
+                _run_schedule(torch_schedule, step, reducers, schedule=schedule, reduce=reduce)
+            sums = _sum_terms(step.terms)
         except BaseException:
-            schedules.clear()  # a schedule that broke off holds half a step
+            schedules.clear()  # a schedule that failed has the state of half a step
             raise
         finally:
-            step.forget()
+            step.clear()
         kinds.update(kinds or stage_forward.agree_on_kinds(sums, terms, axis=axis, source=last))
         device = stage_forward.compute_device(stages[0])
         return stage_forward.share_terms(sums, kinds, axis=axis, source=last, device=device)
@@ -158,8 +161,8 @@ def make_pipeline(
     return run
 
 
-def _run_reducing(
-    made: Any,
+def _run_schedule(
+    torch_schedule: Any,
     step: _Step,
     reducers: Sequence[grad_reduction.Reducers],
     *,
@@ -169,16 +172,21 @@ def _run_reducing(
     """Run a schedule, and reduce the gradients of its stages."""
     from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
 
-    splits = SCHEDULES[schedule].splits_backward
     with ExitStack() as stack:
         step.reductions = [
-            stack.enter_context(grad_reduction.reducing(stage, found, step.batches, reduce=reduce))
-            for stage, found in zip(step.stages, reducers, strict=True)
+            stack.enter_context(
+                grad_reduction.use_reduction(stage, stage_reducers, step.batches, reduce=reduce)
+            )
+            for stage, stage_reducers in zip(step.stages, reducers, strict=True)
         ]
-        run_schedule(made, len(step.batches), splits_backward=splits)
+        run_schedule(
+            torch_schedule,
+            len(step.batches),
+            splits_backward=SCHEDULES[schedule].splits_backward,
+        )
 
 
-def _check(
+def _check_stages(
     stages: Sequence[nn.Module],
     places: Sequence[StagePlace],
     *,
@@ -186,17 +194,17 @@ def _check(
     reduce: grad_reduction.Reduce,
     axis: Axis,
 ) -> None:
-    """Refuse what torch would run with wrong gradients, or not at all."""
-    wanted = assign_stages(schedule, axis.count, per_rank=len(places))
-    if places[0].ranks != wanted:
+    """Raise ConfigError for what torch would run with wrong gradients, or not at all."""
+    expected = assign_stages(schedule, axis.count, per_rank=len(places))
+    if places[0].ranks != expected:
         raise ConfigError(
-            f"make_forward_backward: the stages are on ranks {places[0].ranks}, the schedule "
-            f"{schedule} has them on {wanted}; give build_stages the same schedule",
+            f"make_forward_backward: the stages are on ranks {places[0].ranks}, but the schedule "
+            f"{schedule} has them on {expected}; give build_stages the same schedule",
             where="schedule",
             got=schedule,
         )
-    found = [grad_reduction.find_reducers(stage) for stage in stages]
-    for place, reducers in zip(places, found, strict=True):
+    all_reducers = [grad_reduction.find_reducers(stage) for stage in stages]
+    for place, reducers in zip(places, all_reducers, strict=True):
         if reducers.ddp:
             raise ConfigError(
                 f"make_forward_backward: stage {place.index} is a DDP module, which reduces at the "
@@ -207,46 +215,41 @@ def _check(
     if SCHEDULES[schedule].splits_backward and any(map(recomputes_selectively, stages)):
         raise ConfigError(
             f"make_forward_backward: the schedule {schedule} goes through a stage's graph "
-            'twice, which selective recomputation does not allow; take recompute("full") or '
+            'twice, which selective recomputation does not allow; use recompute("full") or '
             '"none", or a schedule that does not split the backward pass, such as 1f1b',
             where="recompute",
             got="selective",
         )
-    wrapped = [module for reducers in found for _, module in reducers.fsdp]
+    modules = [module for reducers in all_reducers for _, module in reducers.fsdp]
+    groups = [group for module in modules for group in grad_reduction.fsdp_groups(module)]
     layout = Layout(
         pp=axis.count,
-        dp_shard=max([2, *map(_ranks, wrapped)]) if wrapped else 1,
+        dp_shard=max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1,
         schedule=schedule,
         reduce=reduce,
-        reshard_after_forward=any(map(grad_reduction.reshards_after_forward, wrapped)),
+        reshard_after_forward=any(map(grad_reduction.reshards_after_forward, modules)),
     )
     refuse(
         problems(layout, world=layout.world, device=stage_forward.compute_device(stages[0]).type)
     )
 
 
-def _ranks(module: Any) -> int:
-    return max(
-        (group.mesh_info.mesh.size() for group in grad_reduction.fsdp_groups(module)), default=1
-    )
-
-
 def _check_microbatches(
     schedule: str, count: int, places: Sequence[StagePlace], axis: Axis
 ) -> None:
-    wanted = microbatches_wanted(schedule, axis.count, len(places[0].ranks), count)
-    if wanted is not None:
+    required = microbatches_wanted(schedule, axis.count, len(places[0].ranks), count)
+    if required is not None:
         raise ConfigError(
             f"forward_backward: there are {count} microbatches in a step, the schedule {schedule} "
-            f"needs {wanted}; use more rows in a step, or fewer in a microbatch",
+            f"needs {required}; use more rows in a step, or fewer in a microbatch",
             where="microbatches",
             got=count,
-            want=wanted,
+            want=required,
         )
 
 
-def _summed(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Add the terms of all microbatches, in their order and not in the schedule's."""
+def _sum_terms(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Add the terms of all microbatches in the order of the microbatches, not of the schedule."""
     sums: dict[str, Tensor] = {}
     for index in sorted(terms):
         for name, term in terms[index].items():
@@ -254,16 +257,18 @@ def _summed(terms: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return sums
 
 
-def _common_edge(stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
-    """Return what crosses every edge, the same for all microbatches of a step."""
+def _find_common_edge(
+    stage: nn.Module, microbatches: Sequence[Mapping[str, Any]]
+) -> tuple[Tensor, ...]:
+    """Return the meta tensors that stages exchange for each microbatch of a step."""
     edges = [stage_forward.stage_boundary(stage, batch) for batch in microbatches]
-    for index, edge in enumerate(edges):
-        got, want = (tuple(x[0].shape) for x in (edge, edges[0]))
-        if got != want:
+    expected = edges[0][0].shape
+    for index, (hidden, *_) in enumerate(edges):
+        if hidden.shape != expected:
             raise ValueError(
-                f"forward_backward: microbatch {index} has hidden states of shape {got}, "
-                f"microbatch 0 of {want}; in a pipeline all "
-                "microbatches of a step must have one shape (of the next step, another)"
+                f"forward_backward: microbatch {index} has hidden states of shape "
+                f"{tuple(hidden.shape)}, microbatch 0 of {tuple(expected)}; in a pipeline all "
+                "microbatches of a step must have one shape (those of the next step, another)"
             )
     return edges[0]
 
@@ -273,18 +278,19 @@ def _make_schedule(
 ) -> Any:
     from trainkit.parallel.torch_pipeline import Stage, make_schedule  # noqa: PLC0415 (slow import)
 
-    kind, device = SCHEDULES[schedule], stage_forward.compute_device(step.stages[0])
-    made = [
+    kind = SCHEDULES[schedule]
+    device = stage_forward.compute_device(step.stages[0])
+    stages = [
         Stage(
             stage,
             place,
             edge,
             step.run,
-            step.reduction_of,
+            step.get_reduction,
             axis=axis,
             device=device,
             splits_backward=kind.splits_backward,
         )
         for stage, place in zip(step.stages, step.places, strict=True)
     ]
-    return make_schedule(kind, made, microbatches)
+    return make_schedule(kind, stages, microbatches)

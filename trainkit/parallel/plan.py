@@ -27,23 +27,23 @@ def make_decoder_plan(
     compiled: bool = False,
     attention: Sequence[Kernel] = (),
 ) -> list[Transform]:
-    """Return the plan of a decoder, for `build_stages`: it fits any layout, one process too.
+    """Return the plan of a decoder for `build_stages`, in any layout, also a single process.
 
-    Tensor, sequence and expert parallelism, the dtype of the computation, recomputation,
-    compilation, FSDP. A transform whose axes have size 1 changes nothing, so that dense decoders
-    and mixtures of experts have one plan. Quantisation and adapters stand before it:
-    `[adapters.lora(one), *decoder_plan(layout)]`. For anything else write the list yourself.
+    It has tensor, sequence and expert parallelism, mixed precision, recomputation, compilation and
+    FSDP. A transform whose axes have size 1 changes nothing, so dense decoders and mixtures of
+    experts have the same plan. Quantization and adapters come before it:
+    `[adapters.lora(spec), *make_decoder_plan(layout)]`. For anything else write the list yourself.
 
     Args:
-        layout: The layout: how FSDP shards.
-        precision: What is kept, computed and summed in; by default fp32, all of it.
-        recompute: What is computed again in the backward pass; see `parallel.recompute`. Torch's
+        layout: The layout, for the options of FSDP.
+        precision: The dtypes of storage, computation and reduction; by default all fp32.
+        recompute: The results that are recomputed in backward; see `parallel.recompute`. Torch's
             generators are not restored for it: a decoder's noise is a function of a counter.
-        offload: Bytes of activations that stay on the device, while the rest waits in host memory;
-            None moves nothing. See `parallel.offload_activations`.
+        offload: Bytes of activations that stay on the device, while the rest is offloaded to host
+            memory; None offloads nothing. See `parallel.offload_activations`.
         compiled: Whether blocks are compiled.
         attention: Attention kernels in order of preference, see `parallel.set_attention`; by
-            default what the model was made with.
+            default those of the model.
 
     Raises:
         ConfigError: `recompute` is unknown.
@@ -52,15 +52,15 @@ def make_decoder_plan(
         >>> [step.kind for step in make_decoder_plan(Layout(), compiled=True)]
         ['tensor', 'sequence', 'expert', 'precision', 'recompute', 'compiled', 'fsdp']
     """
-    asked = resolve_precision(precision or Precision(compute="fp32"))
+    precision = resolve_precision(precision or Precision(compute="fp32"))
     return [
         tensor_parallel(),
-        *([chosen_attention(attention, dtype=DTYPES[asked.compute])] if attention else []),
+        *([chosen_attention(attention, dtype=DTYPES[precision.compute])] if attention else []),
         sequence_parallel(),
         expert_parallel(),
-        precision_of(DTYPES[asked.compute], storage=DTYPES[asked.storage]),
+        precision_of(DTYPES[precision.compute], storage=DTYPES[precision.storage]),
         recomputed(recompute, preserve_rng_state=False),
         *([] if offload is None else [offloaded(budget=offload)]),
         *([compiled_blocks()] if compiled else []),
-        fsdp(layout, reduce_dtype=DTYPES[asked.reduction]),
+        fsdp(layout, reduce_dtype=DTYPES[precision.reduction]),
     ]

@@ -61,7 +61,7 @@ def mixed_precision(
 
     Args:
         compute: The dtype to compute in, bf16 as a rule, or fp16, for which a step must scale its
-            loss (`health.loss_scale`); None changes nothing, and a model is then trained in the
+            loss (`health.get_loss_scale`); None changes nothing, and a model is then trained in the
             dtype that it was made in.
         storage: The dtype to keep parameters in. Those of bf16 get their gradients in fp32, in
             which microbatches and ranks add up. The optimizer must round as
@@ -158,7 +158,7 @@ def autocast_call(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
 
     Args:
         call: How a batch enters the model: `call_model`, or your own.
-        dtype: bf16, or fp16, for which a step must scale its loss (`health.loss_scale`).
+        dtype: bf16, or fp16, for which a step must scale its loss (`health.get_loss_scale`).
 
     Examples:
         >>> model = nn.Linear(2, 1)

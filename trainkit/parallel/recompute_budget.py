@@ -1,4 +1,4 @@
-"""What recomputation keeps where it may keep so many bytes: what is dearest to compute again."""
+"""The choice of results that recomputation saves under a byte budget: the most expensive first."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch.utils._pytree import tree_iter
 from trainkit.parallel.grad_reduction import get_local
 
 Keeps = Callable[[str, int], bool]
-"""`keeps(group, number)`: whether the result of this operator of a group is kept."""
+"""`keeps(group, number)`: whether the result of an operator is saved."""
 _ORDER = ("exchanges", "attention", "products")
 WHOLE = -1
-"""The number of a result of a group that is kept as a whole, or not at all."""
+"""The number of a result whose group is saved completely or not at all."""
 
 
 @attrs.frozen
 class Result:
-    """The result of an operator: of its group the number-th, with the inner width of a product.
+    """The result of an operator.
 
     Args:
         group: "products", "attention" or "exchanges".
-        number: Of a product, among the products of its block; of others `WHOLE`.
+        number: The index of a product among those of its block; for other groups `WHOLE`.
         inner: The width that a product sums over.
-        size: Bytes.
+        size: The size in bytes.
     """
 
     group: str
@@ -41,7 +41,7 @@ class Result:
 
 
 class Priced(TorchDispatchMode):
-    """Notes the results of operators that can be kept, and what autograd saves between them."""
+    """Records the results of operators that can be saved, and the tensors that autograd saves."""
 
     def __init__(self, groups: Mapping[Any, str]) -> None:
         super().__init__()
@@ -50,14 +50,15 @@ class Priced(TorchDispatchMode):
         self.saved: list[Tensor] = []
 
     def save(self, x: Tensor) -> None:
-        """Note what autograd saves."""
-        # Autograd gets nothing: a result that its own node held would never be freed.
+        """Record a tensor that autograd saves."""
+        # Returns None to autograd: a result that its own node refers to would never be freed.
         self.saved.append(get_local(x.detach()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (group := self.groups.get(func)) is not None:
-            # (matrix, matrix) or (bias, matrix, matrix); of attention queries, which nobody reads
+            # The arguments are (matrix, matrix) or (bias, matrix, matrix). For attention it is the
+            # width of the queries, which is not used.
             inner = args[func.overloadpacket is torch.ops.aten.addmm].shape[-1]
             size = _bytes_of(x for x in tree_iter(out) if isinstance(x, Tensor))
             number = self.seen[group] if group == "products" else WHOLE
@@ -67,10 +68,10 @@ class Priced(TorchDispatchMode):
 
 
 def _bytes_of(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
-    """Return the bytes of the memory of tensors, each once, but for that of some others."""
+    """Return the bytes of the storages of tensors, each counted once, without those of others."""
     sizes = {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in tensors}
-    own = sizes.keys() - {StorageWeakRef(x.untyped_storage()) for x in without}
-    return sum(sizes[memory] for memory in own)
+    storages = sizes.keys() - {StorageWeakRef(x.untyped_storage()) for x in without}
+    return sum(sizes[storage] for storage in storages)
 
 
 def choose(
@@ -81,23 +82,23 @@ def choose(
     groups: Mapping[Any, str],
     budget: float,
 ) -> Keeps:
-    """Return which results a block keeps for backward, by a forward pass that is thrown away.
+    """Choose the results that a block saves for backward, by a trial forward pass.
 
-    A product takes 2 K operations for each number of its result, for an inner width of K, so that
-    operations for each byte are as K is. Exchanges are kept whatever they take: ranks that choose
-    otherwise than others must not send otherwise. So is attention kept wholly or not at all: how
-    often it is called follows from the documents. What nothing after it in the block asks for in
-    its backward pass is not kept.
+    A product of inner width K takes 2 K operations per element of its result, so products are
+    ranked by K. Exchanges are always saved: ranks that chose differently would communicate
+    differently. Attention is saved completely or not at all, since its number of calls depends on
+    the documents. A result that no backward pass in the block needs is not saved.
 
     Args:
         forward: `forward(block, *args, **kwargs)`.
-        block: The block: its parameters are no activations.
+        block: The block; its parameters do not count as activations.
         inputs: (args, kwargs).
-        groups: The operators that can be kept; see `recompute.groups_of`.
-        budget: The fraction of what the block keeps without recomputation, its input included.
+        groups: The operators whose results can be saved; see `recompute.groups_of`.
+        budget: The fraction of the bytes that the block saves without recomputation, with its
+            input.
 
     Effects:
-        What the forward pass has; torch's generators are as before.
+        Those of the forward pass; torch's generators are restored.
 
     Examples:
         >>> block, x = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True)
@@ -111,34 +112,36 @@ def choose(
     hooks = torch.autograd.graph.saved_tensors_hooks(priced.save, lambda x: x)
     with torch.random.fork_rng(devices), hooks, priced:
         forward(block, *inputs[0], **inputs[1])
-    given = [x for x in tree_iter(inputs) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_iter(inputs) if isinstance(x, Tensor)]
     weights = [get_local(p) for p in block.parameters()]
-    own = [get_local(x) for x in given if x.requires_grad]
-    others = [get_local(x) for x in given if not x.requires_grad]
-    whole = _bytes_of(priced.saved, without=[*weights, *others])
+    activations = [get_local(x) for x in tensors if x.requires_grad]
+    constants = [get_local(x) for x in tensors if not x.requires_grad]
+    total = _bytes_of(priced.saved, without=[*weights, *constants])
+    # A result that was followed by a saved tensor is needed by a backward pass.
     needed = [result for result, before in priced.found if before < len(priced.saved)]
-    return fitting(needed, budget * whole - _bytes_of(own))
+    return fitting(needed, budget * total - _bytes_of(activations))
 
 
 def fitting(results: Iterable[Result], room: float) -> Keeps:
-    """Return which results are kept where there is room for so many bytes, the dearest first.
+    """Choose the most expensive results that fit into a number of bytes.
 
     Examples:
         >>> keeps = fitting([Result("products", i, inner, 4) for i, inner in enumerate((1, 2))], 6)
         >>> keeps("products", 0), keeps("products", 1)
         (False, True)
     """
-    sizes, inner = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
+    sizes: dict[tuple[str, int], float] = {}
+    inner: dict[tuple[str, int], float] = {}
     for result in results:
         key = result.group, result.number
         sizes[key] = sizes.get(key, 0) + result.size
         inner[key] = result.inner
-    kept = set()
+    chosen = set()
     for key in sorted(sizes, key=lambda key: (_ORDER.index(key[0]), -inner[key], key[1])):
         if key[0] == "exchanges" or sizes[key] <= room:
-            kept.add(key)
+            chosen.add(key)
             room -= sizes[key]
-    return partial(_is_chosen, frozenset(kept))
+    return partial(_is_chosen, frozenset(chosen))
 
 
 def _is_chosen(chosen: frozenset[tuple[str, int]], group: str, number: int) -> bool:

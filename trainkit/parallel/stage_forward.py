@@ -1,4 +1,4 @@
-"""A batch through a pipeline's stages: their edges, forward alone, and the last one's terms."""
+"""Forward passes through pipeline stages: shapes of sent tensors, evaluation, terms of the loss."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from torch import Tensor, nn
 from trainkit.collectives import all_gather_objects, broadcast
 from trainkit.parallel.grad_reduction import find_reducers, reshard_
 from trainkit.parallel.precision import compute_dtype
-from trainkit.parallel.stage_ranks import StagePlace, places_of
+from trainkit.parallel.stage_ranks import StagePlace, get_stage_places
 from trainkit.types import Axis, Call, ConfigError, Loss, Stages
 
 
 def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return what crosses a stage's edge, as its method `boundary(batch)` says: a tensor or some.
+    """Return a stage's output for a batch as tensors on the meta device.
 
-    The first is in the dtype that the stage computes in; see `precision`.
+    The first is in the dtype that the stage computes in; see `mixed_precision`.
 
     Raises:
-        ConfigError: The stage has no such method.
+        ConfigError: The stage has no method `boundary(batch)`.
     """
-    own = getattr(stage, "boundary", None)
-    if own is None:
+    boundary = getattr(stage, "boundary", None)
+    if boundary is None:
         raise ConfigError(
-            f"the pipeline stage {type(stage).__name__} has no method boundary(batch), which gives "
-            "the shape and dtype of what it passes on as a tensor on the meta device; add it to "
-            "the class",
+            f"the pipeline stage {type(stage).__name__} has no method boundary(batch), which "
+            "returns a tensor on the meta device with the shape and dtype of the stage's output; "
+            "add it to the class",
             where="boundary",
         )
-    hidden, *others = as_edge(own(batch))
-    return hidden.to(compute_dtype(stage) or hidden.dtype), *others
+    hidden, *extra = to_tuple(boundary(batch))
+    return hidden.to(compute_dtype(stage) or hidden.dtype), *extra
 
 
-def as_edge(output: Any) -> tuple[Any, ...]:
-    """Return what a stage passes on as a plain tuple, of one tensor or several.
+def to_tuple(output: Any) -> tuple[Any, ...]:
+    """Return the output of a stage, a tensor or a tuple of tensors, as a plain tuple.
 
     Examples:
-        >>> as_edge(1), as_edge((1, 2))
+        >>> to_tuple(1), to_tuple((1, 2))
         ((1,), (1, 2))
     """
     return tuple(output) if isinstance(output, tuple) else (output,)
 
 
 def compute_device(stage: nn.Module) -> torch.device:
-    """Return the device a stage computes on: with offloaded parameters not the one they are on.
+    """Return the device that a stage computes on, which offloaded parameters are not on.
 
     Examples:
         >>> compute_device(nn.Linear(1, 1))
@@ -65,16 +65,16 @@ def compute_device(stage: nn.Module) -> torch.device:
 
 
 @contextmanager
-def evaluating(stages: Sequence[nn.Module]) -> Iterator[None]:
+def use_eval_mode(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Run a block in evaluation mode and without gradients.
 
     Effects:
-        Puts the modules into evaluation mode for the length of the block, and then every module
-        inside them back into the mode it had; frees what FSDP2 has gathered.
+        Sets the modules to evaluation mode for the length of the block, and then restores the mode
+        of every submodule; frees the parameters that FSDP2 has gathered.
 
     Examples:
         >>> model = nn.Dropout().train()
-        >>> with evaluating([model]):
+        >>> with use_eval_mode([model]):
         ...     model.training
         False
         >>> model.training
@@ -101,23 +101,25 @@ def run_stage(
     *,
     call: Call,
 ) -> Any:
-    """Enter a microbatch into a stage; after the first, what it receives replaces `input_ids`."""
+    """Call a stage with a microbatch; after the first stage, the input replaces `input_ids`."""
     received = edge[0] if len(edge) == 1 else edge
     return call(stage, batch if place.index == 0 else {**batch, "input_ids": received})
 
 
 def check_edge(output: Any, boundary: tuple[Tensor, ...], place: StagePlace) -> tuple[Tensor, ...]:
-    """Return an output that the next stage expects: unequal sizes would end a gloo process.
+    """Return a stage's output as contiguous tensors, after a check of their shapes and dtypes.
 
     Raises:
-        ValueError: It is not what the stage's boundary says.
+        ValueError: They differ from the stage's boundary.
     """
-    edge, wanted = as_edge(output), [(tuple(x.shape), x.dtype) for x in boundary]
-    found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in edge]
-    if found != wanted:
-        got, want = (", ".join(map(str, x)) for x in (found, wanted))
+    # gloo ends the process where a receiver expects another size.
+    edge = to_tuple(output)
+    expected = [(tuple(x.shape), x.dtype) for x in boundary]
+    actual = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in edge]
+    if actual != expected:
         raise ValueError(
-            f"pipeline stage {place.index} passes on {got}, but its boundary(batch) says {want}"
+            f"pipeline stage {place.index} returns {', '.join(map(str, actual))}, but its "
+            f"boundary(batch) is {', '.join(map(str, expected))}"
         )
     return tuple(x.contiguous() for x in edge)
 
@@ -129,7 +131,7 @@ def forward_stages(stages: Stages, batch: Mapping[str, Any], *, call: Call | Non
     Args:
         stages: The stages of this rank.
         batch: The batch, the same on all ranks of the pipeline.
-        call: How a batch enters a stage, in place of the stages' own call.
+        call: Calls a stage with a batch; by default the call of the stages.
 
     Returns:
         The output of the last stage on the rank that holds it, None on the others.
@@ -137,9 +139,11 @@ def forward_stages(stages: Stages, batch: Mapping[str, Any], *, call: Call | Non
     Effects:
         Communicates on the pipeline axis: a hidden state is sent at each edge between ranks.
     """
-    axis, call = stages.pp, call or stages.call
-    places = places_of(stages, axis)
-    ranks, output, edge = places[0].ranks, None, tuple[Tensor, ...]()
+    axis = stages.pp
+    places = get_stage_places(stages, axis)
+    ranks = places[0].ranks
+    output = None
+    edge: tuple[Tensor, ...] = ()
     for place, stage in zip(places, stages, strict=True):
         boundary = stage_boundary(stage, batch) if axis.count > 1 else ()
         if place.index and ranks[place.index - 1] != axis.index:
@@ -147,7 +151,7 @@ def forward_stages(stages: Stages, batch: Mapping[str, Any], *, call: Call | Non
             edge = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in boundary)
             for x in edge:
                 dist.recv(x, group=axis.group, group_src=ranks[place.index - 1])
-        output = run_stage(stage, place, batch, edge, call=call)
+        output = run_stage(stage, place, batch, edge, call=call or stages.call)
         if not place.last:
             edge = check_edge(output, boundary, place)
             if ranks[place.index + 1] != axis.index:
@@ -171,14 +175,14 @@ def share_terms(
     source: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Give every rank of the pipeline the terms that the last stage's rank has.
+    """Broadcast the terms of the loss from the last stage to all ranks of the pipeline.
 
     Args:
         sums: The terms on rank `source`; not read elsewhere.
-        kinds: The terms and what they are, from `agree_on_kinds`.
+        kinds: The dtypes and shapes of the terms, from `agree_on_kinds`.
         axis: The pipeline axis.
         source: The rank of the last stage.
-        device: Where the terms shall be.
+        device: The device of the result.
 
     Effects:
         Communicates: one broadcast on `axis`, in fp64.
@@ -197,35 +201,35 @@ def share_terms(
 def agree_on_kinds(
     sums: Mapping[str, Tensor], terms: Sequence[str], *, axis: Axis, source: int
 ) -> dict[str, Kind]:
-    """Return what each term is, which only the rank of the last stage knows.
+    """Return the dtype and shape of each term, as the rank of the last stage has them.
 
     Raises:
-        ValueError: The loss does not report the terms that it says it reports.
+        ValueError: The loss returns other terms than its attribute `terms` declares.
 
     Effects:
         Communicates on `axis`, and waits.
     """
-    own = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in sums.items()}
-    found = all_gather_objects(own, axis)[source]
-    if set(found) != set(terms):
+    local = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in sums.items()}
+    kinds = all_gather_objects(local, axis)[source]
+    if set(kinds) != set(terms):
         raise ValueError(
-            f"the loss says that its terms are {sorted(terms)}, and reports {sorted(found)}; "
-            "correct its attribute `terms`"
+            f"the loss declares the terms {sorted(terms)}, but returns {sorted(kinds)}; correct "
+            "its attribute `terms`"
         )
-    return {name: (found[name][0], tuple(found[name][1:])) for name in terms}
+    return {name: (kinds[name][0], tuple(kinds[name][1:])) for name in terms}
 
 
-def terms_of(loss: Loss) -> tuple[str, ...]:
-    """Return the names of a loss's terms.
+def get_term_names(loss: Loss) -> tuple[str, ...]:
+    """Return the names of the terms of a loss.
 
     Raises:
-        ConfigError: It does not say.
+        ConfigError: The loss does not declare them.
     """
     terms = getattr(loss, "terms", None)
     if terms is None:
         raise ConfigError(
-            f"the loss {getattr(loss, '__name__', loss)} has no attribute `terms`, the names that "
-            "it reports, which pipeline stages that see no loss need; decorate it with "
+            f"the loss {getattr(loss, '__name__', loss)} has no attribute `terms`, the names of "
+            "its terms, which ranks without the last pipeline stage need; decorate it with "
             "losses.declare_terms",
             where="loss",
         )

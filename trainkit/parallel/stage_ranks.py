@@ -1,4 +1,4 @@
-"""Where a rank's stages stand in the pipeline, and which parameters two of them share."""
+"""The ranks of pipeline stages, the parameters that two stages share, and the record `Stages`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainkit.types import SOLO, Axis, Call, ConfigError, Layout, ParallelState,
 
 @attrs.frozen
 class StagePlace:
-    """Where a stage stands: its number, and the pipeline rank that holds each of them."""
+    """The index of a stage, and the pipeline rank of every stage."""
 
     index: int
     ranks: tuple[int, ...]
 
     @property
     def last(self) -> bool:
-        """Whether no stage follows."""
+        """Whether this is the last stage."""
         return self.index == len(self.ranks) - 1
 
 
@@ -36,13 +36,15 @@ _PLACE = Note[StagePlace | None]("stage_place", default=None)
 _TIED: Note[Mapping[str, tuple[int, int]]] = Note("tied_names", default=MappingProxyType({}))
 
 
-def placed_(stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]]) -> nn.Module:
-    """Write on a stage where it stands, and on its parameters which are copies of another's.
+def place_stage_(
+    stage: nn.Module, place: StagePlace, tied: dict[str, tuple[int, int]]
+) -> nn.Module:
+    """Attach a stage's place to it, and mark the parameters that are copies of another stage's.
 
     Args:
         stage: A stage.
-        place: Where it stands.
-        tied: Of what two stages share by name: the owner's number, the copy's.
+        place: Its place.
+        tied: For the name of each shared parameter the index of its owner and that of the copy.
 
     Effects:
         Sets attributes of the stage and of its parameters.
@@ -76,24 +78,24 @@ def attach_axes(
 
 def as_stages(
     stages_or_model: Stages | nn.Module,
-    by: str,
+    function: str,
     *,
     axis: Axis = SOLO,
     call: Call | None = None,
 ) -> Stages:
-    """Return a plain module as the only stage of its model; a `Stages` as it is.
+    """Return a `Stages` unchanged, and a plain module as the only stage of its model.
 
     Args:
-        stages_or_model: What `build_stages` or `make_stages` returned, or any module.
-        by: The function that was called, for the message.
-        axis: The ranks over which the data of a plain module is split. A `Stages` has its own.
-        call: How a batch enters, in place of the stages' own and of `call_model`.
+        stages_or_model: The result of `build_stages` or `make_stages`, or any module.
+        function: The name of the caller, for the message.
+        axis: The ranks over which the data of a plain module is sharded. A `Stages` has its own.
+        call: Calls a stage with a batch; by default the call of the stages, or `call_model`.
 
     Raises:
         ConfigError: It is neither.
 
     Effects:
-        None; nothing is written, and the axes are only passed on.
+        None: nothing is sent.
 
     Examples:
         >>> len(as_stages(nn.Linear(1, 1), "evaluate"))
@@ -103,8 +105,9 @@ def as_stages(
         return Stages((stages_or_model,), call=call or call_model, dp=axis, loss=axis)
     if not isinstance(stages_or_model, Stages):
         raise ConfigError(
-            f"{by}: it takes a module or a Stages, not a {type(stages_or_model).__name__}; pass "
-            "what build_stages returned, or make_stages for modules that are stages already",
+            f"{function}: it takes a module or a Stages, not a {type(stages_or_model).__name__}; "
+            "pass the result of build_stages, or of make_stages for modules that are stages "
+            "already",
             where="stages",
             got=type(stages_or_model).__name__,
         )
@@ -121,28 +124,27 @@ def make_stages(
 ) -> Stages:
     """Return modules that are pipeline stages already as a `Stages`.
 
-    For a model that was cut by hand, in place of `build_stages`: each rank passes the stages that
-    it holds. A stage needs a method `boundary(batch)`, which gives the shape
-    and dtype of what it passes on as a tensor on the meta device. Transforms come before: call this
-    with modules that are sharded already.
+    Use it in place of `build_stages` for a model that was split by hand. Each rank passes its own
+    stages, after all transforms. A stage needs a method `boundary(batch)`, which returns a tensor
+    on the meta device with the shape and dtype of the stage's output.
 
     Args:
-        stages: This rank's stages, first ones first. Parameters have the names that they have in
-            the whole model: blocks under their own numbers, `nn.ModuleDict({"3": block})`.
+        stages: This rank's stages, in order. Parameters have their names in the whole model: blocks
+            under their own indices, `nn.ModuleDict({"3": block})`.
         ps: The layout.
-        schedule: The schedule, a name of `parallel.split.SCHEDULES`; with several stages on a rank
-            one that places them so: rank r of P holds stages r, P + r, ... ("interleaved_1f1b"), or
-            r and 2P - 1 - r ("zero_bubble_v").
+        schedule: The schedule, a name of `parallel.split.SCHEDULES`. It determines the stages of a
+            rank: rank r of P has stages r, P + r, ... ("interleaved_1f1b"), or r and 2P - 1 - r
+            ("zero_bubble_v").
         tied: The names of parameters that two stages share, each with a copy of the same values.
-        call: How a batch enters a stage.
+        call: Calls a stage with a batch.
 
     Returns:
         The stages, with the axes of the layout.
 
     Raises:
-        ConfigError: The schedule has another number of stages on a rank, ranks pass different
-            numbers, two stages hold a parameter of one name that is not in `tied`, one that is in
-            `tied` is not in two stages, or the two hold other values.
+        ConfigError: The schedule has another number of stages per rank, ranks pass different
+            numbers, two stages have a parameter of one name that is not in `tied`, or a parameter
+            in `tied` is not in two stages with equal values.
 
     Effects:
         Sets attributes of the stages and their parameters; communicates on `ps.pp`, and waits.
@@ -150,118 +152,119 @@ def make_stages(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> stages = make_stages([nn.Linear(1, 1)], solo_parallel())
-        >>> places_of(stages, stages.pp)
+        >>> get_stage_places(stages, stages.pp)
         [StagePlace(index=0, ranks=(0,))]
     """
     axis = ps.pp
     ranks = assign_stages(schedule, axis.count, per_rank=len(stages))
-    own = [index for index, rank in enumerate(ranks) if rank == axis.index]
-    held = [
-        {name: _digest(p) if name in tied else "" for name, p in get_named_parameters([x]).items()}
-        for x in stages
+    indices = [index for index, rank in enumerate(ranks) if rank == axis.index]
+    digests = [
+        {
+            name: _hash_shard(p) if name in tied else ""
+            for name, p in get_named_parameters([stage]).items()
+        }
+        for stage in stages
     ]
-    every = all_gather_objects(held, axis)
-    if {len(x) for x in every} != {len(stages)}:
+    by_rank = all_gather_objects(digests, axis)
+    counts = [len(x) for x in by_rank]
+    if {*counts} != {len(stages)}:
         raise ConfigError(
-            f"make_stages: ranks of the pipeline pass {[len(x) for x in every]} stages; every "
-            "rank holds as many",
+            f"make_stages: ranks of the pipeline pass {counts} stages; all ranks must pass the "
+            "same number",
             where="stages",
-            got=[len(x) for x in every],
+            got=counts,
         )
-    left = [iter(parts) for parts in every]
-    order = [next(left[rank]) for rank in ranks]
-    shared = _shared_names(order, tied)
-    for stage, index in zip(stages, own, strict=True):
-        placed_(stage, StagePlace(index, ranks), shared)
+    remaining = [iter(of_rank) for of_rank in by_rank]
+    in_order = [next(remaining[rank]) for rank in ranks]
+    shared = _find_shared(in_order, tied)
+    for stage, index in zip(stages, indices, strict=True):
+        place_stage_(stage, StagePlace(index, ranks), shared)
     return attach_axes(stages, ps, schedule=schedule, call=call)
 
 
-def _shared_names(
+def _find_shared(
     stages: Sequence[Mapping[str, str]], tied: Collection[str]
 ) -> dict[str, tuple[int, int]]:
-    """Return which two stages hold each tied parameter; stages are {name: digest of a tied one}."""
-    where: dict[str, list[int]] = {}
+    """Return the two stages of each tied parameter; each stage is {name: hash of a tied one}."""
+    owners: dict[str, list[int]] = {}
     for index, stage in enumerate(stages):
         for name in stage:
-            where.setdefault(name, []).append(index)
-    for name, found in where.items():
-        if len(found) > 1 and name not in tied:
+            owners.setdefault(name, []).append(index)
+    for name, indices in owners.items():
+        if len(indices) > 1 and name not in tied:
             raise ConfigError(
-                f"make_stages: stages {found[0]} and {found[1]} both hold a parameter {name!r}; "
-                "give parameters the names that they have in the whole model (blocks under their "
-                'own numbers, nn.ModuleDict({"3": block})), or name it in `tied` if it is one '
-                "parameter with a copy",
+                f"make_stages: stages {indices[0]} and {indices[1]} both have a parameter {name!r};"
+                " give parameters their names in the whole model (blocks under their own indices, "
+                'nn.ModuleDict({"3": block})), or list it in `tied` if it is one parameter with a '
+                "copy",
                 where=name,
-                got=found,
+                got=indices,
             )
     for name in tied:
-        found = where.get(name, [])
-        if len(found) != 2:
+        indices = owners.get(name, [])
+        if len(indices) != 2:
             raise ConfigError(
                 f"make_stages: {name!r} is in `tied`, and must be in two stages; it is in "
-                f"{found or 'none'}",
+                f"{indices or 'none'}",
                 where=name,
-                got=found,
+                got=indices,
                 want="two stages",
             )
-        if stages[found[0]][name] != stages[found[1]][name]:
+        if stages[indices[0]][name] != stages[indices[1]][name]:
             raise ConfigError(
-                f"make_stages: stages {found[0]} and {found[1]} hold other values of {name!r}, "
-                "which is in `tied`; copy one to the other before they are sharded",
+                f"make_stages: stages {indices[0]} and {indices[1]} have different values of "
+                f"{name!r}, which is in `tied`; copy one to the other before they are sharded",
                 where=name,
-                got=found,
+                got=indices,
             )
-    return {name: (where[name][0], where[name][1]) for name in tied}
+    return {name: (owners[name][0], owners[name][1]) for name in tied}
 
 
-def _digest(parameter: nn.Parameter) -> str:
-    """Return a hash of what this rank holds of a parameter."""
+def _hash_shard(parameter: nn.Parameter) -> str:
     values = get_local(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
-def places_of(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace]:
-    """Return where each of a rank's stages stands in the pipeline.
+def get_stage_places(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace]:
+    """Return the place of each of this rank's stages in the pipeline.
 
     Args:
-        stages: The stages of this rank, from `build_stages` or `make_stages`; or one module of
-            one's own, which is taken for the stage of this rank's number.
-        axis: The pipeline axis.
+        stages: The stages of this rank, from `build_stages` or `make_stages`; or a single plain
+            module, whose index is then that of the rank.
+        axis: The pipeline axis; only its index and size are read.
 
     Raises:
-        ConfigError: Several modules have no number, or the stages are of another layout.
+        ConfigError: Several modules have no place, or the stages are of another layout.
 
     Effects:
-        None; of the axis only the size is read.
+        None: nothing is sent.
 
     Examples:
-        >>> places_of([nn.Linear(1, 1)])
+        >>> get_stage_places([nn.Linear(1, 1)])
         [StagePlace(index=0, ranks=(0,))]
     """
-    found = [_PLACE.read(stage) for stage in stages]
-    if len(found) == 1 and found[0] is None:
+    notes = [_PLACE.read(stage) for stage in stages]
+    if len(notes) == 1 and notes[0] is None:
         return [StagePlace(axis.index, tuple(range(axis.count)))]
-    places = [place for place in found if place is not None]
-    fits = all({*p.ranks} == {*range(axis.count)} for p in places) and (
-        [p.index for p in places]
-        == [i for i, rank in enumerate(places[0].ranks if places else ()) if rank == axis.index]
-    )
-    if len(places) < len(found) or not places or not fits:
+    places = [place for place in notes if place is not None]
+    expected = [i for i, rank in enumerate(places[0].ranks if places else ()) if rank == axis.index]
+    fits = all({*place.ranks} == {*range(axis.count)} for place in places)
+    if len(places) < len(notes) or not places or not fits or expected != [p.index for p in places]:
         raise ConfigError(
             f"these {len(stages)} modules are not the stages of rank {axis.index} of "
-            f"{axis.count} pipeline ranks; pass what build_stages gave, or make_stages for "
+            f"{axis.count} pipeline ranks; pass the result of build_stages, or of make_stages for "
             "modules that are stages already",
             where="stages",
-            got=[None if p is None else p.index for p in found],
+            got=[None if place is None else place.index for place in notes],
         )
     return places
 
 
-def tied_of(stage: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return which parameters of a stage another has a copy of: {name: (owner, copy)}.
+def get_tied_names(stage: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the parameters that a stage shares with another: {name: (owner, copy)}.
 
     Examples:
-        >>> tied_of(nn.Linear(1, 1))
+        >>> get_tied_names(nn.Linear(1, 1))
         {}
     """
     return dict(_TIED.read(stage))

@@ -1,8 +1,8 @@
-"""From a function that makes a model to this rank's part of it, filled.
+"""`build_stages`: from a function that makes a model to this rank's stages of it, with weights.
 
 The model is made on the meta device, where it has shapes but no memory; a *plan*, a list of
-transforms, is applied in order; then each shard is allocated and filled on its own. No rank ever
-holds what it does not own.
+transforms, is applied in order; then the local shards are allocated and filled. No rank ever
+allocates more than its shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainkit.parallel.materialize import (
 from trainkit.parallel.parameters import canonical_name, find_ties, get_named_parameters
 from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
-from trainkit.parallel.stage_ranks import StagePlace, attach_axes, placed_
+from trainkit.parallel.stage_ranks import StagePlace, attach_axes, place_stage_
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
 from trainkit.types import (
     Call,
@@ -39,16 +39,16 @@ from trainkit.types import (
 
 
 def split_layers(model: nn.Module, num_stages: int) -> list[nn.Module]:
-    """Cut a decoder into pipeline stages, by cost; the first and the last have fewer layers.
+    """Split a decoder into pipeline stages of equal cost; the first and last have fewer layers.
 
-    This is the split that `build_stages` takes by default. For another model, write a function of
-    the same signature: from the whole model, on the meta device, to one module for each stage,
-    whose parameters keep the names that they have in the whole model. A stage after the first is
-    called with the hidden state in place of `input_ids`. A weight that two stages share, as tied
-    embeddings do, is a parameter of the same name in both; the second must be a copy.
+    This is the default of `build_stages`. For another model, write a function of the same
+    signature: from the whole model, on the meta device, to one module for each stage, whose
+    parameters keep their names in the whole model. A stage after the first is called with the
+    hidden state in place of `input_ids`. A weight that two stages share, such as a tied embedding,
+    is a parameter of the same name in both; the second must be a copy.
 
     Args:
-        model: A `Decoder`, which is used up: its blocks become those of the stages.
+        model: A `Decoder`, whose blocks become those of the stages.
         num_stages: The number of stages.
 
     Returns:
@@ -97,32 +97,32 @@ def build_stages(
     stages_per_rank: int | None = None,
     call: Call = call_model,
 ) -> Stages:
-    """Return this rank's part of a model, transformed by a plan and filled with its weights.
+    """Return this rank's stages of a model, transformed by a plan and filled with weights.
 
     Args:
-        make_model: Makes the whole model; called under the meta device, so it costs no memory.
+        make_model: Makes the whole model; called under the meta device, so it uses no memory.
         ps: The layout.
-        plan: Transforms in the order of `transforms.ORDER`; applied to each stage by itself, but
-            for those of `transforms.OF_THE_WHOLE`.
-        weights: The initial values, a function of a parameter's name and of the box asked for.
-        split: Cuts the whole model, on the meta device, into stages; see `split_layers`.
-        schedule: The pipeline schedule, which says which rank holds which stages; see
-            `parallel.split.SCHEDULES`. Without pipeline parallelism it changes nothing.
-        stages_per_rank: How many stages a rank holds; by default as many as the schedule needs.
-        call: How a batch enters a stage; a mixture of experts needs `call_routed`.
+        plan: Transforms in the order of `transforms.ORDER`; applied to each stage separately,
+            except those of `transforms.OF_THE_WHOLE`.
+        weights: The initial values, a function of a parameter's name and of a box.
+        split: Splits the whole model, on the meta device, into stages; see `split_layers`.
+        schedule: The pipeline schedule, which determines the stages of a rank; see
+            `parallel.split.SCHEDULES`. Without pipeline parallelism it has no effect.
+        stages_per_rank: The number of stages per rank; by default that of the schedule.
+        call: Calls a stage with a batch; a mixture of experts needs `call_routed`.
 
     Returns:
-        The stages of this rank, and the axes that they are spread over.
+        The stages of this rank, with the axes of the layout.
 
     Raises:
-        ConfigError: The plan's order is wrong, an axis of size above 1 has nobody to take care of
-            it, the model cannot be split into so many stages, a weight that modules share would
-            come apart, or a module is one that a transform would compute wrongly.
-        CheckpointError: `weights` says what it holds, and that is not this model.
+        ConfigError: The plan's order is wrong, no transform handles an axis of size above 1, the
+            model cannot be split into so many stages, tied weights would no longer be tied, or a
+            transform does not support a module.
+        CheckpointError: `weights` lists its tensors, and they are not those of the model.
         ValueError: See `materialize_`.
 
     Effects:
-        Allocates parameters on `ps.device`. Transforms may open no groups: all are in `ps`.
+        Allocates parameters on `ps.device`. Transforms create no process groups: all are in `ps`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -137,14 +137,14 @@ def build_stages(
         for step in filter(_is_of_the_whole, plan):
             model = step(model, ps)
     plan = [step for step in plan if not _is_of_the_whole(step)]
-    known = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
-    layout = Layout(pp=ps.pp.count, schedule=schedule)  # the other axes are the plan's
-    config, device = model.config if known else None, ps.device.type
-    refuse(problems(layout, config, world=layout.world, device=device))
+    is_default = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
+    layout = Layout(pp=ps.pp.count, schedule=schedule)  # the plan checks the other axes
+    config = model.config if is_default else None
+    refuse(problems(layout, config, world=layout.world, device=ps.device.type))
     check_fit(model, weights)
     buffers = compute_buffers(make_model) if list_buffers(model) else {}
     if ps.pp.count == 1:
-        model = _built(model, ps, plan, weights, buffers)
+        model = _build_stage(model, ps, plan, weights, buffers)
         return attach_axes([model], ps, schedule=schedule, call=call)
     ranks = assign_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
@@ -154,11 +154,11 @@ def build_stages(
     tied = _check_split(names, ties, stages, len(ranks))
     for stage in stages:  # the copy in another stage would not be rescaled
         refuse_max_norm(stage, by="build_stages", weights=tied)
-    own = [index for index, rank in enumerate(ranks) if rank == ps.pp.index]
-    modules = [
-        placed_(_built(stages[i], ps, plan, weights, buffers), StagePlace(i, ranks), tied)
-        for i in own
-    ]
+    modules = []
+    for index, rank in enumerate(ranks):
+        if rank == ps.pp.index:
+            module = _build_stage(stages[index], ps, plan, weights, buffers)
+            modules.append(place_stage_(module, StagePlace(index, ranks), tied))
     return attach_axes(modules, ps, schedule=schedule, call=call)
 
 
@@ -166,7 +166,7 @@ def _is_of_the_whole(step: ModelTransform) -> bool:
     return isinstance(step, Transform) and step.kind in OF_THE_WHOLE
 
 
-def _built(
+def _build_stage(
     module: nn.Module,
     ps: ParallelState,
     plan: Sequence[ModelTransform],
@@ -176,42 +176,44 @@ def _built(
     for step in plan:
         transform = step if isinstance(step, Transform) else Transform(step, kind="build_stages")
         module = transform(module, ps)
-    wanted = [step.device for step in plan if isinstance(step, Transform) and step.device]
-    materialize_(module, weights, wanted[-1] if wanted else ps.device, buffers=buffers)
+    devices = [step.device for step in plan if isinstance(step, Transform) and step.device]
+    materialize_(module, weights, devices[-1] if devices else ps.device, buffers=buffers)
     widen_gradients_(module)
-    for part in module.modules():  # offloaded or not, what is computed with them is on the device
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, buffer.to(ps.device))
+    # Buffers are on the device that computes, even if parameters are offloaded.
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            setattr(submodule, name, buffer.to(ps.device))
     return module
 
 
 def _check_split(
-    names: set[str], ties: Sequence[tuple[str, ...]], stages: Sequence[nn.Module], wanted: int
+    names: set[str], ties: Sequence[tuple[str, ...]], stages: Sequence[nn.Module], num_stages: int
 ) -> dict[str, tuple[int, int]]:
-    """Refuse stages that are not the model; return which two stages share a parameter, by name."""
-    if len(stages) != wanted:
+    """Check the parameters of stages; return the two stages of each shared parameter."""
+    if len(stages) != num_stages:
         raise ConfigError(
-            f"build_stages: split gave {len(stages)} stages, where {wanted} were asked for",
+            f"build_stages: split returned {len(stages)} stages, where {num_stages} were requested",
             where="split",
             got=len(stages),
-            want=wanted,
+            want=num_stages,
         )
     owners: dict[str, list[int]] = {}
     for index, stage in enumerate(stages):
         for name in get_named_parameters([stage]):
             owners.setdefault(name, []).append(index)
-    told = {
-        name: f", but tied to {first!r}; what stages share goes by one name, and is a copy in one"
+    tie_notes = {
+        name: f", but tied to {first!r}; a shared parameter has one name, and one is a copy"
         for first, *others in ties
         for name in others
     }
     problems = [
-        f"{name!r} of stage {where[0]} is no parameter of the whole model{told.get(name, '')}"
-        for name, where in owners.items()
+        f"{name!r} of stage {indices[0]} is no parameter of the whole model"
+        f"{tie_notes.get(name, '')}"
+        for name, indices in owners.items()
         if name not in names
     ]
     problems += [f"{name!r} is in no stage" for name in sorted(names - owners.keys())]
     problems += [f"{name!r} is in {len(x)} stages" for name, x in owners.items() if len(x) > 2]
     if problems:
         raise ConfigError(f"build_stages: in the split, {problems[0]}", where="split")
-    return {name: (where[0], where[1]) for name, where in owners.items() if len(where) == 2}
+    return {name: (x[0], x[1]) for name, x in owners.items() if len(x) == 2}

@@ -11,12 +11,12 @@ from torch import nn
 
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.parameters import get_named_parameters
-from trainkit.parallel.stage_ranks import StagePlace, tied_of
+from trainkit.parallel.stage_ranks import StagePlace, get_tied_names
 from trainkit.types import Axis
 
 
 @contextmanager
-def setting_aside_tied(
+def set_aside_tied(
     stages: Sequence[nn.Module], places: Sequence[StagePlace], axis: Axis
 ) -> Iterator[None]:
     """Sum the gradients of tied parameters over their two stages, those of this step alone.
@@ -48,7 +48,7 @@ def _tied_parameters(
     found = []
     for stage, place in zip(stages, places, strict=True):
         named = get_named_parameters([stage])
-        for name, (owner, copy) in sorted(tied_of(stage).items()):
+        for name, (owner, copy) in sorted(get_tied_names(stage).items()):
             if named[name].requires_grad:
                 other = copy if place.index == owner else owner
                 found.append((place.index, other, named[name]))

@@ -158,13 +158,13 @@ class OptimizerOptions:
     """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
 
     optimizer_options: tuple[str, ...] = option((), on_resume="ask")
-    """What it is told, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
+    """Its further options, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
 
     optimizer_groups: tuple[str, ...] = option((), on_resume="ask")
-    """What other parameters get, each a regular expression of names: 'head.* lr_scale=0.5'."""
+    """Options of other parameters, after a regular expression of names: 'head.* lr_scale=0.5'."""
 
     mean: float | None = option(None, on_resume="ask")
-    """Keep a mean of the weights, of which this much stays in a step (0.999), and evaluate it."""
+    """Average the weights with this decay per step (0.999), and evaluate the average."""
 
     offload_optimizer: bool = option(default=False, on_resume="allow")
     """Keep the optimizer's state in host memory, and bring it over parameter by parameter."""
@@ -201,7 +201,7 @@ def _optimizer_arguments(options: OptimizerOptions) -> dict[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class LinearOptions:
-    """What linear layers compute in, where they compute otherwise than the rest."""
+    """The arithmetic of linear layers, if it differs from that of the model."""
 
     linears: Literal[
         "plain",
@@ -247,7 +247,7 @@ class RunConfig:
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
 
     seed: int = option(0, non_negative)
-    """What initial values, the order of the data and dropout follow from."""
+    """Seed of initial values, the order of the data and dropout."""
 
     config: Path | None = option(None, on_resume="ignore")
     """A TOML file with values for these flags, keys as in config.toml; flags override it."""
@@ -260,7 +260,7 @@ class RunConfig:
     schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _check_recompute, on_resume="allow")
-    """none, selective, full, what is kept, or how much: 0.4; docs/howto/less-memory.md."""
+    """none, selective, full, names to store, or a fraction: 0.4; docs/howto/less-memory.md."""
 
     compiled: bool = option(default=False, on_resume="allow")
     """Compile the blocks with torch.compile."""

@@ -216,22 +216,20 @@ def open_run(
         ...     run.ps.world.count, run.stopping()
         (1, None)
     """
-    layout = layout or Layout()
     limits = limits or Timeouts()
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     progress = checkpoint.SaveProgress()
-    start_timeout = timedelta(seconds=limits.start_timeout)
     if numerics is not None:
         set_numerics(numerics)
     with (
         report_errors(),
-        trap_signals() as asked,
+        trap_signals() as stop_reason,
         parallel_session(
-            layout,
-            timeout=max(start_timeout, timedelta(seconds=10 * limits.step_timeout)),
-            start_timeout=start_timeout,
-            asked=asked,
+            layout or Layout(),
+            timeout=timedelta(seconds=max(limits.start_timeout, 10 * limits.step_timeout)),
+            start_timeout=timedelta(seconds=limits.start_timeout),
+            asked=stop_reason,
         ) as ps,
     ):
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
@@ -241,41 +239,28 @@ def open_run(
             watch_ranks(
                 folder,
                 ps.world,
-                asked=asked,
+                asked=stop_reason,
                 allow=limits.start_timeout,
                 grace=limits.grace,
                 hold=hold,
                 written=lambda: progress.parts,
             ) as phase,
-            open_stop_vote(asked, ps.world) as stopping,
+            open_stop_vote(stop_reason, ps.world) as stopping,
         ):
-            software = make_code_facts()  # read once: a recipe may be edited while it runs
-            settings = {f"config.{key}": x for key, x in (config or {}).items() if key != "out"}
-            check_ranks_agree(ps.world, settings | software)
-            logger = make_logger(ps.world.share)
-            for note in describe_launch(os.environ):
-                logger.info(note)
-            if numerics is not None:
-                logger.info(str(numerics))
             functions = _RunFunctions(
-                folder, ps, logger, phase, stopping, limits, software, config, progress
-            )
-            yield Run(
                 dir=folder,
                 ps=ps,
-                log=logger.info,
-                describe=functions.describe,
                 phase=phase,
                 stopping=stopping,
-                resume=functions.resume,
-                loop=functions.loop,
-                finish=functions.finish,
+                limits=limits,
+                config=config,
+                progress=progress,
             )
+            functions.check_start(numerics)
+            yield functions.make_run()
 
 
 def gather_facts(
-    stages: Sequence[nn.Module] | nn.Module,
-    ps: ParallelState,
     *,
     config: Any = None,
     model: Any = None,
@@ -290,14 +275,12 @@ def gather_facts(
     """Return what a run must be continued with, as facts for its checkpoints.
 
     Args:
-        stages: The stages, filled with the weights that the run begins with.
-        ps: The layout.
         config: The record of the run's flags; which of them count, see `config.option`.
         model: The configuration of the model, an attrs record.
         tokenizer: The tokenizer, of which a hash is kept.
         rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
         corpora: The corpora by name, if each is a part of a mixture under its name.
-        first: Where the first weights are from; see `checkpoint.hash_initial_weights`.
+        first: Where the first weights are from, for the context.
         context: The longest text that the model is trained on; where a folder that the run begins
             with says that its model is for longer ones, that counts.
         template: The name of the chat template, of which a hash is kept.
@@ -306,15 +289,10 @@ def gather_facts(
     Returns:
         {name: value}; a function, as `facts` is, if that is one.
 
-    Effects:
-        Hashes the parameters if `first` is given, and then communicates on `ps.world`.
-
     Examples:
-        >>> from torch import nn
-        >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models import make_decoder_config
         >>> model = make_decoder_config("tiny")
-        >>> facts = gather_facts(nn.Linear(1, 1), solo_parallel(), model=model, facts={"seed": 0})
+        >>> facts = gather_facts(model=model, facts={"seed": 0})
         >>> facts["model"]["width"], facts["seed"]
         (128, 0)
     """
@@ -334,8 +312,6 @@ def gather_facts(
         known["context"] = max(context, open_folder(source).full_context if is_known else 0)
     if template is not None:
         known["template"] = template_hash(template)
-    if first is not None:
-        known |= checkpoint.hash_initial_weights(first, stages, ps)
     if callable(facts):
         return lambda batches: {**known, **facts(batches)}
     return {**known, **(facts or {})}
@@ -347,19 +323,45 @@ class _RunFunctions:
 
     dir: Path
     ps: ParallelState
-    logger: Logger
     phase: Announce
     stopping: StopReason
     limits: Timeouts
-    software: Mapping[str, str]
     config: Mapping[str, Any] | None
     progress: checkpoint.SaveProgress
+    logger: Logger = attrs.field(init=False)
+    # Read once: a recipe may be edited while it runs.
+    software: Mapping[str, str] = attrs.field(init=False, factory=make_code_facts)
     facts: checkpoint.Facts | None = None
     resume_messages: list[str] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.logger = make_logger(self.ps.world.share)
 
     @property
     def log(self) -> Log:
         return self.logger.info
+
+    def make_run(self) -> Run:
+        return Run(
+            dir=self.dir,
+            ps=self.ps,
+            log=self.log,
+            describe=self.describe,
+            phase=self.phase,
+            stopping=self.stopping,
+            resume=self.resume,
+            loop=self.loop,
+            finish=self.finish,
+        )
+
+    def check_start(self, numerics: Numerics | None) -> None:
+        """Check that ranks agree on configuration and code, and log how the run was launched."""
+        config = {f"config.{key}": x for key, x in (self.config or {}).items() if key != "out"}
+        check_ranks_agree(self.ps.world, config | dict(self.software))
+        for note in describe_launch(os.environ):
+            self.log(note)
+        if numerics is not None:
+            self.log(str(numerics))
 
     def describe(
         self,
@@ -390,8 +392,6 @@ class _RunFunctions:
     ) -> TrainState:
         stages = modules_of(stages)
         gathered = gather_facts(
-            stages,
-            self.ps,
             config=config,
             model=model,
             tokenizer=tokenizer,
@@ -402,12 +402,15 @@ class _RunFunctions:
             template=template,
             facts=facts,
         )
+        own: dict[str, Any] = {_SOFTWARE: self.software}
+        if first is not None:
+            own |= checkpoint.hash_initial_weights(first, stages, self.ps)
 
-        def facts_with_software(batches: int) -> Mapping[str, Any]:
+        def facts_with_own(batches: int) -> Mapping[str, Any]:
             of_run = gathered(batches) if callable(gathered) else gathered
-            return {**of_run, _SOFTWARE: self.software}
+            return {**of_run, **own}
 
-        self.facts = facts_with_software
+        self.facts = facts_with_own
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()
@@ -442,19 +445,23 @@ class _RunFunctions:
         logging: LoggingOptions | None = None,
         policy: health.Policy | None = None,
     ) -> Iterator[Loop]:
-        stages = modules_of(stages)
-        checkpoints = checkpoints or checkpoint.CheckpointOptions()
         logging = logging or LoggingOptions()
-        policy = policy or health.Policy()
+        default_interval = 1 if self.ps.device.type == "cpu" else _LOG_EVERY
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
-        opened = list[_LoopFunctions]()
-
-        def find_unsaved(error: BaseException) -> checkpoint.UnsavedState | None:
-            return opened[0].find_unsaved(error) if opened else None
-
+        functions = _LoopFunctions(
+            run=self,
+            stages=modules_of(stages),
+            optimizer=optimizer,
+            steps=steps,
+            checkpoints=checkpoints or checkpoint.CheckpointOptions(),
+            log_every=logging.log_every or default_interval,
+            policy=policy or health.Policy(),
+            first_step=state.step,
+        )
+        functions.set_current(state)
         with (
             open_run_sinks(
                 self.dir,
@@ -463,61 +470,17 @@ class _RunFunctions:
                 last=steps,
                 extra=named_sinks(logging.sinks, self.dir, config=self.config),
                 logger=self.logger,
-            ) as (write_metrics, event),
-            checkpoint.open_guarded_saver(
-                self.dir,
-                stages,
-                optimizer,
-                self.ps,
-                policy=policy,
-                replay=replay,
-                event=event,
-                facts=self.facts,
-                config=self.config,
-                retention=checkpoints.retention,
-                background=checkpoints.background_saves,
-                grace=self.limits.grace or 25.0,
-                before_commit=partial(fsync_jsonl, self.dir),
-                log=self.log,
-                get_unsaved=find_unsaved,
-                progress=self.progress,
-            ) as (save, guard),
-            collect_manually() as collect,
+            ) as (functions.write_metrics, functions.event),
+            functions.open_saver(replay) as (functions.save, functions.guard),
+            collect_manually() as functions.collect,
+            functions.count_optimizer_steps(),
         ):
-            event("resume", step=state.step, messages=self.resume_messages, software=self.software)
-            functions = _LoopFunctions(
-                run=self,
-                stages=stages,
-                optimizer=optimizer,
-                steps=steps,
-                checkpoints=checkpoints,
-                log_every=logging.log_every or (1 if self.ps.device.type == "cpu" else _LOG_EVERY),
-                write_metrics=write_metrics,
-                event=event,
-                save=save,
-                guard=guard,
-                collect=collect,
-                policy=policy,
-                first_step=state.step,
+            functions.event(
+                "resume", step=state.step, messages=self.resume_messages, software=self.software
             )
-            functions.set_current(state)
-            opened.append(functions)
-            with functions.count_optimizer_steps():
-                yield Loop(
-                    record=functions.record,
-                    evaluate=functions.evaluate,
-                    checkpoint=functions.checkpoint,
-                    is_due=functions.is_due,
-                    event=functions.write_event,
-                    result=functions.write_result,
-                )
-                functions.end()
-        if functions.stop_reason:
-            self.log(
-                f"stopped after step {functions.last_step} ({functions.stop_reason}); the same "
-                f"command resumes from there"
-            )
-            self.log(summarize_run(self.dir))
+            yield functions.make_loop()
+            functions.end()
+        functions.log_stop()
 
     def finish(
         self,
@@ -557,13 +520,13 @@ class _LoopFunctions:
     steps: int
     checkpoints: checkpoint.CheckpointOptions
     log_every: int
-    write_metrics: Sink
-    event: Callable[..., None]
-    save: Save
-    guard: Guard
-    collect: Collect
     policy: health.Policy
     first_step: int  # the step that the loop started from
+    write_metrics: Sink = attrs.field(init=False)
+    event: Callable[..., None] = attrs.field(init=False)
+    save: Save = attrs.field(init=False)
+    guard: Guard = attrs.field(init=False)
+    collect: Collect = attrs.field(init=False)
     step_start: float = attrs.field(factory=time.perf_counter)
     score: tuple[int, float] | None = None  # of the last evaluation, with its step
     best_step: int | None = None  # the step of the last evaluation, if it is one of the best so far
@@ -577,6 +540,39 @@ class _LoopFunctions:
     optimizer_steps_of_current: int = 0
     last_saved: int | None = None  # the step of the save that was started last
     memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
+
+    def make_loop(self) -> Loop:
+        return Loop(
+            record=self.record,
+            evaluate=self.evaluate,
+            checkpoint=self.checkpoint,
+            is_due=self.is_due,
+            event=self.write_event,
+            result=self.write_result,
+        )
+
+    def open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
+        """Open the saves and the guard against bad numbers; see `open_guarded_saver`."""
+        run = self.run
+        return checkpoint.open_guarded_saver(
+            run.dir,
+            self.stages,
+            self.optimizer,
+            run.ps,
+            policy=self.policy,
+            replay=replay,
+            event=self.event,
+            facts=run.facts,
+            config=run.config,
+            retention=self.checkpoints.retention,
+            background=self.checkpoints.background_saves,
+            grace=run.limits.grace or 25.0,
+            # No power cut then loses lines of steps that no restart repeats.
+            before_commit=partial(fsync_jsonl, run.dir),
+            log=run.log,
+            get_unsaved=self.find_unsaved,
+            progress=run.progress,
+        )
 
     @contextlib.contextmanager
     def count_optimizer_steps(self) -> Iterator[None]:
@@ -608,7 +604,7 @@ class _LoopFunctions:
             if not after_peer_error:
                 print_warning(
                     f"step {state.step} cannot be saved: the error came within step "
-                    f"{state.step + 1}, after its optimizer step had begun"
+                    f"{state.step + 1}, after its optimizer step had started"
                 )
             return None
         try:
@@ -732,6 +728,14 @@ class _LoopFunctions:
             self.read_pending(self.pending[-1][0])
         if self.stop_reason:
             self.event("stop", step=self.last_step, why=self.stop_reason)
+
+    def log_stop(self) -> None:
+        if self.stop_reason:
+            self.run.log(
+                f"stopped after step {self.last_step} ({self.stop_reason}); the same command "
+                f"resumes from there"
+            )
+            self.run.log(summarize_run(self.run.dir))
 
     def _is_save_due(self, state: TrainState) -> bool:
         return is_due(state.step, self.checkpoints.save_every, last=self.steps)

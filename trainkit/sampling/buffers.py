@@ -45,7 +45,7 @@ def buffer_sorted_order(
         pack_size: Items in a pack. Where it divides `buffer_size`, the positions between two of its
             multiples are one pack.
         seed: The seed of ties and shuffles; it does not change which items share a buffer. For a
-            new order in each epoch pass `noise.key_of(seed, epoch)`.
+            new order in each epoch pass `noise.make_key(seed, epoch)`.
 
     Returns:
         int64, one for each position. Over all positions every item comes once.

@@ -47,7 +47,7 @@ def make_mixture_phases(*phases: MixturePhase) -> tuple[MixturePhase, ...]:
             the first phase, not those of the phase before.
 
     Returns:
-        The same number of phases, for `phase_at` and `sample_mixture`.
+        The same number of phases, for `find_mixture_phase` and `sample_mixture`.
 
     Raises:
         ValueError: A start, a name, a weight or an `lr_scale` is out of range; the message names

@@ -150,8 +150,11 @@ def test_every_layout_has_the_noise_of_one_process():
 
 
 def evaluated(ps, stages):
-    rest = {"axis": ps.loss, "call": call_routed}
-    return float(evaluate(stages, [decoder_batch(9)], next_token_linear, **rest)["loss"])
+    return float(
+        evaluate(stages, [decoder_batch(9)], next_token_linear, axis=ps.loss, call=call_routed)[
+            "loss"
+        ]
+    )
 
 
 def test_a_resumed_run_has_the_same_bits_and_evaluation_has_no_noise(tmp_path):
@@ -183,7 +186,7 @@ def test_noise_on_nothing_is_refused():
     plain = nn.ModuleDict({"up": nn.Linear(2, 2)})
     enter = partial(add_quantization_noise, seed=0, step=0)
     for options, told in (
-        ({"weights": 1.0}, "weights is 1.0, and no matrix is in few bits"),
+        ({"weights": 1.0}, "weights is 1.0, and no matrix is quantized"),
         ({"norms": 1.0}, "norms is 1.0, and no norm stands before"),
         ({"weights": -1.0}, "weights must be at least 0 and finite, got -1.0"),
     ):

@@ -148,10 +148,9 @@ def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(line
     )
     ids = torch.arange(48).view(2, 24) % 32
     spans = spans_of_lengths(np.array([24, 24]))
-    batch = {"position_ids": torch.arange(24).expand(2, 24), "spans": spans}
 
     def loss(model):
-        logits = model(ids, **batch)[:, :-1]
+        logits = model(ids, position_ids=torch.arange(24).expand(2, 24), spans=spans)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.5)
@@ -177,9 +176,10 @@ def test_an_exported_folder_that_others_quantise_computes_what_was_trained(tmp_p
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     folder = tk.hub.open_folder(tmp_path)
-    how = {"weights": tk.hub.open_folder_weights(folder)}
     plan = make_linear_transforms("qat_int8_int4")
-    (ours,) = tk.build_stages(lambda: Decoder(folder.config), SOLO, plan, **how)
+    (ours,) = tk.build_stages(
+        lambda: Decoder(folder.config), SOLO, plan, weights=tk.hub.open_folder_weights(folder)
+    )
     ids = torch.arange(48).view(2, 24) % 32
     spans = spans_of_lengths(np.array([24, 24]))
     wanted = ours(ids, position_ids=torch.arange(24).expand(2, 24), spans=spans)

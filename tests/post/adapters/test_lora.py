@@ -447,7 +447,7 @@ def test_a_trained_model_is_built_on_its_own_base_alone(tmp_path):
     (again,) = adapters.build_trained_stages(path, make_model, ps, [])
     for name, p in get_named_parameters(stages).items():
         assert torch.equal(get_named_parameters([again])[name], p), name
-    told = f"build_trained_stages: what is in {other} now is not the base of {path}"
+    told = f"build_trained_stages: the weights in {other} are not the base of {path}"
     with pytest.raises(CheckpointError, match=told):
         adapters.build_trained_stages(path, make_model, ps, [], base=other)
 

@@ -91,10 +91,18 @@ def made(tmp_path_factory):
 def continued(model):
     """Return a `Generate` of the model alone."""
 
-    def write(prompts, *, temperature, **wish):
-        how = {"context": CONTEXT, "tokenizer": BYTES, "stop_ids": [BYTES.eos_id], **wish}
-        sampling = Sampling(temperature=temperature)
-        return [found.ids for found in generate(model, prompts, sampling=sampling, **how)]
+    def write(prompts, *, max_new_tokens, temperature, stop):
+        completions = generate(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            context=CONTEXT,
+            sampling=Sampling(temperature=temperature),
+            stop=stop,
+            stop_ids=[BYTES.eos_id],
+            tokenizer=BYTES,
+        )
+        return [completion.ids for completion in completions]
 
     return write
 
@@ -109,8 +117,9 @@ def found(made, tmp_path_factory):
         patch.setenv("HF_HOME", str(home))
         model, folder = made
         score = evaluation.make_scorer(model)
-        how = {"context": CONTEXT, "add_bos": True, "generate": continued(model)}
-        ours = evaluation.make_harness_model(score, BYTES, **how)
+        ours = evaluation.make_harness_model(
+            score, BYTES, context=CONTEXT, add_bos=True, generate=continued(model)
+        )
         theirs = huggingface.HFLM(pretrained=str(folder), device="cpu", batch_size=4)
         names = [task["task"] for task in (CHOICES, ROLLING, WRITING)]
         manager = evaluation.open_tasks(names, include=folder_of_tasks(home))
@@ -133,12 +142,12 @@ def test_the_harness_is_not_asked_for_what_it_does_not_do(made):
     score = evaluation.make_scorer(model)
     ask = lambda **wish: [Instance("generate_until", {}, ("one", wish), 0)]  # noqa: E731
     mute = evaluation.make_harness_model(score, BYTES, context=CONTEXT)
-    with pytest.raises(ConfigError, match="asks for texts, and nothing here writes them"):
+    with pytest.raises(ConfigError, match="needs generated texts"):
         mute.generate_until(ask(until=["x"]))
     writes = evaluation.make_harness_model(score, BYTES, context=CONTEXT, generate=continued(model))
-    with pytest.raises(ConfigError, match="wants 48 tokens, and the model sees 48 at once"):
+    with pytest.raises(ConfigError, match="needs 48 tokens, but the model's context is 48"):
         writes.generate_until(ask(max_gen_toks=48))
-    with pytest.raises(ConfigError, match="a task wants num_beams, top_p, which"):
+    with pytest.raises(ConfigError, match="a task needs num_beams, top_p, which"):
         writes.generate_until(ask(top_p=0.9, num_beams=2))
 
 
@@ -187,6 +196,6 @@ def test_a_task_that_is_not_there_is_named_with_the_nearest(tmp_path, monkeypatc
         "TaskManager",
         lambda include_path, **_: manager(include_path=include_path, include_defaults=False),
     )
-    with pytest.raises(ConfigError, match=r"has no task mine_choice: near it are") as raised:
+    with pytest.raises(ConfigError, match=r"has no task mine_choice: similar names") as raised:
         evaluation.open_tasks(["mine_rolling", "mine_choice"], include=tmp_path)
     assert "mine_choices" in raised.value.hint

@@ -76,7 +76,11 @@ def test_a_context_is_cut_on_its_left_and_that_is_counted(tmp_path):
 NONE = "a continuation"
 REFUSED = [
     ("text", {**PAIR, "continuation": ""}, "line 2: the continuation is empty"),
-    ("text", {**PAIR, "continuation": "x" * 9}, "line 2: the continuation has 9 tokens, .* sees 8"),
+    (
+        "text",
+        {**PAIR, "continuation": "x" * 9},
+        "line 2: the continuation has 9 tokens, .* context is 8",
+    ),
     ("text", {**PAIR, "context": 3}, "line 2: field 'context' must be a string, got int"),
     ("text", {"continuation": "a"}, "line 2: there is no field 'context'"),
     ("text", {"txt": "a"}, "line 2: there is no field 'text'; found txt"),
@@ -118,8 +122,8 @@ def test_texts_of_a_folder_are_documents_and_their_files_are_hashed(tmp_path):
     (tmp_path / "b.txt").write_text("")
     sources = {}
     one, none = evaluation.read_texts(tmp_path, BYTES, context=4, sources=sources)
-    assert one.facts == {"tokens": 8, "words": 3, "bytes": 8}
-    assert (none.facts["tokens"], none.examples) == (0, [])
+    assert one.metadata == {"tokens": 8, "words": 3, "bytes": 8}
+    assert (none.metadata["tokens"], none.examples) == (0, [])
     assert set(sources) == {"a.txt", "b.txt"}
     assert evaluation.make_text_record(none, [])["logprob"] == 0
 

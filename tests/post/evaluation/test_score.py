@@ -176,7 +176,7 @@ def test_a_reference_is_scored_without_dropout():
 def test_an_example_without_a_context_is_refused_and_none_at_all_are_no_call():
     score = evaluation.make_scorer(torch.nn.Identity())
     assert score([]) == []
-    with pytest.raises(ValueError, match="example 1 has 2 tokens of which 2 count"):
+    with pytest.raises(ValueError, match="example 1 has 2 tokens of which 2 are scored"):
         score([Example(np.array([1, 2]), 1), Example(np.array([1, 2]), 2)])
 
 

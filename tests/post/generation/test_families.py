@@ -38,8 +38,16 @@ def models_of(row, home):
 
 def greedy_of(model, prompts, **sampling):
     """Return what our generate makes of prompts."""
-    how = {"max_new_tokens": NEW, "context": 128, "sampling": Sampling(temperature=0, **sampling)}
-    return [completion.ids for completion in generate(model, prompts, **how)]
+    return [
+        completion.ids
+        for completion in generate(
+            model,
+            prompts,
+            max_new_tokens=NEW,
+            context=128,
+            sampling=Sampling(temperature=0, **sampling),
+        )
+    ]
 
 
 @pytest.mark.parametrize("row", tiny.FEW)

@@ -1,5 +1,7 @@
 """Generation: the draws are functions of seed and place, and the model is left as it was."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -65,9 +67,8 @@ def test_the_window_is_the_last_tokens_with_positions_from_zero():
 
 
 def test_any_of_several_stop_ids_ends_a_text_and_is_left_out():
-    how = {"max_new_tokens": 9, "context": 20}
-    assert one(Counter(), [1, 2], **how, stop_ids=[8, 6, None]) == [3, 4, 5]
-    (found,) = generate(Counter(), [[1, 2]], **how, stop_ids=[3])
+    assert one(Counter(), [1, 2], max_new_tokens=9, context=20, stop_ids=[8, 6, None]) == [3, 4, 5]
+    (found,) = generate(Counter(), [[1, 2]], max_new_tokens=9, context=20, stop_ids=[3])
     assert (found.ids, found.text, found.ended) == ([], None, "stop_id")
 
 
@@ -84,12 +85,13 @@ def test_every_modules_mode_is_restored_even_after_an_error():
 def test_a_call_adapts_a_foreign_model_whose_rows_are_run_by_themselves():
     table = nn.Embedding.from_pretrained(50 * torch.eye(10).roll(1, dims=1))
     table.weight.requires_grad_(requires_grad=False)
-    how = {
-        "max_new_tokens": 3,
-        "context": 5,
-        "call": lambda model, batch: model(batch["input_ids"]),
-    }
-    assert ids_of(table, [[7], [1, 2]], **how) == [[8, 9, 0], [3, 4, 5]]
+    assert ids_of(
+        table,
+        [[7], [1, 2]],
+        max_new_tokens=3,
+        context=5,
+        call=lambda model, batch: model(batch["input_ids"]),
+    ) == [[8, 9, 0], [3, 4, 5]]
 
 
 # --------------------------------------------------------------------------------- with a cache
@@ -106,31 +108,38 @@ ALONE = [(CONFIG, GREEDY), (GROUPED, DRAWN), (LATENT, GREEDY), (ROUTED, DRAWN)] 
 )
 def test_a_cache_gives_the_text_of_computing_all_again(config, sampling):
     model = double(config)
-    how = {"max_new_tokens": 12, "context": 24, "sampling": sampling}
     call = call_routed if config.experts else call_model
-    cached = ids_of(model, PROMPTS, **how)
-    assert cached == ids_of(model, PROMPTS, **how, call=call)
+    cached = ids_of(model, PROMPTS, max_new_tokens=12, context=24, sampling=sampling)
+    assert cached == ids_of(
+        model, PROMPTS, max_new_tokens=12, context=24, sampling=sampling, call=call
+    )
     stop = {cached[0][3], cached[2][7]}  # rows leave, and one of those that stay was the last
-    stopped = generate(model, PROMPTS, **how, stop_ids=stop)
+    stopped = generate(
+        model, PROMPTS, max_new_tokens=12, context=24, sampling=sampling, stop_ids=stop
+    )
     for found, ids in zip(stopped, cached, strict=True):
         end = next((i for i, token in enumerate(ids) if token in stop), len(ids))
         assert found.ids == ids[:end]
         assert found.ended == ("length" if end == len(ids) else "stop_id")
-    slid = {"max_new_tokens": 14, "context": 10, "slide": True, "sampling": sampling}
-    assert ids_of(model, PROMPTS, **slid) == ids_of(model, PROMPTS, **slid, call=call)
-    few = {**slid, "stop_ids": {ids_of(model, PROMPTS, **slid)[2][3]}}  # the longest leaves
-    assert ids_of(model, PROMPTS, **few) == ids_of(model, PROMPTS, **few, call=call)
+    slide = partial(
+        ids_of, model, PROMPTS, max_new_tokens=14, context=10, slide=True, sampling=sampling
+    )
+    assert slide() == slide(call=call)
+    stop = {slide()[2][3]}  # the longest leaves
+    assert slide(stop_ids=stop) == slide(stop_ids=stop, call=call)
 
 
 def test_a_rows_text_depends_on_its_id_and_not_on_its_batch():
-    model, how = double(CONFIG), {"max_new_tokens": 10, "context": 24}
-    together = ids_of(model, PROMPTS, **how)
+    model = double(CONFIG)
+    together = ids_of(model, PROMPTS, max_new_tokens=10, context=24)
     for i, prompt in enumerate(PROMPTS):
-        assert ids_of(model, [prompt], **how, row_ids=[i]) == [together[i]]
+        assert ids_of(model, [prompt], max_new_tokens=10, context=24, row_ids=[i]) == [together[i]]
     order = [2, 0, 3, 1]
-    shuffled = ids_of(model, [PROMPTS[i] for i in order], **how, row_ids=order)
+    shuffled = ids_of(
+        model, [PROMPTS[i] for i in order], max_new_tokens=10, context=24, row_ids=order
+    )
     assert shuffled == [together[i] for i in order]
-    twice = ids_of(model, [PROMPT, PROMPT], **how)
+    twice = ids_of(model, [PROMPT, PROMPT], max_new_tokens=10, context=24)
     assert twice[0] != twice[1]
     assert twice[0] == together[0]
 
@@ -154,13 +163,17 @@ def test_a_cache_never_grows_and_a_step_runs_over_one_token_a_row():
 
 
 def test_a_compiled_decoder_and_a_layout_of_one_rank_write_the_same():
-    model, how = double(attrs.evolve(CONFIG, layers=1)), {"max_new_tokens": 2, "context": 16}
-    want = ids_of(model, PROMPTS, **how)
+    model = double(attrs.evolve(CONFIG, layers=1))
+    want = ids_of(model, PROMPTS, max_new_tokens=2, context=16)
     assert want == ids_of(
-        model, PROMPTS, **how, call=make_call(make_stages([model], solo_parallel()))
+        model,
+        PROMPTS,
+        max_new_tokens=2,
+        context=16,
+        call=make_call(make_stages([model], solo_parallel())),
     )
     compile_blocks(backend="eager")(model, solo_parallel())
-    assert want == ids_of(model, PROMPTS, **how)
+    assert want == ids_of(model, PROMPTS, max_new_tokens=2, context=16)
 
 
 def test_greedy_takes_the_likeliest_token_of_the_logits():
@@ -175,27 +188,27 @@ def test_greedy_takes_the_likeliest_token_of_the_logits():
 
 def test_draws_are_functions_of_seed_and_place():
     model = build_decoder(CONFIG, seed=0)
-    how = {"context": 16, "sampling": Sampling(seed=1)}
-    first = one(model, PROMPT, max_new_tokens=8, **how)
+    draw = partial(one, model, context=16)
+    first = draw(PROMPT, max_new_tokens=8, sampling=Sampling(seed=1))
     torch.manual_seed(0)
-    assert first == one(model, PROMPT, max_new_tokens=8, **how)
-    assert first != one(model, PROMPT, max_new_tokens=8, **how | {"sampling": Sampling(seed=2)})
-    # Going on with the text so far draws what an uninterrupted run draws.
-    assert first[3:] == one(model, PROMPT + first[:3], max_new_tokens=5, **how)
+    assert first == draw(PROMPT, max_new_tokens=8, sampling=Sampling(seed=1))
+    assert first != draw(PROMPT, max_new_tokens=8, sampling=Sampling(seed=2))
+    # A text that is continued gets the tokens of an uninterrupted run.
+    assert first[3:] == draw(PROMPT + first[:3], max_new_tokens=5, sampling=Sampling(seed=1))
 
 
 @pytest.mark.parametrize("head", ["logits", "hidden"])
 def test_no_id_that_only_rounds_the_vocabulary_up_is_drawn(head):
     model = build_decoder(CONFIG, seed=0, head=head)
-    hot = {"max_new_tokens": 30, "context": 40, "sampling": Sampling(temperature=3.0, seed=1)}
-    assert max(one(model, PROMPT, **hot)) >= 7
-    assert max(one(model, PROMPT, vocab_size=7, **hot)) == 6
-    # What is left is a distribution of its own, and the likeliest token is the likeliest of it.
-    top = hot | {"sampling": attrs.evolve(hot["sampling"], top_k=20, repetition_penalty=1.1)}
-    assert max(one(model, PROMPT, vocab_size=7, **top)) == 6
-    greedy = hot | {"sampling": GREEDY}
-    assert max(one(model, PROMPT, **greedy)) >= 7 > max(one(model, PROMPT, vocab_size=7, **greedy))
-    assert one(model, PROMPT, vocab_size=40, **hot) == one(model, PROMPT, **hot)
+    draw = partial(one, model, PROMPT, max_new_tokens=30, context=40)
+    hot = Sampling(temperature=3.0, seed=1)
+    assert max(draw(sampling=hot)) >= 7
+    assert max(draw(vocab_size=7, sampling=hot)) == 6
+    # Filters and argmax apply to the distribution over the smaller vocabulary.
+    top = attrs.evolve(hot, top_k=20, repetition_penalty=1.1)
+    assert max(draw(vocab_size=7, sampling=top)) == 6
+    assert max(draw(sampling=GREEDY)) >= 7 > max(draw(vocab_size=7, sampling=GREEDY))
+    assert draw(vocab_size=40, sampling=hot) == draw(sampling=hot)
 
 
 def test_none_is_drawn_of_none():

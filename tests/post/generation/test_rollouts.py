@@ -126,15 +126,41 @@ def test_the_nth_answer_is_the_same_whatever_is_sampled_beside_it():
     model = build_decoder(
         make_decoder_config("tiny", layers=1, width=32, heads=2, kv_heads=2), seed=0
     )
-    how = {"tokenizer": BYTES, "max_new_tokens": 3, "context": 16, "seed": 3}
     prompts = ["1+1=", "22+3=", "4="]
-    whole = sample_answers(model, prompts, answers_per_prompt=2, first=100, **how)
+    whole = sample_answers(
+        model,
+        prompts,
+        answers_per_prompt=2,
+        first=100,
+        tokenizer=BYTES,
+        max_new_tokens=3,
+        context=16,
+        seed=3,
+    )
     assert [x.group for x in whole] == [0, 0, 1, 1, 2, 2]
     assert [x.prompt for x in whole] == [p for p in prompts for _ in range(2)]
     assert list(whole[0].ids) != list(whole[1].ids)
-    alone = sample_answers(model, prompts[1:2], answers_per_prompt=2, first=102, **how)
+    alone = sample_answers(
+        model,
+        prompts[1:2],
+        answers_per_prompt=2,
+        first=102,
+        tokenizer=BYTES,
+        max_new_tokens=3,
+        context=16,
+        seed=3,
+    )
     assert [x.ids for x in alone] == [x.ids for x in whole[2:4]]
-    others = sample_answers(model, prompts, answers_per_prompt=2, first=106, **how)
+    others = sample_answers(
+        model,
+        prompts,
+        answers_per_prompt=2,
+        first=106,
+        tokenizer=BYTES,
+        max_new_tokens=3,
+        context=16,
+        seed=3,
+    )
     assert [x.ids for x in others] != [x.ids for x in whole]
     for x in whole:
         assert x.truncated == (x.ids[-1] != BYTES.eos_id)
@@ -246,8 +272,10 @@ def test_a_sampler_that_is_not_the_trainer_is_refused():
 
 def test_experts_that_a_sampler_took_are_those_that_are_trained():
     experts = Experts(count=4, chosen=2, width=8)
-    sizes = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 2}
-    model = build_decoder(make_decoder_config("tiny", **sizes, experts=experts), seed=0)
+    model = build_decoder(
+        make_decoder_config("tiny", layers=2, width=32, heads=2, kv_heads=2, experts=experts),
+        seed=0,
+    )
     taken = [[[n % 4, (n + 1) % 4], [n % 4, (n + 2) % 4]] for n in range(6)]  # two layers, two each
     given = read_answers([record(choices=taken)], tokenizer=BYTES)
     (packed,) = split_minibatches(make_answer_corpus(given, advantages=[1.0]), 1, capacity=16)

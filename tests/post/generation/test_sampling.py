@@ -36,8 +36,15 @@ def test_what_is_left_of_logits_is_what_transformers_leaves(how):
     ids = torch.randint(50, (6, 12), generator=generator)
     seen = torch.zeros(6, 50, dtype=torch.bool).scatter_(1, ids, True)
     config = transformers.GenerationConfig(do_sample=True, **{"top_k": 0, **how})
-    size = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **size))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=1,
+            vocab_size=50,
+            hidden_size=8,
+            intermediate_size=8,
+            num_attention_heads=1,
+        )
+    )
     lists = model._get_logits_processor(config, 12, ids, None, transformers.LogitsProcessorList())
     assert len(lists) >= len(how)
     torch.testing.assert_close(shape_logits(logits, Sampling(**how), seen=seen), lists(ids, logits))

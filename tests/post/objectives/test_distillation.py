@@ -57,13 +57,19 @@ def far(found, want):
 
 def losses_of(beta, k, own, teacher_weight, *, batch, axis):
     """Return the loss of a teacher, and where its likeliest words are known of these alone."""
-    how = {"beta": beta, "temperature": 1.3, "chunk": 4}
-    losses = [(distillation(Hidden(torch.empty(0), own, axis), top_k=k, **how), batch)]
+    losses = [
+        (
+            distillation(
+                Hidden(torch.empty(0), own, axis), top_k=k, beta=beta, temperature=1.3, chunk=4
+            ),
+            batch,
+        )
+    ]
     if k is not None:
         rows = (batch["teacher_hidden"] @ teacher_weight.T / 1.3).log_softmax(-1)
         logprobs, ids = rows.topk(k)
         stored = {"labels": batch["labels"], "teacher_ids": ids.int(), "teacher_logprobs": logprobs}
-        losses.append((stored_distillation(**how), stored))
+        losses.append((stored_distillation(beta=beta, temperature=1.3, chunk=4), stored))
     return losses
 
 

@@ -32,7 +32,7 @@ def stuck(*, step):
 
 @contextlib.contextmanager
 def left_evaluating(stages):
-    """`evaluating` without its second half."""
+    """`use_eval_mode` without its second half."""
     for stage in stages:
         stage.eval()
     yield
@@ -96,7 +96,7 @@ def several_runs(tmp_path):
         run("broken sinks, four ahead", ahead=4, extra={"broken": broken, "stuck": stuck})
         run("evaluation", evaluate=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "evaluating", left_evaluating)
+            patch.setattr(step, "use_eval_mode", left_evaluating)
             run("evaluation that stays on", evaluate=True)
         RELEASED.set()
     return found

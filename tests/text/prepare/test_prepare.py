@@ -1078,7 +1078,7 @@ def test_a_tokenizer_without_a_template_is_told_what_was_assumed(source, out, mo
 
 def test_the_help_shows_a_column_of_choices_that_a_model_takes():
     (shown,) = (word for word in command.__doc__.split() if word.startswith("choices:"))
-    name, column = command._column(shown)
+    name, column = command._parse_column(shown)
     assert (name, column.of) == ("choices", "token")
     tape, values = RoutingTape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
     preload_(tape, ["mlp"], torch.from_numpy(values) + torch.arange(2, dtype=torch.uint8))
@@ -1155,21 +1155,21 @@ def test_the_command_says_how_to_go_on_when_it_is_interrupted(finished, source, 
     monkeypatch.setattr(room, "_MIN_CHUNK_BYTES", 100)
     report, code = command_line(lines(source), "--out", out)
     assert code == 76
-    assert ("give the same command again to go on from there" in report["error"]) == bool(finished)
-    assert ("the same command begins anew" in report["error"]) != bool(finished)
+    assert ("give the same command again to resume" in report["error"]) == bool(finished)
+    assert ("the same command starts from scratch" in report["error"]) != bool(finished)
     assert out.with_name("a.tokens.parts").exists() == bool(finished)
 
 
 def test_an_interrupt_before_the_first_part_is_none_of_a_traceback(source, out, monkeypatch):
     monkeypatch.setattr(room, "check_output", stop_after(1))
     report, code = command_line(lines(source), "--out", out)
-    assert (code, "begins anew" in report["error"]) == (76, True)
+    assert (code, "starts from scratch" in report["error"]) == (76, True)
 
 
 def test_progress_in_a_log_comes_every_ten_seconds_and_at_the_end(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
-    show = command._progress_printer()
+    show = command._make_progress_printer()
     for seconds in np.arange(0, 30.5, 0.5):
         now[0] = 100.0 + seconds
         show(PrepareProgress(1, 2, int(seconds * 10), 300, 0, float(seconds)))

@@ -237,7 +237,7 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypa
     assert (code, row["ok"]) == (66, None)
     assert "was deleted after" in row["problems"][0]
     code, row = said("verify", doomed)
-    assert (code, row["problems"]) == (66, [f"{doomed} is not there"])
+    assert (code, row["problems"]) == (66, [f"{doomed} does not exist"])
 
 
 # ------------------------------------------------------------------------------------------- prune
@@ -303,7 +303,7 @@ def test_what_others_may_write_is_warned_of_or_refused(run_dir, tmp_path, capsys
     assert main(["checkpoint", "verify", str(path)]) == 0
     assert "can be written by everybody" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(path), "--strict-owner"]) == DAMAGED
-    assert "--strict-owner refuses" in json.loads(capsys.readouterr().out)["error"]
+    assert "--strict-owner rejects" in json.loads(capsys.readouterr().out)["error"]
     for action in ("export", "convert"):
         argv = ["checkpoint", action, str(path), str(tmp_path / "w"), "--strict-owner"]
         assert main(argv) == DAMAGED

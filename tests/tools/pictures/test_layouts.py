@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainkit import pictures
-from trainkit.attention.ring import _views
+from trainkit.attention.ring import _make_views
 from trainkit.batch.shards import spans_of_runs, zigzag_shard
 from trainkit.mesh.axes import partitions_of
 from trainkit.parallel.split import SCHEDULES, assign_stages
@@ -135,7 +135,7 @@ def test_the_steps_are_those_of_ring_attention(ring):
     blocks = pictures.ring_blocks(lengths, ring)
     for rank, share in enumerate(shares):
         spans = spans_of_runs(document[held[rank]].numpy()[None])
-        for step, view in enumerate(_views(spans, Axis("ring", share), scale=1.0)):
+        for step, view in enumerate(_make_views(spans, Axis("ring", share), scale=1.0)):
             queries, keys = held[rank][view.queries], held[rank - step][view.keys]
             seen = {(q, k) for q in queries.tolist() for k in keys.tolist()}
             seen = {(q, k) for q, k in seen if document[q] == document[k] and k <= q}
@@ -160,7 +160,7 @@ def test_a_zigzag_that_does_not_divide_is_refused_with_both_numbers(tmp_path):
         pictures.zigzag_chunks([16, 12], 4)
     with pytest.raises(ValueError, match="no ring of 2 ranks over documents of"):
         pictures.zigzag_chunks([], 2)
-    with pytest.raises(ValueError, match="8 ranks can be told apart by colour, got 9"):
+    with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
         pictures.plot_zigzag([18], 9, tmp_path / "zigzag.svg")
 
 

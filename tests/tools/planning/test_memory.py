@@ -18,7 +18,7 @@ from trainkit.models.config import parameter_shapes
 from trainkit.optim import make_optimizer
 from trainkit.post.adapters import Freeze, Lora, can_shard_bytes, lora, quantized, select_frozen
 from trainkit.tools.planning import Job, estimate_memory, estimate_traffic
-from trainkit.tools.planning.activations import results_of
+from trainkit.tools.planning.activations import list_results
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import GPT_LIKE, OLMO_LIKE
 from trainkit.types import Layout, Precision
@@ -248,7 +248,7 @@ def assert_results(found, config, layout):
     tokens = of.row_length // layout.count("sp")
     for number, every in enumerate(found):
         made = [x for x in every if x[3] > 512]
-        planned = results_of(of, layout, experts=number in config.expert_layers)
+        planned = list_results(of, layout, experts=number in config.expert_layers)
         assert [x[:3] for x in made] == [(x.group, x.number, x.inner) for x in planned]
         slack = 0.3 if layout.ep > 1 else 0
         sizes = [x.size * tokens for x in planned]

@@ -21,10 +21,10 @@ from trainkit.tools.planning import (
     list_layouts,
     rank_layouts,
 )
-from trainkit.tools.planning.plans import _row_flops
-from trainkit.tools.planning.stages import Part, part_of
+from trainkit.tools.planning.plans import _count_row_flops
+from trainkit.tools.planning.stages import Part, find_part
 from trainkit.tools.planning.traffic import Transfer
-from trainkit.tools.planning.weights import units_of
+from trainkit.tools.planning.weights import compute_units
 from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import ConfigError, Layout, Precision
 from trainkit.weights.hub import write_decoder_config
@@ -105,10 +105,10 @@ def test_offload_is_refused_where_nothing_is_sharded():
 @pytest.mark.parametrize("config", [GEMMA_LIKE, OLMO_LIKE, GPT_LIKE], ids=["gemma", "olmo", "gpt"])
 def test_the_parameters_of_every_option_are_counted(config):
     one = Job(config=config, row_length=64, rows=8)
-    units, every = units_of(one, Layout()), range(config.layers)
+    units, every = compute_units(one, Layout()), range(config.layers)
     parts = units.blocks(every) + units.embedding + units.positions + units.norm
     assert (parts + units.head).trained.whole == count_parameters(config)
-    half = units_of(one, Layout(tp=2))
+    half = compute_units(one, Layout(tp=2))
     whole, size = (x.trained.whole for x in (half.whole(every), units.blocks(every)))
     assert 0 < whole < size
     assert half.blocks(every).trained.whole == (size - whole) // 2 + whole
@@ -120,7 +120,7 @@ def test_windows_save_operations():
     sees_all = attrs.evolve(GEMMA_LIKE, sliding=None)
     jobs = [Job(config=config, row_length=64, rows=8) for config in (GEMMA_LIKE, sees_all)]
     part = Part(tuple(range(GEMMA_LIKE.layers)), embedding=True, head=True)
-    windowed, whole = (_row_flops(job, part, products=False) for job in jobs)
+    windowed, whole = (_count_row_flops(job, part, products=False) for job in jobs)
     pairs, seen = 64 * 65 / 2, 9 * 64 - 9 * 8 / 2
     assert windowed == pytest.approx(whole * (pairs + seen) / (2 * pairs))
 
@@ -148,7 +148,7 @@ def test_the_rank_that_needs_most_may_be_the_first_with_experts():
     experts = Experts(count=64, chosen=1, width=128, first=2, renormalise=False)
     config = attrs.evolve(TINY, layers=8, experts=experts)
     layout = Layout(pp=8, dp_shard=2)
-    assert [part_of(job(config=config), layout, rank).experts for rank in range(3)] == [0, 0, 1]
+    assert [find_part(job(config=config), layout, rank).experts for rank in range(3)] == [0, 0, 1]
     found = estimate_memory(job(config=config, rows=32), layout)
     assert found.pp_rank == 2
     assert found.parameters > 64 * 3 * 64 * 128 * 4 / 2

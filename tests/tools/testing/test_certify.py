@@ -420,8 +420,8 @@ def test_model_and_batches_are_moved_to_the_device_of_the_rank(monkeypatch):
 
 def test_a_certificate_on_gpus_that_are_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    how = {"plan": own_plan, "loss": next_token, "call": own_call, "device": "cuda"}
+    run = partial(certify, Bigrams, exact_batch, plan=own_plan, loss=next_token, call=own_call)
     with pytest.raises(ConfigError, match=r"certify: .*2 ranks, .*finds 1 on this machine"):
-        certify(Bigrams, exact_batch, [LayoutCase(Layout(dp_shard=2))], **how)
+        run([LayoutCase(Layout(dp_shard=2))], device="cuda")
     with pytest.raises(ValueError, match="device must be"):
-        certify(Bigrams, exact_batch, [LayoutCase()], **how | {"device": "tpu"})
+        run([LayoutCase()], device="tpu")

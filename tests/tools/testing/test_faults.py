@@ -232,9 +232,12 @@ def trained():
 
 def test_one_element_of_a_parameter_or_a_moment_is_overwritten():
     model, optimizer = trained()
-    where = {"name": "weight", "element": 5, "value": math.inf}
-    walk(faults.nan_parameter_at(2, [model], **where)(count))
-    walk(faults.nan_moment_at(2, [model], optimizer, moment="exp_avg_sq", **where)(count))
+    walk(faults.nan_parameter_at(2, [model], name="weight", element=5, value=math.inf)(count))
+    walk(
+        faults.nan_moment_at(
+            2, [model], optimizer, moment="exp_avg_sq", name="weight", element=5, value=math.inf
+        )(count)
+    )
     for tensor in (model.weight, optimizer.state[model.weight]["exp_avg_sq"]):
         assert torch.isinf(tensor).nonzero().tolist() == [[1, 2]]
 

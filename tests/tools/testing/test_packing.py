@@ -1,5 +1,7 @@
 """Packed documents against each alone: who leaks is found, by how much, and is not trained."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -19,7 +21,7 @@ from trainkit.types import ConfigError
 
 
 class Model(nn.Module):
-    """An embedding, `mix` over the row, and a head."""
+    """An embedding, `mix_bits` over the row, and a head."""
 
     def __init__(self, mix):
         super().__init__()
@@ -153,21 +155,31 @@ def test_hybrids_of_transformers_leak_and_are_not_trained_packed(kind):
     model, batch = made(kind), packed_rows((24, 8))
     with pytest.raises(PackingError, match=f"{kind}ForCausalLM computes document 1 of row 0"):
         check_packing(model, hf_call)
-    how = {"denominator": torch.tensor(62), "call": hf_call}
     with pytest.raises(ConfigError, match=r"keeps a state over the row.*max_documents=1"):
-        tk.forward_backward(model, [batch], losses.next_token, **how)
+        tk.forward_backward(
+            model, [batch], losses.next_token, denominator=torch.tensor(62), call=hf_call
+        )
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ConfigError, match=r"evaluate: .*keeps a state over the row"):
         tk.evaluate(model, [batch], losses.next_token, axis=solo_parallel().loss, call=hf_call)
     alone = packed_rows((32,))  # the cure
-    assert tk.forward_backward(model, [alone], losses.next_token, **how)["loss"] > 0
+    assert (
+        tk.forward_backward(
+            model, [alone], losses.next_token, denominator=torch.tensor(62), call=hf_call
+        )["loss"]
+        > 0
+    )
 
 
 def test_llama_is_trained_packed():
     model = made("Llama")
     assert check_packing(model, hf_call).output < 1e-12
-    how = {"denominator": torch.tensor(62), "call": hf_call}
-    assert tk.forward_backward(model, [packed_rows()], losses.next_token, **how)["loss"] > 0
+    assert (
+        tk.forward_backward(
+            model, [packed_rows()], losses.next_token, denominator=torch.tensor(62), call=hf_call
+        )["loss"]
+        > 0
+    )
 
 
 # ------------------------------------------------------------------------------- how it is tried
@@ -191,31 +203,39 @@ def test_a_model_is_tried_once_and_again_for_another_call_only_if_it_leaks():
         calls.append(len(batch["input_ids"]))
         return call(model, batch)
 
-    batch, how = packed_rows(), {"denominator": torch.tensor(30), "call": counted}
+    batch = packed_rows()
+    run = partial(
+        tk.forward_backward,
+        microbatches=[batch],
+        loss=losses.next_token,
+        denominator=torch.tensor(30),
+    )
     sound = Model(mean_in_document)
     for _ in range(2):
-        tk.forward_backward(sound, [batch], losses.next_token, **how)
+        run(sound, call=counted)
     assert len(calls) == 3 + 2
     leaky = Model(mean_before)
     for _ in range(2):
         with pytest.raises(ConfigError, match="keeps a state"):
-            tk.forward_backward(leaky, [batch], losses.next_token, **how)
+            run(leaky, call=counted)
     assert len(calls) == 3 + 2 + 3
-    leaky.mix = mean_in_document  # what another call would do
-    mended = how | {"call": call}
-    tk.forward_backward(leaky, [batch], losses.next_token, **mended)
+    leaky.mix = mean_in_document  # as another call would do
+    run(leaky, call=call)
 
 
 def test_a_batch_that_says_no_documents_leaves_the_model_to_be_tried_with_a_later_one():
     """A short one, or one without spans, tells nothing; the model must not be taken for sound."""
-    leaky, packed, how = Model(mean_before), packed_rows(), {"denominator": torch.tensor(30)}
-    how["call"] = call
+    leaky = Model(mean_before)
+    packed = packed_rows()
+    run = partial(
+        tk.forward_backward, leaky, loss=losses.next_token, denominator=torch.tensor(30), call=call
+    )
     names = ("input_ids", "labels", "position_ids", "document_ids")
     silent = {name: packed[name] for name in names}
-    tk.forward_backward(leaky, [silent], losses.next_token, **how)
+    run(microbatches=[silent])
     for batches in ([packed], [silent, packed]):
         with pytest.raises(ConfigError, match="keeps a state"):
-            tk.forward_backward(leaky, batches, losses.next_token, **how)
+            run(microbatches=batches)
     del silent["document_ids"]  # of which nobody knows whether it is packed
     refuse_leaks("forward_backward", leaky, [silent], call)
 
@@ -264,8 +284,9 @@ def rows_of_three(_step):
 
 @pytest.mark.parametrize("model", [sound_model, leaking_model])
 def test_the_first_row_of_a_certificate_compares_packed_documents(model):
-    how = {"plan": plan, "loss": losses.next_token, "call": call, "steps": 1}
-    packed = certify(model, rows_of_three, [LayoutCase()], **how)
+    packed = certify(
+        model, rows_of_three, [LayoutCase()], plan=plan, loss=losses.next_token, call=call, steps=1
+    )
     lines = format_text(packed).splitlines()
     assert lines[1].startswith("packed documents")
     assert "| packed documents |" in format_markdown(packed)
@@ -277,4 +298,6 @@ def test_the_first_row_of_a_certificate_compares_packed_documents(model):
     assert packed.packing in packed.red
     assert "RED: packed documents: check_packing: Model computes document 1" in format_text(packed)
     assert packed.rows[0].error.startswith("not trained")
-    assert certify(model, rows_of_one, [LayoutCase()], **how).ok  # one document a row
+    assert certify(
+        model, rows_of_one, [LayoutCase()], plan=plan, loss=losses.next_token, call=call, steps=1
+    ).ok  # one document a row

@@ -1,9 +1,10 @@
-"""Low-rank adapters beside the matrices of a model that stays as it is.
+"""Low-rank adapters for frozen models, quantized matrices, and linear layers in low precision.
 
-`lowrank` is what they compute, `transform` puts them there, `base` what is known of
-the model beneath, which no checkpoint of adapters holds; `merge` adds them to it, `peft` and
-`export` bring them to others and back. `formats` are matrices in few bits, and `frozen` is the
-transform that holds a model's in them.
+`lowrank` has the computation of LoRA and DoRA, `transform` adds adapters to a model, and `base`
+identifies the frozen model, which checkpoints of adapters leave out. `merge` adds adapters to their
+base; `peft` and `export` convert them to PEFT's format and back. `formats` quantizes matrices,
+`frozen` is the transform that stores a model's matrices quantized, and `fake` and `float8` change
+how linear layers compute.
 """
 
 from trainkit.post.adapters.aqn import add_quantization_noise

@@ -1,8 +1,8 @@
-"""Adaptive quantisation noise: what a frozen model computes in training is moved a little.
+"""Adaptive quantization noise: a frozen model computes with noisy weights during training.
 
 Huang et al., "QeRL: Beyond efficiency, quantization-enhanced reinforcement learning for LLMs"
-(2025). What rounding does to a model makes its choices more even, and so lets it explore; noise of
-about that size, which falls as training goes on, does so on purpose.
+(2025). Rounding raises the entropy of a model's predictions, which helps exploration. Noise of
+about that size has the same effect on purpose, and can decay during training.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ _NORMS = re.compile(r"layers\.\d+\.(attention|mlp)_norm\.weight")
 def add_quantization_noise(
     stages: Sequence[nn.Module], *, seed: int, step: int, weights: float = 0.0, norms: float = 0.0
 ) -> Iterator[None]:
-    """Add noise to what is frozen for a `with` block: around a step's passes, or what it samples.
+    """Add noise to frozen weights within a `with` block, around a step's passes or its sampling.
 
-    Each number is a function of the seed, the step, the name of the matrix or norm and the
-    element's place in the whole of it. So every layout, a recomputed forward pass, the backward
-    pass and a resumed run have the same; outside of the block there is none.
+    The noise is a function of the seed, the step, the name of the matrix or norm and the element's
+    index in the full tensor. So every layout, a recomputed forward pass, the backward pass and a
+    resumed run see the same noise. There is none outside of the block.
 
     Args:
-        stages: This rank's stages, each of which has what gets noise.
+        stages: This rank's stages. Each must have what is to get noise.
         seed: The run's seed.
-        step: The step, as the counter of the run has it.
-        weights: The standard deviation of the noise on matrices in few bits, in half steps: of nf4
-            half the smallest gap of its codes times the block's scale, of int8 half its scale, of
-            fp8 an eighth of it.
-        norms: That of the noise on the scales of the norms before attention and before the MLP,
-            which moves all that reads a channel alike, and costs nothing: the paper's form.
+        step: The run's step.
+        weights: The standard deviation of the noise on quantized matrices, in half steps of the
+            format: for nf4 half the smallest gap of its codes times the block's scale, for int8
+            half the scale, for fp8 an eighth of it.
+        norms: The standard deviation of the noise on the scales of the norms before attention and
+            before the MLP, as in the paper. It is free of cost, and equal for all matrices that
+            read a channel.
 
     Raises:
-        ConfigError: One of the two is negative; or there is nothing that it would move: no matrix
-            in few bits, or no such norm that is frozen.
+        ConfigError: `weights` or `norms` is negative; or it is positive, and this rank has no
+            quantized matrix or no such frozen norm.
 
     Effects:
-        Sets an attribute of modules in few bits, which their forward pass reads; writes the norms,
-        and gives them their bits back in the end.
+        Sets an attribute of quantized modules, which their forward pass reads; writes the norms,
+        and restores their bits at the end.
 
     Examples:
-        The paper lets it fall from 0.01 to 0.0005. `clip_and_step` may stand in the block or
-        behind it.
+        The paper decays the noise from 0.01 to 0.0005. `clip_and_step` may be called inside the
+        block or after it.
 
         >>> from trainkit.post.adapters.frozen import quantized
         >>> from trainkit.mesh import solo_parallel
@@ -68,89 +69,101 @@ def add_quantization_noise(
         >>> torch.equal(before, during), torch.equal(before, model(torch.ones(1, 2)))
         (False, True)
     """
-    moved, noisy = _norms(stages, norms), _in_few_bits(stages, weights)
-    for part, name, codes in noisy:
-        noise = Noise(_key(seed, step, name, codes), _scalar(weights, codes), _begin(codes))
-        part.noises = {**vars(part).get("noises", {}), name.rpartition(".")[2]: noise}
-    held = [(p, get_local(p.data).clone()) for _, p in moved]
-    _add_(stages, moved, seed=seed, step=step, scale=norms)
+    for name, scale in (("weights", weights), ("norms", norms)):
+        if not 0 <= scale < math.inf:
+            raise ConfigError(
+                f"add_quantization_noise: {name} must be at least 0 and finite, got {scale}",
+                where=name,
+                got=scale,
+            )
+    matrices = _find_quantized(stages, weights) if weights else []
+    norm_scales = _find_norms(stages, norms) if norms else []
+    for module, name, codes in matrices:
+        noise = Noise(
+            _make_noise_key(seed, step, name, codes),
+            torch.full((), weights, dtype=torch.float32, device=codes.device),
+            _find_first_row(codes),
+        )
+        module.noises = {**vars(module).get("noises", {}), name.rpartition(".")[2]: noise}
+    # A copy is restored, since x + n - n need not be x.
+    before = [(p, get_local(p.data).clone()) for _, p in norm_scales]
+    _reshard_(stages if norm_scales else [])
+    with torch.no_grad():
+        for name, p in norm_scales:
+            box = get_local_box(p)
+            if box.local.numel():
+                key = _make_noise_key(seed, step, name, p)
+                box.local.add_(normal_by_quantile(key, box.local.shape, box.offset) * norms)
     try:
         yield
     finally:
-        for part, _, _ in noisy:
-            vars(part).pop("noises", None)
-        for stage in stages if held else ():
-            reshard_(find_reducers(stage))
-        for p, bits in held:
+        for module, _, _ in matrices:
+            vars(module).pop("noises", None)
+        _reshard_(stages if norm_scales else [])
+        for p, bits in before:
             get_local(p.data).copy_(bits)
 
 
-def _in_few_bits(stages: Sequence[nn.Module], scale: float) -> list[tuple[Any, str, nn.Parameter]]:
-    """Return every module in few bits with a matrix's name in the whole model, and its codes."""
-    _check("weights", scale)
+def _find_quantized(
+    stages: Sequence[nn.Module], scale: float
+) -> list[tuple[Any, str, nn.Parameter]]:
+    """Return (module, name in the whole model, codes) of each quantized matrix."""
     found = [
-        (part, canonical_name(f"{path}.{key}" if path else key), part.get_parameter(key))
+        (module, canonical_name(f"{path}.{key}" if path else key), module.get_parameter(key))
         for stage in stages
-        for path, part in stage.named_modules()
-        for key in vars(part).get("packings", {})
+        for path, module in stage.named_modules()
+        for key in vars(module).get("packings", {})
     ]
-    if scale and not found:
-        raise _nothing("weights", scale, "no matrix is in few bits", "put quantized() in the plan")
-    return found if scale else []
+    if not found:
+        raise ConfigError(
+            f"add_quantization_noise: weights is {scale}, and no matrix is quantized on this rank; "
+            "put quantized() in the plan",
+            where="weights",
+            got=scale,
+        )
+    return found
 
 
-def _norms(stages: Sequence[nn.Module], scale: float) -> list[tuple[str, nn.Parameter]]:
-    """Return the norms before attention and MLP, which must be frozen: a step would be undone."""
-    _check("norms", scale)
+def _find_norms(stages: Sequence[nn.Module], scale: float) -> list[tuple[str, nn.Parameter]]:
+    """Return the norms before attention and MLP, which must be frozen.
+
+    The end of the block restores a norm, and would undo a step that trained it.
+    """
     named = [(x, p) for x, p in get_named_parameters(stages).items() if _NORMS.fullmatch(x)]
     trained = [name for name, p in named if p.requires_grad]
-    if scale and (trained or not named):
-        what = f"{trained[0]} is trained" if trained else "no norm stands before attention or MLP"
-        raise _nothing("norms", scale, what, "noise is for what is frozen; set norms to 0")
-    return named if scale else []
+    if trained:
+        raise ConfigError(
+            f"add_quantization_noise: norms is {scale}, and {trained[0]} is trained on this rank; "
+            "noise is for what is frozen; set norms to 0",
+            where="norms",
+            got=scale,
+        )
+    if not named:
+        raise ConfigError(
+            f"add_quantization_noise: norms is {scale}, and no norm stands before attention or MLP "
+            "on this rank; set norms to 0",
+            where="norms",
+            got=scale,
+        )
+    return named
 
 
-def _check(name: str, scale: float) -> None:
-    if not 0 <= scale < math.inf:
-        what = f"{name} must be at least 0 and finite, got {scale}"
-        raise ConfigError(f"add_quantization_noise: {what}", where=name, got=scale)
-
-
-def _nothing(name: str, scale: float, what: str, mend: str) -> ConfigError:
-    told = f"add_quantization_noise: {name} is {scale}, and {what} on this rank; {mend}"
-    return ConfigError(told, where=name, got=scale)
-
-
-@torch.no_grad()
-def _add_(
-    stages: Sequence[nn.Module],
-    moved: Sequence[tuple[str, nn.Parameter]],
-    *,
-    seed: int,
-    step: int,
-    scale: float,
-) -> None:
-    """Add noise to norms, those of FSDP in their shards."""
-    for stage in stages if moved else ():
+def _reshard_(stages: Sequence[nn.Module]) -> None:
+    """Free FSDP's gathered parameters, so that what is written to shards is gathered anew."""
+    for stage in stages:
         reshard_(find_reducers(stage))
-    for name, p in moved:
-        box = get_local_box(p)
-        if box.local.numel():
-            key = _key(seed, step, name, p)
-            box.local.add_(normal_by_quantile(key, box.local.shape, box.offset) * scale)
 
 
-def _key(seed: int, step: int, name: str, like: Tensor) -> Tensor:
+def _make_noise_key(seed: int, step: int, name: str, like: Tensor) -> Tensor:
     key = to_int64(make_key(seed, "quantization noise", step, name))
     return torch.full((), key, dtype=torch.int64, device=like.device)
 
 
-def _scalar(value: float, like: Tensor) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+def _find_first_row(codes: Any) -> tuple[int, ...]:
+    """Return the offset of the rows that a forward pass sees, in the full matrix.
 
-
-def _begin(codes: Any) -> tuple[int, ...]:
-    """Return where the rows that a forward pass sees begin: what tp and ep leave of a matrix."""
+    FSDP has gathered its shards by then, so only tp and ep count.
+    """
     offset = [0] * codes.ndim
     mesh: Any = getattr(codes, "device_mesh", None)
     for axis in {"tp", "ep"}.intersection(getattr(mesh, "mesh_dim_names", None) or ()):

@@ -1,4 +1,4 @@
-"""The base of adapters: no checkpoint holds it; it is known by its hash, and by where it was."""
+"""The base of adapters: checkpoints leave it out, and identify it by its hash and its path."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_w
 def exclude_frozen_(
     stages: Sequence[nn.Module] | nn.Module, ps: ParallelState, *, source: Path | str | None
 ) -> dict[str, Any]:
-    """Leave what is frozen out of checkpoints, and return facts by which it is known again.
+    """Exclude frozen parameters from checkpoints, and return facts that identify them.
 
-    For when the stages are built and filled. Checkpoints of the run then hold what is trained
-    alone, and `resume` refuses another base, by the fact "base". To go on, build the stages with
-    `open_base_weights(source)` again, and call this again.
+    Call this once the stages are built and filled. Checkpoints of the run then hold trained
+    parameters alone, and `resume` refuses another base, by the fact "base". To resume, build the
+    stages with `open_base_weights(source)` again, and call this again.
 
     Args:
         stages: This rank's stages.
         ps: The layout.
-        source: Where the base is, a Hugging Face folder or a run: a fact too, "base_from", which a
-            run may be continued with another value of (`Changes(free=["base_from"])`).
+        source: The path of the base, a Hugging Face folder or a run: the fact "base_from", which a
+            resumed run may change (`ResumeRules(allow=["base_from"])`).
 
     Returns:
-        {"base": the hash of what is frozen, the same in every layout, "base_from": source,
-        "adapters": the fields of each `Lora`, "quantized": names of modules by their format}.
+        {"base": a hash of the frozen parameters, the same in every layout, "base_from": source,
+        "adapters": the fields of each `Lora`, "quantized": the names of modules by format}.
 
     Effects:
         Marks the frozen parameters; hashes them; communicates on `ps.world`.
@@ -62,49 +62,51 @@ def exclude_frozen_(
 
 
 def adapter_facts(stages: Sequence[nn.Module] | nn.Module, *, axis: Axis) -> dict[str, Any]:
-    """Return what adapters a model has, and what of it is in few bits.
+    """Return facts about a model's adapters and its quantized modules.
 
-    For a run that keeps its base in its own checkpoints too (ReLoRA).
+    For a run whose own checkpoints include the base (ReLoRA).
 
     Effects:
-        Communicates on `axis`, which has all stages.
+        Communicates on `axis`, whose ranks must have all stages.
 
     Examples:
         >>> adapter_facts([nn.Linear(1, 1)], axis=SOLO)
         {'adapters': [], 'quantized': {}}
     """
     stages = modules_of(stages)
-    own = [
+    local_loras = [
         attrs.asdict(adapter.spec)
-        for _, _, beside in adapters_of(stages)
-        for adapter in beside.values()
+        for _, _, adapters in adapters_of(stages)
+        for adapter in adapters.values()
     ]
-    held = {name: x.form for stage in stages for name, x in get_quantizations(stage).items()}
-    told: dict[bytes, Any] = {}
-    forms: dict[str, set[str]] = {}
-    for specs, packed in all_gather_objects([own, held], axis):
-        told |= {orjson.dumps(one): one for one in specs}
-        for name, form in packed.items():
-            forms.setdefault(form, set()).add(name.rpartition(".")[0])
-    names = {form: sorted(forms[form]) for form in sorted(forms)}
-    return {"adapters": [told[key] for key in sorted(told)], "quantized": names}
+    local_formats = {
+        name: spec.form for stage in stages for name, spec in get_quantizations(stage).items()
+    }
+    by_json: dict[bytes, Any] = {}  # the same specification may come from several ranks
+    modules: dict[str, set[str]] = {}
+    for loras, formats in all_gather_objects([local_loras, local_formats], axis):
+        by_json |= {orjson.dumps(one): one for one in loras}
+        for name, form in formats.items():
+            modules.setdefault(form, set()).add(name.rpartition(".")[0])
+    return {
+        "adapters": [by_json[key] for key in sorted(by_json)],
+        "quantized": {form: sorted(modules[form]) for form in sorted(modules)},
+    }
 
 
 def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
-    """Return the weights of a Hugging Face folder, of a run or of an exported folder.
+    """Open the weights of a Hugging Face folder, a run or an exported folder.
 
     Args:
-        path: The folder; a checkpoint; or a run, of which the newest checkpoint that verifies is
-            taken.
+        path: The folder; a checkpoint; or a run, whose newest checkpoint that verifies is read.
         axis: The ranks that call this together.
 
     Returns:
-        A `Weights` function for `build_stages`, which reads box by box.
+        A `Weights` function for `build_stages` that reads one box at a time.
 
     Raises:
-        CheckpointError: It is not there, does not verify, or holds adapters alone, whose base is
-            elsewhere.
-        ConfigError: The folder is of a family that trainkit does not compute.
+        CheckpointError: The weights are missing, do not verify, or are adapters without their base.
+        ConfigError: trainkit has no model of the folder's family.
 
     Effects:
         Reads and hashes files; communicates on `axis`.
@@ -118,13 +120,16 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
         return open_folder_weights(open_folder(path), axis=axis)
     if read_format(Path(path)) == WEIGHTS:
         return open_weights(path, axis=axis)
-    said = run_on_all_ranks(lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis)[0]
-    facts = read_facts(said)
+    # One rank searches: a checkpoint that appears meanwhile must not divide the ranks.
+    found = run_on_all_ranks(lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis)
+    checkpoint = found[0]
+    facts = read_facts(checkpoint)
     if "base" in facts:
         raise CheckpointError(
-            f"open_base_weights: {said} holds only adapters, of a base at {facts.get('base_from')}",
-            where=said,
+            f"open_base_weights: {checkpoint} holds only adapters, of a base at "
+            f"{facts.get('base_from')}",
+            where=checkpoint,
             hint=MERGE,
         )
-    held = read_model_tensors(Path(said))
-    return listed(reader(held), {name: stored.shape for name, stored in held.items()})
+    stored = read_model_tensors(Path(checkpoint))
+    return listed(reader(stored), {name: x.shape for name, x in stored.items()})

@@ -1,4 +1,4 @@
-"""A run's adapters for others: as a folder of PEFT, or added to their base."""
+"""Export a run's adapters: as a PEFT folder, or merged into their base."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _AT_ONCE = 1 << 22  # elements
 
 @attrs.frozen(eq=False)
 class SavedAdapters:
-    """What a checkpoint of adapters holds.
+    """The contents of a checkpoint of adapters.
 
     Attributes:
-        facts: Those of the run.
-        loras: The adapters' specifications.
+        facts: The facts of the run.
+        loras: The specifications of the adapters.
         held: The adapters by the names of their matrices.
-        whole: What is trained whole, by name.
+        whole: The full parameters that were trained, by name.
     """
 
     facts: Mapping[str, Any]
@@ -60,12 +60,12 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     """Read the adapters of a run into memory.
 
     Args:
-        checkpoint: A checkpoint of a run whose base is kept elsewhere (`exclude_frozen_`); or the
-            run, of which the newest that verifies is taken.
-        name: The adapter, where several stand side by side and are saved.
+        checkpoint: A checkpoint without its base (`exclude_frozen_`); or the run, whose newest
+            checkpoint that verifies is read.
+        name: The name of the adapter, for a checkpoint with several.
 
     Raises:
-        CheckpointError: It does not verify, or holds no adapters, or those of another name.
+        CheckpointError: The checkpoint does not verify, or has no adapter of that name.
 
     Examples:
         >>> read_adapters("/does/not/exist")
@@ -77,38 +77,39 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     loras = tuple(Lora(**one) for one in facts["adapters"])
     stored = read_model_tensors(path)
     read = reader(stored)
-    tensors = {own: read(own, x.shape, (0,) * len(x.shape)) for own, x in stored.items()}
-    known = sorted({split_name(own)[1] for own in tensors if f".{CHILD}." in own})
-    if len(known) != 1 and name not in known:
+    tensors = {key: read(key, x.shape, (0,) * len(x.shape)) for key, x in stored.items()}
+    names = sorted({split_name(key)[1] for key in tensors if f".{CHILD}." in key})
+    if len(names) != 1 and name not in names:
         raise CheckpointError(
-            f"read_adapters: {path} holds the adapters {known or 'of none'}, and "
-            f"{name or 'one'} was asked for",
+            f"read_adapters: {path} holds the adapters {names or 'of none'}, not "
+            f"{name or 'a single one'}; name one of them",
             where=path,
-            got=known,
+            got=names,
             want=name,
         )
-    chosen = name or known[0]
-    loras = tuple(one for one in loras if one.name == chosen)
+    selected = name or names[0]
+    loras = tuple(one for one in loras if one.name == selected)
     parts: dict[str, dict[str, Tensor]] = {}
-    for own, x in tensors.items():
-        if f".{CHILD}." in own:
-            matrix, which, key = split_name(own)
-            if which == chosen:
+    for full_key, x in tensors.items():
+        if f".{CHILD}." in full_key:
+            matrix, adapter_name, key = split_name(full_key)
+            if adapter_name == selected:
                 parts.setdefault(matrix, {})[key] = x
-    held = {
-        matrix: LowRankFactors(x["a"], x["b"], _spec_of(matrix, loras).scale, x.get("magnitude"))
+    factors = {
+        matrix: LowRankFactors(x["a"], x["b"], _find_lora(matrix, loras).scale, x.get("magnitude"))
         for matrix, x in parts.items()
     }
-    whole = {own: x for own, x in tensors.items() if f".{CHILD}." not in own}
-    return SavedAdapters(facts, loras, held, whole)
+    whole = {key: x for key, x in tensors.items() if f".{CHILD}." not in key}
+    return SavedAdapters(facts, loras, factors, whole)
 
 
-def _spec_of(matrix: str, loras: Sequence[Lora]) -> Lora:
+def _find_lora(matrix: str, loras: Sequence[Lora]) -> Lora:
+    """Return the specification that matches a matrix; exactly one must."""
     found = [one for one in loras if re.fullmatch(one.modules, matrix)]
     if len(found) != 1:
         raise CheckpointError(
-            f"read_adapters: the facts of the run say {len(found)} times what the adapter of "
-            f"{matrix} is",
+            f"read_adapters: {len(found)} specifications in the facts of the run match "
+            f"{matrix}, not one",
             where=matrix,
         )
     return found[0]
@@ -128,10 +129,10 @@ def export_peft(
     Args:
         checkpoint: As for `read_adapters`.
         folder: The new folder.
-        name: The adapter, where several stand side by side and are saved.
-        family: The `model_type` of the base; by default that of its folder, or the first that
-            computes the same.
-        base: Where the base is, which the folder says; by default where it was.
+        name: As for `read_adapters`.
+        family: The `model_type` of the base; by default that of its folder, or else the first
+            family with the same computation.
+        base: The path of the base for the folder's configuration; by default the run's.
         overwrite: Replace a folder that an earlier export wrote.
 
     Returns:
@@ -139,8 +140,8 @@ def export_peft(
 
     Raises:
         CheckpointError: As `read_adapters`.
-        ConfigError: No family computes the decoder, PEFT has no place for an adapter (`to_peft`),
-            or the folder is there already.
+        ConfigError: No family matches the decoder, PEFT has no place for an adapter (`to_peft`),
+            or the folder exists.
 
     Effects:
         Writes a folder.
@@ -149,27 +150,41 @@ def export_peft(
     saved = read_adapters(path, name=name)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     base = base or saved.facts.get("base_from")
-    known = _family(base, config, family)
+    if family is not None:
+        base_family = get_family(family, where="family")
+    elif base and is_hf_folder(base):
+        base_family = open_folder(base).family
+    else:
+        base_family = match_family(config)
+    # Steps update these by counting; no optimizer trains them, and PEFT has no place for them.
+    counters = (".router.load", ".router.bias")
     drops = {one.dropout for one in saved.loras}
     settings, tensors = to_peft(
         saved.held,
-        _trained(saved.whole),
-        known,
+        {key: x for key, x in saved.whole.items() if not key.endswith(counters)},
+        base_family,
         config,
         base=base,
         rank_stabilised=all(one.rank_stabilised for one in saved.loras),
         dropout=drops.pop() if len(drops) == 1 else 0.0,
     )
 
-    def read(own: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        return narrow_to_box(tensors[own], shape, offset)
+    def read(key: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        return narrow_to_box(tensors[key], shape, offset)
 
-    kinds = {own: str(x.dtype).removeprefix("torch.") for own, x in tensors.items()}
-    stored = {own: Stored(kinds[own], tuple(x.shape), ()) for own, x in tensors.items()}
-    beside = {CONFIG: orjson.dumps(settings, option=orjson.OPT_INDENT_2)}
-    how: dict[str, Any] = {"shard_bytes": 1 << 62, "overwrite": overwrite, "stem": "adapter_model"}
-    origin = describe_origin(path)
-    return write_weights(stored, folder, read=read, extra_files=beside, origin=origin, **how)
+    return write_weights(
+        {
+            key: Stored(str(x.dtype).removeprefix("torch."), tuple(x.shape), ())
+            for key, x in tensors.items()
+        },
+        folder,
+        read=read,
+        extra_files={CONFIG: orjson.dumps(settings, option=orjson.OPT_INDENT_2)},
+        origin=describe_origin(path),
+        shard_bytes=1 << 62,  # PEFT reads a single file
+        overwrite=overwrite,
+        stem="adapter_model",
+    )
 
 
 def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
@@ -186,17 +201,17 @@ def _trained(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merge_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
-    """Return `merge_weights` of a run, after its base has been found to be the one that it had.
+    """Return the merged weights of a run, after checking that its base is unchanged.
 
-    Of a base in few bits they are what these stand for, with the adapters added.
+    A quantized base is dequantized, and the adapters are added to the result.
 
     Args:
         checkpoint: As for `read_adapters`.
-        base: Where the base is; by default where it was.
+        base: The path of the base; by default the run's.
 
     Raises:
-        CheckpointError: As `read_adapters`; or the base is another one than the run's.
-        ConfigError: Nobody says where the base is.
+        CheckpointError: As `read_adapters`; or the hash of the base is not the run's.
+        ConfigError: Neither the run nor `base` has a path.
 
     Effects:
         Reads all of the base, and hashes it.
@@ -209,41 +224,42 @@ def merge_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
     weights = open_base_weights(source)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     shapes = parameter_shapes(config)
-    frozen = {own: shape for own, shape in shapes.items() if own not in saved.whole}
-    if saved.facts["quantized"]:  # its base is what the few bits stand for
+    frozen = {key: shape for key, shape in shapes.items() if key not in saved.whole}
+    if saved.facts["quantized"]:
+        # The hash in the facts is that of codes and scales, so the quantized model must be built.
         make_model = partial(Decoder, config)
         (model,) = build_trained_stages(path, make_model, solo_parallel(), [], base=source)
         return merge_weights(saved, round_weights(weights, get_quantizations(model)))
-    want = saved.facts["base"]
-    # the run has held it in fp32, or as it is
-    if all(_hash_of(weights, frozen, kind) != want for kind in (torch.float32, None)):
+    expected = saved.facts["base"]
+    # The run hashed the base as its model stored it: in fp32, or in the dtype of the files.
+    if all(_hash_weights(weights, frozen, dtype) != expected for dtype in (torch.float32, None)):
         raise CheckpointError(
-            f"merge_run: {source} is another base than the run's, whose hash is {want}",
+            f"merge_run: {source} is another base than the run's, whose hash is {expected}",
             where=source,
-            want=want,
-            hint="name the one that the run began with: --base",
+            want=expected,
+            hint="name the base that the run was started with: --base",
         )
     return merge_weights(saved, weights)
 
 
-def _hash_of(
+def _hash_weights(
     weights: Weights, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None
 ) -> str:
-    """Return the hash of weights as `exclude_frozen_` knows a base, some rows at a time."""
+    """Return the hash of a base as `exclude_frozen_` computes it, from some rows at a time."""
     total = 0
-    for own, whole in shapes.items():
-        for shape, offset in split_into_row_boxes(tuple(whole), _AT_ONCE):
-            values = weights(own, shape, offset)
+    for name, full_shape in shapes.items():
+        for shape, offset in split_into_row_boxes(tuple(full_shape), _AT_ONCE):
+            values = weights(name, shape, offset)
             values = values if dtype is None else values.to(dtype)
-            total += hash_tensor_box(f"model/{own}", values, shape=whole, offset=offset)
+            total += hash_tensor_box(f"model/{name}", values, shape=full_shape, offset=offset)
     return f"{total & MASK64:016x}"
 
 
 def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
-    """Return the weights of a base with what a run has learnt added, box by box.
+    """Return the weights of a base with a run's adapters merged, computed one box at a time.
 
-    W + scale * B A, or what DoRA makes of its rows, in fp32 at least, rounded once to the base's
-    dtype; for `build_stages`, or `hub.export_folder(read=...)`.
+    W + scale * B A, with rows rescaled for DoRA, in at least fp32 and rounded once to the base's
+    dtype. Pass them to `build_stages` or `hub.export_folder(read=...)`.
 
     Args:
         saved: The adapters.
@@ -260,23 +276,26 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
         tensor([[1.5000, 1.5000]])
     """
 
-    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name in saved.whole:
             return narrow_to_box(saved.whole[name], shape, offset)
-        low = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
-        if low is None:
+        factors = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
+        if factors is None:
             return base(name, shape, offset)
-        inputs = low.a.shape[-1]
-        of_rows = (*shape[:-1], inputs), (*offset[:-1], 0)
-        whole = base(name, *(of_rows if low.lengths is not None else (shape, offset)))
-        wide = torch.promote_types(whole.dtype, torch.float32)
         *experts, rows, columns = map(slice, offset, map(sum, zip(offset, shape, strict=True)))
-        a = low.a[(*experts, slice(None), slice(None) if low.lengths is not None else columns)]
-        b = low.b[(*experts, rows)]
-        total = whole.to(wide) + low.scale * (b.to(wide) @ a.to(wide))
-        if low.lengths is not None:
-            total *= (low.lengths[(*experts, rows)].to(wide) / total.norm(dim=-1)).unsqueeze(-1)
+        if factors.lengths is None:
+            weight = base(name, shape, offset)
+            a = factors.a[(*experts, slice(None), columns)]
+        else:  # DoRA divides by the norm of a row, which needs all of its columns
+            weight = base(name, (*shape[:-1], factors.a.shape[-1]), (*offset[:-1], 0))
+            a = factors.a[(*experts, slice(None), slice(None))]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        b = factors.b[(*experts, rows)]
+        total = weight.to(dtype) + factors.scale * (b.to(dtype) @ a.to(dtype))
+        if factors.lengths is not None:
+            lengths = factors.lengths[(*experts, rows)].to(dtype)
+            total *= (lengths / total.norm(dim=-1)).unsqueeze(-1)
             total = total[..., columns]
-        return total.to(whole.dtype)
+        return total.to(weight.dtype)
 
-    return listed(give, shapes_of(base)) if shapes_of(base) else give
+    return listed(read, shapes_of(base)) if shapes_of(base) else read

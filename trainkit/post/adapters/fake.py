@@ -1,8 +1,8 @@
-"""Quantisation-aware training: the forward pass rounds, the backward pass does not.
+"""Quantization-aware training: the forward pass rounds, the backward pass does not.
 
-A fake-quantised layer stores its weight as before. In forward the weight is quantised and
-dequantised, and the layer's input too if the transform says so; gradients pass as if neither had
-been rounded. A model that was trained so loses little when it is quantised for good.
+A fake-quantized layer stores its weight as before. In forward the weight is quantized and
+dequantized, and the layer's input too if the transform says so; gradients pass as if neither had
+been rounded. A model that was trained so loses little when it is quantized for good.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def fake_quantize(
     *,
     modules: str | None = None,
 ) -> Transform:
-    r"""Return the transform for quantisation-aware training: layers compute with rounded weights.
+    r"""Return the transform for quantization-aware training: layers compute with rounded weights.
 
     It comes before adapters and `tensor`, in place of `float8`. Parameters keep their names,
-    values and dtypes, so a checkpoint or an exported folder holds plain weights. Quantise them
+    values and dtypes, so a checkpoint or an exported folder holds plain weights. Quantize them
     afterwards, by `quantize_model_` or in the server. Blocks and scales are those of the whole
     matrix in every layout.
 
-    | weights, activations | quantised by |
+    | weights, activations | quantized by |
     |---|---|
     | "int4", "int8" | torchao's Int8DynamicActivationIntxWeightConfig, on phones and CPUs |
     | "int4", None | torchao's IntxWeightOnlyConfig |
@@ -242,17 +242,17 @@ def quantize_model_(
     *,
     modules: str | None = None,
 ) -> nn.Module:
-    """Quantise a model by torchao, in the formats that `fake_quantize` trained it for.
+    """Quantize a model by torchao, in the formats that `fake_quantize` trained it for.
 
     Args:
-        model: A whole model in one process: the fake-quantised one, or one with its exported
+        model: A whole model in one process: the fake-quantized one, or one with its exported
             weights, ours or of `transformers`.
         weights: As in `fake_quantize`: int4, with int8 or without, or fp8_row with fp8_row.
         activations: As in `fake_quantize`.
         modules: As in `fake_quantize`.
 
     Returns:
-        The model. In fp32 it computes the same as the fake-quantised one, up to the order of sums.
+        The model. In fp32 it computes the same as the fake-quantized one, up to the order of sums.
 
     Raises:
         ConfigError: torchao has no such formats, or not on this device; a parameter is sharded; or
@@ -260,7 +260,7 @@ def quantize_model_(
         ImportError: torchao is absent; it comes with the extra "lowbit".
 
     Effects:
-        Replaces the layers' weights by torchao's quantised ones, which are not trained.
+        Replaces the layers' weights by torchao's quantized ones, which are not trained.
 
     References:
         torchao, https://github.com/pytorch/ao.
@@ -274,7 +274,7 @@ def quantize_model_(
     known = [("int4", None), ("int4", "int8"), *([("fp8_row",) * 2] if device == "cuda" else [])]
     if (weights, activations) not in known:
         raise ConfigError(
-            f"quantize_model_: torchao quantises weights and activations on {device} to "
+            f"quantize_model_: torchao quantizes weights and activations on {device} to "
             f"{', '.join(map(str, known))}, not to {(weights, activations)}",
             where="weights",
             got=(weights, activations),

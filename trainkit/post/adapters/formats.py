@@ -1,9 +1,9 @@
-"""Matrices in few bits: NF4 with doubly quantised scales, NVFP4, int4, int8, and fp8 in blocks.
+"""Quantize matrices: NF4 with double quantization, NVFP4, int4, int8, and fp8 in blocks or rows.
 
-Blocks are blocks of the whole matrix: along a row of its last dimension from column 0 on, and in
-fp8 along rows too, from row 0 on. So what an element becomes depends on its place in the whole
-matrix alone, and a part that begins where a block does is quantised as it is in the whole; but for
-nvfp4 and fp8_row, which also ask for the largest magnitude of the whole, or of whole rows.
+Blocks are blocks of the full matrix: along a row from column 0 on, and in fp8 along the rows too,
+from row 0 on. So the code of an element depends on its index in the full matrix alone, and a shard
+that starts at a block's start has the codes of the full matrix. nvfp4 and fp8_row also need the
+largest magnitude of the full matrix, or of full rows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
 
 PACKED: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
-"""Those whose bytes a model can hold: each row is whole by itself."""
+"""The formats that a model can store: the bytes of a row do not depend on other rows."""
 
 NF4_BLOCK, NF4_GROUP, INT8_BLOCK, FP8_BLOCK, INT4_BLOCK, NVFP4_BLOCK = 64, 256, 128, 128, 32, 16
 FP8_LARGEST, E2M1_LARGEST = 448.0, 6.0
-"""The largest numbers of e4m3 and of e2m1."""
+"""The largest values of e4m3 and e2m1."""
 
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -37,7 +37,7 @@ NF4_VALUES = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""What the sixteen codes of NF4 stand for, as parts of their block's largest magnitude."""
+"""The values of the sixteen codes of NF4, as fractions of their block's largest magnitude."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES: Mapping[QuantizationFormat, tuple[float, ...]] = MappingProxyType(
@@ -51,8 +51,8 @@ _VALUES: Mapping[QuantizationFormat, tuple[float, ...]] = MappingProxyType(
 HALF_STEPS: Mapping[QuantizationFormat, float] = MappingProxyType(
     {"nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2, "int8": 0.5, "fp8": 0.125}
 )
-"""About half the way from one code to the next, in scales: what quantising is off by. Of nf4 where
-codes are closest, of fp8 for what is 2 to 4 scales large."""
+"""About half the distance between codes, in scales: the rounding error. For nf4 where codes are
+closest, for fp8 at values of 2 to 4 scales."""
 
 _PAIRS = {
     form: np.array([(own[i >> 4], own[i & 15]) for i in range(256)], np.float32)
@@ -63,20 +63,20 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 @attrs.frozen(eq=False)
 class Quantized:
-    """A matrix `[..., R, C]` in few bits.
+    """A quantized matrix `[..., R, C]`.
 
     Attributes:
-        form: Its format.
-        codes: uint8 `[..., R, ceil(C / 2)]` of nf4, nvfp4 and int4, two codes in a byte, the first
-            in the upper half; int8 or e4m3 `[..., R, C]` of the others.
-        scales: Of each block of N = ceil(C / block) in a row: uint8 `[..., R, N]` of nf4, e4m3 of
-            nvfp4, fp32 of int4 and int8; fp32 `[..., ceil(R / 128), N]` of fp8, `[..., R, 1]` of
-            fp8_row.
-        levels: Of nf4 of each G = ceil(N / 256) groups of blocks in a row the least scale, and the
-            step from one scale to the next, fp32 `[..., R, G, 2]`; of nvfp4 what all scales are
-            multiplied with, fp32 `[..., 1, 1]`.
-        shape: That of the matrix.
-        dtype: That of the matrix, and of what `dequantize` gives by default.
+        form: The format.
+        codes: For nf4, nvfp4 and int4 uint8 `[..., R, ceil(C / 2)]`, two codes in a byte, the first
+            in the upper half; for the others int8 or e4m3 `[..., R, C]`.
+        scales: For each of the N = ceil(C / block) blocks of a row: uint8 `[..., R, N]` for nf4,
+            e4m3 for nvfp4, fp32 for int4 and int8; fp32 `[..., ceil(R / 128), N]` for fp8, and
+            `[..., R, 1]` for fp8_row.
+        levels: For nf4 the least scale and the step between scales in each of the G = ceil(N / 256)
+            groups of blocks in a row, fp32 `[..., R, G, 2]`; for nvfp4 the factor of all scales,
+            fp32 `[..., 1, 1]`.
+        shape: The shape of the matrix.
+        dtype: The dtype of the matrix, to which `dequantize` converts by default.
     """
 
     form: QuantizationFormat
@@ -95,9 +95,9 @@ class Quantized:
 def quantize(
     weight: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
 ) -> Quantized:
-    """Quantise a matrix to a format; 0 stays 0.
+    """Quantize a matrix to a format; 0 stays 0.
 
-    | form | bits an element | what shares a scale, and what it is |
+    | form | bits per element | elements that share a scale: the scale; codes |
     |---|---|---|
     | nf4 | 4.13 | 64 of a row: their largest magnitude; sixteen numbers, for normal weights |
     | int8 | 8.25 | 128 of a row: 1/127 of their largest magnitude; whole numbers |
@@ -107,29 +107,29 @@ def quantize(
     | fp8_row | 8 | a row: 1/448 of its largest magnitude; e4m3 |
 
     The scales of nf4 are in turn rounded to 256 levels between the least and the largest of each
-    256 that follow each other in a row. nvfp4 knows 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives,
-    as GPUs from Blackwell on multiply them.
+    256 consecutive ones in a row. nvfp4 has the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+    negatives, which GPUs from Blackwell on multiply.
 
-    Dequantised, an element is off, beside fp32's rounding, by at most: in nf4 0.152 times its
+    Besides fp32's rounding, the error of a dequantized element is at most: in nf4 0.152 times its
     block's largest magnitude plus 1/510 of the range of the scales in its group; in int8 1/254 and
     in int4 1/15 of its block's largest; in fp8 and fp8_row 1/16 of its own magnitude, or 1/28,672
     of the largest that shares its scale if that is more; in nvfp4 17/96 of its block's largest plus
     1/458,752 of the matrix's.
 
     Args:
-        weight: `[..., R, C]`, computed with in fp32.
+        weight: `[..., R, C]`, converted to fp32.
         form: The format.
-        largest: Of nvfp4 the largest magnitude of the matrix, `[..., 1, 1]`, where this is a part
-            of it (a block that goes beyond it is cut off); of fp8_row that of what shares a scale,
-            `[..., R, 1]` or `[..., 1, 1]`. By default that of the matrix, and of each row.
+        largest: For a shard in nvfp4 the largest magnitude of the full matrix, `[..., 1, 1]`
+            (larger values are clamped); in fp8_row that of the elements that share a scale,
+            `[..., R, 1]` or `[..., 1, 1]`. By default those of `weight`.
 
     Raises:
         NumericsError: A value is not finite.
-        ValueError: It is no matrix of floating point, or the format is unknown.
+        ValueError: `weight` is no floating-point matrix, or the format is unknown.
 
     References:
-        nf4: Dettmers et al., "QLoRA" (2023); there groups of scales run across rows, and have the
-        mean of all scales taken off. int8: Dettmers et al., "8-bit optimizers via block-wise
+        nf4: Dettmers et al., "QLoRA" (2023), where groups of scales run across rows, and the mean
+        of all scales is subtracted first. int8: Dettmers et al., "8-bit optimizers via block-wise
         quantization" (2022). fp8: DeepSeek-AI, "DeepSeek-V3 technical report" (2024). nvfp4:
         NVIDIA, "Pretraining large language models with NVFP4" (2025).
 
@@ -154,16 +154,18 @@ def quantize(
         "quantize",
         form=form,
     )
-    given = () if largest is None else (largest,)
-    return attrs.evolve(_PIECES[form](_checked(weight), *given), dtype=weight.dtype)
+    x = _check_matrix(weight)
+    quantizer = _QUANTIZERS[form]
+    quantized = quantizer(x) if largest is None else quantizer(x, largest)
+    return attrs.evolve(quantized, dtype=weight.dtype)
 
 
 def quantize_dequantize(
     x: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
 ) -> Tensor:
-    """Return what a matrix is after it was quantised, without a look at whether it is finite.
+    """Quantize and dequantize a matrix, without checking that it is finite.
 
-    What is not finite takes its scale along, and with it all that shares it.
+    A non-finite value makes its scale non-finite, and with it all values that share the scale.
 
     Args:
         x: `[..., R, C]`.
@@ -174,16 +176,17 @@ def quantize_dequantize(
         >>> quantize_dequantize(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
         tensor([[ 0.,  1., -8.,  7.]])
     """
-    given = () if largest is None else (largest,)
-    return dequantize(_PIECES[form](x.detach().float(), *given), x.dtype)
+    wide = x.detach().float()
+    quantizer = _QUANTIZERS[form]
+    return dequantize(quantizer(wide) if largest is None else quantizer(wide, largest), x.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the matrix that codes stand for, each product rounded once to fp32, then to `dtype`.
+    """Dequantize a matrix: codes times scales, rounded once to fp32, then to `dtype`.
 
     Args:
-        quantized: The codes.
-        dtype: By default that of the matrix which was quantised.
+        quantized: The quantized matrix.
+        dtype: By default the dtype of the original matrix.
 
     Examples:
         >>> dequantize(quantize(torch.ones(1, 3, dtype=torch.bfloat16), "int8"))
@@ -210,18 +213,18 @@ def add_low_rank(
     scale: float,
     to: torch.dtype | QuantizationFormat = torch.float32,
 ) -> Tensor | Quantized:
-    """Return a matrix with a product of low rank added to it in fp32: base + scale * b @ a.
+    """Add a low-rank product to a matrix in fp32: base + scale * b @ a.
 
     Args:
-        base: `[..., R, C]`, in few bits or not.
+        base: `[..., R, C]`, quantized or not.
         b: `[..., R, r]`.
         a: `[..., r, C]`.
-        scale: alpha / r as a rule.
-        to: What the sum is rounded to: a dtype, or a format, to which it is quantised anew.
+        scale: The factor of the product, usually alpha / r.
+        to: The dtype or the format of the result.
 
     Raises:
         ValueError: `scale` is not finite.
-        NumericsError: It is to be quantised, and is not finite.
+        NumericsError: The result is to be quantized, and is not finite.
 
     References:
         Hu et al., "LoRA" (2021).
@@ -238,11 +241,11 @@ def add_low_rank(
     return merged.to(to) if isinstance(to, torch.dtype) else quantize(merged, to)
 
 
-# -------------------------------------------------------------------------------------- the pieces
+# --------------------------------------------------------------------------------------- the parts
 
 
 def block_of(form: QuantizationFormat) -> int:
-    """Return how many elements of a row a scale is for.
+    """Return the number of elements of a row that share a scale.
 
     Examples:
         >>> block_of("nf4")
@@ -261,15 +264,15 @@ def times_scales(
     first: int = 0,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Return in fp32 what some columns of a matrix are: what codes stand for, times scales.
+    """Multiply the values of codes by their scales, in fp32, for some columns of a matrix.
 
     Args:
-        codes: Those of the columns, `[..., R, columns]`, or half as many bytes of nf4.
+        codes: The codes of the columns, `[..., R, columns]`; for nf4 half as many bytes.
         scales: fp32 `[..., R, N]`, of all blocks of each row.
         form: The format.
-        columns: How many columns there are.
-        first: Which column of the matrix is the first one.
-        noise: fp32 `[..., R, columns]`, added to what codes stand for, before scales.
+        columns: The number of columns.
+        first: The index of the first column in the matrix.
+        noise: fp32 `[..., R, columns]`, added to the values before scales multiply them.
 
     Examples:
         >>> codes = torch.tensor([[2, 3]], dtype=torch.int8)
@@ -291,7 +294,7 @@ def times_scales(
 
 
 def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
-    """Return the scales, fp32 `[..., R, N]`, of nf4's rounded ones and their groups' levels.
+    """Dequantize the scales of nf4 to fp32 `[..., R, N]`, from their codes and levels.
 
     Examples:
         >>> scales_of(torch.tensor([[0, 2]], dtype=torch.uint8), torch.tensor([[[1.0, 0.5]]]))
@@ -303,70 +306,71 @@ def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
     return least + rounded * step
 
 
-def _nf4(x: Tensor) -> Quantized:
-    blocks, scales = _blocks(x, NF4_BLOCK)
+def _quantize_nf4(x: Tensor) -> Quantized:
+    blocks, scales = _split_into_blocks(x, NF4_BLOCK)
     values = torch.tensor(NF4_VALUES, device=x.device)
     middles = (values[1:] + values[:-1]) / 2
-    indices = torch.bucketize(_divided(blocks, scales), middles, out_int32=True)
-    levels, rounded = _levels(scales)
-    return Quantized("nf4", _paired(indices, x), rounded, levels, tuple(x.shape), x.dtype)
+    indices = torch.bucketize(_divide_by_scales(blocks, scales), middles, out_int32=True)
+    levels, rounded = _quantize_scales(scales)
+    return Quantized("nf4", _pack_pairs(indices, x), rounded, levels, tuple(x.shape), x.dtype)
 
 
-def _int8(x: Tensor) -> Quantized:
-    blocks, largest = _blocks(x, INT8_BLOCK)
+def _quantize_int8(x: Tensor) -> Quantized:
+    blocks, largest = _split_into_blocks(x, INT8_BLOCK)
     scales = largest / 127
-    codes = _divided(blocks, scales).round_().clamp_(-127, 127).to(torch.int8)
+    codes = _divide_by_scales(blocks, scales).round_().clamp_(-127, 127).to(torch.int8)
     codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
     return Quantized("int8", codes, scales, None, tuple(x.shape), x.dtype)
 
 
-def _fp8(x: Tensor) -> Quantized:
+def _quantize_fp8(x: Tensor) -> Quantized:
     rows = x.shape[-2]
     short = max(1, -(-rows // FP8_BLOCK)) * FP8_BLOCK - rows
-    blocks, largest = _blocks(nn.functional.pad(x, (0, 0, 0, short)), FP8_BLOCK)
+    blocks, largest = _split_into_blocks(nn.functional.pad(x, (0, 0, 0, short)), FP8_BLOCK)
     scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
-    codes = _e4m3(_divided(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
+    codes = _e4m3(_divide_by_scales(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
     codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
     return Quantized("fp8", codes, scales, None, tuple(x.shape), x.dtype)
 
 
-def _nvfp4(x: Tensor, largest: Tensor | None = None) -> Quantized:
-    blocks, own = _blocks(x, NVFP4_BLOCK)
+def _quantize_nvfp4(x: Tensor, largest: Tensor | None = None) -> Quantized:
+    blocks, own = _split_into_blocks(x, NVFP4_BLOCK)
     whole = largest_of(x, rows=False) if largest is None else largest.float()
     level = whole / (E2M1_LARGEST * FP8_LARGEST)
     scales = _e4m3(own / E2M1_LARGEST / level.clamp_min(_LEAST))
-    scaled = _divided(blocks, scales.float() * level)
+    scaled = _divide_by_scales(blocks, scales.float() * level)
     size = scaled.abs().clamp_max(E2M1_LARGEST)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    size = (size / step).round() * step  # halves go to the even code, as in hardware
+    # torch rounds halves to even, and so to the even code, as the hardware does.
+    size = (size / step).round() * step
     indices = torch.bucketize(size, torch.tensor(_E2M1, device=x.device), out_int32=True)
     indices |= scaled.signbit().int() << 3
-    return Quantized("nvfp4", _paired(indices, x), scales, level, tuple(x.shape), x.dtype)
+    return Quantized("nvfp4", _pack_pairs(indices, x), scales, level, tuple(x.shape), x.dtype)
 
 
-def _int4(x: Tensor) -> Quantized:
-    blocks, largest = _blocks(x, INT4_BLOCK)
+def _quantize_int4(x: Tensor) -> Quantized:
+    blocks, largest = _split_into_blocks(x, INT4_BLOCK)
     scales = largest / 7.5
-    # Times the reciprocal, and not divided: the same bits as torchao's.
+    # Multiplying by the reciprocal, not dividing, gives the same bits as torchao.
     scaled = blocks * (1 / scales.clamp_min(_LEAST)).unsqueeze(-1)
     codes = scaled.round_().clamp_(-8, 7).to(torch.int32) & 15
-    return Quantized("int4", _paired(codes, x), scales, None, tuple(x.shape), x.dtype)
+    return Quantized("int4", _pack_pairs(codes, x), scales, None, tuple(x.shape), x.dtype)
 
 
-def _fp8_row(x: Tensor, largest: Tensor | None = None) -> Quantized:
+def _quantize_fp8_row(x: Tensor, largest: Tensor | None = None) -> Quantized:
     largest = largest_of(x, rows=True) if largest is None else largest.float()
     scales = largest / FP8_LARGEST
     codes = _e4m3(x / scales.clamp_min(_LEAST))
     return Quantized("fp8_row", codes, scales, None, tuple(x.shape), x.dtype)
 
 
-_PIECES: dict[QuantizationFormat, Callable[..., Quantized]] = {
-    "nf4": _nf4,
-    "int8": _int8,
-    "fp8": _fp8,
-    "int4": _int4,
-    "nvfp4": _nvfp4,
-    "fp8_row": _fp8_row,
+_QUANTIZERS: dict[QuantizationFormat, Callable[..., Quantized]] = {
+    "nf4": _quantize_nf4,
+    "int8": _quantize_int8,
+    "fp8": _quantize_fp8,
+    "int4": _quantize_int4,
+    "nvfp4": _quantize_nvfp4,
+    "fp8_row": _quantize_fp8_row,
 }
 
 
@@ -386,15 +390,15 @@ def _e4m3(x: Tensor) -> Tensor:
     return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
-def _paired(codes: Tensor, like: Tensor) -> Tensor:
-    """Return codes of four bits in blocks `[..., R, N, size]` as bytes of two in a row."""
+def _pack_pairs(codes: Tensor, like: Tensor) -> Tensor:
+    """Pack adjacent 4-bit codes, in blocks `[..., R, N, size]`, into bytes."""
     pairs = codes.to(torch.uint8).flatten(-2)[..., : 2 * ceil(like.shape[-1] / 2)]
     upper, lower = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return upper << 4 | lower
 
 
-def _levels(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return levels `[..., R, G, 2]` of each group of scales, and the scales rounded to them."""
+def _quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the levels `[..., R, G, 2]` of groups of scales, and the scales rounded to them."""
     count = scales.shape[-1]
     short = -(-count // NF4_GROUP) * NF4_GROUP - count
     last = scales[..., -1:].expand(*scales.shape[:-1], short)
@@ -402,14 +406,14 @@ def _levels(scales: Tensor) -> tuple[Tensor, Tensor]:
     least, largest = groups.aminmax(dim=-1)
     step = (largest - least) / 255
     levels = torch.stack([least, step], -1)
-    rounded = _divided(groups - least.unsqueeze(-1), step).round_().clamp_(0, 255)
+    rounded = _divide_by_scales(groups - least.unsqueeze(-1), step).round_().clamp_(0, 255)
     return levels, rounded.to(torch.uint8).flatten(-2)[..., :count].contiguous()
 
 
-def _blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return a matrix in blocks along its rows, `[..., R, N, size]`, and their largest magnitudes.
+def _split_into_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Split a matrix into blocks along its rows, `[..., R, N, size]`; also return their maxima.
 
-    A short block is filled up by zeros; even a matrix without columns has one.
+    The last block is padded with zeros; even a matrix without columns has one block.
     """
     columns = x.shape[-1]
     short = max(1, -(-columns // size)) * size - columns
@@ -417,15 +421,18 @@ def _blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return blocks, blocks.abs().amax(-1)
 
 
-def _divided(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return blocks over their scales; those of zeros stay zeros."""
+def _divide_by_scales(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Divide blocks by their scales; blocks of zeros stay zeros."""
     return blocks / scales.clamp_min(_LEAST).unsqueeze(-1)
 
 
-def _checked(weight: Tensor) -> Tensor:
+def _check_matrix(weight: Tensor) -> Tensor:
+    """Return a matrix in fp32; raise unless it is a finite floating-point matrix."""
     if weight.ndim < 2 or not weight.is_floating_point():
-        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
-        raise ValueError(f"quantize: it takes a matrix of floating point, or several, got {got}")
+        raise ValueError(
+            f"quantize: it takes a matrix of floating point, or several, got {weight.dtype} of "
+            f"shape {tuple(weight.shape)}"
+        )
     x = weight.detach().float()
     if not bool(x.isfinite().all()):
         count = int((~x.isfinite()).sum())
@@ -437,7 +444,7 @@ def _checked(weight: Tensor) -> Tensor:
 
 
 def codes_per_byte(form: QuantizationFormat) -> int:
-    """Return how many elements a byte of codes holds.
+    """Return the number of elements in a byte of codes.
 
     Examples:
         >>> codes_per_byte("nf4"), codes_per_byte("fp8")
@@ -447,7 +454,7 @@ def codes_per_byte(form: QuantizationFormat) -> int:
 
 
 def scale_bytes(form: QuantizationFormat, columns: int) -> int:
-    """Return the bytes that a row of a matrix has for its scales, each row by itself.
+    """Return the number of bytes of the scales of a row.
 
     Examples:
         >>> scale_bytes("nf4", 4096), scale_bytes("fp8", 4096)

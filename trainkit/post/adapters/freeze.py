@@ -1,4 +1,4 @@
-"""What is trained, by patterns and by the step: a function of a counter, as all else."""
+"""Freeze and unfreeze parameters by pattern, as a function of the step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainkit.weights.checkpoint.boxes import shorten
 
 @attrs.frozen
 class Freeze:
-    """Which parameters are frozen from some step on, or trained again.
+    """A pattern of parameters to freeze or to unfreeze.
 
     Attributes:
-        pattern: A regular expression, which matches the whole of a parameter's name.
-        frozen: Whether what it matches is frozen.
+        pattern: A regular expression that matches whole names of parameters.
+        frozen: Whether they are frozen or trained.
     """
 
     pattern: str
@@ -29,25 +29,26 @@ class Freeze:
 
 
 Schedule = Mapping[int, Sequence[Freeze]]
-"""What holds from each of some steps on."""
+"""The changes at each of some steps."""
 
 
 def select_frozen(
     names: Iterable[str], base: Sequence[Freeze], schedule: Schedule, step: int
 ) -> frozenset[str]:
-    """Return which parameters are frozen in a step: of all that match, the last word counts.
+    """Return the names of the parameters that are frozen in a step.
 
-    First speaks `base`, then the schedule from each step up to this one, in order.
+    `base` applies first, then the schedule's entries up to this step, in order. The last match of a
+    name decides.
 
     Args:
         names: All parameters of the whole model, in every layout; a decoder's are the keys of
             `models.config.parameter_shapes(config)`.
-        base: What holds from the beginning.
-        schedule: What changes later.
+        base: The patterns that apply from the start.
+        schedule: Later changes, by step.
         step: The step about to be taken.
 
     Raises:
-        ConfigError: A pattern is none, or matches nothing, whenever it would speak.
+        ConfigError: A pattern, of whatever step, is invalid or matches nothing.
 
     Examples:
         >>> schedule = {10: [Freeze("head.*", frozen=False)]}
@@ -68,10 +69,10 @@ def select_frozen(
 
 
 def make_freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:
-    """Return the fact that a run is continued with: what is frozen when.
+    """Return the freezing schedule as a fact of the run, which a resume compares.
 
-    Patterns that follow one another and say the same, frozen or not, mean the same in any order,
-    and stand in the alphabet's.
+    Consecutive patterns that all freeze or all unfreeze mean the same in any order, so they are
+    sorted.
 
     Examples:
         >>> make_freeze_facts([Freeze("norm.*"), Freeze("head.*")], {})
@@ -85,22 +86,22 @@ def make_freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, A
 
 
 def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
-    """Freeze some parameters, and train all others; before a step, between steps as well.
+    """Freeze some parameters and train all others, before any step.
 
-    Optimizers must hold all that is trained in any step (make them before the first call); what is
-    frozen has no gradient, is not stepped, and keeps its moments. A run calls it with
-    `select_frozen(..., state.step)` before each step in which that changes, and after a resume.
+    Optimizers must have all parameters that any step trains, so make them before the first call. A
+    frozen parameter gets no gradient and no update, and its moments stay. A run calls this with
+    `select_frozen(..., state.step)` before each step in which the set changes, and after a resume.
 
     Args:
-        stages: This rank's stages, in any layout but with DDP.
-        frozen: The names of what is frozen; those of other stages may be among them.
+        stages: This rank's stages, in any layout without DDP.
+        frozen: The names of frozen parameters; names of other stages are ignored.
 
     Raises:
-        ConfigError: A parameter would be trained which is of a base that no checkpoint holds; or
-            DDP reduces gradients, which has fixed what it waits for.
+        ConfigError: A parameter to train belongs to a base that checkpoints leave out; or DDP
+            reduces the gradients, and fixes which ones when it is set up.
 
     Effects:
-        Sets `requires_grad` of every parameter, and what FSDP2 knows of it.
+        Sets `requires_grad` of every parameter, and updates FSDP2's record of it.
 
     Examples:
         >>> model = nn.Linear(1, 1)
@@ -132,5 +133,5 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
     for found in reducers:
         for _, module in found.fsdp:
             for unit in fsdp_groups(module):
-                # A unit in which all was frozen at first does not know what to reduce in.
-                unit._init_mp_dtypes()  # noqa: SLF001 (once, at the first forward pass, else)
+                # A unit that was frozen in its first forward pass has no reduce dtype yet.
+                unit._init_mp_dtypes()  # noqa: SLF001 (FSDP2 calls it once, in the first forward pass)

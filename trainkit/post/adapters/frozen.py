@@ -1,9 +1,9 @@
-"""Quantised frozen matrices: they compute and pass gradients on, and get none themselves.
+"""Store frozen matrices quantized, and dequantize them in the forward and backward pass.
 
-A quantised module keeps its name and those of its parameters. These hold codes, a row of bytes for
-each row of the matrix, and another parameter holds the bytes of the scales of each row. No row
-needs another one. So everything that shards rows (FSDP, columns of tensor parallelism, experts)
-shards bytes; where columns are sharded, every rank has all scales of its rows.
+A quantized module keeps its name and those of its parameters. A parameter stores codes, a row of
+bytes for each row of the matrix, and a second one the bytes of the scales of each row. Rows are
+independent, so everything that shards rows (FSDP, tensor parallelism along outputs, experts) shards
+bytes. Where columns are sharded, every rank has all scales of its rows.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ SCALES = "_scales"
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """A product x W^T, as `nn.functional.linear`."""
 
-_AT_ONCE = 1 << 18  # elements that are quantised at a time, and exist in fp32
+_AT_ONCE = 1 << 18  # elements that are quantized at a time, and exist in fp32
 
 
 @attrs.frozen
 class QuantizationSpec:
-    """How a matrix `[..., R, C]` is quantised.
+    """The quantization of a matrix `[..., R, C]`.
 
     Attributes:
         form: The format.
@@ -69,7 +69,7 @@ class QuantizationSpec:
 
 @attrs.frozen(eq=False)
 class Noise:
-    """Noise on a dequantised matrix, within `add_quantization_noise`.
+    """Noise on a dequantized matrix, within `add_quantization_noise`.
 
     Attributes:
         key: int64, 0-d, on the device of the codes.
@@ -85,15 +85,15 @@ class Noise:
 def quantized(
     form: QuantizationFormat = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+"
 ) -> Transform:
-    r"""Return the transform that quantises and freezes matrices; the first of a plan.
+    r"""Return the transform that quantizes and freezes matrices; it comes first in a plan.
 
-    Linear layers, and the weights of experts, whose names match are quantised while they are
+    Linear layers, and the weights of experts, whose names match are quantized while they are
     filled, some rows at a time, from the `weights` of `build_stages`: no rank ever has a whole
     matrix in fp32. Blocks are those of the whole matrix, and the bytes of a row do not depend on
     the rank, so every layout has the same bits. Other parameters are not frozen here. In the names
     of a checkpoint `weight` is then the codes, and `weight_scales` the scales.
 
-    A matrix is dequantised to the dtype of its input in forward, and once more in backward.
+    A matrix is dequantized to the dtype of its input in forward, and once more in backward.
 
     Args:
         form: "nf4", "int8" or "fp8"; see `quantize`.
@@ -159,14 +159,14 @@ def dequantized(
     *,
     rows: slice = slice(None),
 ) -> Tensor:
-    """Return the values of a module's matrix, or of this rank's part of it, quantised or not.
+    """Return a module's matrix, or this rank's shard of it, dequantized if it is quantized.
 
     Within `add_quantization_noise` they include the noise, as in the module's forward pass.
 
     Args:
         module: A module; if its parameters are sharded, within its forward pass.
         name: The parameter.
-        dtype: By default that in which the model was made.
+        dtype: By default the dtype that the model was created in.
         rows: The rows to return.
 
     Examples:
@@ -177,20 +177,21 @@ def dequantized(
     if packing is None:
         own = getattr(module, name)[..., rows, :]
         return own if dtype is None else own.to(dtype)
-    own, scales = (
+    codes, scales = (
         x.to_local() if hasattr(x, "to_local") else x
         for x in (getattr(module, name), getattr(module, name + SCALES))
     )
     noise = noise_of(module, name)
     if noise is not None:
-        *lead, begin = noise.offset
-        noise = attrs.evolve(noise, offset=(*lead, begin + (rows.start or 0)))
-    own, scales = own[..., rows, :], scales[..., rows, :]
-    return dequantize_rows(own, scales, packing, dtype or packing.dtype, noise)
+        *lead, start = noise.offset
+        noise = attrs.evolve(noise, offset=(*lead, start + (rows.start or 0)))
+    return dequantize_rows(
+        codes[..., rows, :], scales[..., rows, :], packing, dtype or packing.dtype, noise
+    )
 
 
 def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
-    """Return the quantisation of each quantised matrix, by its name in the whole model.
+    """Return the quantization of each quantized matrix, by its name in the whole model.
 
     Examples:
         >>> get_quantizations(nn.Linear(1, 1))
@@ -204,9 +205,9 @@ def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
 
 
 def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) -> Weights:
-    """Return weights whose matrices are quantised and dequantised again, in fp32.
+    """Return weights with quantized matrices rounded, in fp32.
 
-    A plain model with these weights computes what a quantised model does with `weights`.
+    A plain model with these weights computes the same as a quantized model with `weights`.
 
     Args:
         weights: The weights.
@@ -221,7 +222,7 @@ def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) ->
         True
     """
 
-    def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in packings:
             return weights(name, shape, offset)
         packing = attrs.evolve(packings[name], first=0)
@@ -230,11 +231,11 @@ def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) ->
         values = dequantize_rows(codes, scales, packing, torch.float32)
         return values[..., offset[-1] : offset[-1] + shape[-1]]
 
-    return give
+    return read
 
 
 def get_quantization(module: nn.Module, name: str = "weight") -> QuantizationSpec | None:
-    """Return the quantisation of a module's matrix, None where it is not quantised.
+    """Return the quantization of a module's matrix, None where it is not quantized.
 
     Examples:
         >>> get_quantization(nn.Linear(1, 1))
@@ -252,7 +253,7 @@ def noise_of(module: nn.Module, name: str) -> Noise | None:
 
 
 def _fits(part: nn.Module) -> bool:
-    """Return whether a module's matrices can be quantised."""
+    """Return whether a module's matrices can be quantized."""
     is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
     return is_linear or type(part) is ExpertWeights
 
@@ -321,7 +322,7 @@ class _QuantizedModule(nn.Module):
 
 
 class Packed(_QuantizedModule):
-    """Mixin: a linear layer whose frozen weight is quantised."""
+    """Mixin: a linear layer whose frozen weight is quantized."""
 
     bias: Tensor | None
 
@@ -330,22 +331,25 @@ class Packed(_QuantizedModule):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        y = _times(self, "weight", x, nn.functional.linear)
+        y = _multiply(self, "weight", x, nn.functional.linear)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class PackedExperts(_QuantizedModule):
-    """Mixin: experts whose frozen weights are quantised."""
+    """Mixin: experts whose frozen weights are quantized."""
 
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Multiply rows `[N, D]` with the dequantised weights of their experts."""
-        return _times(self, name, rows, _Grouped(counts))
+        """Multiply rows `[N, D]` with the dequantized weights of their experts."""
+        return _multiply(self, name, rows, _Grouped(counts))
 
 
-def _times(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
-    codes, scales = getattr(module, name), getattr(module, name + SCALES)
-    how = module.packings[name], multiply, noise_of(module, name)
-    return _TimesFrozen.apply(x, codes, scales, how)
+def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
+    return _TimesFrozen.apply(
+        x,
+        getattr(module, name),
+        getattr(module, name + SCALES),
+        (module.packings[name], multiply, noise_of(module, name)),
+    )
 
 
 @cache
@@ -364,7 +368,7 @@ class _Grouped:
 
 
 class _TimesFrozen(torch.autograd.Function):
-    """A product with a matrix that is dequantised in forward, and again in backward."""
+    """A product with a matrix that is dequantized in forward, and again in backward."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -372,17 +376,21 @@ class _TimesFrozen(torch.autograd.Function):
         x: Tensor,
         codes: Tensor,
         scales: Tensor,
-        how: tuple[QuantizationSpec, Multiply, Noise | None],
+        product: tuple[QuantizationSpec, Multiply, Noise | None],
     ) -> Tensor:
+        packing, multiply, noise = product
         ctx.save_for_backward(codes, scales)
-        ctx.packing, ctx.multiply, ctx.noise = how
-        return ctx.multiply(x, dequantize_rows(codes, scales, ctx.packing, x.dtype, ctx.noise))
+        ctx.packing = packing
+        ctx.multiply = multiply
+        ctx.noise = noise
+        return multiply(x, dequantize_rows(codes, scales, packing, x.dtype, noise))
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         codes, scales = ctx.saved_tensors
         weight = dequantize_rows(codes, scales, ctx.packing, d_y.dtype, ctx.noise)
-        return ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1)), None, None, None
+        d_x = ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1))
+        return d_x, None, None, None
 
 
 # ------------------------------------------------------------------------------------------- bytes
@@ -407,7 +415,7 @@ def dequantize_rows(
     dtype: torch.dtype,
     noise: Noise | None = None,
 ) -> Tensor:
-    """Dequantise bytes of codes and scales: rows of a matrix, `[..., R, columns]`.
+    """Dequantize bytes of codes and scales: rows of a matrix, `[..., R, columns]`.
 
     Examples:
         >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)

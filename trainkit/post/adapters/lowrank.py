@@ -51,17 +51,17 @@ def split_name(own: str) -> tuple[str, str, str]:
 
 @attrs.frozen
 class Lora:
-    r"""Which matrices get an adapter, and of what kind.
+    r"""The matrices that get an adapter, and its kind.
 
     Attributes:
-        modules: A regular expression. What it matches as a whole, of the names in the whole model,
-            gets an adapter: linear layers ("layers.0.attention.wq") and the weights of experts
-            ("layers.0.mlp.experts.up"), for which each expert gets its own pair.
+        modules: A regular expression that matches whole names in the whole model: of linear layers
+            ("layers.0.attention.wq"), and of the weights of experts ("layers.0.mlp.experts.up"),
+            for which each expert gets its own pair.
         rank: r, of the matrices A `[r, in]` and B `[out, r]`.
         alpha: The numerator of the scale alpha / r.
-        dropout: The fraction of the adapter's input that is dropped in training. Which elements is
-            a function of the token and of the place in the model (`noise.dropout`), which includes
-            the number of an expert (`noise.split_keys`).
+        dropout: The dropout of the adapter's input in training. The mask is a function of the token
+            and of the name of the matrix (`noise.dropout`), and of the index of an expert
+            (`noise.split_keys`).
         rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
             scaling factor for fine-tuning with LoRA", 2023).
         dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
@@ -102,16 +102,16 @@ class Lora:
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of one matrix by their names; `active` is the one that computes, if any does.
+    """The adapters of one matrix by name; `active` is the name of the one in use, or None.
 
-    `names` are those of all adapters of the model, which this matrix may lack.
+    `names` are those of all adapters of the model; this matrix need not have all of them.
     """
 
     active: str | None = None
     names: frozenset[str] = frozenset()
 
     def chosen(self) -> Any:
-        """Return the adapter that computes, or None."""
+        """Return the active adapter, or None."""
         return None if self.active is None else self[self.active]
 
 
@@ -147,7 +147,8 @@ class Adapter(nn.Module):
     def squares(self, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:
         """Return the squared length of each row of the sum `[..., out]`, in fp32 at least.
 
-        DoRA takes it for a constant (its 4.3). Of a matrix in few bits some rows at a time.
+        DoRA treats it as a constant (section 4.3 of the paper). Quantized matrices are read some
+        rows at a time.
         """
         wide = torch.promote_types(dtype, torch.float32)
         a, b = self.a.to(wide), self.b.to(wide)
@@ -163,10 +164,10 @@ class Adapter(nn.Module):
         return torch.cat(parts, -1)
 
     def drops(self) -> bool:
-        """Say whether a forward pass drops something now, for which it needs `keys`."""
+        """Return whether the forward pass applies dropout, and so needs `keys`."""
         return self.training and self.spec.dropout > 0
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         if not self.drops():
             return x
         if self.keys is None:
@@ -180,19 +181,22 @@ class Adapter(nn.Module):
         return self._drop(x, self.keys)
 
     def _drop(self, x: Tensor, keys: Keys) -> Tensor:
-        first = self.axis.index * x.shape[-1] if self.cuts_inputs else None
-        where: dict[str, Any] = {"name": self.whole_name, "width": self.inputs}
         return counters.dropout(
-            x, keys.of(x, self.axis), p=self.spec.dropout, offset=first, **where
+            x,
+            keys.of(x, self.axis),
+            p=self.spec.dropout,
+            offset=self.axis.index * x.shape[-1] if self.cuts_inputs else None,
+            name=self.whole_name,
+            width=self.inputs,
         )
 
 
 class LowRank(Adapter):
     """The adapter of a linear layer: scale * B A x, A `[r, in]` and B `[out, r]`.
 
-    Under tensor parallelism it is cut as its matrix is: where that holds a part of the outputs, B
-    does; where a part of the inputs, A. The other one is whole, sees a part of the work, and its
-    gradient is summed over tp, once a step.
+    Tensor parallelism shards it like its matrix: B where the matrix is sharded along outputs, A
+    where it is sharded along inputs. The other factor is replicated, and its gradient is summed
+    over tp once a step.
     """
 
     @staticmethod
@@ -217,7 +221,7 @@ class LowRank(Adapter):
             y: `[..., out]`, what the module makes of it.
             module: The module, within its forward pass.
         """
-        low = nn.functional.linear(self._dropped(x).to(self.a.dtype), self.a)
+        low = nn.functional.linear(self._apply_dropout(x).to(self.a.dtype), self.a)
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
             return y + low.to(y.dtype)
@@ -246,7 +250,7 @@ class ExpertLowRank(Adapter):
         self, rows: Tensor, y: Tensor, counts: Tensor, module: nn.Module, key: str
     ) -> Tensor:
         """Return `y` `[N, out]` with the adapters, of rows `[N, in]` of the first expert first."""
-        low = grouped_product(self._dropped(rows), counts, self.a)
+        low = grouped_product(self._apply_dropout(rows), counts, self.a)
         total = y + grouped_product(low, counts, self.b) * self.spec.scale
         if not self.spec.dora:
             return total
@@ -302,7 +306,7 @@ class AdaptedExperts(ExpertWeights):
 
 
 def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Adapters]]:
-    """Yield for every adapted matrix its module, the name of its parameter there, its adapters.
+    """Yield (module, name of the parameter, adapters) of every adapted matrix.
 
     Examples:
         >>> list(adapters_of([nn.Linear(1, 1)]))
@@ -319,9 +323,9 @@ def adapters_of(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, A
 
 
 def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
-    """Choose which of the adapters that stand side by side computes; None leaves the base alone.
+    """Activate one of several adapters by name; None uses the base alone.
 
-    Which of them is trained stays as it is.
+    This does not change which adapter is trained.
 
     Args:
         stages: This rank's stages.
@@ -353,7 +357,7 @@ def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
 
 
 class Keys:
-    """The noise keys of a block's tokens, and of those that it gathers over tp."""
+    """The noise keys of a block's tokens, and of tokens gathered over tp."""
 
     def __init__(self, own: Tensor) -> None:
         self.own = own
@@ -363,7 +367,7 @@ class Keys:
         """Return the keys of the tokens of `x` `[B, S, D]`.
 
         Effects:
-            Communicates on `axis` where `x` has the tokens of all its ranks, the first time.
+            All-gathers the keys on `axis` if `x` has the tokens of all its ranks, once.
         """
         if self.own.shape == x.shape[:-1]:
             return self.own
@@ -386,10 +390,10 @@ class Keyed(nn.Module):
 
 
 def set_keys_(module: nn.Module, kind: type[Adapter], key: Tensor | None) -> list[Adapter]:
-    """Give a module's adapters of a kind the noise keys of one forward pass, and return them.
+    """Set the noise keys of a module's adapters for one forward pass, and return the adapters.
 
-    The caller takes the keys away when the pass is over: it runs again when activations are
-    recomputed, and several microbatches of a pipeline are under way at a time.
+    The caller resets the keys after the pass: recomputation runs it again, and a pipeline has
+    several microbatches in flight.
 
     Effects:
         Sets `keys` of the adapters.
@@ -406,7 +410,7 @@ def set_keys_(module: nn.Module, kind: type[Adapter], key: Tensor | None) -> lis
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return (out, in) of a linear layer, however it holds its weight, or None.
+    """Return (out, in) of a linear layer, quantized or not, or None for other modules.
 
     Examples:
         >>> sizes_of(nn.Linear(2, 3)), sizes_of(nn.Embedding(2, 3))
@@ -420,7 +424,7 @@ def sizes_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def expert_sizes(module: nn.Module) -> Mapping[str, tuple[int, int, int]]:
-    """Return [E, out, in] of the weights of experts by name; of another module none.
+    """Return [E, out, in] of the weights of experts by name; empty for other modules.
 
     Examples:
         >>> expert_sizes(nn.Linear(2, 3))
@@ -428,6 +432,6 @@ def expert_sizes(module: nn.Module) -> Mapping[str, tuple[int, int, int]]:
     """
     if not isinstance(module, ExpertWeights):
         return {}
-    packings = vars(module).get("packings", {})  # of what is held in few bits
+    packings = vars(module).get("packings", {})  # of quantized matrices
     shapes = {name: packings.get(name, getattr(module, name)).shape for name in EXPERT_WEIGHTS}
     return {name: (shape[0], shape[1], shape[2]) for name, shape in shapes.items()}

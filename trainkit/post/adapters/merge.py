@@ -1,4 +1,4 @@
-"""What adapters have learnt, added to their base: for good, for a while, or again and again."""
+"""Merge adapters into their base: permanently, for a `with` block, or repeatedly (ReLoRA)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trainkit.types import ConfigError
 
 @torch.no_grad()
 def merge_adapters_(stages: Iterable[nn.Module]) -> None:
-    """Add the adapters that compute to their base, and let them add nothing from here on.
+    """Merge the active adapters into their base, and set their B to zero.
 
-    W becomes W + scale * B A, or what DoRA makes of its rows; it is added in fp32 at least, and
-    rounded once. Then B is zeros, so that the model computes what it did, but for that rounding.
-    The base is another one from here on: a run that merges must save it (no `exclude_frozen_`).
+    W becomes W + scale * B A, with rows rescaled for DoRA, computed in at least fp32 and rounded
+    once. Up to that rounding the model computes the same as before. A run that merges changes its
+    base, and must save it (no `exclude_frozen_`).
 
     Args:
         stages: This rank's stages, all of them, in any layout.
 
     Raises:
-        ConfigError: A base is held in few bits.
+        ConfigError: A base is quantized.
 
     Effects:
-        Writes parameters; communicates over what adapters are sharded over.
+        Writes parameters; communicates on the mesh axes that shard adapters.
 
     Examples:
         >>> from trainkit.post.adapters import Lora, lora
@@ -45,26 +45,26 @@ def merge_adapters_(stages: Iterable[nn.Module]) -> None:
         >>> torch.allclose(model.up(torch.ones(1, 2)), before, atol=1e-6)
         True
     """
-    for weight, adapter in _computing(stages):
-        get_local(weight.data).copy_(_merged(weight, adapter))
+    for weight, adapter in _find_active(stages):
+        get_local(weight.data).copy_(_merge_local(weight, adapter))
         get_local(adapter.b.data).zero_()
 
 
 @contextmanager
 def use_merged_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Merge for a `with` block, to evaluate or to generate; then the base has its bits again.
+    """Merge adapters within a `with` block, for evaluation or generation, and undo it bit for bit.
 
-    They are kept in host memory, since W + D - D need not be W.
+    The base is saved in host memory, since W + D - D need not be W.
 
     Args:
         stages: As for `merge_adapters_`.
 
     Effects:
-        Those of `merge_adapters_`, undone in the end.
+        As `merge_adapters_`, undone at the end.
     """
     stages = list(stages)
-    written = [p for weight, adapter in _computing(stages) for p in (weight, adapter.b)]
-    held = [(p, get_local(p.data).cpu().clone()) for p in written]
+    written = [p for weight, adapter in _find_active(stages) for p in (weight, adapter.b)]
+    before = [(p, get_local(p.data).cpu().clone()) for p in written]
     merge_adapters_(stages)
     try:
         yield
@@ -72,7 +72,7 @@ def use_merged_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
         for stage in stages:
             reshard_(find_reducers(stage))
         with torch.no_grad():
-            for p, bits in held:
+            for p, bits in before:
                 get_local(p.data).copy_(bits)
 
 
@@ -80,7 +80,7 @@ def use_merged_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
 def restart_adapters_(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer, *, seed: int
 ) -> None:
-    """Let the adapters that compute begin afresh: A drawn anew, B zeros, and nothing remembered.
+    """Reinitialize the active adapters: A random, B zero, and their optimizer state dropped.
 
     After `merge_adapters_` this is ReLoRA (Lialin et al., "ReLoRA: high-rank training through
     low-rank updates", 2023); in a recipe, `if due(state.step, 1000): merge_adapters_(stages);
@@ -88,18 +88,18 @@ def restart_adapters_(
 
     Args:
         stages: This rank's stages.
-        optimizer: The optimizer of their parameters; what it remembers of others stays.
-        seed: Of the new values, which must differ from those of the last time.
+        optimizer: The optimizer of their parameters; the state of other parameters stays.
+        seed: The seed of the new values, another one each time.
 
     Effects:
-        Writes the adapters, and drops what the optimizer remembers of them.
+        Writes the adapters, and drops their optimizer state.
 
     Examples:
         >>> restart_adapters_(
         ...     [nn.Linear(1, 1)], torch.optim.SGD([nn.Parameter(torch.ones(1))]), seed=1
         ... )
     """
-    for _, adapter in _computing(stages):
+    for _, adapter in _find_active(stages):
         box = get_local_box(adapter.a)
         key = make_key(seed, f"{adapter.whole_name}.a")
         values = uniform_symmetric(key, tuple(box.local.shape), box.offset)
@@ -109,47 +109,48 @@ def restart_adapters_(
             optimizer.state.pop(p, None)
 
 
-def _computing(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Adapter]]:
-    """Yield every matrix whose adapter computes, and the adapter, in the order of the model."""
+def _find_active(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Adapter]]:
+    """Yield every matrix with an active adapter, and the adapter, in the order of the model."""
     stages = list(stages)
     for stage in stages:
         reshard_(find_reducers(stage))
-    for module, key, beside in adapters_of(stages):
-        adapter = beside.chosen()
+    for module, key, adapters in adapters_of(stages):
+        adapter = adapters.chosen()
         if adapter is not None:
             if "packings" in vars(module):
                 raise ConfigError(
-                    f"merge_adapters_: the base of {adapter.whole_name} is held in few bits; "
-                    "export with --merge, which reads the base that it was made of",
+                    f"merge_adapters_: the base of {adapter.whole_name} is quantized; export "
+                    "with --merge, which reads the weights that it was quantized from",
                     where=adapter.whole_name,
                 )
             yield module.get_parameter(key), adapter
 
 
-def _whole(p: Any) -> Tensor:
-    """Return all of a parameter; communicates where it is sharded."""
+def _gather_full(p: Any) -> Tensor:
+    """All-gather a parameter if it is sharded."""
     full = getattr(p.data, "full_tensor", None)
     return p.data if full is None else full()
 
 
-def _merged(weight: nn.Parameter, adapter: Adapter) -> Tensor:
-    """Return this rank's part of a matrix with its adapter, in its dtype."""
-    a, b, box = _whole(adapter.a), _whole(adapter.b), get_local_box(weight)
+def _merge_local(weight: nn.Parameter, adapter: Adapter) -> Tensor:
+    """Return this rank's shard of a matrix with its adapter merged, in the matrix's dtype."""
+    box = get_local_box(weight)
     wide = torch.promote_types(weight.dtype, torch.float32)
     *experts, rows, columns = (
         slice(start, start + size) for start, size in zip(box.offset, box.local.shape, strict=True)
     )
-    a, b = a[(*experts, slice(None), columns)], b[(*experts, rows)]
+    a = _gather_full(adapter.a)[(*experts, slice(None), columns)]
+    b = _gather_full(adapter.b)[(*experts, rows)]
     total = box.local.to(wide) + adapter.spec.scale * (b.to(wide) @ a.to(wide))
     if adapter.spec.dora:
-        lengths = _summed_over_columns(weight, total.square().sum(-1)).sqrt()
-        magnitude = _whole(adapter.magnitude)[(*experts, rows)].to(wide)
+        lengths = _sum_over_columns(weight, total.square().sum(-1)).sqrt()
+        magnitude = _gather_full(adapter.magnitude)[(*experts, rows)].to(wide)
         total *= (magnitude / lengths).unsqueeze(-1)
     return total.to(weight.dtype)
 
 
-def _summed_over_columns(weight: Any, parts: Tensor) -> Tensor:
-    """Sum parts of rows over the ranks that hold the other columns of the same rows."""
+def _sum_over_columns(weight: Any, parts: Tensor) -> Tensor:
+    """All-reduce sums over columns among the ranks with other columns of the same rows."""
     for dim, placement in enumerate(getattr(weight.data, "placements", ())):
         if placement.is_shard(weight.ndim - 1):
             dist.all_reduce(parts, group=weight.data.device_mesh.get_group(dim))

@@ -1,8 +1,8 @@
 """Adapters in PEFT's format, both ways: `adapter_config.json` and `adapter_model.safetensors`.
 
-What a family's folder joins, the adapter of one matrix there is that of several here. Theirs comes
-to ours as the rows of B that belong to each, beside the same A; ours goes to theirs as blocks: the
-rows of A one after another, and B zeros where a part does not see them.
+Where a family's folder fuses matrices (qkv, gate_up), one adapter of PEFT is several of ours. To
+read it, each of our matrices gets the same A and its own rows of B. To write it, A is the
+concatenation of our A's, and B is block-structured, with zeros between the blocks.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from trainkit.weights.hub.links import Link
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BYTES = 4 * 1024 * 1024
-_BEFORE = "base_model.model."
+_PREFIX = "base_model.model."
 _PARTS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_magnitude_vector": "magnitude"}
-_INSIDE = "model.layers.{i}.mlp.experts"
-_READ = {
+_PACKED_EXPERTS = "model.layers.{i}.mlp.experts"
+_SETTINGS_READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "modules_to_save", "fan_in_fan_out"),
     "ensure_weight_tying",
 }
-_TOLD_BY_TENSORS = {
+# What these say is read from the names and shapes of the tensors instead.
+_SETTINGS_IGNORED = {
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "base_model_name_or_path", "inference_mode", "task_type", "revision"),
     *("peft_version", "auto_mapping", "megatron_core", "qalora_group_size"),
@@ -54,16 +55,17 @@ _MUST_BE = {
 
 @attrs.frozen(eq=False)
 class PeftAdapter:
-    """An adapter's folder, as `lora` takes it.
+    """An adapter's folder, in the form that `lora` takes.
 
-    `lora(*found.loras, trained=found.trained, values=found.values)` in a plan, and
-    `weights=found.weights(base)` for the model: what the folder holds whole is taken from there.
+    Put `lora(*adapter.loras, trained=adapter.trained, values=adapter.values)` into the plan, and
+    build the model with `weights=adapter.weights(base)`: the folder may hold full parameters
+    (`modules_to_save`), which replace those of the base.
 
     Attributes:
-        loras: Which matrices have an adapter.
-        trained: A pattern of the parameters that are whole in the folder, or None.
-        values: Gives the values of the adapters.
-        whole: The parameters that are whole in the folder, by our names.
+        loras: The matrices with an adapter, and its kind.
+        trained: A pattern of the full parameters in the folder, or None.
+        values: A function that returns the adapters' values.
+        whole: The full parameters in the folder, by our names.
     """
 
     loras: tuple[Lora, ...]
@@ -72,22 +74,22 @@ class PeftAdapter:
     whole: Mapping[str, Tensor]
 
     def weights(self, base: Weights) -> Weights:
-        """Return the weights of the base with what is whole in the folder in its place."""
+        """Return the weights of the base, with the folder's full parameters in their place."""
 
-        def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
             if name in self.whole:
                 return narrow_to_box(self.whole[name], shape, offset)
             return base(name, shape, offset)
 
-        held = shapes_of(base)
-        return listed(give, held) if held else give
+        shapes = shapes_of(base)
+        return listed(read, shapes) if shapes else read
 
 
 @attrs.frozen(eq=False)
 class LowRankFactors:
-    """The adapter of one matrix: A `[..., r, in]`, B `[..., out, r]`, what they are scaled by.
+    """The adapter of one matrix: A `[..., r, in]`, B `[..., out, r]` and the scale of B A.
 
-    `lengths` are those of the rows, with DoRA.
+    With DoRA, `lengths` are the norms of the rows.
     """
 
     a: Tensor
@@ -96,67 +98,83 @@ class LowRankFactors:
     lengths: Tensor | None = None
 
 
-# ------------------------------------------------------------------------------------------ places
+# ---------------------------------------------------------------------------------------- modules
 
 
-@attrs.frozen
-class _Rows:
-    """Rows of one of our matrices that are outputs of a module of theirs, which has `inputs`."""
+@attrs.frozen(kw_only=True)
+class _RowMap:
+    """Rows of one of our matrices that are outputs of a module of PEFT."""
 
-    ours: str
+    name: str
     inputs: int
-    first: int
-    step: int
-    theirs: int
-    their_step: int
+    start: int
+    peft_start: int
     count: int
+    step: int = 1
+    peft_step: int = 1
+
+    @property
+    def rows(self) -> slice:
+        """The rows of our matrix."""
+        end = self.start + (self.count - 1) * self.step + 1
+        return slice(self.start, end, self.step)
+
+    @property
+    def peft_rows(self) -> slice:
+        """The outputs of the module of PEFT."""
+        end = self.peft_start + (self.count - 1) * self.peft_step + 1
+        return slice(self.peft_start, end, self.peft_step)
 
 
-def _modules(family: Family, config: DecoderConfig) -> dict[str, list[_Rows]]:
-    """Return by module of theirs, as PEFT names it, which rows of ours its outputs are."""
-    found: dict[str, list[_Rows]] = {}
+def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMap]]:
+    """Return the rows of ours that are the outputs of each module of PEFT, by its name."""
+    modules: dict[str, list[_RowMap]] = {}
     experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
     for link in make_family_links(family, config):
-        if len(link.shape) == 2 and link.ours.name not in experts:
-            module = _in_memory(link.theirs.name).removesuffix(".weight")
-            found.setdefault(module, []).append(_rows(link))
-    if config.experts is not None:  # in memory `transformers` holds them packed
+        ours = link.ours
+        theirs = link.theirs
+        if len(link.shape) != 2 or ours.name in experts:
+            continue
+        out = ours.dims.index(0)
+        row_map = _RowMap(
+            name=ours.name.removesuffix(".weight"),
+            inputs=link.shape[ours.dims.index(1)],
+            start=ours.offset[0],
+            step=ours.steps[0],
+            peft_start=theirs.offset[theirs.dims[out]],
+            peft_step=theirs.steps[out],
+            count=link.shape[out],
+        )
+        module = _rename_for_memory(theirs.name).removesuffix(".weight")
+        modules.setdefault(module, []).append(row_map)
+    if config.experts is not None:
+        # A folder has a matrix for each expert, but `transformers` packs them when it loads them,
+        # and PEFT names what is in memory.
         width = config.experts.width
         for i in config.expert_layers:
-            ours, theirs = f"layers.{i}.mlp.experts", _INSIDE.format(i=i)
-            found[f"{theirs}.gate_up_proj"] = [
-                _Rows(f"{ours}.{x}", config.width, 0, 1, at, 1, width)
-                for x, at in (("gate", 0), ("up", width))
+            ours = f"layers.{i}.mlp.experts"
+            theirs = _PACKED_EXPERTS.format(i=i)
+            modules[f"{theirs}.gate_up_proj"] = [
+                _RowMap(
+                    name=f"{ours}.{key}",
+                    inputs=config.width,
+                    start=0,
+                    peft_start=peft_start,
+                    count=width,
+                )
+                for key, peft_start in (("gate", 0), ("up", width))
             ]
-            down = _Rows(f"{ours}.down", width, 0, 1, 0, 1, config.width)
-            found[f"{theirs}.down_proj"] = [down]
-    return found
+            modules[f"{theirs}.down_proj"] = [
+                _RowMap(
+                    name=f"{ours}.down", inputs=width, start=0, peft_start=0, count=config.width
+                )
+            ]
+    return modules
 
 
-def _in_memory(name: str) -> str:
-    """Return what `transformers` calls a tensor of a folder in memory, which is PEFT's name."""
+def _rename_for_memory(name: str) -> str:
+    """Return the name that `transformers` gives a folder's tensor in memory: PEFT's name."""
     return name.replace(".block_sparse_moe.", ".mlp.")
-
-
-def _rows(link: Link) -> _Rows:
-    ours, theirs = link.ours, link.theirs
-    out = theirs.dims[ours.dims.index(0)]
-    return _Rows(
-        ours.name.removesuffix(".weight"),
-        link.shape[ours.dims.index(1)],
-        ours.offset[0],
-        ours.steps[0],
-        theirs.offset[out],
-        theirs.steps[ours.dims.index(0)],
-        link.shape[ours.dims.index(0)],
-    )
-
-
-def _places(rows: _Rows) -> tuple[slice, slice]:
-    """Return which rows they are, here and there."""
-    here = slice(rows.first, rows.first + (rows.count - 1) * rows.step + 1, rows.step)
-    last = rows.theirs + (rows.count - 1) * rows.their_step
-    return here, slice(rows.theirs, last + 1, rows.their_step)
 
 
 # -------------------------------------------------------------------------------------------- out
@@ -175,17 +193,18 @@ def to_peft(
     """Return the configuration and the tensors of an adapter's folder.
 
     Args:
-        held: Adapters by the names of our matrices.
-        whole: What is trained whole, by our names; each must be all that its module there has.
+        held: The adapters, by the names of our matrices.
+        whole: The full parameters that are trained, by our names; each must be all of a module of
+            PEFT.
         family: The family of the base.
         config: The decoder.
-        base: Where the base is, for `base_model_name_or_path`.
-        rank_stabilised: Whether their scales are over the root of the rank.
-        dropout: What the configuration says.
+        base: The path or name of the base, for `base_model_name_or_path`.
+        rank_stabilised: Whether scales are alpha over the root of the rank.
+        dropout: The dropout that the configuration gives.
 
     Raises:
         ConfigError: PEFT has no place for an adapter: some have DoRA and others not, parts of a
-            joined matrix lack it, or a module there is trained in part.
+            fused matrix lack it, or a module of PEFT is trained in part.
     """
     doras = {one.lengths is not None for one in held.values()}
     if len(doras) > 1:
@@ -201,79 +220,21 @@ def to_peft(
             "--merge",
             where="dora",
         )
-    places = _modules(family, config)
     tensors: dict[str, Tensor] = {}
-    known: dict[str, tuple[int, float]] = {}
-    for module, parts in places.items():
-        if any(rows.ours in held for rows in parts):
-            joined = _joined(module, parts, held)
-            rank = joined.a.shape[-2]
-            known[module] = rank, joined.scale * (rank**0.5 if rank_stabilised else rank)
-            tensors |= _named(module, joined)
-    saved, own = _whole_modules(whole, family, config)
-    settings = _settings(known, rank_stabilised=rank_stabilised, dora=True in doras)
-    settings |= {"modules_to_save": saved or None, "base_model_name_or_path": base}
-    settings |= {"lora_dropout": 0.0 if experts else dropout}  # PEFT has none for experts
-    turned = [
-        x
-        for x in make_family_links(family, config)
-        if len(x.shape) == 2 and x.theirs.dims == (1, 0)
-    ]
-    settings["fan_in_fan_out"] = bool(turned)
-    return settings, tensors | own
-
-
-def _joined(
-    module: str, parts: Sequence[_Rows], held: Mapping[str, LowRankFactors]
-) -> LowRankFactors:
-    """Return the one adapter of a module there that computes what those of its parts do."""
-    names = list(dict.fromkeys(rows.ours for rows in parts if rows.ours in held))
-    ranks = [held[name].a.shape[-2] for name in names]
-    first = held[names[0]]
-    outputs = max(rows.theirs + (rows.count - 1) * rows.their_step + 1 for rows in parts)
-    b = first.b.new_zeros(*first.b.shape[:-2], outputs, sum(ranks))
-    lengths = None if first.lengths is None else first.lengths.new_zeros(outputs)
-    lacking = {rows.ours for rows in parts} - held.keys()
-    if lengths is not None and lacking:
-        raise ConfigError(
-            f"to_peft: {module} is one matrix there, and {shorten(sorted(lacking))} of it has no "
-            "DoRA here; give all of its parts dora=True, or export with --merge",
-            where="dora",
-        )
-    for rows in parts:
-        if rows.ours not in held:
-            continue
-        one, number = held[rows.ours], names.index(rows.ours)
-        begin, (here, there) = sum(ranks[:number]), _places(rows)
-        factor = one.scale / first.scale
-        b[..., there, begin : begin + ranks[number]] = one.b[..., here, :] * factor
-        if lengths is not None and one.lengths is not None:
-            lengths[there] = one.lengths[here]
-    return LowRankFactors(torch.cat([held[name].a for name in names], -2), b, first.scale, lengths)
-
-
-def _named(module: str, one: LowRankFactors) -> dict[str, Tensor]:
-    """Return the tensors of a module's adapter by PEFT's names."""
-    path = f"{_BEFORE}{module}"
-    if one.a.ndim == 3:  # experts: those of `down_proj` wrap those of `gate_up_proj`
-        path, _, which = path.rpartition(".")
-        path += ".base_layer" * (which == "gate_up_proj")
-        a, b = one.a.flatten(0, 1), one.b.permute(1, 2, 0).flatten(1)
-    else:
-        a, b = one.a, one.b
-    found = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-    return found | ({} if one.lengths is None else {f"{path}.lora_magnitude_vector": one.lengths})
-
-
-def _settings(
-    known: Mapping[str, tuple[int, float]], *, rank_stabilised: bool, dora: bool
-) -> dict[str, Any]:
-    """Return what an `adapter_config.json` says of modules of these ranks and alphas."""
-    ranks = {module: rank for module, (rank, _) in known.items()}
-    alphas = {module: alpha for module, (_, alpha) in known.items()}
-    rank, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
-    experts = [module for module in known if ".experts." in module]
-    return {
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for module, row_maps in _map_modules(family, config).items():
+        if any(x.name in held for x in row_maps):
+            fused = _fuse_factors(module, row_maps, held)
+            rank = fused.a.shape[-2]
+            ranks[module] = rank
+            alphas[module] = fused.scale * (rank**0.5 if rank_stabilised else rank)
+            tensors |= _name_tensors(module, fused)
+    modules_to_save, full_tensors = _collect_full_modules(whole, family, config)
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    packed = [module for module in ranks if ".experts." in module]
+    settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
@@ -281,56 +242,126 @@ def _settings(
         "lora_alpha": alpha,
         "rank_pattern": {re.escape(k): v for k, v in ranks.items() if v != rank},
         "alpha_pattern": {re.escape(k): v for k, v in alphas.items() if v != alpha},
-        "target_modules": sorted(known.keys() - {*experts}),
-        "target_parameters": experts or None,
+        "target_modules": sorted(ranks.keys() - {*packed}),
+        "target_parameters": packed or None,
         "use_rslora": rank_stabilised,
-        "use_dora": dora,
+        "use_dora": True in doras,
         "bias": "none",
+        "modules_to_save": modules_to_save or None,
+        "base_model_name_or_path": base,
+        "lora_dropout": 0.0 if experts else dropout,  # PEFT has none for experts
+        "fan_in_fan_out": any(
+            len(link.shape) == 2 and link.theirs.dims == (1, 0)
+            for link in make_family_links(family, config)
+        ),
     }
+    return settings, tensors | full_tensors
 
 
-def _whole_modules(
+def _fuse_factors(
+    module: str, row_maps: Sequence[_RowMap], held: Mapping[str, LowRankFactors]
+) -> LowRankFactors:
+    """Return the adapter of a fused matrix that computes what the adapters of its parts do."""
+    names = list(dict.fromkeys(x.name for x in row_maps if x.name in held))
+    first = held[names[0]]
+    num_outputs = max(x.peft_rows.stop for x in row_maps)
+    b = first.b.new_zeros(
+        *first.b.shape[:-2], num_outputs, sum(held[name].a.shape[-2] for name in names)
+    )
+    lengths = None if first.lengths is None else first.lengths.new_zeros(num_outputs)
+    missing = {x.name for x in row_maps} - held.keys()
+    if lengths is not None and missing:
+        raise ConfigError(
+            f"to_peft: {module} is one matrix there, and {shorten(sorted(missing))} of it has no "
+            "DoRA here; give all of its parts dora=True, or export with --merge",
+            where="dora",
+        )
+    start = 0
+    starts: dict[str, int] = {}
+    for name in names:
+        starts[name] = start
+        start += held[name].a.shape[-2]
+    for x in row_maps:
+        if x.name not in held:
+            continue
+        part = held[x.name]
+        columns = slice(starts[x.name], starts[x.name] + part.a.shape[-2])
+        # The fused adapter has one scale, that of the first part; B makes up for the others.
+        b[..., x.peft_rows, columns] = part.b[..., x.rows, :] * (part.scale / first.scale)
+        if lengths is not None and part.lengths is not None:
+            lengths[x.peft_rows] = part.lengths[x.rows]
+    a = torch.cat([held[name].a for name in names], -2)
+    return LowRankFactors(a, b, first.scale, lengths)
+
+
+def _name_tensors(module: str, factors: LowRankFactors) -> dict[str, Tensor]:
+    """Return the tensors of a module's adapter by PEFT's names."""
+    path = f"{_PREFIX}{module}"
+    a = factors.a
+    b = factors.b
+    if a.ndim == 3:
+        # PEFT adapts both weights of packed experts by nesting: the module of `down_proj` wraps
+        # that of `gate_up_proj`, which is therefore its base layer.
+        path, _, weight = path.rpartition(".")
+        path += ".base_layer" * (weight == "gate_up_proj")
+        a = a.flatten(0, 1)
+        b = b.permute(1, 2, 0).flatten(1)
+    tensors = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+    if factors.lengths is not None:
+        tensors[f"{path}.lora_magnitude_vector"] = factors.lengths
+    return tensors
+
+
+def _collect_full_modules(
     whole: Mapping[str, Tensor], family: Family, config: DecoderConfig
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the modules there that are trained whole, and their tensors."""
-    parts: dict[str, list[Link]] = {}
+    """Return the modules of PEFT that are trained in full, and their tensors."""
+    links_by_name: dict[str, list[Link]] = {}
     for link in make_family_links(family, config):
-        parts.setdefault(link.theirs.name, []).append(link)
-    trained = {name for name, links in parts.items() if any(x.ours.name in whole for x in links)}
-    modules = {name.rpartition(".")[0] for name in trained}
-    found: dict[str, Tensor] = {}
-    for name, links in parts.items():
+        links_by_name.setdefault(link.theirs.name, []).append(link)
+    modules = {
+        name.rpartition(".")[0]
+        for name, links in links_by_name.items()
+        if any(link.ours.name in whole for link in links)
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, links in links_by_name.items():
         module = name.rpartition(".")[0]
         if module not in modules:
             continue
-        lacking = [link.ours.name for link in links if link.ours.name not in whole]
-        if lacking or not all(_is_plain(link, whole[link.ours.name]) for link in links):
+        missing = [link.ours.name for link in links if link.ours.name not in whole]
+        if missing or not all(_is_plain(link, whole[link.ours.name]) for link in links):
             raise ConfigError(
                 f"to_peft: PEFT saves {module} whole, and here it is trained in part "
-                f"({shorten(lacking) or 'in other pieces'}); export with --merge",
+                f"({shorten(missing) or 'in other pieces'}); export with --merge",
                 where=module,
             )
         rows = [whole[link.ours.name] for link in links]
-        found[f"{_BEFORE}{_in_memory(name)}"] = torch.cat(rows)
-    embedding = f"{_BEFORE}model.embed_tokens.weight"
-    if config.tied and embedding in found:  # the head too, which PEFT would otherwise leave
-        found[f"{_BEFORE}lm_head.weight"] = found[embedding].clone()
+        tensors[f"{_PREFIX}{_rename_for_memory(name)}"] = torch.cat(rows)
+    embedding = f"{_PREFIX}model.embed_tokens.weight"
+    if config.tied and embedding in tensors:
+        # PEFT does not tie what it saves: without a copy the head would stay that of the base.
+        tensors[f"{_PREFIX}lm_head.weight"] = tensors[embedding].clone()
         modules.add("lm_head")
-    return sorted(map(_in_memory, modules)), found
+    return sorted(map(_rename_for_memory, modules)), tensors
 
 
-def _is_plain(link: Link, whole: Tensor) -> bool:
-    """Say whether a link is all of a tensor of ours, in the order of theirs."""
-    order, steps = tuple(range(len(link.shape))), (1,) * len(link.shape)
-    plain = (link.ours.dims, link.theirs.dims) == (order, order)
-    return plain and link.theirs.steps == steps and link.shape == tuple(whole.shape)
+def _is_plain(link: Link, full: Tensor) -> bool:
+    """Return whether a link is all of our tensor, in the order of the folder's."""
+    order = tuple(range(len(link.shape)))
+    return (
+        link.ours.dims == order
+        and link.theirs.dims == order
+        and link.theirs.steps == (1,) * len(order)
+        and link.shape == tuple(full.shape)
+    )
 
 
 # --------------------------------------------------------------------------------------------- in
 
 
 def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> PeftAdapter:
-    """Read an adapter's folder that PEFT has written, or `export` has.
+    """Read an adapter's folder, written by PEFT or by `export_peft`.
 
     Args:
         folder: The folder.
@@ -338,10 +369,10 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         config: The decoder.
 
     Raises:
-        ConfigError: It is no LoRA, or has options that change what is computed and are not known
-            here: all are named.
-        CheckpointError: A file is missing or no good one; tensors have no place in the model, are
-            of another shape, or lack their other half: all are named.
+        ConfigError: The adapter is no LoRA, or has unknown options that change what is computed;
+            the message names all of them.
+        CheckpointError: A file is missing or malformed; or tensors have no place in the model, a
+            wrong shape, or no other half; the message names all of them.
 
     Effects:
         Reads the folder.
@@ -355,32 +386,41 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         trainkit.types.CheckpointError: checkpoint: /does/not/exist/adapter_config.json cannot ...
     """
     folder = Path(folder)
-    told = parse_untrusted_table(
+    settings = parse_untrusted_table(
         read_bounded(folder / CONFIG, _BYTES, shared=True), folder / CONFIG
     )
-    _check_settings(told, folder / CONFIG)
+    _check_settings(settings, folder / CONFIG)
     stored = safetensors_file(folder / TENSORS)
     read = reader(stored)
     tensors = {name: read(name, x.shape, (0,) * len(x.shape)) for name, x in stored.items()}
-    places = _modules(family, config)
-    found, problems = _split_names(tensors, places, config)
-    halves = [module for module, parts in found.items() if not {"a", "b"} <= parts.keys()]
-    problems += [f"{module} has one of lora_A and lora_B alone" for module in halves]
-    ours: dict[str, LowRankFactors] = {}
-    for module, parts in found.items():
-        if module not in halves:
-            ours |= _apart(module, parts, places[module], told, problems)
-    whole = _whole_tensors(tensors, told, family, config, problems)
-    if problems or not ours:
+    modules = _map_modules(family, config)
+    parts_by_module, problems = _group_by_module(tensors, modules, config)
+    factors: dict[str, LowRankFactors] = {}
+    for module, parts in parts_by_module.items():
+        if {"a", "b"} <= parts.keys():
+            factors |= _split_factors(module, parts, modules[module], settings, problems)
+        else:
+            problems.append(f"{module} has one of lora_A and lora_B alone")
+    full = _read_full_tensors(tensors, settings, family, config, problems)
+    if problems or not factors:
         raise CheckpointError(
             f"read_peft: {folder} is no adapter of this {family.model_type}: "
             f"{shorten(problems) or 'it holds none'}",
             where=folder,
             got=problems,
         )
-    loras = tuple(_loras_of(ours, told))
-    trained = "|".join(map(re.escape, whole)) or None
-    return PeftAdapter(loras, trained, _values_of(ours), whole)
+
+    def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        del base
+        matrix, _, key = split_name(name)
+        own = factors[matrix]
+        value = {"a": own.a, "b": own.b, "magnitude": own.lengths}[key]
+        assert value is not None
+        return narrow_to_box(value, shape, offset)
+
+    loras = tuple(_make_loras(factors, settings))
+    trained = "|".join(map(re.escape, full)) or None
+    return PeftAdapter(loras, trained, values=fill, whole=full)
 
 
 def _is_number(x: Any) -> bool:
@@ -406,22 +446,23 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _check_settings(told: Mapping[str, Any], where: Path) -> None:
-    """Refuse options that change what is computed, and are not known here."""
+def _check_settings(settings: Mapping[str, Any], where: Path) -> None:
+    """Raise ConfigError for options that change what is computed and are not supported."""
     problems = [
-        f"{key} is {told[key]!r}, not {' or '.join(map(repr, may))}"
-        for key, may in _MUST_BE.items()
-        if told.get(key, may[0]) not in may
+        f"{key} is {settings[key]!r}, not {' or '.join(map(repr, choices))}"
+        for key, choices in _MUST_BE.items()
+        if settings.get(key, choices[0]) not in choices
     ]
     problems += [
-        f"{key} is {told[key]!r}, not {want}"
-        for key, (want, is_one) in _KINDS.items()
-        if key in told and not is_one(told[key])
+        f"{key} is {settings[key]!r}, not {description}"
+        for key, (description, is_valid) in _KINDS.items()
+        if key in settings and not is_valid(settings[key])
     ]
-    known = _READ | _TOLD_BY_TENSORS | _MUST_BE.keys()
+    known = _SETTINGS_READ | _SETTINGS_IGNORED | _MUST_BE.keys()
+    # PEFT writes all of its options, so an unknown one matters only where it is switched on.
     problems += [
         f"{key} is {value!r}, which is not known here"
-        for key, value in told.items()
+        for key, value in settings.items()
         if key not in known and value not in (None, False, {}, [])
     ]
     if problems:
@@ -430,35 +471,37 @@ def _check_settings(told: Mapping[str, Any], where: Path) -> None:
         )
 
 
-def _split_names(
-    tensors: Mapping[str, Tensor], places: Mapping[str, Any], config: DecoderConfig
+def _group_by_module(
+    tensors: Mapping[str, Tensor], modules: Mapping[str, Any], config: DecoderConfig
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Return the parts of each module's adapter, and what has no place."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Return the tensors of each module's adapter, and problems: tensors without a place."""
+    parts_by_module: dict[str, dict[str, Tensor]] = {}
     problems: list[str] = []
     for name, x in tensors.items():
+        # Some versions of PEFT write "lora_magnitude_vector.weight".
         plain = name.removesuffix(".weight") if "magnitude" in name else name
-        end = next((end for end in _PARTS if plain.endswith(f".{end}")), None)
-        if end is None:
+        suffix = next((suffix for suffix in _PARTS if plain.endswith(f".{suffix}")), None)
+        if suffix is None:
             if "lora_" in name:
                 problems.append(f"{name} is of a kind that is not known here")
             continue
-        module, key = plain.removeprefix(_BEFORE).removesuffix(f".{end}"), _PARTS[end]
-        own = x
+        key = _PARTS[suffix]
+        value = x
+        module = plain.removeprefix(_PREFIX).removesuffix(f".{suffix}")
         if module.endswith((".experts", ".experts.base_layer")) and config.experts is not None:
-            first = _is_first(f"{_BEFORE}{module}", tensors, config)
-            module, own = _of_experts(module, key, x, config.experts.count)
+            is_gate_up = _is_gate_up(f"{_PREFIX}{module}", tensors, config)
+            module, value = _unflatten_experts(module, key, x, config.experts.count)
             if not module.endswith("_proj"):
-                module += ".gate_up_proj" if first else ".down_proj"
-        if module not in places or not x.is_floating_point():
+                module += ".gate_up_proj" if is_gate_up else ".down_proj"
+        if module not in modules or not x.is_floating_point():
             problems.append(f"{name} of the shape {list(x.shape)} has no place in the model")
             continue
-        found.setdefault(module, {})[key] = own
-    return found, problems
+        parts_by_module.setdefault(module, {})[key] = value
+    return parts_by_module, problems
 
 
-def _of_experts(module: str, key: str, x: Tensor, count: int) -> tuple[str, Tensor]:
-    """Return an adapter of experts with a dimension for them, and the weight, as far as known."""
+def _unflatten_experts(module: str, key: str, x: Tensor, count: int) -> tuple[str, Tensor]:
+    """Return the module of an adapter of experts, as far as known, and A or B `[E, ...]`."""
     module = module.replace(".base_layer", ".gate_up_proj")
     if x.ndim != 2 or x.shape[key == "b"] % count:
         return f"{module}.of_other_experts_proj", x
@@ -467,60 +510,70 @@ def _of_experts(module: str, key: str, x: Tensor, count: int) -> tuple[str, Tens
     return module, x.unflatten(1, (-1, count)).permute(2, 0, 1)
 
 
-def _is_first(path: str, tensors: Mapping[str, Tensor], config: DecoderConfig) -> bool:
-    """Say whether the adapter of experts at a path is that of `gate_up_proj`: alone, by its sizes.
+def _is_gate_up(path: str, tensors: Mapping[str, Tensor], config: DecoderConfig) -> bool:
+    """Return whether the adapter of experts at a path is that of `gate_up_proj`.
 
-    Beside another one it is that of `down_proj`, which wraps it.
+    If both weights have adapters, the outer one is that of `down_proj`; a single one is recognized
+    by its sizes.
     """
     assert config.experts is not None
-    a, b = (tensors.get(f"{path}.{half}.weight") for half in ("lora_A", "lora_B"))
+    a = tensors.get(f"{path}.lora_A.weight")
+    b = tensors.get(f"{path}.lora_B.weight")
     if f"{path}.base_layer.lora_A.weight" in tensors or a is None or b is None:
         return False
     return (a.shape[-1], b.shape[0]) == (config.width, 2 * config.experts.width)
 
 
-def _apart(
+def _split_factors(
     module: str,
     parts: Mapping[str, Tensor],
-    rows: Sequence[_Rows],
-    told: Mapping[str, Any],
+    row_maps: Sequence[_RowMap],
+    settings: Mapping[str, Any],
     problems: list[str],
 ) -> dict[str, LowRankFactors]:
-    """Return the adapters of our matrices that a module's there is."""
-    a, b, lengths = parts["a"], parts["b"], parts.get("magnitude")
-    outputs = max(x.theirs + (x.count - 1) * x.their_step + 1 for x in rows)
-    fits = a.ndim == b.ndim and b.shape[-2] == outputs and a.shape[-2] == b.shape[-1]
-    fits = fits and {a.shape[-1]} == {x.inputs for x in rows}
-    fits = fits and (lengths is not None) == bool(told.get("use_dora"))
-    if not fits or (lengths is not None and tuple(lengths.shape) != (outputs,)):
+    """Split a module's adapter into the adapters of our matrices, or add to `problems`."""
+    a = parts["a"]
+    b = parts["b"]
+    lengths = parts.get("magnitude")
+    num_outputs = max(x.peft_rows.stop for x in row_maps)
+    if not (
+        a.ndim == b.ndim
+        and b.shape[-2] == num_outputs
+        and a.shape[-2] == b.shape[-1]
+        and {a.shape[-1]} == {x.inputs for x in row_maps}
+        and (lengths is not None) == bool(settings.get("use_dora"))
+        and (lengths is None or tuple(lengths.shape) == (num_outputs,))
+    ):
         shapes = {name: list(x.shape) for name, x in parts.items()}
-        sizes = f"{outputs} outputs and {rows[0].inputs} inputs"
-        problems.append(f"{module} has {shapes}, which are no adapter of {sizes}")
+        problems.append(
+            f"{module} has {shapes}, which are no adapter of {num_outputs} outputs and "
+            f"{row_maps[0].inputs} inputs"
+        )
         return {}
-    rank, asked = a.shape[-2], _by_pattern(told, "rank_pattern", module, told.get("r", 8))
-    if rank != asked:
-        problems.append(f"{module} has the rank {rank}, and {CONFIG} says {asked}")
+    rank = a.shape[-2]
+    expected_rank = _find_by_pattern(settings, "rank_pattern", module, settings.get("r", 8))
+    if rank != expected_rank:
+        problems.append(f"{module} has the rank {rank}, and {CONFIG} says {expected_rank}")
         return {}
-    alpha = _by_pattern(told, "alpha_pattern", module, told.get("lora_alpha", 8))
-    scale = alpha / (rank**0.5 if told.get("use_rslora") else rank)
-    found: dict[str, LowRankFactors] = {}
-    for name in dict.fromkeys(x.ours for x in rows):
-        own = [x for x in rows if x.ours == name]
+    alpha = _find_by_pattern(settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
+    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    factors: dict[str, LowRankFactors] = {}
+    for name in dict.fromkeys(x.name for x in row_maps):
+        own = [x for x in row_maps if x.name == name]
         size = sum(x.count for x in own)
         own_lengths = None if lengths is None else lengths[:size].clone()
-        part = LowRankFactors(a, b.new_zeros(*b.shape[:-2], size, rank), scale, own_lengths)
+        own_b = b.new_zeros(*b.shape[:-2], size, rank)
         for x in own:
-            here, there = _places(x)
-            part.b[..., here, :] = b[..., there, :]
-            if lengths is not None and part.lengths is not None:
-                part.lengths[here] = lengths[there]
-        found[name] = part
-    return found
+            own_b[..., x.rows, :] = b[..., x.peft_rows, :]
+            if lengths is not None and own_lengths is not None:
+                own_lengths[x.rows] = lengths[x.peft_rows]
+        factors[name] = LowRankFactors(a, own_b, scale, own_lengths)
+    return factors
 
 
-def _by_pattern(told: Mapping[str, Any], table: str, module: str, default: float) -> float:
-    """Return what a table of patterns says of a module, as PEFT reads it."""
-    for pattern, value in (told.get(table) or {}).items():
+def _find_by_pattern(settings: Mapping[str, Any], table: str, module: str, default: float) -> float:
+    """Return the value of a module in a table of patterns, matched as PEFT matches them."""
+    for pattern, value in (settings.get(table) or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
@@ -533,67 +586,56 @@ def _by_pattern(told: Mapping[str, Any], table: str, module: str, default: float
     return default
 
 
-def _whole_tensors(
+def _read_full_tensors(
     tensors: Mapping[str, Tensor],
-    told: Mapping[str, Any],
+    settings: Mapping[str, Any],
     family: Family,
     config: DecoderConfig,
     problems: list[str],
 ) -> dict[str, Tensor]:
-    """Return what is whole in a folder by our names."""
-    whole = {name.removeprefix(_BEFORE): x for name, x in tensors.items() if "lora_" not in name}
-    if config.tied and "lm_head.weight" in whole:
-        head = whole.pop("lm_head.weight")
-        if not torch.equal(head, whole.get("model.embed_tokens.weight", head[:0])):
+    """Return the full parameters of a folder by our names, and add to `problems`."""
+    full = {name.removeprefix(_PREFIX): x for name, x in tensors.items() if "lora_" not in name}
+    if config.tied and "lm_head.weight" in full:
+        head = full.pop("lm_head.weight")
+        if not torch.equal(head, full.get("model.embed_tokens.weight", head[:0])):
             problems.append("lm_head.weight is tied to the embedding, which is not the same there")
-    elif config.tied and "model.embed_tokens.weight" in whole and not told.get(_TYING):
+    elif config.tied and "model.embed_tokens.weight" in full and not settings.get(_TYING):
         problems.append(
-            "embed_tokens is trained and the head is not, to which it is tied here: PEFT keeps the "
-            f"base's head beside it, unless {_TYING} is true; train it with {_TYING}=True, or with "
-            'modules_to_save=["embed_tokens", "lm_head"] and equal values in both'
+            "embed_tokens is trained and the head is not, to which it is tied here: PEFT leaves "
+            f"the base's head as it was, unless {_TYING} is true; train it with {_TYING}=True, or "
+            'with modules_to_save=["embed_tokens", "lm_head"] and equal values in both'
         )
     found: dict[str, Tensor] = {}
     used: set[str] = set()
     for link in make_family_links(family, config):
-        name = _in_memory(link.theirs.name)
-        if name not in whole:
+        name = _rename_for_memory(link.theirs.name)
+        if name not in full:
             continue
         used.add(name)
-        begin, x = link.theirs.offset[0], whole[name]
-        rows = x[begin : begin + link.shape[0]]
+        x = full[name]
+        start = link.theirs.offset[0]
+        rows = x[start : start + link.shape[0]]
         if tuple(rows.shape) != link.shape or not _is_plain(link, rows):
             problems.append(f"{name} has the shape {list(x.shape)}, which cannot be taken whole")
         found[link.ours.name] = rows
-    problems += [f"{name} has no place in the model" for name in whole.keys() - used]
+    problems += [f"{name} has no place in the model" for name in full.keys() - used]
     return found
 
 
-def _loras_of(ours: Mapping[str, LowRankFactors], told: Mapping[str, Any]) -> Iterable[Lora]:
-    """Yield the specifications of adapters: one for all that are of one rank and scale."""
+def _make_loras(
+    factors: Mapping[str, LowRankFactors], settings: Mapping[str, Any]
+) -> Iterable[Lora]:
+    """Yield a specification for all adapters of the same rank and scale."""
     groups: dict[tuple[int, float, bool], list[str]] = {}
-    for name, one in ours.items():
-        groups.setdefault((one.a.shape[-2], one.scale, one.a.ndim == 3), []).append(name)
-    stable = bool(told.get("use_rslora"))
-    for (rank, scale, of_experts), names in groups.items():
+    for name, own in factors.items():
+        groups.setdefault((own.a.shape[-2], own.scale, own.a.ndim == 3), []).append(name)
+    is_rank_stabilised = bool(settings.get("use_rslora"))
+    for (rank, scale, is_expert), names in groups.items():
         yield Lora(
             "|".join(map(re.escape, names)),
             rank=rank,
-            alpha=scale * (rank**0.5 if stable else rank),
-            dropout=0.0 if of_experts else float(told.get("lora_dropout", 0.0)),
-            rank_stabilised=stable,
-            dora=bool(told.get("use_dora")),
+            alpha=scale * (rank**0.5 if is_rank_stabilised else rank),
+            dropout=0.0 if is_expert else float(settings.get("lora_dropout", 0.0)),
+            rank_stabilised=is_rank_stabilised,
+            dora=bool(settings.get("use_dora")),
         )
-
-
-def _values_of(ours: Mapping[str, LowRankFactors]) -> Fill:
-    """Return what fills the adapters."""
-
-    def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        del base
-        matrix, _, key = split_name(name)
-        one = ours[matrix]
-        whole = {"a": one.a, "b": one.b, "magnitude": one.lengths}[key]
-        assert whole is not None
-        return narrow_to_box(whole, shape, offset)
-
-    return fill

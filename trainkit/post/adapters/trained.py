@@ -1,9 +1,9 @@
-"""A model as it was trained, whatever of it a run has kept: all of it, or adapters of a base."""
+"""Build a trained model from a checkpoint of all its weights, or of adapters and their base."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,24 @@ def build_trained_stages(
     plan: Sequence[ModelTransform],
     *,
     base: Path | str | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Stages:
     """Return this rank's stages of a trained model, with its weights in them.
 
-    Of a run of adapters these are the base, in as few bits as it was held in, and the adapters
-    beside it, so the model computes what it did when it was trained.
+    For a run of adapters, the base is quantized as in training and the adapters are added, so the
+    model computes what it computed in training.
 
     Args:
         path: A checkpoint of a run, or a Hugging Face folder, as `hub.open_model` finds it.
         make_model: Makes the whole model; see `build_stages`.
         ps: The layout.
-        plan: The transforms but for `quantized` and `lora`, which the run itself says.
-        base: Where the base of adapters is; by default where it was.
-        how: What `build_stages` takes else.
+        plan: The transforms of the model, without `quantized` and `lora`: those come from the
+            facts of the run.
+        base: The path of the adapters' base; by default the run's.
+        options: Further arguments of `build_stages`.
 
     Raises:
-        CheckpointError: The weights are not there, or the base is no longer that of the run.
+        CheckpointError: The weights are missing, or the base is not that of the run.
 
     Effects:
         Reads files; communicates on `ps.world`.
@@ -58,32 +59,34 @@ def build_trained_stages(
         Traceback (most recent call last):
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
-    facts: Mapping[str, Any] = {} if is_hf_folder(path) else _facts(path)
+    has_facts = not is_hf_folder(path) and (Path(path) / "state.json").is_file()
+    facts: Mapping[str, Any] = read_facts(path) if has_facts else {}
     source = base or facts["base_from"] if "base" in facts else path
     weights = open_base_weights(source, axis=ps.world)
     if "base" not in facts:
-        return build_stages(make_model, ps, plan, weights=weights, **how)
-    with torch.device("meta"):
-        known = {name for name, _ in make_model().named_parameters()}
-    own = _own_plan(path, facts, known)
-    stages = build_stages(make_model, ps, [*own, *plan], weights=weights, **how)
-    found = exclude_frozen_(stages, ps, source=source)["base"]
-    if found != facts["base"]:
+        return build_stages(make_model, ps, plan, weights=weights, **options)
+    adapters = _make_adapter_plan(path, facts, make_model)
+    stages = build_stages(make_model, ps, [*adapters, *plan], weights=weights, **options)
+    base_hash = exclude_frozen_(stages, ps, source=source)["base"]
+    if base_hash != facts["base"]:
         raise CheckpointError(
-            f"build_trained_stages: what is in {source} now is not the base of {path}",
+            f"build_trained_stages: the weights in {source} are not the base of {path}",
             where=source,
-            got=found,
+            got=base_hash,
             want=facts["base"],
-            hint="put the base back; the run's config.toml says what it began with",
+            hint="restore the base; the run's config.toml names the one it was started with",
         )
     load_weights(path, stages, axis=ps.world)
-    _take_means_(Path(path), stages)
+    _load_averages_(Path(path), stages)
     return stages
 
 
 @torch.no_grad()
-def _take_means_(path: Path, stages: Sequence[nn.Module]) -> None:
-    """Put what was evaluated in the place of what was trained, where a checkpoint has a mean."""
+def _load_averages_(path: Path, stages: Sequence[nn.Module]) -> None:
+    """Replace trained parameters by their averages, where a checkpoint has them.
+
+    `load_weights` restores the parameters themselves, but the run evaluated the averages.
+    """
     stored = read_model_tensors(path)
     read = reader(stored)
     for name, p in get_named_parameters(stages).items():
@@ -92,19 +95,20 @@ def _take_means_(path: Path, stages: Sequence[nn.Module]) -> None:
             box.local.copy_(read(name, box.local.shape, box.offset))
 
 
-def _facts(path: Path | str) -> Mapping[str, Any]:
-    return read_facts(path) if (Path(path) / "state.json").is_file() else {}
-
-
-def _own_plan(path: Path | str, facts: Mapping[str, Any], known: Container[str]) -> list[Transform]:
-    """Return what puts a run's adapters in a model, and what it has trained whole of `known`."""
-    names = (name for name in read_model_tensors(Path(path)) if name in known)
-    trained = "|".join(map(re.escape, names)) or None
+def _make_adapter_plan(
+    path: Path | str, facts: Mapping[str, Any], make_model: Callable[[], nn.Module]
+) -> list[Transform]:
+    """Return the transforms that quantize a base and add a run's adapters."""
+    with torch.device("meta"):
+        base_names = {name for name, _ in make_model().named_parameters()}
+    # A checkpoint of adapters has a parameter of the model only if the run trained it in full.
+    full = (name for name in read_model_tensors(Path(path)) if name in base_names)
+    trained = "|".join(map(re.escape, full)) or None
     by_name: dict[str, list[Lora]] = {}
     for one in facts["adapters"]:
         by_name.setdefault(one["name"], []).append(Lora(**one))
-    held = [
+    quantizations = [
         quantized(form, modules="|".join(map(re.escape, names)))
         for form, names in facts["quantized"].items()
     ]
-    return [*held, *(lora(*loras, trained=trained) for loras in by_name.values())]
+    return [*quantizations, *(lora(*loras, trained=trained) for loras in by_name.values())]

@@ -1,4 +1,4 @@
-"""Low-rank adapters as a transform: matrices are chosen by name, and all else is frozen."""
+"""Add low-rank adapters to matrices by name, and freeze all other parameters."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ def lora(
 ) -> Transform:
     """Return the transform that adds low-rank adapters to matrices, and freezes all else.
 
-    It comes first in a plan: the whole model gets its adapters on the meta device, before it is cut
-    into pipeline stages, so that patterns match names of the whole model in every layout. Later
+    It comes first in a plan: the whole model gets its adapters on the meta device, before it is
+    split into pipeline stages, so patterns match names of the whole model in every layout. Later
     transforms shard an adapter as they shard its matrix. Parameters of the base keep their names,
-    and `weights` of `build_stages` are those of the base. Adapters start from values of their own:
-    A uniform as by `kaiming_uniform_(a=sqrt(5))`, a function of the seed, the name and the
-    element's index; B zeros; and for DoRA the lengths of the base's rows. So a model computes at
-    first what its base does.
+    and `weights` of `build_stages` are those of the base. A starts uniform, as by
+    `kaiming_uniform_(a=sqrt(5))`, a function of the seed, the name and the element's index; B
+    starts at zero, and DoRA's magnitudes at the norms of the base's rows. So the model first
+    computes the same as its base.
 
-    A plan may have several. With another name, a model has both adapters: those of the last name
-    compute and are trained, and `select_adapter_` chooses another. With the same name and other
-    matrices, it extends the adapter.
+    A plan may have several. With different names, a model has several adapters: the last name is
+    active and trained, and `select_adapter_` activates another. With the same name and other
+    matrices, the adapter is extended.
 
     Args:
-        loras: The matrices and the kind of adapter; see `Lora`. A decoder's head cannot have one.
+        loras: The matrices and the kind of adapter; see `Lora`. The output head cannot have one.
         seed: The seed of the initial values.
-        trained: A regular expression of names of modules or parameters that are trained as well:
-            "embedding|head" where a vocabulary has grown.
+        trained: A regular expression of names of modules or parameters to train in full, for
+            example "embedding|head" after adding tokens to the vocabulary.
         values: A function `(weights, name, shape, offset)` that returns other initial values: those
-            of an adapter's folder, or values other than 0 for a certificate (with B = 0, A has no
-            gradient in the first step).
+            of an adapter's folder, or nonzero ones for a certificate (with B = 0, A has no gradient
+            in the first step).
 
     Returns:
         A transform for `build_stages`, or for any module: `lora(...)(model, solo_parallel())`; then
-        adapters are filled at once.
+        adapters are filled immediately.
 
     Raises:
         ConfigError: The names differ; when applied: a pattern is invalid or matches nothing, two
@@ -109,8 +109,10 @@ def lora(
             adapters.requires_grad_(requires_grad=False)
         on_meta = any(p.is_meta for p in module.parameters())
         base = None if on_meta else weights_from_module(module)
-        for name, (place, one) in _match_matrices(module, loras).items():
-            _add_adapter_(place, name, one, values or _initial_values(seed, place, name), base)
+        for name, (matrix, one) in _match_matrices(module, loras).items():
+            _add_adapter_(
+                matrix, name, one, values or _make_initial_values(seed, matrix, name), base
+            )
         for _, _, adapters in adapters_of([module]):
             adapters.names = adapters.names | names
             adapters.active = own_name if own_name in adapters else None
@@ -178,69 +180,71 @@ def problems(
 
 
 @attrs.frozen(eq=False)
-class _Place:
-    """A matrix: its module, its name there, and its shape `[out, in]` or `[E, out, in]`."""
+class _Matrix:
+    """A matrix: its module, its name in it, and its shape `[out, in]` or `[E, out, in]`."""
 
     module: nn.Module
     key: str
     sizes: tuple[int, ...]
 
 
-def _places(module: nn.Module) -> dict[str, _Place]:
-    """Return every matrix that may have an adapter, by its name in the whole model."""
-    found: dict[str, _Place] = {}
+def _find_matrices(module: nn.Module) -> dict[str, _Matrix]:
+    """Return all matrices that can have an adapter, by their names in the whole model."""
+    found: dict[str, _Matrix] = {}
     for path, part in module.named_modules():
         name, sizes = canonical_name(path), sizes_of(part)
         if sizes is not None and not isinstance(part, Head):
-            found[name] = _Place(part, "weight", sizes)
+            found[name] = _Matrix(part, "weight", sizes)
         for key, shape in expert_sizes(part).items():
-            found[f"{name}.{key}"] = _Place(part, key, shape)
+            found[f"{name}.{key}"] = _Matrix(part, key, shape)
     return found
 
 
-def _match_matrices(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Place, Lora]]:
+def _match_matrices(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Matrix, Lora]]:
     """Return the matrices that get an adapter, by name."""
-    places = _places(module)
-    found: dict[str, tuple[_Place, Lora]] = {}
+    matrices = _find_matrices(module)
+    found: dict[str, tuple[_Matrix, Lora]] = {}
     for one in loras:
-        for name in match_names(one.modules, places, function="lora", kind="matrix"):
-            place = places[name]
-            adapters: Any = getattr(place.module, CHILD, {})
-            if place.key != "weight":
-                adapters = dict(adapters.items()).get(place.key, {})
+        for name in match_names(one.modules, matrices, function="lora", kind="matrix"):
+            matrix = matrices[name]
+            adapters: Any = getattr(matrix.module, CHILD, {})
+            if matrix.key != "weight":
+                adapters = dict(adapters.items()).get(matrix.key, {})
             if name in found or one.name in adapters:
                 raise ConfigError(
                     f"lora: {name!r} is matched twice for the adapter {one.name!r}, the second "
                     f"time by {one.modules!r}; change a pattern, or name the adapters apart",
                     where=name,
                 )
-            if hasattr(getattr(place.module, place.key, None), "placements"):
+            if hasattr(getattr(matrix.module, matrix.key, None), "placements"):
                 raise ConfigError(
                     f"lora: {name!r} is sharded already; lora() comes first in a plan", where=name
                 )
-            found[name] = place, one
+            found[name] = matrix, one
     return found
 
 
 # --------------------------------------------------------------------------------------- changing
 
 
-def _add_adapter_(place: _Place, name: str, one: Lora, give: Fill, base: Weights | None) -> None:
+def _add_adapter_(
+    matrix: _Matrix, name: str, one: Lora, values: Fill, base: Weights | None
+) -> None:
     """Add an adapter to a matrix, and fill it if the model has its values."""
-    module: Any = place.module
-    tensors = [getattr(module, place.key, None), *module.parameters(), *module.buffers()]
+    module: Any = matrix.module
+    tensors = [getattr(module, matrix.key, None), *module.parameters(), *module.buffers()]
     like = next(x for x in tensors if isinstance(x, Tensor))
-    packing = get_quantization(module, place.key)
+    packing = get_quantization(module, matrix.key)
     dtype = like.dtype if packing is None else packing.dtype  # codes are bytes
-    is_expert = place.key != "weight"
-    path = f"{name.removesuffix(f'.{place.key}')}.{CHILD}"
-    path += f".{place.key}.{one.name}" if is_expert else f".{one.name}"
+    is_expert = matrix.key != "weight"
+    path = f"{name.removesuffix(f'.{matrix.key}')}.{CHILD}"
+    path += f".{matrix.key}.{one.name}" if is_expert else f".{one.name}"
     with like.device:
         adapter = (ExpertLowRank if is_expert else LowRank)(
             one,
             path,
-            give,
-            sizes=place.sizes,
+            values,
+            sizes=matrix.sizes,
             dtype=torch.promote_types(dtype, torch.float32),
         )
     if not hasattr(module, CHILD):
@@ -250,22 +254,22 @@ def _add_adapter_(place: _Place, name: str, one: Lora, give: Fill, base: Weights
             mix_in_(module, Adapted, lora=Adapters())
     adapters = module.lora
     if is_expert:
-        adapters[place.key] = adapters[place.key] if place.key in adapters else Adapters()
-        adapters = adapters[place.key]
+        adapters[matrix.key] = adapters[matrix.key] if matrix.key in adapters else Adapters()
+        adapters = adapters[matrix.key]
     adapters[one.name] = adapter
     if base is not None:
-        base = base if packing is None else weights_of_tensor(dequantized(module, place.key))
+        base = base if packing is None else weights_of_tensor(dequantized(module, matrix.key))
         with torch.no_grad():
             for key, p in adapter.named_parameters():
-                p.copy_(give(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
+                p.copy_(values(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
 
 
-def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
-    """Return the first values of an adapter, with which it adds nothing to its base."""
-    own = matrix if place.key != "weight" else f"{matrix}.weight"
-    inputs = place.sizes[-1]
-    packing = get_quantization(place.module, place.key)
-    on_meta = all(p.is_meta for p in place.module.parameters())
+def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
+    """Return the initial values of an adapter, for which it does not change its base."""
+    weight_name = matrix_name if matrix.key != "weight" else f"{matrix_name}.weight"
+    inputs = matrix.sizes[-1]
+    packing = get_quantization(matrix.module, matrix.key)
+    on_meta = all(p.is_meta for p in matrix.module.parameters())
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         key = split_name(name)[2]
@@ -274,15 +278,15 @@ def _initial_values(seed: int, place: _Place, matrix: str) -> Fill:
         if key == "a":
             return uniform_symmetric(make_key(seed, name), shape, offset).mul_(inputs**-0.5)
         if packing is not None and on_meta:  # the model will compute with rounded weights
-            base = round_weights(base, {own: packing})
-        whole = base(own, (*shape, inputs), (*offset, 0))
+            base = round_weights(base, {weight_name: packing})
+        whole = base(weight_name, (*shape, inputs), (*offset, 0))
         return torch.cat([rows.double().norm(dim=-1) for rows in whole.split(_ROWS, -2)], -1)
 
     return fill
 
 
 def _provide_noise_keys_(module: nn.Module) -> None:
-    """Let blocks that get noise keys pass them on to the adapters inside that have dropout."""
+    """Make blocks that get noise keys pass them to the adapters with dropout inside."""
     waiting = [
         (name, part)
         for name, part in module.named_modules()

@@ -1,9 +1,9 @@
-"""Evaluation: log-probabilities of texts and of choices, line by line, and `lm-eval` over them.
+"""Evaluation: log-probabilities of texts and choices, and `lm-eval`.
 
-`make_scorer` makes a function of a model in any layout: from examples to what each token of them
-scores. `read_texts` and `read_choices` make examples of files, `write_results` results that a
-killed run goes on with, `perplexity` and `accuracy` the numbers of them. `score_corpus` stores what
-a frozen model finds as columns of a token file. `make_evaluator` is for a run's own held-out rows.
+`make_scorer` makes a scorer of examples from a model in any layout. `read_texts` and `read_choices`
+make examples from files, `write_results` writes a file of results that can be resumed, and
+`perplexity` and `accuracy` summarize it. `score_corpus` stores log-probabilities of a frozen model
+as columns of a token file. `make_evaluator` is for a run's held-out rows.
 """
 
 from trainkit.post.evaluation.choices import (
@@ -34,11 +34,11 @@ from trainkit.post.evaluation.harness import (
     open_tasks,
 )
 from trainkit.post.evaluation.held_out import make_evaluator
-from trainkit.post.evaluation.lines import read_results, score_in_groups, write_results
+from trainkit.post.evaluation.results import read_results, score_in_groups, write_results
 from trainkit.post.evaluation.score import (
     ExampleScores,
     Scorer,
-    TopWords,
+    TopKScorer,
     make_scorer,
     make_top_k_scorer,
     token_scores,
@@ -52,7 +52,7 @@ __all__ = [
     "Generate",
     "Measure",
     "Scorer",
-    "TopWords",
+    "TopKScorer",
     "accuracy",
     "encode_continuation",
     "evaluate_tasks",

@@ -1,9 +1,8 @@
-"""What a frozen model finds of each token of a corpus, computed once and stored beside it.
+"""Score a corpus with a frozen model once, and store the values as columns of a token file.
 
-A reference's log-probabilities and a teacher's likeliest words are columns of a token file, so that
-training needs the model no more. The corpus is cut into parts of whole documents, where follows
-from the corpus alone; a run that was killed goes on after the parts that it has written, to the
-same file.
+With a reference's log-probabilities or a teacher's top-k tokens in the file, training does not need
+that model. The corpus is split into parts of complete documents; boundaries depend on the corpus
+alone, so an interrupted run resumes after its last part and writes the same file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from trainkit.data.corpus import iterate_documents
 from trainkit.data.packed import PackedCorpus
 from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.post.evaluation.examples import Example, make_rolling_windows
-from trainkit.post.evaluation.score import ExampleScores, Scorer, TopWords, make_scorer
+from trainkit.post.evaluation.score import ExampleScores, Scorer, TopKScorer, make_scorer
 from trainkit.text.corpora.tokens import SUFFIX, open_tokens, write_corpus
 from trainkit.text.prepare.prepare import check_output, lock_output
 from trainkit.types import (
@@ -36,22 +35,20 @@ from trainkit.types import (
     DataError,
     IntArray,
     Log,
-    ParallelState,
     Sample,
     Stages,
     check_range,
     log_warning,
 )
-from trainkit.weights.checkpoint.run_state import hash_weights
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 
 Measure = Callable[[Sequence[Example]], Sequence[Values]]
-"""From examples to the columns of each one's counting tokens by name, `[scored, ...]`."""
+"""`Measure(examples) -> {column: values [scored, ...]}` of each example's scored tokens."""
 
 
 def make_logprob_columns(score: Scorer) -> tuple[dict[str, Column], Measure]:
-    """Return the column "reference_logprobs" of a score, and what measures it.
+    """Return the column "reference_logprobs", and its `Measure` by a scorer.
 
     Examples:
         >>> columns, _ = make_logprob_columns(lambda examples: [])
@@ -60,13 +57,13 @@ def make_logprob_columns(score: Scorer) -> tuple[dict[str, Column], Measure]:
     """
 
     def measure(examples: Sequence[Example]) -> list[Values]:
-        return [{"reference_logprobs": found.logprobs} for found in score(examples)]
+        return [{"reference_logprobs": scores.logprobs} for scores in score(examples)]
 
     return {"reference_logprobs": Column("float32")}, measure
 
 
-def make_top_k_columns(top_words: TopWords, top_k: int) -> tuple[dict[str, Column], Measure]:
-    """Return the columns that `objectives.stored_distillation` reads, and what measures them.
+def make_top_k_columns(score: TopKScorer, top_k: int) -> tuple[dict[str, Column], Measure]:
+    """Return the columns of `objectives.stored_distillation`, and their `Measure` by a scorer.
 
     Examples:
         >>> columns, _ = make_top_k_columns(lambda examples: [], 4)
@@ -75,15 +72,19 @@ def make_top_k_columns(top_words: TopWords, top_k: int) -> tuple[dict[str, Colum
     """
 
     def measure(examples: Sequence[Example]) -> list[Values]:
-        names = "teacher_ids", "teacher_logprobs"
-        return [dict(zip(names, found, strict=True)) for found in top_words(examples)]
+        return [
+            {"teacher_ids": ids, "teacher_logprobs": logprobs} for ids, logprobs in score(examples)
+        ]
 
-    kinds = {"teacher_ids": "int32", "teacher_logprobs": "float32"}
-    return {name: Column(kind, (top_k,)) for name, kind in kinds.items()}, measure
+    columns = {
+        "teacher_ids": Column("int32", (top_k,)),
+        "teacher_logprobs": Column("float32", (top_k,)),
+    }
+    return columns, measure
 
 
 def score_corpus(
-    measured: tuple[Mapping[str, Column], Measure],
+    columns: tuple[Mapping[str, Column], Measure],
     corpus: Any,
     out: Path | str,
     *,
@@ -93,33 +94,33 @@ def score_corpus(
     part_tokens: int = 1 << 17,
     log: Log = log_warning,
 ) -> int:
-    """Write a corpus as a token file with columns more; return how many parts were there already.
+    """Write a corpus with additional columns to a token file; return the number of reused parts.
 
-    Each token is given those before it in its document, `context` of them at most: of a longer
-    document the windows are those of `make_rolling_windows`. The first token of a document is
-    predicted by nothing, and its values are 0; no batch has them, since it is nobody's label.
+    The context of a token are the tokens before it in its document; a document longer than
+    `context` is scored in the windows of `make_rolling_windows`. The first token of a document has
+    no context and gets the value 0, which no loss reads: it is the label of no token.
 
     Args:
-        measured: The columns and what finds them: `make_logprob_columns`, or `make_top_k_columns`.
-        corpus: A `TokenCorpus`, or a `ConcatCorpus` of several; columns that it has are kept.
-        out: The file to make, which ends in `.tokens`.
-        context: The most tokens that the model is given.
-        facts: What the columns follow from: hashes of the model and of the corpus, settings; as
-            JSON has it. Parts of other facts are made anew.
-        axis: The ranks that measure together, all of which must call this: `ps.world`.
-        part_tokens: About how many tokens a part has, which decides how much work is lost.
-        log: Called with a sentence about parts that are used again, or not, on the first rank.
+        columns: From `make_logprob_columns` or `make_top_k_columns`.
+        corpus: A `TokenCorpus`, or a `ConcatCorpus` of several; its own columns are copied.
+        out: The file to write, `NAME.tokens`.
+        context: Maximum number of tokens in the model's input.
+        facts: All that the columns depend on, as JSON values: hashes of model and corpus, settings.
+            Parts with other facts are computed again.
+        axis: The ranks that compute together, all of which must call this: `ps.world`.
+        part_tokens: Approximate size of a part, the most work that an interruption loses.
+        log: Called on the first rank with messages about reused parts.
 
     Raises:
-        ConfigError: The corpus has such a column already, or another process makes the file.
+        ConfigError: The corpus has such a column already, or another process writes the file.
         DataError: The corpus cannot be read.
         DiskError: A file cannot be written.
-        ValueError: A number is below 1, or the name of the file is of another kind. All are raised
-            on every rank.
+        ValueError: A number is below 1, or the file has another suffix. All are raised on every
+            rank.
 
     Effects:
-        Writes `out` on the first rank, and `OUT.parts` while it works, which stays for the next run
-        if it fails. Communicates on `axis`.
+        Writes `out` on the first rank, and `OUT.parts` meanwhile, which remains for the next run
+        after a failure. Communicates on `axis`.
 
     Examples:
         >>> import tempfile
@@ -133,30 +134,44 @@ def score_corpus(
         {'reference_logprobs': array([ 0. , -0.5, -0.5,  0. ], dtype=float32)}
     """
     check_range("score_corpus", at_least=1, context=context, part_tokens=part_tokens)
-    (columns, measure), out = measured, Path(out)
+    new_columns, measure = columns
+    out = Path(out)
     check_output(out)
-    if twice := sorted({*columns} & {*corpus.columns}):
-        what = f"the corpus has the column {', '.join(twice)} already"
-        raise ConfigError(f"score_corpus: {what}", hint="score the corpus that it was made from")
-    how = {"columns": {**corpus.columns, **columns}, "vocab_size": corpus.vocab_size}
+    if duplicates := sorted({*new_columns} & {*corpus.columns}):
+        raise ConfigError(
+            f"score_corpus: the corpus has the column {', '.join(duplicates)} already",
+            hint="score the corpus that it was made from",
+        )
+    all_columns = {**corpus.columns, **new_columns}
     facts = {**facts, "context": context, "part_tokens": part_tokens}
-    folder, cuts = out.with_name(f"{out.name}.parts"), _cuts(corpus.offsets, part_tokens)
-    paths = [folder / f"part_{number:08d}{SUFFIX}" for number in range(len(cuts) - 1)]
-    parts = list(zip(paths, pairwise(cuts), strict=True))
-    first_rank, documents = partial(_on_first_rank, axis), iterate_documents(corpus)
+    folder = out.with_name(f"{out.name}.parts")
+    parts = _list_parts(folder, corpus.offsets, part_tokens)
+    on_first_rank = partial(_run_on_first_rank, axis)
+    documents = iterate_documents(corpus)
     with ExitStack() as lock:
-        first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
-        first_rank(lambda: _begin(folder, facts, log))
-        had = first_rank(lambda: [_is_finished(p, corpus.lengths[a:b], log) for p, (a, b) in parts])
-        for (path, (first, last)), is_there in zip(parts, had, strict=True):
-            own = [*islice(documents, last - first)]
-            if not is_there:
-                scored = [*_scored(own, columns, measure, context)]
-                first_rank(partial(write_corpus, path, scored, **how))
-        if any(had):
-            first_rank(lambda: log(f"{folder}: {sum(had)} of {len(paths)} parts were there"))
-        first_rank(lambda: _join(paths, out, corpus, how))
-    return sum(had)
+        on_first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
+        on_first_rank(lambda: _prepare_folder(folder, facts, log))
+        reused = on_first_rank(
+            lambda: [_is_finished(path, corpus.lengths[a:b], log) for path, (a, b) in parts]
+        )
+        for (path, (start, end)), is_finished in zip(parts, reused, strict=True):
+            # Taken from the iterator even if they are not scored, to reach the next part.
+            selected = [*islice(documents, end - start)]
+            if not is_finished:
+                samples = [*_score_documents(selected, new_columns, measure, context)]
+                on_first_rank(
+                    partial(
+                        write_corpus,
+                        path,
+                        samples,
+                        columns=all_columns,
+                        vocab_size=corpus.vocab_size,
+                    )
+                )
+        on_first_rank(lambda: _concat_parts([path for path, _ in parts], out, corpus, all_columns))
+    if any(reused) and axis.index == 0:
+        log(f"{folder}: reused {sum(reused)} of {len(parts)} parts")
+    return sum(reused)
 
 
 def score_reference(
@@ -164,100 +179,121 @@ def score_reference(
     rows: PackedCorpus,
     path: Path,
     *,
-    ps: ParallelState,
     is_new: bool,
     facts: Mapping[str, Any],
     announce: Callable[[], object] = lambda: None,
     log: Log = log_warning,
 ) -> PackedCorpus:
-    """Return rows with the column "reference_logprobs": what a model says of each token.
+    """Add the column "reference_logprobs" to rows: log-probabilities by the initial weights.
 
-    The reference of DPO and its kin is the model as it is before the first step. A run that is
-    continued reads the file that it made then, since the weights have moved.
+    The reference model of DPO and related losses is the model before the first step. A resumed run
+    reads the file that it wrote then, since the weights have changed.
 
     Args:
         stages: This rank's stages.
         rows: The rows; all documents of their corpus are scored.
         path: The token file.
-        ps: The layout.
-        is_new: Whether to score, or to read the file.
-        facts: What the log-probabilities follow from beside the weights and the corpus.
-        announce: Called before examples are scored, which may take some time.
-        log: Called with sentences about the work.
+        is_new: Whether to score and write the file, or to read it.
+        facts: What the log-probabilities depend on, besides the corpus: a hash of the weights.
+        announce: Called before each forward pass over examples, which may take a while.
+        log: Called with messages.
 
     Returns:
-        The same rows of the corpus in the file.
+        The same rows, of the corpus in the file.
 
     Effects:
-        Those of `score_corpus`, if it is new.
+        Those of `score_corpus`, if the run is new.
+
+    Examples:
+        >>> import tempfile
+        >>> from trainkit.data.corpus import make_corpus
+        >>> from trainkit.mesh import solo_parallel
+        >>> from trainkit.models import build_decoder, make_decoder_config
+        >>> from trainkit.packing import pack_bins
+        >>> from trainkit.parallel import make_stages
+        >>> stages = make_stages(
+        ...     [build_decoder(make_decoder_config("tiny"), seed=0)], solo_parallel()
+        ... )
+        >>> rows = PackedCorpus(make_corpus([[1, 2, 3]]), pack_bins([3], 4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "reference.tokens"
+        ...     found = score_reference(stages, rows, path, is_new=True, facts={}, log=[].append)
+        ...     list(found.corpus.columns)
+        ['reference_logprobs']
     """
     corpus: Any = rows.corpus
     if is_new:
         score = make_scorer(stages)
 
-        def score_aloud(examples: Sequence[Example]) -> list[ExampleScores]:
+        def announce_and_score(examples: Sequence[Example]) -> list[ExampleScores]:
             announce()
             return score(examples)
 
-        log(f"scoring {len(corpus.lengths)} answers with the first weights, into {path}")
-        known = {"weights": hash_weights(stages, ps), "corpus": fingerprint(corpus)}
+        log(f"scoring {len(corpus.lengths)} answers with the initial weights, into {path}")
         score_corpus(
-            make_logprob_columns(score_aloud),
+            make_logprob_columns(announce_and_score),
             corpus,
             path,
-            facts={**known, **facts},
+            facts={"corpus": fingerprint(corpus), **facts},
             context=rows.bins.capacity,
-            axis=ps.world,
+            axis=stages.world,
             log=log,
         )
     return PackedCorpus(open_tokens(path), rows.bins)
 
 
-def _on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:
-    """Return what JSON holds of what is done on the first rank alone; all raise if it does.
+def _run_on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:
+    """Run `work` on the first rank, and return its list, if it returns one, on all ranks.
 
-    Effects:
-        Those of `work`; communicates as `run_on_all_ranks`.
+    An error is raised on all ranks.
     """
 
-    def own() -> Any:
-        done = work() if axis.index == 0 else None
-        return done if isinstance(done, list) else None
+    def run() -> Any:
+        result = work() if axis.index == 0 else None
+        return result if isinstance(result, list) else None
 
-    return run_on_all_ranks(own, axis)[0]
+    return run_on_all_ranks(run, axis)[0]
 
 
-def _join(paths: Sequence[Path], out: Path, corpus: Any, how: Any) -> None:
-    """Write the parts as one file, made with what the corpus was made with, and delete them."""
-    whole = concat_corpora(open_tokens(path, check="none") for path in paths)
+def _concat_parts(
+    paths: Sequence[Path], out: Path, corpus: Any, columns: Mapping[str, Column]
+) -> None:
+    """Write the parts as one file, with the metadata of the corpus, and delete them."""
+    parts = concat_corpora(open_tokens(path, check="none") for path in paths)
     write_corpus(
         out,
-        iterate_documents(whole),
+        iterate_documents(parts),
         tokenizer_hash=getattr(corpus, "tokenizer_hash", None),
         template_hash=getattr(corpus, "template_hash", None),
         made_with=getattr(corpus, "made_with", None),
-        **how,
+        columns=columns,
+        vocab_size=corpus.vocab_size,
     )
     shutil.rmtree(paths[0].parent)
 
 
-def _cuts(offsets: IntArray, part_tokens: int) -> list[int]:
-    """Return the first document of each part, and the number of documents."""
+def _list_parts(
+    folder: Path, offsets: IntArray, part_tokens: int
+) -> list[tuple[Path, tuple[int, int]]]:
+    """Return the path of each part, and its documents from start to end."""
     firsts = np.searchsorted(offsets[:-1], np.arange(0, max(1, offsets[-1]), part_tokens))
-    return np.unique([0, *firsts, len(offsets) - 1]).tolist()
+    bounds = np.unique([0, *firsts, len(offsets) - 1]).tolist()
+    paths = [folder / f"part_{index:08d}{SUFFIX}" for index in range(len(bounds) - 1)]
+    return list(zip(paths, pairwise(bounds), strict=True))
 
 
-def _begin(folder: Path, facts: Mapping[str, Any], log: Log) -> None:
-    """Make the folder of parts; those of other facts go."""
-    path, want = folder / "facts.json", orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
-    if folder.is_dir() and (not path.is_file() or path.read_bytes() != want):
-        log(f"{folder}: its parts are of another model, corpus or setting, and are made anew")
+def _prepare_folder(folder: Path, facts: Mapping[str, Any], log: Log) -> None:
+    """Make the folder of parts, and delete parts that were computed with other facts."""
+    path = folder / "facts.json"
+    expected = orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
+    if folder.is_dir() and (not path.is_file() or path.read_bytes() != expected):
+        log(f"{folder}: its parts are of another model, corpus or setting; computing them again")
         shutil.rmtree(folder)
     with convert_disk_errors(folder, by="score_corpus"):
         folder.mkdir(exist_ok=True)
     if not path.is_file():
         with atomic_write(path, by="score_corpus") as file:
-            file.write(want)
+            file.write(expected)
 
 
 def _is_finished(path: Path, lengths: IntArray, log: Log) -> bool:
@@ -266,14 +302,14 @@ def _is_finished(path: Path, lengths: IntArray, log: Log) -> bool:
     try:
         return np.array_equal(open_tokens(path, check="full").lengths, lengths)
     except DataError as error:
-        log(f"made anew: {error}")
+        log(f"computing a part again: {error}")
         return False
 
 
-def _scored(
+def _score_documents(
     documents: Sequence[Any], columns: Mapping[str, Column], measure: Measure, context: int
 ) -> Iterator[Sample]:
-    """Yield documents with what is measured of their tokens."""
+    """Yield documents with their measured columns."""
     samples = [x if isinstance(x, Sample) else Sample(x, np.ones(len(x), bool)) for x in documents]
     windows = [
         make_rolling_windows(x.tokens[1:].tolist(), prefix=int(x.tokens[0]), context=context)
@@ -281,16 +317,17 @@ def _scored(
         else []
         for x in samples
     ]
-    found = iter(measure([window for each in windows for window in each]))
-    for sample, each in zip(samples, windows, strict=True):
-        parts = [next(found) for _ in each]
-        values = {
+    # All windows of a part in one call, so that they are packed into full batches.
+    measured = iter(measure([window for of_document in windows for window in of_document]))
+    for sample, of_document in zip(samples, windows, strict=True):
+        values = [next(measured) for _ in of_document]
+        new_columns = {
             name: np.concatenate(
                 [
                     np.zeros((min(1, len(sample.tokens)), *column.inner), column.dtype),
-                    *(part[name].astype(column.dtype) for part in parts),
+                    *(x[name].astype(column.dtype) for x in values),
                 ]
             )
             for name, column in columns.items()
         }
-        yield Sample(sample.tokens, sample.trained, {**(sample.columns or {}), **values})
+        yield Sample(sample.tokens, sample.trained, {**(sample.columns or {}), **new_columns})

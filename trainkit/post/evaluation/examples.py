@@ -1,4 +1,4 @@
-"""What is scored: token ids, of which the last ones count, cut to what a model sees at once."""
+"""Examples to score: token ids, of which the last ones are scored, truncated to a context."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainkit.types import DataError, IntArray, Tokenizer, check_range
 
 @attrs.frozen(eq=False)
 class Example:
-    """A run of tokens that goes through a model at once, and how many of them count.
+    """Tokens that go through the model in one forward pass, the last ones of which are scored.
 
     Attributes:
-        ids: Token ids, int64 `[N]`; the model is given all but the last.
-        scored: How many of the last are scored, from 1 to N - 1.
-        cut: How many tokens of the context were cut off on its left.
+        ids: Token ids, int64 `[N]`; the model's input is all but the last.
+        scored: Number of scored tokens, the last of `ids`, from 1 to N - 1.
+        cut: Number of tokens that were truncated on the left of the context.
     """
 
     ids: IntArray
@@ -28,26 +28,26 @@ class Example:
 
 @attrs.frozen(eq=False)
 class EvalItem:
-    """What one line of results is about: its examples, and what is known of it without a model."""
+    """An item of an evaluation, which gets one result: its examples, and metadata."""
 
     examples: Sequence[Example]
-    facts: Mapping[str, Any] = attrs.field(factory=dict)
+    metadata: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 def make_example(
     context_ids: Sequence[int], continuation_ids: Sequence[int], *, context: int
 ) -> Example:
-    """Return a continuation of a context as an example, the context cut on its left to what fits.
+    """Make an example that scores a continuation; its context is truncated on the left.
 
-    The last token is asked for and not given, so that `context` + 1 tokens fit.
+    The last token is only a label, so that `context` + 1 tokens fit.
 
     Args:
-        context_ids: The tokens before, at least one.
-        continuation_ids: The tokens that count, from 1 to `context`.
-        context: The most tokens that the model is given.
+        context_ids: Tokens before the continuation, at least one.
+        continuation_ids: Tokens to score, from 1 to `context`.
+        context: Maximum number of tokens in the model's input.
 
     Raises:
-        DataError: One of them has no token, or the continuation is too long to be seen at once.
+        DataError: One of them has no token, or the continuation is longer than `context`.
 
     Examples:
         >>> example = make_example([1, 2, 3, 4], [5, 6], context=3)
@@ -56,15 +56,16 @@ def make_example(
     """
     check_range("make_example", at_least=1, context=context)
     count = len(continuation_ids)
-    if not count or not len(context_ids):
-        what = "context" if count else "continuation"
-        raise DataError(f"the {what} is empty: it has no token", want="at least one token")
+    if not count:
+        raise DataError("the continuation is empty: it has no token", want="at least one token")
+    if not len(context_ids):
+        raise DataError("the context is empty: it has no token", want="at least one token")
     if count > context:
         raise DataError(
-            f"the continuation has {count} tokens, and the model sees {context} at once",
+            f"the continuation has {count} tokens, but the model's context is {context}",
             got=count,
             want=f"at most {context}",
-            hint="score it as a text, which is cut into windows",
+            hint="score it as a text, which is split into windows",
         )
     ids = np.concatenate([np.asarray(context_ids), np.asarray(continuation_ids)]).astype(np.int64)
     cut = max(0, len(ids) - context - 1)
@@ -72,16 +73,16 @@ def make_example(
 
 
 def make_rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> list[Example]:
-    """Return windows over a text of any length in which each of its tokens counts exactly once.
+    """Split a text of any length into windows that score each of its tokens exactly once.
 
-    The first begins with `prefix`. Each further one holds the next `context` tokens, given the last
-    token before them; the last one is filled up on its left with tokens that have counted already,
-    so that it has all the context that it can. These are the windows of `lm-eval`.
+    The first window starts with `prefix`. Each further one scores the next `context` tokens, after
+    the one token before them; the last one is extended on the left with tokens that were scored
+    already, to a full context. These are the windows of `lm-eval`.
 
     Args:
         ids: The text's tokens.
-        prefix: What the first token follows upon: `get_prefix_id(tokenizer)`.
-        context: The most tokens that the model is given.
+        prefix: The token before the text: `get_prefix_id(tokenizer)`.
+        context: Maximum number of tokens in the model's input.
 
     Examples:
         >>> windows = make_rolling_windows([1, 2, 3, 4, 5], prefix=0, context=3)
@@ -89,17 +90,17 @@ def make_rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> li
         [([0, 1, 2, 3], 3), ([2, 3, 4, 5], 2)]
     """
     check_range("make_rolling_windows", at_least=1, context=context)
-    whole = np.concatenate([[prefix], np.asarray(ids, np.int64)]).astype(np.int64)
-    ends = [min(done + context, len(ids)) for done in range(0, len(ids), context)]
-    begins = [0, *ends[:-1]]
+    tokens = np.concatenate([[prefix], np.asarray(ids, np.int64)]).astype(np.int64)
+    ends = [min(start + context, len(ids)) for start in range(0, len(ids), context)]
+    starts = [0, *ends[:-1]]
     return [
-        Example(whole[max(0, end - context) : end + 1], end - begin)
-        for begin, end in zip(begins, ends, strict=False)
+        Example(tokens[max(0, end - context) : end + 1], end - start)
+        for start, end in zip(starts, ends, strict=False)
     ]
 
 
 def get_prefix_id(tokenizer: Tokenizer) -> int:
-    """Return the token that a text follows upon that nothing stands before: BOS, or else EOS.
+    """Return the token before a text without context: BOS, or else EOS.
 
     Raises:
         DataError: The tokenizer has neither.
@@ -109,30 +110,30 @@ def get_prefix_id(tokenizer: Tokenizer) -> int:
         >>> get_prefix_id(make_byte_tokenizer())
         256
     """
-    found = [getattr(tokenizer, name, None) for name in ("bos_id", "eos_id")]
-    known = [i for i in found if i is not None]
-    if not known:
-        raise DataError(
-            "the tokenizer has neither BOS nor EOS, which a text without context follows upon",
-            where="tokenizer",
-            hint="name one in tokenizer_config.json beside it",
-        )
-    return known[0]
+    for name in ("bos_id", "eos_id"):
+        token = getattr(tokenizer, name, None)
+        if token is not None:
+            return token
+    raise DataError(
+        "the tokenizer has neither BOS nor EOS, one of which must precede a text without context",
+        where="tokenizer",
+        hint="name one in its tokenizer_config.json",
+    )
 
 
 def encode_continuation(
     tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a context and of its continuation, as `lm-eval` cuts them.
+    """Encode a context and its continuation, split as by `lm-eval`.
 
-    Both are encoded as one text, so that a word is cut as in any text; blanks at the end of the
-    context go to the continuation. An empty context is `get_prefix_id`.
+    Both are encoded as one text, so that tokens are those of running text; white space at the end
+    of the context belongs to the continuation. An empty context becomes `get_prefix_id`.
 
     Args:
-        tokenizer: What encodes them.
-        context: What stands before, which may be empty.
-        continuation: What shall be scored.
-        add_bos: Begin with the tokenizer's BOS, unless the text does.
+        tokenizer: Encodes the text.
+        context: The context, which may be empty.
+        continuation: The text to score.
+        add_bos: Prepend the tokenizer's BOS, unless the text starts with it.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
@@ -141,22 +142,22 @@ def encode_continuation(
         >>> encode_continuation(make_byte_tokenizer(), "", "b")
         ([256], [98])
     """
-    stem = context.rstrip()
-    whole, before = (with_bos(tokenizer, x, add=add_bos) for x in (context + continuation, stem))
-    if before:
-        return before, whole[len(before) :]
-    first = get_prefix_id(tokenizer)
-    return ([first], whole) if whole[:1] != [first] else (whole[:1], whole[1:])
+    ids = encode_with_bos(tokenizer, context + continuation, add_bos=add_bos)
+    context_ids = encode_with_bos(tokenizer, context.rstrip(), add_bos=add_bos)
+    if context_ids:
+        return context_ids, ids[len(context_ids) :]
+    prefix = get_prefix_id(tokenizer)
+    return ([prefix], ids) if ids[:1] != [prefix] else (ids[:1], ids[1:])
 
 
-def with_bos(tokenizer: Tokenizer, text: str, *, add: bool) -> list[int]:
-    """Return the tokens of a text, after BOS if that is asked for and it does not begin with it.
+def encode_with_bos(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> list[int]:
+    """Encode a text, and optionally prepend BOS if it does not start with it.
 
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
-        >>> with_bos(make_byte_tokenizer(), "a", add=True)
+        >>> encode_with_bos(make_byte_tokenizer(), "a", add_bos=True)
         [256, 97]
     """
     ids = list(tokenizer.encode(text))
     bos = getattr(tokenizer, "bos_id", None)
-    return [bos, *ids] if add and bos is not None and ids[:1] != [bos] else ids
+    return [bos, *ids] if add_bos and bos is not None and ids[:1] != [bos] else ids

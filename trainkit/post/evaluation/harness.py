@@ -1,8 +1,8 @@
-"""EleutherAI's `lm-eval` on a model of ours, in any layout; nothing of it is imported before.
+"""Run EleutherAI's `lm-eval` on a model in any layout; it is imported on first use.
 
-The harness asks three things of a model, and each is a function of this room: log-likelihoods are
-`make_scorer`, those of long texts its sums over `make_rolling_windows`, and texts come from
-whatever writes them.
+The harness has three requests, which map to functions of this package: log-likelihoods to
+`make_scorer`, those of long texts to its sums over `make_rolling_windows`, and generated texts to a
+function of the caller.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from trainkit.post.evaluation.examples import (
+    encode_with_bos,
     get_prefix_id,
     make_example,
     make_rolling_windows,
-    with_bos,
 )
 from trainkit.post.evaluation.score import Scorer
 from trainkit.types import ConfigError, Tokenizer, check_range, needs_extra
@@ -25,10 +27,10 @@ from trainkit.types import ConfigError, Tokenizer, check_range, needs_extra
 Generate = Callable[..., Sequence[Sequence[int]]]
 """`Generate(prompts, *, max_new_tokens, temperature, stop) -> the new token ids of each prompt`.
 
-`prompts` are lists of token ids, `stop` texts after which a text may end early.
+`prompts` are lists of token ids; a text may end at any of the strings in `stop`.
 """
 
-_MOST_TOKENS = 256  # that are written where a task does not say, as with lm-eval's own models
+_DEFAULT_MAX_TOKENS = 256  # of tasks without a length, as with lm-eval's own models
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -41,19 +43,20 @@ def make_harness_model(
     rows: int = 16,
     add_bos: bool = False,
 ) -> Any:
-    """Return a model as `lm-eval` takes it: an `lm_eval.api.model.LM`.
+    """Wrap a model as an `lm_eval.api.model.LM`.
 
-    Its numbers are those of the harness's own `hf` model on the same weights and ids. It takes all
-    requests on every rank and shares them out itself, so that to the harness there is one process.
-    Its attribute `cut` counts the contexts that were too long.
+    Its results equal those of the harness's `hf` model on the same weights and ids. It receives all
+    requests on every rank and shards them itself, so the harness sees one process. Its attribute
+    `cut` counts truncated contexts.
 
     Args:
-        score: The model, from `make_scorer`.
-        tokenizer: Its tokenizer.
-        context: The most tokens that it is given; longer contexts are cut on their left.
-        generate: What writes texts; without it a task that needs it is refused.
-        rows: How many prompts `generate` is given at a time, at most; the longest come first.
-        add_bos: Begin contexts with BOS, as `transformers` does for tokenizers that say so.
+        score: The model's scorer, from `make_scorer`.
+        tokenizer: The model's tokenizer.
+        context: Maximum number of tokens in the model's input; longer contexts are truncated on
+            their left.
+        generate: Generates texts; without it, tasks that need it raise ConfigError.
+        rows: Maximum number of prompts in a call of `generate`; the longest come first.
+        add_bos: Prepend BOS to contexts, as `transformers` does if the tokenizer's config says so.
 
     Raises:
         ConfigError: `lm-eval` is missing: `pip install "trainkit-lm[eval]"`.
@@ -74,18 +77,18 @@ def make_harness_model(
     with needs_extra("eval"):
         from lm_eval.api.model import TemplateLM  # noqa: PLC0415 - an extra
 
-    class TrainkitModel(_Answers, TemplateLM):
+    class TrainkitModel(_Requests, TemplateLM):
         pass
 
     check_range("make_harness_model", at_least=1, rows=rows)
-    write = None if generate is None else partial(_in_batches, generate, rows=rows)
-    return TrainkitModel(score, tokenizer, context, write, add_bos)
+    generate_batches = None if generate is None else partial(_generate_batches, generate, rows=rows)
+    return TrainkitModel(score, tokenizer, context, generate_batches, add_bos)
 
 
-class _Answers:
-    """The three questions of the harness, to be mixed with its class, which is not imported here.
+class _Requests:
+    """The harness's three requests, as a mixin for its TemplateLM, which is imported on use.
 
-    How texts are cut into pairs is the harness's own.
+    TemplateLM splits texts into pairs of context and continuation.
     """
 
     cache_hook: Any
@@ -99,152 +102,171 @@ class _Answers:
         add_bos: bool,
     ) -> None:
         super().__init__()
-        self.score, self.words, self.context = score, tokenizer, context
-        self.generate, self.add_bos, self.cut = generate, add_bos, 0
+        self.score = score
+        # TemplateLM has an attribute `tokenizer` for one of transformers, which it would use.
+        self.own_tokenizer = tokenizer
+        self.context = context
+        self.generate = generate
+        self.add_bos = add_bos
+        self.cut = 0
 
     @property
     def eot_token_id(self) -> Any:
-        return getattr(self.words, "eos_id", None)
+        return getattr(self.own_tokenizer, "eos_id", None)
 
     @property
     def prefix_token_id(self) -> int:
-        return get_prefix_id(self.words)
+        return get_prefix_id(self.own_tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
-        return type(self.words).__name__
+        return type(self.own_tokenizer).__name__
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        return with_bos(self.words, string, add=self.add_bos and add_special_tokens is not False)
+        add_bos = self.add_bos and add_special_tokens is not False
+        return encode_with_bos(self.own_tokenizer, string, add_bos=add_bos)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         examples = [make_example(a, b, context=self.context) for _, a, b in requests]
         self.cut += sum(example.cut > 0 for example in examples)
-        answers = [(found.logprob, found.greedy) for found in self.score(examples)]
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], answer)
-        return answers
+        results = [(scores.logprob, scores.greedy) for scores in self.score(examples)]
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], result)
+        return results
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         del disable_tqdm
-        asked = [request.args for request in requests]
         windows = [
             make_rolling_windows(
-                self.tok_encode(text), prefix=self.prefix_token_id, context=self.context
+                self.tok_encode(request.args[0]),
+                prefix=self.prefix_token_id,
+                context=self.context,
             )
-            for (text,) in asked
+            for request in requests
         ]
-        found = iter(self.score([window for each in windows for window in each]))
-        sums = [sum(next(found).logprob for _ in each) for each in windows]
-        for args, total in zip(asked, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", args, total)
-        return sums
+        scores = iter(self.score([window for of_text in windows for window in of_text]))
+        logprobs = [sum(next(scores).logprob for _ in of_text) for of_text in windows]
+        for request, logprob in zip(requests, logprobs, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, logprob)
+        return logprobs
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         del disable_tqdm
         if self.generate is None:
             raise ConfigError(
-                "make_harness_model: a task asks for texts, and nothing here writes them",
+                "make_harness_model: a task needs generated texts, but there is no generate=",
                 where="generate",
                 hint="give generate=",
             )
-        asked = [request.args for request in requests]
-        texts = _written(asked, self.tok_encode, self.words, self.generate, context=self.context)
-        for args, text in zip(asked, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", args, text)
+        # Requests with the same options are generated in one call.
+        by_options: dict[_GenerateOptions, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_options.setdefault(_parse_options(request.args[1]), []).append(index)
+        texts = [""] * len(requests)
+        for options, indices in by_options.items():
+            prompts = [self._encode_prompt(requests[i].args[0], options) for i in indices]
+            completions = self.generate(
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                stop=list(options.stop),
+            )
+            for index, ids in zip(indices, completions, strict=True):
+                text = self.own_tokenizer.decode(ids)
+                for stop in filter(None, options.stop):
+                    text = text.split(stop, maxsplit=1)[0]
+                texts[index] = text
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-
-def _written(
-    asked: Sequence[tuple[str, Mapping[str, Any]]],
-    encode: Callable[[str], list[int]],
-    tokenizer: Tokenizer,
-    generate: Generate,
-    *,
-    context: int,
-) -> list[str]:
-    """Return the text after each prompt, up to what ends it; prompts of equal wishes together."""
-    kinds: dict[str, list[int]] = {}
-    wishes = [_wishes(said) for _, said in asked]
-    for number, wish in enumerate(wishes):
-        kinds.setdefault(repr(wish), []).append(number)
-    texts = [""] * len(asked)
-    for numbers in kinds.values():
-        wish = wishes[numbers[0]]
-        room = context - wish["max_new_tokens"]
-        if room < 1:
+    def _encode_prompt(self, prompt: str, options: _GenerateOptions) -> list[int]:
+        max_length = self.context - options.max_new_tokens
+        if max_length < 1:
             raise ConfigError(
-                f"make_harness_model: a task wants {wish['max_new_tokens']} tokens, and the model "
-                f"sees {context} at once",
-                got=wish["max_new_tokens"],
-                want=f"at most {context - 1}",
+                f"make_harness_model: a task needs {options.max_new_tokens} tokens, but the "
+                f"model's context is {self.context}",
+                got=options.max_new_tokens,
+                want=f"at most {self.context - 1}",
                 hint="give max_gen_toks in the task's generation_kwargs",
             )
-        prompts = [
-            encode(asked[number][0])[-room:] or [get_prefix_id(tokenizer)] for number in numbers
-        ]
-        for number, ids in zip(numbers, generate(prompts, **wish), strict=True):
-            texts[number] = _before(tokenizer.decode(ids), wish["stop"])
-    return texts
+        return self.tok_encode(prompt)[-max_length:] or [self.prefix_token_id]
 
 
-def _in_batches(
-    generate: Generate, prompts: Sequence[list[int]], *, rows: int, **wish: Any
+def _generate_batches(
+    generate: Generate,
+    prompts: Sequence[list[int]],
+    *,
+    rows: int,
+    max_new_tokens: int,
+    temperature: float,
+    stop: Sequence[str],
 ) -> list[Sequence[int]]:
-    """Return what follows each prompt, prompts of like lengths together."""
-    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    found: dict[int, Sequence[int]] = {}
-    for first in range(0, len(order), rows):
-        chosen = order[first : first + rows]
-        texts = generate([prompts[number] for number in chosen], **wish)
-        found |= zip(chosen, texts, strict=True)
-    return [found[number] for number in range(len(prompts))]
+    """Call `generate` with `rows` prompts of similar lengths at a time, the longest first."""
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    completions: dict[int, Sequence[int]] = {}
+    for start in range(0, len(order), rows):
+        indices = order[start : start + rows]
+        texts = generate(
+            [prompts[index] for index in indices],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop=stop,
+        )
+        completions |= zip(indices, texts, strict=True)
+    return [completions[index] for index in range(len(prompts))]
 
 
-def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `generate` takes of a task's generation_kwargs; refuse what it does not."""
-    left, until = dict(said), said.get("until") or []
-    left.pop("until", None)
-    lengths = [value for name in _LENGTHS if (value := left.pop(name, None)) is not None]
-    temperature, samples = left.pop("temperature", None), left.pop("do_sample", None)
-    if left:
+@attrs.frozen
+class _GenerateOptions:
+    max_new_tokens: int
+    temperature: float
+    stop: tuple[str, ...]
+
+
+def _parse_options(generation_kwargs: Mapping[str, Any]) -> _GenerateOptions:
+    """Return the arguments of `Generate` from a task's generation_kwargs.
+
+    Raises ConfigError for unknown ones.
+    """
+    unknown = dict(generation_kwargs)
+    until = unknown.pop("until", None) or []
+    lengths = [value for name in _LENGTHS if (value := unknown.pop(name, None)) is not None]
+    temperature = unknown.pop("temperature", None)
+    do_sample = unknown.pop("do_sample", None)
+    if unknown:
         raise ConfigError(
-            f"make_harness_model: a task wants {', '.join(sorted(left))}, which the model does not "
-            "know",
+            f"make_harness_model: a task needs {', '.join(sorted(unknown))}, which generate does "
+            "not support",
             where="generation_kwargs",
-            got=sorted(left),
+            got=sorted(unknown),
             want=["until", "do_sample", "temperature", *_LENGTHS],
         )
-    if samples is None:
-        samples = bool(temperature)
-    return {
-        "max_new_tokens": int(lengths[0]) if lengths else _MOST_TOKENS,
-        "temperature": float(1.0 if temperature is None else temperature) if samples else 0.0,
-        "stop": [until] if isinstance(until, str) else list(until),
-    }
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    for word in stop:
-        if word:
-            text = text.split(word, maxsplit=1)[0]
-    return text
+    if do_sample is None:
+        do_sample = bool(temperature)
+    if not do_sample:
+        temperature = 0.0
+    return _GenerateOptions(
+        max_new_tokens=int(lengths[0]) if lengths else _DEFAULT_MAX_TOKENS,
+        temperature=1.0 if temperature is None else float(temperature),
+        stop=(until,) if isinstance(until, str) else tuple(until),
+    )
 
 
 def open_tasks(names: Sequence[str], *, include: Path | str | None = None) -> Any:
-    """Return lm-eval's `TaskManager` that knows some tasks.
+    """Return a `TaskManager` of lm-eval that has the given tasks.
 
     Args:
         names: Names of tasks or of groups of them, or paths of YAML files.
-        include: A folder with YAML files of tasks. If all are there, lm-eval's own thousands are
-            not looked through, which takes half a minute.
+        include: A folder with YAML files of tasks. If it has all of them, lm-eval's thousands are
+            not loaded, which would take half a minute.
 
     Raises:
-        ConfigError: `lm-eval` is missing, or does not know a task; the nearest names are told.
+        ConfigError: `lm-eval` is missing, or has no such task; the message lists similar names.
 
     Effects:
         Reads the YAML files of tasks.
@@ -259,42 +281,42 @@ def open_tasks(names: Sequence[str], *, include: Path | str | None = None) -> An
         from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
     if include is not None and not Path(include).is_dir():
         raise ConfigError(f"open_tasks: there is no folder {include}", where="include")
-    own = None if include is None else str(include)
+    include_path = None if include is None else str(include)
     for include_defaults in (False, True):
-        manager = TaskManager(include_path=own, include_defaults=include_defaults)
+        manager = TaskManager(include_path=include_path, include_defaults=include_defaults)
         missing = [x for x in names if not (Path(x).is_file() or manager.match_tasks([x]))]
         if not missing:
             return manager
-    near = [x for name in missing for x in difflib.get_close_matches(name, manager.all_tasks)]
+    similar = [x for name in missing for x in difflib.get_close_matches(name, manager.all_tasks)]
     raise ConfigError(
         f"open_tasks: lm-eval has no task {', '.join(missing)}",
         where="tasks",
         got=missing,
-        hint=f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists what it has",
+        hint=f"similar names: {', '.join(similar)}" if similar else "see `lm-eval ls tasks`",
     )
 
 
 def evaluate_tasks(
     model: Any, names: Sequence[str], manager: Any, *, shots: int | None = None, limit: int = 0
 ) -> dict[str, dict[str, Any]] | None:
-    """Return what `lm-eval` measures of a model, by task and metric.
+    """Evaluate a model on tasks of `lm-eval`.
 
     Args:
-        model: From `make_harness_model`; every rank that it is spread over calls this.
+        model: From `make_harness_model`; all of its ranks call this.
         names: Names of tasks.
-        manager: What knows them, from `open_tasks`.
-        shots: How many solved examples stand before each question; by default as the task has it.
-        limit: Take only so many questions of each task; 0 takes all.
+        manager: The manager of these tasks, from `open_tasks`.
+        shots: Number of few-shot examples; by default that of the task.
+        limit: Maximum number of questions per task; 0 takes all.
 
     Returns:
-        {task: {metric: value}}; None but on the first rank of a host.
+        {task: {metric: value}} on the first rank of a host, None on others.
 
     Raises:
         ConfigError: `lm-eval` is missing.
 
     Effects:
-        The harness seeds the generators of Python, numpy and torch, logs, and loads data, of most
-        of its own tasks from a hub.
+        The harness seeds the generators of Python, numpy and torch, logs, and loads data: for most
+        of its tasks from a hub.
 
     Examples:
         >>> evaluate_tasks(None, ["lambada"], None)
@@ -304,7 +326,7 @@ def evaluate_tasks(
     """
     with needs_extra("eval"):
         import lm_eval  # noqa: PLC0415 - an extra
-    found = lm_eval.simple_evaluate(
+    report = lm_eval.simple_evaluate(
         model,
         tasks=list(names),
         task_manager=manager,
@@ -313,4 +335,4 @@ def evaluate_tasks(
         bootstrap_iters=0,
         log_samples=False,
     )
-    return None if found is None else found["results"]
+    return None if report is None else report["results"]

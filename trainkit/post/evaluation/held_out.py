@@ -1,4 +1,4 @@
-"""The loss of a model in any layout on rows that are held out, as a run asks for it."""
+"""The loss of a model in any layout on held-out rows."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def make_evaluator(
     axis: Axis = SOLO,
     call: Call | None = None,
 ) -> Callable[[], dict[str, Any]]:
-    """Make a function that evaluates a model on held-out rows, with the weights of the moment.
+    """Make a function that evaluates a model on held-out rows, with its current weights.
 
     Args:
         stages_or_model: This rank's stages, or any module.
         rows: The rows, from `data.split_held_out`.
-        loss: The loss; see `losses.average_terms` for what its terms are divided by.
-        rows_per_batch: Rows that go through the model at once, on each rank.
+        loss: The loss; `losses.average_terms` documents the denominators of its terms.
+        rows_per_batch: Rows per forward pass, on each rank.
         axis: For a plain module, the ranks that share the rows. A `Stages` has its own axes.
         call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
 
     Returns:
         `evaluate() -> {name: number}`: the divided terms of the loss and "tokens", equal on all
-        ranks, all of which must call it. It raises what `step.evaluate` and
-        `data.make_eval_batches` do.
+        ranks, all of which must call it. It raises the errors of `step.evaluate` and
+        `data.make_eval_batches`, has the effects of `step.evaluate`, and waits for the device.
 
     Effects:
-        None here; those of the returned function are those of `step.evaluate`, and it waits for the
-        device.
+        None here. The returned function communicates on the axes of the stages, and puts modules
+        into evaluation mode for its duration.
 
     Examples:
         >>> from trainkit.data.corpus import make_corpus

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, of a model in any layout, many examples in a row."""
+"""Log-probabilities of tokens by a model in any layout, with examples packed into rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trainkit.losses.linear import cast_factors, linear_in_chunks
 from trainkit.losses.softmax import make_vocabulary_axis, scores_
 from trainkit.packing import pack_bins
 from trainkit.packing.pieces import align
-from trainkit.parallel.stage_forward import compute_device, evaluating, forward_stages
-from trainkit.parallel.stage_ranks import as_stages, places_of
+from trainkit.parallel.stage_forward import compute_device, forward_stages, use_eval_mode
+from trainkit.parallel.stage_ranks import as_stages, get_stage_places
 from trainkit.post.evaluation.examples import Example
 from trainkit.post.objectives.teachers import likeliest, log_softmax_
 from trainkit.types import (
@@ -43,11 +43,11 @@ from trainkit.types import (
 
 @attrs.frozen(eq=False)
 class ExampleScores:
-    """What the counting tokens of an example score.
+    """Scores of one example.
 
     Attributes:
-        logprobs: The log-probability of each, in nats, float64 `[scored]`.
-        greedy: Whether each of them is the likeliest token in its place.
+        logprobs: Log-probability of each scored token, in nats, float64 `[scored]`.
+        greedy: Whether all scored tokens are the model's most likely ones.
     """
 
     logprobs: np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -55,15 +55,15 @@ class ExampleScores:
 
     @property
     def logprob(self) -> float:
-        """The log-probability of all of them together."""
+        """The log-probability of all scored tokens."""
         return float(self.logprobs.sum())
 
 
 Scorer = Callable[[Sequence[Example]], list[ExampleScores]]
-"""`Scorer(examples) -> what each scores`, in their order, on every rank."""
+"""`Scorer(examples) -> scores`, one per example, on every rank."""
 
-TopWords = Callable[[Sequence[Example]], list[tuple[np.ndarray[Any, Any], ...]]]
-"""`TopWords(examples) -> (ids, logprobs) of each`, `[scored, k]`, in their order, on every rank."""
+TopKScorer = Callable[[Sequence[Example]], list[tuple[np.ndarray[Any, Any], ...]]]
+"""`TopKScorer(examples) -> [(ids, logprobs)]`, each `[scored, k]`, on every rank."""
 
 
 def make_scorer(
@@ -73,27 +73,28 @@ def make_scorer(
     call: Call | None = None,
     tokens_per_batch: int = 8192,
 ) -> Scorer:
-    """Return the function that scores examples with a model in its layout.
+    """Make a function that scores examples with a model in its layout.
 
-    Examples are packed into rows as long as the longest of them, as documents that do not see each
-    other; ranks that read different rows share these, and what each rank finds is summed. A number
-    depends on what stands beside it by rounding alone. Of a `Hidden`, logits exist for some tokens
-    at a time, and under tensor parallelism each rank makes those of its own words.
+    Examples are packed into rows as long as the longest example, as separate documents; the rows
+    are sharded over data-parallel ranks and the results all-reduced. Scores depend on the other
+    examples of a row by rounding alone. From a `Hidden`, logits are computed in chunks of tokens,
+    and under tensor parallelism for this rank's shard of the vocabulary.
 
     Args:
         stages_or_model: This rank's stages, or any module.
         axis: For a plain module, the ranks that share the rows. A `Stages` has its own axes.
         call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
-        tokens_per_batch: How many tokens a rank computes at a time, or one row if that is longer.
+        tokens_per_batch: Tokens per forward pass of a rank, at least one row.
 
     Returns:
         `score(examples) -> [ExampleScores]`; equal on all ranks, all of which must call it with the
-        same examples. It raises NumericsError where a log-probability is not finite, and ValueError
-        where an example has less than one token to be scored, or no token before them.
+        same examples. It raises NumericsError if a log-probability is not finite, and ValueError
+        if an example has no token to score, or none before those. It runs the stages in evaluation
+        mode and restores theirs, communicates on all of their axes, and waits for the device.
 
     Effects:
-        None here. The returned function puts the stages into evaluation mode and back, communicates
-        on all axes that they are spread over, and waits for the device.
+        None here. The returned function communicates on the axes of the stages, and puts modules
+        into evaluation mode for its duration.
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
@@ -104,10 +105,14 @@ def make_scorer(
         (True, 2)
     """
     stages = as_stages(stages_or_model, "make_scorer", axis=axis, call=call)
-    values_of = _bind(stages, token_scores, 2, tokens_per_batch=tokens_per_batch)
+    compute = _make_compute(stages, token_scores, 2, tokens_per_batch=tokens_per_batch)
 
     def score(examples: Sequence[Example]) -> list[ExampleScores]:
-        return [_scored(x, number) for number, x in enumerate(values_of(examples))]
+        scores = []
+        for index, values in enumerate(compute(examples)):
+            _check_finite(values[0], index)
+            scores.append(ExampleScores(values[0].copy(), bool(values[1].all())))
+        return scores
 
     return score
 
@@ -120,27 +125,28 @@ def make_top_k_scorer(
     axis: Axis = SOLO,
     call: Call | None = None,
     tokens_per_batch: int = 8192,
-) -> TopWords:
-    """Return the function that finds a model's likeliest words, as `make_scorer` does a score.
+) -> TopKScorer:
+    """Make a function that finds a model's `top_k` most likely tokens at each scored position.
 
     Args:
         stages_or_model: As in `make_scorer`.
-        top_k: How many words are kept for each token.
-        temperature: What logits are divided by first.
+        top_k: Number of tokens per position.
+        temperature: Divides the logits.
         axis: As in `make_scorer`.
-        call: How a batch enters the model.
-        tokens_per_batch: How many tokens a rank computes at a time.
+        call: As in `make_scorer`.
+        tokens_per_batch: As in `make_scorer`.
 
     Returns:
-        `top_words(examples) -> [(ids, logprobs)]`, of the words that might have stood where each
-        counting token does: int64 and float64 `[scored, top_k]`, likeliest first.
+        `score(examples) -> [(ids, logprobs)]`: int64 and float64 `[scored, top_k]`, most likely
+        first. Otherwise as in `make_scorer`; it raises ValueError if the vocabulary is smaller than
+        `top_k`.
 
     Raises:
-        ValueError: `top_k` is below 1, or `temperature` is not above 0; later, there are not so
-            many words.
+        ValueError: `top_k` is below 1, or `temperature` is not above 0.
 
     Effects:
-        As `make_scorer`.
+        None here. The returned function communicates on the axes of the stages, and puts modules
+        into evaluation mode for its duration.
 
     Examples:
         >>> from trainkit.models.decoder import build_decoder
@@ -154,48 +160,49 @@ def make_top_k_scorer(
     if temperature <= 0:
         raise ValueError(f"make_top_k_scorer: temperature must be above 0, got {temperature}")
     stages = as_stages(stages_or_model, "make_top_k_scorer", axis=axis, call=call)
-    measure = partial(_top_words, top_k=top_k, temperature=temperature)
-    values_of = _bind(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch)
+    measure = partial(_find_top_k, top_k=top_k, temperature=temperature)
+    compute = _make_compute(stages, measure, 2 * top_k, tokens_per_batch=tokens_per_batch)
 
-    def top_words(examples: Sequence[Example]) -> list[tuple[np.ndarray[Any, Any], ...]]:
-        found = list[tuple[np.ndarray[Any, Any], ...]]()
-        for number, values in enumerate(values_of(examples)):
-            ids, logprobs = values[:top_k].T.astype(np.int64), values[top_k:].T.copy()
-            _check_finite(logprobs, number)
-            found.append((ids, logprobs))
-        return found
+    def score(examples: Sequence[Example]) -> list[tuple[np.ndarray[Any, Any], ...]]:
+        results: list[tuple[np.ndarray[Any, Any], ...]] = []
+        for index, values in enumerate(compute(examples)):
+            logprobs = values[top_k:].T.copy()
+            _check_finite(logprobs, index)
+            results.append((values[:top_k].T.astype(np.int64), logprobs))
+        return results
 
-    return top_words
+    return score
 
 
-def _bind(
+def _make_compute(
     stages: Stages,
     measure: Callable[[Any, Tensor], Sequence[Tensor]],
     width: int,
     *,
     tokens_per_batch: int,
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
-    """Return what gives `width` numbers of each counting token, `[width, scored]` of an example."""
+    """Return a function that computes `width` values per scored token, `[width, scored]` each."""
     check_range("make_scorer", at_least=1, tokens_per_batch=tokens_per_batch)
-    place = stages.place
-    multiple = 2 * place.ring.count if place.ring.count > 1 else 1
-    length_multiple = multiple * place.ulysses.count * stages.tp.count
+    data_shard = stages.place
+    multiple = 2 * data_shard.ring.count if data_shard.ring.count > 1 else 1
+    length_multiple = multiple * data_shard.ulysses.count * stages.tp.count
 
-    def values_of(examples: Sequence[Example]) -> list[np.ndarray[Any, Any]]:
+    def compute(examples: Sequence[Example]) -> list[np.ndarray[Any, Any]]:
         if not examples:
             return []
-        _check(examples)
+        _check_examples(examples)
         lengths = np.array([len(example.ids) - 1 for example in examples])
         longest = int(align(lengths, multiple).max())
         capacity = -(-longest // length_multiple) * length_multiple
         bins = pack_bins(lengths, capacity, multiple_of=multiple, overlong="error", group_size=0)
-        ends = _begins(bins) + lengths
-        counting = [slice(end - x.scored, end) for end, x in zip(ends, examples, strict=True)]
-        labels = np.full(len(bins) * capacity + 1, IGNORED_LABEL)  # the last one is nowhere: -1
-        for example, own in zip(examples, counting, strict=True):
-            labels[own] = example.ids[-example.scored :]
-        rows = _dealt(len(bins), place, rows=max(1, tokens_per_batch // capacity))
-        found = _run(
+        ends = _find_starts(bins) + lengths
+        scored = [slice(end - x.scored, end) for end, x in zip(ends, examples, strict=True)]
+        # One more label at the end, where the token_index of padding, -1, points.
+        labels = np.full(len(bins) * capacity + 1, IGNORED_LABEL)
+        for example, positions in zip(examples, scored, strict=True):
+            labels[positions] = example.ids[-example.scored :]
+        rows = _assign_rows(len(bins), data_shard, rows=max(1, tokens_per_batch // capacity))
+        local = _measure_rows(
             stages,
             examples,
             bins,
@@ -204,13 +211,14 @@ def _bind(
             measure=measure,
             width=width,
         )
-        table = all_sum(all_sum(found, stages.loss), stages.pp).cpu().numpy()
-        return [table[:, own] for own in counting]
+        # Each token is non-zero on one rank alone, so the sum gathers.
+        table = all_sum(all_sum(local, stages.loss), stages.pp).cpu().numpy()
+        return [table[:, positions] for positions in scored]
 
-    return values_of
+    return compute
 
 
-def _run(
+def _measure_rows(
     stages: Stages,
     examples: Sequence[Example],
     bins: Bins,
@@ -220,65 +228,64 @@ def _run(
     measure: Callable[[Any, Tensor], Sequence[Tensor]],
     width: int,
 ) -> Tensor:
-    """Return what is measured of the tokens of this rank `[width, rows x S]`, else 0."""
-    device, last = compute_device(stages[0]), places_of(stages, stages.pp)[-1].last
+    """Return the values of this rank's tokens, `[width, rows x S]`, and 0 for others."""
+    device = compute_device(stages[0])
+    is_last = get_stage_places(stages, stages.pp)[-1].last
     table = torch.zeros(width, len(labels) - 1, dtype=torch.float64, device=device)
     inputs = make_corpus(example.ids[:-1] for example in examples)
-    with evaluating(stages):
-        for chosen in rows:
-            batch = collate_bins(inputs, bins, chosen, row_positions=chosen)
+    with use_eval_mode(stages):
+        for batch_rows in rows:
+            batch = collate_bins(inputs, bins, batch_rows, row_positions=batch_rows)
             batch = attrs.evolve(batch, labels=labels[batch.token_index])
-            part = shard_sequence(batch, ring=stages.ring.share, ulysses=stages.ulysses.share)
-            part = to_device(part, device)
-            output = forward_stages(stages, part)
-            if last:
-                kept = part.labels != IGNORED_LABEL
-                found = [x[kept].double() for x in measure(output, part.labels)]
-                table[:, part.token_index[kept]] = torch.stack(found)
+            batch = shard_sequence(batch, ring=stages.ring.share, ulysses=stages.ulysses.share)
+            batch = to_device(batch, device)
+            output = forward_stages(stages, batch)
+            if is_last:
+                is_label = batch.labels != IGNORED_LABEL
+                values = [x[is_label].double() for x in measure(output, batch.labels)]
+                table[:, batch.token_index[is_label]] = torch.stack(values)
     return table
 
 
-def _begins(bins: Bins) -> IntArray:
-    """Return where each document begins in the flattened rows; each is one piece."""
+def _find_starts(bins: Bins) -> IntArray:
+    """Return the start of each document in the flattened rows; each document is one piece."""
     sizes = align(bins.lengths, bins.multiple_of)
     ends = np.cumsum(sizes)
-    row_of = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
-    before = np.append(0, ends)[bins.offsets[:-1]][row_of]
-    begins = np.empty(len(bins.documents), np.int64)
-    begins[bins.documents] = row_of * bins.capacity + ends - sizes - before
-    return begins
+    row_indices = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
+    before_row = np.append(0, ends)[bins.offsets[:-1]][row_indices]
+    starts = np.empty(len(bins.documents), np.int64)
+    starts[bins.documents] = row_indices * bins.capacity + ends - sizes - before_row
+    return starts
 
 
-def _dealt(num_rows: int, place: DataShard, *, rows: int) -> np.ndarray[Any, Any]:
-    """Return this rank's rows, batch after batch `[batches, rows]`; -1 is a blank one.
+def _assign_rows(num_rows: int, data_shard: DataShard, *, rows: int) -> np.ndarray[Any, Any]:
+    """Return this rank's rows, `[batches, rows]`; -1 is a padding row.
 
     All ranks have the same number of batches.
     """
-    ranks = place.rows.count
-    rows = min(rows, -(-num_rows // ranks))
-    order = np.arange(-(-num_rows // (rows * ranks)) * rows * ranks)
+    num_ranks = data_shard.rows.count
+    rows = min(rows, -(-num_rows // num_ranks))
+    order = np.arange(-(-num_rows // (rows * num_ranks)) * rows * num_ranks)
     order[num_rows:] = -1
-    return order.reshape(-1, ranks, rows)[:, place.rows.index]
+    return order.reshape(-1, num_ranks, rows)[:, data_shard.rows.index]
 
 
-def _scored(values: np.ndarray[Any, Any], number: int) -> ExampleScores:
-    _check_finite(values[0], number)
-    return ExampleScores(values[0].copy(), bool(values[1].all()))
-
-
-def _check_finite(logprobs: np.ndarray[Any, Any], number: int) -> None:
+def _check_finite(logprobs: np.ndarray[Any, Any], index: int) -> None:
     if not np.isfinite(logprobs).all():
-        wrong = logprobs[~np.isfinite(logprobs)][0]
-        what = f"score: a token of example {number} has the log-probability {wrong}"
-        raise NumericsError(what, got=float(wrong), hint="look at the model's weights")
+        value = float(logprobs[~np.isfinite(logprobs)][0])
+        raise NumericsError(
+            f"score: a token of example {index} has the log-probability {value}",
+            got=value,
+            hint="check the model's weights",
+        )
 
 
-def _check(examples: Sequence[Example]) -> None:
-    for number, example in enumerate(examples):
+def _check_examples(examples: Sequence[Example]) -> None:
+    for index, example in enumerate(examples):
         if not 1 <= example.scored < len(example.ids):
-            has = f"{len(example.ids)} tokens of which {example.scored} count"
             raise ValueError(
-                f"score: example {number} has {has}; at least one counts and one does not"
+                f"score: example {index} has {len(example.ids)} tokens of which {example.scored} "
+                "are scored; at least one must be scored, and at least one not"
             )
 
 
@@ -286,16 +293,16 @@ def _check(examples: Sequence[Example]) -> None:
 
 
 def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each label, and whether it is the likeliest word.
+    """Return the log-probability of each label, and whether it is the most likely token.
 
     Args:
-        output: Logits `[..., V]`, or a `Hidden`, whose logits are then made for some tokens at a
-            time, of this rank's words alone.
-        labels: int64 `[...]`; what stands where it is -100 means nothing.
+        output: Logits `[..., V]`, or a `Hidden`, whose logits are computed in chunks of tokens, for
+            this rank's shard of the vocabulary.
+        labels: int64 `[...]`; results are undefined where it is -100.
 
     Returns:
-        fp32 or fp64 `[...]` and bool `[...]`, detached and equal on all ranks of the vocabulary. Of
-        equal logits the first word counts as the likeliest, as for `argmax`.
+        fp32 or fp64 `[...]` and bool `[...]`, detached and equal on all ranks of the vocabulary.
+        Among equal logits the first is the most likely, as for `argmax`.
 
     Raises:
         ValueError: As `losses.cross_entropy_per_token` and `linear_cross_entropy`.
@@ -318,7 +325,7 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     flat = labels.flatten()
 
     def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
-        is_best = _likeliest(logits, axis) == flat[rows]
+        is_best = _find_argmax(logits, axis) == flat[rows]
         losses = scores_(logits, flat[rows], axis).losses
         return torch.stack([losses, losses, is_best.to(losses.dtype)], dim=-1)
 
@@ -328,39 +335,43 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     return -losses.view(labels.shape), is_best.view(labels.shape).bool()
 
 
-def _top_words(output: Any, labels: Tensor, *, top_k: int, temperature: float) -> list[Tensor]:
-    """Return the likeliest words of each token and their log-probabilities, 2 k times `[...]`.
+def _find_top_k(output: Any, labels: Tensor, *, top_k: int, temperature: float) -> list[Tensor]:
+    """Return `top_k` ids, then their log-probabilities, of each position: 2 k tensors `[...]`.
 
-    The ids are floating: exact below 2^24 words in fp32.
+    The ids are floating-point numbers, exact for vocabularies below 2^24 in fp32.
     """
     output = drop_routing(output)
     if isinstance(output, Tensor):
         _check_top_k(top_k, output.shape[-1])
         flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
-        found = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
+        values = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
     else:
         hidden, weight, axis, softcap = Hidden(*output)
         axis = make_vocabulary_axis(weight, axis)
         _check_top_k(top_k, axis.total)
-        factors = cast_factors("top_words", hidden, weight, labels, softcap=softcap, axis=axis)
+        factors = cast_factors(
+            "make_top_k_scorer", hidden, weight, labels, softcap=softcap, axis=axis
+        )
 
         def compute(logits: Tensor, _rows: slice, _gradient: bool) -> Tensor:
             ids, logprobs = likeliest(log_softmax_(logits.div_(temperature), axis), top_k, axis)
             return torch.cat([logprobs[:, :1], ids.to(logprobs.dtype), logprobs], dim=-1)
 
         with torch.no_grad():
-            _, found = linear_in_chunks(factors, compute, axis=axis)
-    return [x.view(labels.shape) for x in found.unbind(-1)]
+            _, values = linear_in_chunks(factors, compute, axis=axis)
+    return [x.view(labels.shape) for x in values.unbind(-1)]
 
 
-def _check_top_k(top_k: int, words: int) -> None:
-    if top_k > words:
-        raise ValueError(f"make_top_k_scorer: top_k is {top_k}, and the model has {words} words")
+def _check_top_k(top_k: int, vocab_size: int) -> None:
+    if top_k > vocab_size:
+        raise ValueError(
+            f"make_top_k_scorer: top_k is {top_k}, but the vocabulary has {vocab_size} tokens"
+        )
 
 
-def _likeliest(logits: Tensor, axis: VocabularyAxis) -> Tensor:
-    """Return the first of the likeliest words of each token `[T]`, of logits `[T, V_r]`."""
-    if not logits.shape[-1]:
+def _find_argmax(logits: Tensor, axis: VocabularyAxis) -> Tensor:
+    """Return the argmax `[T]` over a sharded vocabulary, of local logits `[T, V_r]`."""
+    if not logits.shape[-1]:  # a small vocabulary on many ranks
         first = torch.full(logits.shape[:1], axis.total, device=logits.device)
         all_max(logits.new_full(logits.shape[:1], -torch.inf), axis)
         return -all_max(-first, axis)

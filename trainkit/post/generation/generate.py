@@ -17,7 +17,7 @@ from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.models.functional import bare
 from trainkit.models.kv_cache import KVCache
 from trainkit.parallel.generation_call import make_call
-from trainkit.parallel.stage_forward import compute_device, evaluating
+from trainkit.parallel.stage_forward import compute_device, use_eval_mode
 from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
 from trainkit.post.generation.text import Reader, make_reader
 from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
@@ -128,11 +128,7 @@ def generate(
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
     _check(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
-    _check_text_options(stop, tokenizer, stream)
-    if len(row_ids) != len(prompts):
-        raise ValueError(
-            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
-        )
+    _check_options(prompts, row_ids, stop, tokenizer, stream)
     if call is None:
         call = CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
     rows = []
@@ -140,16 +136,10 @@ def generate(
         reader = None if tokenizer is None else make_reader(tokenizer, prompt, stop=stop)
         rows.append(_Row(index, {*stop_ids}, reader, stream))
     if max_new_tokens and rows:
-        noise = make_noise(
-            row_ids,
-            [*map(len, prompts)],
-            max_new_tokens,
-            seed=sampling.seed,
-            device=compute_device(model),
-        )
+        device = compute_device(model)
         # inference_mode saves a tenth of a small model's step over no_grad; FSDP does not take it.
         is_plain = isinstance(call, CachedCall) and call.call is call_with_cache
-        with evaluating([model]), torch.inference_mode() if is_plain else nullcontext():
+        with use_eval_mode([model]), torch.inference_mode() if is_plain else nullcontext():
             model = bare(model) if is_plain else model
             if isinstance(call, CachedCall):
                 compute_logits = _make_cached_logits(model, call)
@@ -159,10 +149,12 @@ def generate(
                 rows,
                 prompts,
                 compute_logits,
-                noise,
+                row_ids=row_ids,
+                max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 context=context,
                 vocab_size=vocab_size,
+                device=device,
             )
     return [row.finish() for row in rows]
 
@@ -180,32 +172,36 @@ def _sample(
     rows: Sequence[_Row],
     prompts: Sequence[Sequence[int]],
     compute_logits: _ComputeLogits,
-    noise: Tensor,
     *,
+    row_ids: Sequence[int],
+    max_new_tokens: int,
     sampling: Sampling,
     context: int,
     vocab_size: int | None,
+    device: torch.device,
 ) -> None:
     """Sample tokens until all rows have ended; no tensor that stays between steps grows."""
+    starts = [*map(len, prompts)]
+    noise = make_noise(row_ids, starts, max_new_tokens, seed=sampling.seed, device=device)
     text = _make_text(prompts, noise)
     active = [*rows]
-    kept = seen = None
+    selected = seen = None
     for step in range(noise.shape[1]):
-        logits = compute_logits(text, kept, context)[:, :vocab_size]
+        logits = compute_logits(text, selected, context)[:, :vocab_size]
         if sampling.repetition_penalty != 1 and seen is None:
             seen = _find_seen(text, logits.shape[1])
         tokens = next_tokens(logits, noise[:, step], sampling, seen=seen)
         remaining = [i for i, token in enumerate(tokens.tolist()) if active[i].add(token)]
         if not remaining:
             return
-        kept = None
+        selected = None
         if len(remaining) < len(active):
-            kept = torch.tensor(remaining, device=noise.device)
+            selected = torch.tensor(remaining, device=noise.device)
             active = [active[i] for i in remaining]
-            tokens = tokens[kept]
-            noise = noise[kept]
-            text = text.select_rows(kept)
-            seen = None if seen is None else seen[kept]
+            tokens = tokens[selected]
+            noise = noise[selected]
+            text = text.select_rows(selected)
+            seen = None if seen is None else seen[selected]
         text = text.add_tokens(tokens)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
@@ -299,7 +295,9 @@ def answer_questions(
         >>> from trainkit.models import build_decoder, make_decoder_config
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
-        >>> model = build_decoder(make_decoder_config("tiny", vocab_size=tokenizer.vocab_size), seed=0)
+        >>> model = build_decoder(
+        ...     make_decoder_config("tiny", vocab_size=tokenizer.vocab_size), seed=0
+        ... )
         >>> answers = answer_questions(
         ...     model,
         ...     ["1+1?", "2+2?"],
@@ -530,16 +528,16 @@ def _find_seen(text: _Text, vocab_size: int) -> Tensor:
 # --------------------------------------------------------------------------------------- the logits
 
 _ComputeLogits = Callable[[_Text, "Tensor | None", int], Tensor]
-"""`compute_logits(text, kept, context) -> [R, V]`, for the next token of each row. `kept` are the
-indices of the previous call's rows that remain, or None if all do.
+"""`compute_logits(text, selected, context) -> [R, V]`, for the next token of each row. `selected`
+are the indices of the previous call's rows that remain, or None if all do.
 """
 
 
 def _make_uncached_logits(model: nn.Module, call: Call) -> _ComputeLogits:
     """Return a function that runs a module over each row's window separately."""
 
-    def compute_logits(text: _Text, kept: Tensor | None, context: int) -> Tensor:
-        del kept
+    def compute_logits(text: _Text, selected: Tensor | None, context: int) -> Tensor:
+        del selected
         logits = []
         for row, start in zip(text.ids, text.starts, strict=True):
             ids = row[max(start, text.end - context) : text.end]
@@ -558,15 +556,15 @@ def _make_cached_logits(model: nn.Module, call: CachedCall) -> _ComputeLogits:
     """Return a function that runs a decoder over the newest tokens, or whole windows if needed."""
     batch: dict[str, Any] = {"cache": None}
 
-    def compute_logits(text: _Text, kept: Tensor | None, context: int) -> Tensor:
+    def compute_logits(text: _Text, selected: Tensor | None, context: int) -> Tensor:
         nonlocal batch
         cache: KVCache | None = batch["cache"]
-        if cache is not None and kept is not None:
-            cache = cache.of_rows(kept)
+        if cache is not None and selected is not None:
+            cache = cache.of_rows(selected)
         longest = text.end - min(text.starts)
         if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
             batch = _make_window_batch(text, context, cache)
-        elif kept is None and cache.slots is None:
+        elif selected is None and cache.slots is None:
             batch = _advance_token_batch(text, cache, batch)
         else:
             batch = _make_token_batch(text, cache)
@@ -676,11 +674,17 @@ def _check(
             )
 
 
-def _check_text_options(
+def _check_options(
+    prompts: Sequence[Sequence[int]],
+    row_ids: Sequence[int],
     stop: Sequence[str],
     tokenizer: Tokenizer | None,
     stream: Callable[[int, str], None] | None,
 ) -> None:
+    if len(row_ids) != len(prompts):
+        raise ValueError(
+            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
+        )
     if "" in stop:
         raise ValueError("generate: a stop string is empty, and would end every text")
     if tokenizer is None and (stop or stream):

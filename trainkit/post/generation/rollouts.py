@@ -151,17 +151,12 @@ def sample_answers(
     )
     answers = []
     for index, (ids, completion) in enumerate(zip(prompt_ids, completions, strict=True)):
+        group = index // answers_per_prompt
         truncated = completion.ended == "length"
+        # generate drops the stop token, but the model must learn to end its answers.
+        answer_ids = completion.ids + ([] if truncated or stop_id is None else [stop_id])
         answers.append(
-            Answer(
-                prompt=prompts[index // answers_per_prompt],
-                prompt_ids=ids,
-                text=completion.text or "",
-                # generate drops the stop token, but the model must learn to end its answers.
-                ids=completion.ids + ([] if truncated or stop_id is None else [stop_id]),
-                group=index // answers_per_prompt,
-                truncated=truncated,
-            )
+            Answer(prompts[group], ids, completion.text or "", answer_ids, group, truncated)
         )
     return answers
 

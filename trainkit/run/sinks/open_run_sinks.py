@@ -85,15 +85,9 @@ def open_run_sinks(
         bar: dict[str, Any] = {}
         if sys.stdout is not None:  # it is None where it was closed before Python started
             bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
+        run = _read_identity(run_dir)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
-        event(
-            "start",
-            step=step,
-            repeated=rewound.dropped,
-            ranks=share.count,
-            last=last,
-            run=_read_identity(run_dir),
-        )
+        event("start", step=step, repeated=rewound.dropped, ranks=share.count, last=last, run=run)
         with (
             _end_event(event, lambda: reached),
             add_handler(

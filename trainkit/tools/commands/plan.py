@@ -75,6 +75,8 @@ def add(plan: argparse.ArgumentParser) -> None:
     """Add the command's flags to its parser."""
     work = plan.add_argument_group("model and training")
     _add_work(work)
+    _add_memory(work)
+    _add_sharding(work)
     _add_training(work)
     _add_machines(plan.add_argument_group("machines"))
     only = plan.add_argument_group("only layouts with these degrees")
@@ -103,6 +105,9 @@ def _add_work(group: Any) -> None:
     group.add_argument(
         "--documents", type=int, default=1, metavar="N", help="documents per row (1)"
     )
+
+
+def _add_memory(group: Any) -> None:
     group.add_argument(
         "--recompute",
         nargs="+",
@@ -137,6 +142,9 @@ def _add_work(group: Any) -> None:
         default="fp32",
         help="dtype of the optimizer's moments (fp32)",
     )
+
+
+def _add_sharding(group: Any) -> None:
     group.add_argument("--schedule", default="1f1b", help="pipeline schedule (1f1b)")
     group.add_argument(
         "--reduce",

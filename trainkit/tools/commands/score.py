@@ -86,20 +86,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     with parallel_session() as ps:
         plan = [parallel.mixed_precision(parallel.DTYPES[compute])]
         stages = adapters.build_trained_stages(trained.path, make_model, ps, plan)
-        if options.top_k is None:
-            score = evaluation.make_scorer(
-                stages, call=models.call_routed, tokens_per_batch=options.batch
-            )
-            columns = evaluation.make_logprob_columns(score)
-        else:
-            score_top_k = evaluation.make_top_k_scorer(
-                stages,
-                options.top_k,
-                call=models.call_routed,
-                tokens_per_batch=options.batch,
-                temperature=temperature,
-            )
-            columns = evaluation.make_top_k_columns(score_top_k, options.top_k)
+        columns = _make_columns(options, stages, temperature)
         parts_reused = evaluation.score_corpus(
             columns,
             corpus,
@@ -124,6 +111,26 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         "tokens": int(corpus.offsets[-1]),
         "context": trained.context,
     }, 0
+
+
+def _make_columns(options: argparse.Namespace, stages: Any, temperature: float) -> Any:
+    """Return the columns to store, and their measure."""
+    from trainkit import models  # noqa: PLC0415
+    from trainkit.post import evaluation  # noqa: PLC0415 - torch
+
+    if options.top_k is None:
+        score = evaluation.make_scorer(
+            stages, call=models.call_routed, tokens_per_batch=options.batch
+        )
+        return evaluation.make_logprob_columns(score)
+    score_top_k = evaluation.make_top_k_scorer(
+        stages,
+        options.top_k,
+        call=models.call_routed,
+        tokens_per_batch=options.batch,
+        temperature=temperature,
+    )
+    return evaluation.make_top_k_columns(score_top_k, options.top_k)
 
 
 def _hash_weights(stages: Any, ps: Any) -> str:

@@ -1,6 +1,6 @@
 """Pictures of a run, of a packing and of a layout, each with the numbers that it shows.
 
-A `plot_` function writes one file; what it shows comes from a pure function beside it, for tests
+A `plot_` function writes one file; its data come from a pure function in the same module, for tests
 and tables. Matplotlib is needed (the extra `recipes`), torch is not.
 """
 

@@ -22,11 +22,11 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @attrs.frozen
 class RankPlace:
-    """One rank: its index on each axis, and which part of tokens and of parameters it holds.
+    """One rank: its index on each axis, and the indices of its shards of tokens and parameters.
 
-    Ranks with the same `tokens` see the same tokens, those with the same `parameters` hold the
-    same parameters. Where experts are dealt, `index` has "ep", which part of them, and
-    "expert_fsdp", which shard of that.
+    Ranks with the same `tokens` have the same tokens, those with the same `parameters` the same
+    parameters. With expert parallelism `index` has "ep", the group of experts, and "expert_fsdp",
+    the shard of it.
     """
 
     rank: int
@@ -73,12 +73,12 @@ def _number(index: Mapping[str, int], sizes: Mapping[str, int], names: tuple[str
 
 
 def plot_mesh(layout: Layout, path: str | Path) -> Path:
-    """Draw where each rank of a layout sits, which tokens and parameters it holds; return where.
+    """Draw the ranks of a layout with their axes, tokens and parameters; return the path.
 
-    A column is a rank. A row above is an axis, which cuts what lies above it into its parts. Below,
-    ranks with the same letter hold the same tokens, ranks with the same number the same parameters.
-    Where experts are dealt, ranks with the same number on "ep" hold the same part of them, and
-    "expert_fsdp" says which shard of it.
+    A column is a rank. Each row at the top is an axis, which divides the row above it. Below, ranks
+    with the same letter have the same tokens, ranks with the same number the same parameters. With
+    expert parallelism, ranks with the same number on "ep" have the same experts, and "expert_fsdp"
+    is the shard of them.
 
     Args:
         layout: The layout; a dp_shard of -1 counts 1.
@@ -123,8 +123,8 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
         color=drawing.INK,
     )
     parts = [len({getattr(p, kind) for p in places}) for kind in ("tokens", "parameters")]
-    told = f"{_count(parts[0], 'part')} of the tokens, {parts[1]} of the parameters"
-    axes.set_xlabel(told, loc="left", color=drawing.GREY)
+    label = f"{_count(parts[0], 'part')} of the tokens, {parts[1]} of the parameters"
+    axes.set_xlabel(label, loc="left", color=drawing.GREY)
     drawing.bare(axes)
     axes.tick_params(axis="y", labelcolor=drawing.INK)
     return drawing.save_picture("plot_mesh", figure, path)

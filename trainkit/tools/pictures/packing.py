@@ -82,12 +82,12 @@ def _facts(report: dict[str, int | float]) -> str:
     """Say where the padding is, and what became of documents that are not whole in a row."""
     names = ("empty", "split", "truncated", "dropped")
     counts = {name: report.get(f"{name}_documents", 0) for name in names}
-    told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    documents = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     padding = (
         f"{_padding(report):,} tokens of padding: {report['row_padding']:,} at the ends of rows, "
         f"{report['alignment_padding']:,} to align pieces"
     )
-    return padding + (f"\nof {report['documents']:,} documents: {told}" if told else "")
+    return padding + (f"\nof {report['documents']:,} documents: {documents}" if documents else "")
 
 
 def _draw_lengths(axes: Axes, bins: Bins, lengths: IntArray | None) -> None:
@@ -109,8 +109,8 @@ def _draw_lengths(axes: Axes, bins: Bins, lengths: IntArray | None) -> None:
     axes.set_yticks([])
     axes.set_ylim(bottom=0)
     what = "pieces" if lengths is None else "documents"
-    told = f"{what} per bar, by length in tokens (the highest bar: {counts.max():,})"
-    axes.set_title(told if values.size else f"no {what}", loc="left", fontsize=9, color=GREY)
+    title = f"{what} per bar, by length in tokens (the highest bar: {counts.max():,})"
+    axes.set_title(title if values.size else f"no {what}", loc="left", fontsize=9, color=GREY)
 
 
 def _draw_rows(axes: Axes, bins: Bins) -> None:
@@ -132,8 +132,8 @@ def _draw_rows(axes: Axes, bins: Bins) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("tokens", fontsize=9, color=GREY)
     some = "the rows" if len(shown) == len(bins) else f"{len(shown)} of {len(bins):,} rows"
-    told = f"{some}: pieces blue, padding orange" + ", many thin pieces pale" * merged
-    axes.set_title(told, loc="left", fontsize=9, color=GREY)
+    title = f"{some}: pieces blue, padding orange" + ", many thin pieces pale" * merged
+    axes.set_title(title, loc="left", fontsize=9, color=GREY)
 
 
 def _spans(bins: Bins, row: int) -> tuple[IntArray, IntArray, np.ndarray[Any, Any]]:

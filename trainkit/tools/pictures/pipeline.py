@@ -79,12 +79,12 @@ def simulate_pipeline(
         )
     stages = len(assign_stages(schedule, pp, per_rank=stages_per_rank)) // pp
     if schedule in ("gpipe", "1f1b"):
-        orders = [_single_order(schedule, rank, pp, microbatches) for rank in range(pp)]
+        orders = [_list_single_order(schedule, rank, pp, microbatches) for rank in range(pp)]
     elif stages > 1:
         orders = _torch_orders(schedule, pp, microbatches, stages)
     else:
         raise ValueError(f"simulate_pipeline: {schedule} is drawn with at least two stages a rank")
-    return _timed(orders, last=pp * stages - 1, per_rank=stages)
+    return _assign_times(orders, last=pp * stages - 1, per_rank=stages)
 
 
 def bubble_fraction(tasks: Sequence[PipelineTask]) -> float:
@@ -100,7 +100,7 @@ def bubble_fraction(tasks: Sequence[PipelineTask]) -> float:
     return round(1 - work / whole, 12)
 
 
-def _single_order(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
+def _list_single_order(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
     """Return the order of one stage: so many forwards, then backwards and forwards in turn.
 
     Not asked of torch: its record of 1F1B for the last rank begins with microbatch 1, which is not
@@ -143,7 +143,7 @@ def _action(action: Any) -> Action:
     return action.computation_type.value, action.stage_index, action.microbatch_index
 
 
-def _timed(orders: list[list[Action]], *, last: int, per_rank: int) -> list[PipelineTask]:
+def _assign_times(orders: list[list[Action]], *, last: int, per_rank: int) -> list[PipelineTask]:
     """Let each rank do its actions in order, each as soon as what it needs is there."""
     ends: dict[Action, int] = {}
     free = [0] * len(orders)
@@ -152,7 +152,7 @@ def _timed(orders: list[list[Action]], *, last: int, per_rank: int) -> list[Pipe
     while any(todo):
         before = len(tasks)
         for rank, queue in enumerate(todo):
-            while queue and (ready := _ready(queue[0], ends, last)) is not None:
+            while queue and (ready := _find_ready_time(queue[0], ends, last)) is not None:
                 action = kind, stage, microbatch = queue.pop(0)
                 begin = max(free[rank], ready)
                 ends[action] = free[rank] = end = begin + _UNITS[kind]
@@ -162,7 +162,7 @@ def _timed(orders: list[list[Action]], *, last: int, per_rank: int) -> list[Pipe
     return sorted(tasks, key=lambda task: (task.begin, task.rank))
 
 
-def _ready(action: Action, ends: dict[Action, int], last: int) -> int | None:
+def _find_ready_time(action: Action, ends: dict[Action, int], last: int) -> int | None:
     """Return when what an action needs is there, or None while that is not known."""
     kind, stage, microbatch = action
     if kind == "F":
@@ -228,8 +228,8 @@ def plot_pipeline(
     every = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, tasks) in zip(every, timelines.items(), strict=True):
         _draw_timeline(axes, tasks, pp)
-        told = f"{name}: bubble {100 * bubble_fraction(tasks):.1f} %"
-        axes.set_title(told, loc="left", fontsize=10, color=drawing.INK)
+        title = f"{name}: bubble {100 * bubble_fraction(tasks):.1f} %"
+        axes.set_title(title, loc="left", fontsize=10, color=drawing.INK)
     every[-1].set_xlim(0, longest)
     every[-1].tick_params(axis="x", length=3)
     every[-1].set_xlabel("time; the forward pass of a rank's layers takes 1", color=drawing.GREY)
@@ -244,19 +244,24 @@ def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
     for rank in range(pp):
         axes.broken_barh([(0, whole)], (rank + 0.06, 0.88), linewidth=0, **_BUBBLE)
     colours = [_SHADES[task.kind][task.stage >= pp] for task in tasks]
-    boxes = [_box(task.begin, task.end, task.rank + 0.06, task.rank + 0.94) for task in tasks]
+    boxes = [_make_box(task.begin, task.end, task.rank + 0.06, task.rank + 0.94) for task in tasks]
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolor="white", linewidth=0.8))
     for task, colour in zip(tasks, colours, strict=True):
-        place = (task.begin + task.end) / 2, task.rank + 0.51
-        size = 8 if task.end - task.begin >= 1 else 6.5
-        style = {"fontsize": size, "color": drawing.ink_on(colour), "ha": "center", "va": "center"}
-        axes.text(*place, str(task.microbatch), **style)
+        axes.text(
+            (task.begin + task.end) / 2,
+            task.rank + 0.51,
+            str(task.microbatch),
+            fontsize=8 if task.end - task.begin >= 1 else 6.5,
+            color=drawing.ink_on(colour),
+            ha="center",
+            va="center",
+        )
     axes.set_ylim(pp, 0)
     axes.set_yticks([rank + 0.5 for rank in range(pp)], [f"rank {rank}" for rank in range(pp)])
     drawing.bare(axes)
 
 
-def _box(left: float, right: float, top: float, bottom: float) -> list[tuple[float, float]]:
+def _make_box(left: float, right: float, top: float, bottom: float) -> list[tuple[float, float]]:
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 

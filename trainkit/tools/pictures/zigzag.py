@@ -136,7 +136,7 @@ def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
     """
     drawing.check_picture("plot_zigzag", Path(path))
     if ring > 8:
-        raise ValueError(f"plot_zigzag: 8 ranks can be told apart by colour, got {ring}")
+        raise ValueError(f"plot_zigzag: there are colors for at most 8 ranks, got {ring}")
     chunks, blocks = zigzag_chunks(lengths, ring), ring_blocks(lengths, ring)
     top = 0.24 * (ring + 1) + 0.2
     figure = drawing.new_figure(9, top + 5.2)
@@ -151,12 +151,18 @@ def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
     """Draw the row, and below it what each rank holds of it."""
     taken = [0] * ring
     for chunk in chunks:
-        size, colour = chunk.end - chunk.begin, drawing.colour_of(chunk.rank)
-        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8}
-        for row, begin in ((0.0, chunk.begin), (chunk.rank + 1.3, taken[chunk.rank])):
-            axes.broken_barh([(begin, size)], (row + 0.06, 0.88), **style)
+        size = chunk.end - chunk.begin
+        color = drawing.colour_of(chunk.rank)
+        for row, start in ((0.0, chunk.begin), (chunk.rank + 1.3, taken[chunk.rank])):
+            axes.broken_barh(
+                [(start, size)],
+                (row + 0.06, 0.88),
+                facecolor=color,
+                edgecolor="white",
+                linewidth=0.8,
+            )
             if size * 60 > chunks[-1].end:
-                _write(axes, begin + size / 2, row + 0.52, str(chunk.index), colour)
+                _write(axes, start + size / 2, row + 0.52, str(chunk.index), color)
         taken[chunk.rank] += size
     for chunk in chunks:
         if chunk.index == 0:
@@ -168,8 +174,10 @@ def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
     rows = [0.5, *(rank + 1.8 for rank in range(ring))]
     axes.set_yticks(rows, ["row", *(f"rank {rank}" for rank in range(ring))])
     axes.set_xlabel("tokens", fontsize=9, color=drawing.GREY)
-    told = f"each document cut into {2 * ring} chunks: rank r holds chunks r and {2 * ring - 1} - r"
-    axes.set_title(told, loc="left", fontsize=10, color=drawing.INK)
+    title = (
+        f"each document cut into {2 * ring} chunks: rank r holds chunks r and {2 * ring - 1} - r"
+    )
+    axes.set_title(title, loc="left", fontsize=10, color=drawing.INK)
     drawing.bare(axes)
 
 

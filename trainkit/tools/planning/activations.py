@@ -1,4 +1,4 @@
-"""What a block and the output layer keep for the backward pass, in bytes."""
+"""Bytes of the activations that a block and the output layer save for backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.parallel.recompute_budget import WHOLE, Result, fitting
 from trainkit.tools.planning.jobs import FP32, Job
 from trainkit.types import Layout
 
-_SMALL = 2**22  # elements: losses.linear_cross_entropy has logits below this in one chunk
+_MAX_CHUNK_LOGITS = 2**22  # losses.linear_cross_entropy computes fewer in one chunk
 
 
 @attrs.frozen
@@ -20,17 +20,17 @@ class Block:
     """Bytes of one block and one microbatch.
 
     Args:
-        kept: What waits for backward.
-        backward: What exists at the worst moment of its backward, with what is computed again.
-        movable: What of `kept` may lie in host memory meanwhile; see
-            `parallel.offload_activations`.
-        used: What of it backward needs at once, whatever may stay: three for two gradients.
-        again: Which part of its products, and of attention, backward computes again.
-        split: The gradients that those of its weights are made of, which a schedule that splits
-            backward holds meanwhile.
+        saved: Activations saved for backward.
+        backward: Peak memory of its backward, with recomputed activations.
+        movable: The part of `saved` that may be offloaded; see `parallel.offload_activations`.
+        used: The part of `movable` that backward needs at once on the device: three for two
+            gradients.
+        again: Fractions of its matmuls, and of attention, that backward recomputes.
+        split: Output gradients that a schedule with a split backward holds until it computes the
+            gradients of the weights.
     """
 
-    kept: int
+    saved: int
     backward: int
     movable: int
     used: int
@@ -38,46 +38,42 @@ class Block:
     split: int = 0
 
 
-def block_activations(
-    job: Job, layout: Layout, *, fused_norms: bool, experts: bool = False
-) -> Block:
-    """Return what one block keeps for its backward, and the most that this backward holds.
+def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool = False) -> Block:
+    """Estimate the activations that one block saves for backward, and the peak of its backward.
 
     Without recomputation, in elements per token, with tp = ring = ulysses = 1:
 
         6 D + 2 Q + 2 K + 4 F + H
 
-    the input of both norms, the normed copy (only where a norm is not one kernel, which then keeps
-    both in fp32) and the output of both; rotated queries, keys, values, and attention's output;
-    gate, silu(gate), up and their product; attention's log-sum-exp, one fp32 number per head.
-    Recomputation keeps the block's input, D, and results of operators: those of the groups that it
-    names, or what fits into a fraction of all of the above. See `results_of`.
-    Backward computes the rest again, one block at a time. Tensor parallelism divides all but two D,
-    the gathered inputs of attention and MLP. Ulysses keeps attention's output a second time,
-    exchanged back.
+    the input of both norms, the normed copy (only where a norm is not one kernel; both are then in
+    fp32) and the output of both; rotated queries, keys, values, and attention's output; gate,
+    silu(gate), up and their product; attention's log-sum-exp, one fp32 number per head.
+    Recomputation saves the block's input, D, and outputs of operators: of the groups that it names,
+    or as many as fit into a fraction of all of the above. See `list_results`. Backward recomputes
+    the others, one block at a time. Tensor parallelism divides all but two D, the gathered inputs
+    of attention and MLP. Ulysses saves attention's output twice, before and after its all-to-all.
 
-    Latent attention has in place of D + 2 Q + 2 K, for R and C columns of latents of queries, and
-    of keys and values, D + 2 R + 2 C and what attention is given and gives; where heads of values
-    are narrower, kernels fill them up, so that this is 4 Q for equal numbers of heads, and O for
-    the O columns of the output that are cut from it. Tensor parallelism gathers normed latents and
-    divides D.
+    Latent attention replaces D + 2 Q + 2 K, for R and C columns of latents of queries, and of keys
+    and values, by D + 2 R + 2 C and attention's inputs and output. Kernels pad narrower value
+    heads, so that the latter are 4 Q for equal numbers of heads, and O for the O columns of the
+    output without the padding. Tensor parallelism gathers normed latents and divides D.
 
-    The worst moment of backward is the product of the MLP: two gradients of F and the incoming one
-    of D besides all that is kept; or, where heads are wider than the MLP, attention, when what the
-    MLP has kept is gone: gradients of queries, keys, values and the output.
+    The peak of backward is at the product in the MLP: two gradients of F and the incoming one of D,
+    with all saved activations; or, where heads are wider than the MLP, at attention, after those of
+    the MLP are freed: gradients of queries, keys, values and the output.
 
-    An expert layer has in place of the MLP's D + 4 F, for k experts of a token and S columns of the
-    shared one,
+    An expert layer replaces the MLP's D + 4 F, for k experts of a token and S columns of the shared
+    one, by
 
         D + k (2 D + 4 F) + 4 S
 
-    the normed input, rows in the order of experts and their outputs, and for each row as much as an
-    MLP keeps; and in numbers of 4 bytes 2 E + 8 k + 4: logits and scores, choices, their weights,
-    two orders of them (over ep also 4 k, two orders of what comes). In bf16 the router reads an
-    input of its own, in fp32. All recomputation keeps the choices, 2 k of these. Rows are taken to
-    be balanced over ep: as many come as go. Backward holds, beside the incoming D and the gradients
-    of E, k D more, or gradients of the product as in an MLP if these are larger; a forward pass
-    that is repeated has its result beside. Tensor parallelism divides all of this, by tokens.
+    the normed input, rows sorted by expert and their outputs, and for each row the activations of
+    an MLP; and 2 E + 8 k + 4 numbers of 4 bytes: logits and scores, choices, their weights, two
+    permutations (over ep also 4 k, two permutations of received rows). In bf16 the router has a
+    separate input in fp32. Recomputation always saves the choices, 2 k of these. Rows are assumed
+    to be balanced over ep. The peak of backward adds the incoming D and the gradients of E, and k D
+    or the gradients of the product as in an MLP, if these are larger, and the output of a repeated
+    forward pass. Tensor parallelism divides all of this, by tokens.
 
     The counting follows Korthikanti et al., "Reducing activation recomputation in large transformer
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
@@ -85,20 +81,20 @@ def block_activations(
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.types import Precision
-        >>> kept = Precision(compute="fp32")
-        >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1, precision=kept)
-        >>> block_activations(job, Layout(), fused_norms=True).kept / 400  # 8 D + 4 F + H + 2
+        >>> fp32 = Precision(compute="fp32")
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1, precision=fp32)
+        >>> estimate_block(job, Layout(), fused_norms=True).saved / 400  # 8 D + 4 F + H + 2
         2566.0
     """
     item, tokens = job.itemsize, tokens_per_microbatch(job, layout)
-    first, half = _halves(job, layout, fused_norms, experts=experts)
+    first, half = _estimate_halves(job, layout, fused_norms, experts=experts)
     split = job.config.width / layout.tp  # between the blocks, whose tokens tp divides
     numbers = first.numbers + 2 / layout.tp + half.numbers  # also a root mean square per norm
-    norms = 2 * split * _of_norm(job, fused_norms)
-    everything = norms + first.kept + half.kept
-    worst = max(everything + half.beside, norms / 2 + first.kept + first.beside)
+    norms = 2 * split * _count_norm_copies(job, fused_norms)
+    everything = norms + first.saved + half.saved
+    worst = max(everything + half.gradients, norms / 2 + first.saved + first.gradients)
     whole, given = everything * item + numbers * FP32, split * item
-    results, mode = _numbered(first, half), read_mode(job.recompute)
+    results, mode = _number_products(first, half), read_mode(job.recompute)
     # Of a block's last product, which is no result, and of its normed inputs.
     passed = given + 2 * split * (item if fused_norms else FP32)
     held, movable, left = whole, whole, list[Result]()
@@ -108,39 +104,38 @@ def block_activations(
         stay = sum(x.size for x in results if x not in left)
         held, movable = given + half.choices * FP32 + stay, given
     return Block(
-        kept=round(tokens * held),
+        saved=round(tokens * held),
         backward=round(tokens * (worst * item + numbers * FP32)),
         movable=round(tokens * movable),
-        used=round(tokens * min(movable, 1.5 * (half.beside - split) * item)),
+        used=round(tokens * min(movable, 1.5 * (half.gradients - split) * item)),
         again=(
-            _operations(left) / _operations(results),
+            _count_operations(left) / _count_operations(results),
             float(any(x.group == "attention" for x in left)),
         ),
         split=round(tokens * (sum(x.size for x in results if x.group == "products") + passed)),
     )
 
 
-def _operations(results: Sequence[Result]) -> float:
+def _count_operations(results: Sequence[Result]) -> float:
     return sum(x.inner * x.size for x in results)
 
 
-def results_of(job: Job, layout: Layout, *, experts: bool = False) -> list[Result]:
-    """Return the results of a block that recomputation can keep, in the order that it makes them.
+def list_results(job: Job, layout: Layout, *, experts: bool = False) -> list[Result]:
+    """List the operator outputs of a block that recomputation can save, in order of computation.
 
-    Sizes are bytes of a token. Products with matrices, the last one only where more than a sum asks
-    for it; attention, and each step of a ring is one; and what comes from ranks of ep and goes
-    back.
+    Sizes are bytes per token. They are the outputs of matmuls (of the last one only if more than a
+    sum reads it), of attention (one per step of a ring), and of the all-to-alls of ep.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny"), row_length=100, rows=1)
-        >>> [(x.group, x.inner) for x in results_of(job, Layout())][2:5]
+        >>> [(x.group, x.inner) for x in list_results(job, Layout())][2:5]
         [('products', 128), ('attention', 0), ('products', 128.0)]
     """
-    return _numbered(*_halves(job, layout, fused_norms=True, experts=experts))
+    return _number_products(*_estimate_halves(job, layout, fused_norms=True, experts=experts))
 
 
-def _numbered(first: _Half, half: _Half) -> list[Result]:
+def _number_products(first: _Half, half: _Half) -> list[Result]:
     results = [*first.results, *half.results]
     products = [i for i, x in enumerate(results) if x.group == "products"]
     for number, i in enumerate(products):
@@ -150,59 +145,62 @@ def _numbered(first: _Half, half: _Half) -> list[Result]:
 
 @attrs.frozen
 class _Half:
-    """Numbers per token of attention or what follows it, in the computation's dtype or in fp32.
+    """Elements per token of a block's attention, or of its MLP or expert layer.
 
     Args:
-        kept: What waits for backward without recomputation, without the input of the norm.
-        results: What recomputation can keep, in bytes.
-        beside: Gradients at the worst moment of backward.
-        numbers: What is kept in fp32.
-        choices: What is on the tape of a forward pass that is repeated.
+        saved: Activations saved without recomputation, in the dtype of computation, without the
+            input of the norm.
+        results: Operator outputs that recomputation can save, in bytes.
+        gradients: Gradients at the peak of backward.
+        numbers: Saved elements in fp32.
+        choices: Saved elements in fp32 of a forward pass that is repeated.
     """
 
-    kept: float
+    saved: float
     results: Sequence[Result]
-    beside: float
+    gradients: float
     numbers: float = 0.0
     choices: float = 0.0
 
 
-def _halves(job: Job, layout: Layout, fused_norms: bool, *, experts: bool) -> tuple[_Half, _Half]:
-    of = _of_latents if job.config.latents is not None else _of_attention
-    rest = _of_experts(job, layout) if experts else _of_mlp(job, layout.tp)
+def _estimate_halves(
+    job: Job, layout: Layout, fused_norms: bool, *, experts: bool
+) -> tuple[_Half, _Half]:
+    of = _estimate_latent_attention if job.config.latents is not None else _estimate_attention
+    rest = _estimate_experts(job, layout) if experts else _estimate_mlp(job, layout.tp)
     return of(job, layout, fused_norms), rest
 
 
-def _products(item: float, *shapes: tuple[float, float]) -> list[Result]:
+def _make_products(item: float, *shapes: tuple[float, float]) -> list[Result]:
     """Return the results of products by (inner width, columns)."""
     return [Result("products", WHOLE, inner, columns * item) for inner, columns in shapes]
 
 
-def _attended(job: Job, layout: Layout, columns: float) -> list[Result]:
+def _make_attention_results(job: Job, layout: Layout, columns: float) -> list[Result]:
     heads = job.config.heads // layout.tp
     return [Result("attention", WHOLE, 0, columns * job.itemsize + heads * FP32)] * layout.ring
 
 
-def _of_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
+def _estimate_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     config, tp, item = job.config, layout.tp, job.itemsize
     d, heads, kv_heads = config.width, config.heads // tp, config.kv_heads // tp
     q, k, *_ = attention_widths(config, layout)
-    kept = d + 2 * q + 2 * k + (q if _output_is_copied(job, layout, fused_norms) else 0)
+    saved = d + 2 * q + 2 * k + (q if _is_output_copied(job, layout, fused_norms) else 0)
     if config.qk_norm:
-        kept += _of_norm(job, fused_norms) * (q + kv_heads * config.head_size)
-    made = _products(item, (d, q), *[(d, kv_heads * config.head_size)] * 2)
+        saved += _count_norm_copies(job, fused_norms) * (q + kv_heads * config.head_size)
+    made = _make_products(item, (d, q), *[(d, kv_heads * config.head_size)] * 2)
     return _Half(
-        kept=kept,
-        results=[*made, *_attended(job, layout, q), *_products(item, (q, d))],
-        beside=d / tp + 2 * q + 2 * k,
+        saved=saved,
+        results=[*made, *_make_attention_results(job, layout, q), *_make_products(item, (q, d))],
+        gradients=d / tp + 2 * q + 2 * k,
         numbers=heads + bool(config.qk_norm) * (heads + kv_heads),
     )
 
 
-def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
+def _estimate_latent_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     config, tp, made, item = job.config, layout.tp, job.config.latents, job.itemsize
     assert made is not None
-    d, heads, copies = config.width, config.heads // tp, _of_norm(job, fused_norms)
+    d, heads, copies = config.width, config.heads // tp, _count_norm_copies(job, fused_norms)
     q, k, v, out = attention_widths(config, layout)
     # Kernels take one size of head, and fill up with zeros what is narrower; the ring's inside.
     wide = heads * max(config.head_size, config.value_size) if layout.ring == 1 else 0
@@ -210,7 +208,7 @@ def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     made_of = heads * (made.plain + made.values)  # of which values are a view, until something is
     values = max(v, wide) if filled else made_of if layout.ulysses == 1 else v
     exchanged = v * filled * (layout.ulysses > 1)
-    again = out * (cut or _output_is_copied(job, layout, fused_norms))
+    again = out * (cut or _is_output_copied(job, layout, fused_norms))
     rank = made.query_rank or 0
     queries = rank * (1 + copies / tp) or d * (tp > 1)
     latents = queries + made.kv_rank * (1 + copies / tp)
@@ -218,29 +216,29 @@ def _of_latents(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     of_queries = [(d, rank / tp), (rank, q)] if rank else [(d, q)]
     of_keys = (d, made.kv_rank / tp), (made.kv_rank, made_of), (d, made.rotary / tp)
     return _Half(
-        kept=d / tp + latents + kernel + exchanged + again,
+        saved=d / tp + latents + kernel + exchanged + again,
         results=[
-            *_products(item, *of_queries, *of_keys),
-            *_attended(job, layout, max(q, out)),
-            *_products(item, (out, d)),
+            *_make_products(item, *of_queries, *of_keys),
+            *_make_attention_results(job, layout, max(q, out)),
+            *_make_products(item, (out, d)),
         ],
-        beside=d / tp + kernel - again,
+        gradients=d / tp + kernel - again,
         numbers=heads + (1 + (rank > 0)) / tp,
     )
 
 
-def _of_mlp(job: Job, tp: int) -> _Half:
+def _estimate_mlp(job: Job, tp: int) -> _Half:
     config = job.config
     d, f, products = config.width, config.mlp_width // tp, 1 + config.how_fed.gated
     after = [(f, d)] * config.how_normed.after  # without, nobody asks for the result
     return _Half(
-        kept=d + 2 * products * f,
-        results=_products(job.itemsize, *[(d, f)] * products, *after),
-        beside=d + products * f,
+        saved=d + 2 * products * f,
+        results=_make_products(job.itemsize, *[(d, f)] * products, *after),
+        gradients=d + products * f,
     )
 
 
-def _of_experts(job: Job, layout: Layout) -> _Half:
+def _estimate_experts(job: Job, layout: Layout) -> _Half:
     experts, d, tp = job.config.experts, job.config.width, layout.tp
     assert experts is not None
     k, f, shared = experts.chosen, experts.width, experts.shared
@@ -249,23 +247,23 @@ def _of_experts(job: Job, layout: Layout) -> _Half:
     inputs = d * (not low or shared > 0)
     summed = d * (1 + low * FP32 / job.itemsize)  # rows are weighted and summed in fp32
     scores = experts.count * FP32 / job.itemsize
-    dealt = layout.ep > 1
-    sent = [Result("exchanges", WHOLE, 0, k * d * item)] * dealt
-    own = _products(item, (d, k * f), (d, k * f), (f, k * d))
-    beside = _products(item, (d, shared), (d, shared), (shared, d)) if shared else []
+    is_sharded = layout.ep > 1
+    sent = [Result("exchanges", WHOLE, 0, k * d * item)] * is_sharded
+    own = _make_products(item, (d, k * f), (d, k * f), (f, k * d))
+    of_shared = _make_products(item, (d, shared), (d, shared), (shared, d)) if shared else []
     return _Half(
-        kept=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
-        results=[*_products(item, (d, scores)), *sent, *own, *sent, *beside],
-        beside=(d + d * again + scores + k * max(summed, 2 * f - d)) / tp,
-        numbers=(2 * experts.count + (8 + 4 * dealt) * k + 4 + d * low) / tp,
+        saved=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
+        results=[*_make_products(item, (d, scores)), *sent, *own, *sent, *of_shared],
+        gradients=(d + d * again + scores + k * max(summed, 2 * f - d)) / tp,
+        numbers=(2 * experts.count + (8 + 4 * is_sharded) * k + 4 + d * low) / tp,
         choices=2 * k / tp,
     )
 
 
-def _of_norm(job: Job, fused_norms: bool) -> int:
-    """Return how many numbers a norm keeps for each of its input, in the computation's dtype.
+def _count_norm_copies(job: Job, fused_norms: bool) -> int:
+    """Count the elements that a norm saves per input element, in the dtype of computation.
 
-    Its input; where it is not one kernel also the normed one, and both are in fp32.
+    One kernel saves its input; separate operators also the normed input, both in fp32.
     """
     return 1 if fused_norms else 2 * FP32 // job.itemsize
 
@@ -283,20 +281,20 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
 
 
 def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, float, float, float]:
-    """Return the columns of queries, keys, values and the output as attention sees them.
+    """Return the columns of attention's queries, keys, values and output.
 
-    Ulysses repeats key heads that are fewer than it.
+    Ulysses repeats key heads if there are fewer than its ranks.
     """
     heads, kv_heads = config.heads / layout.tp, max(config.kv_heads // layout.tp, layout.ulysses)
     size, of_values = config.head_size, config.value_size
     return heads * size, kv_heads * size, kv_heads * of_values, heads * of_values
 
 
-def _output_is_copied(job: Job, layout: Layout, fused_norms: bool) -> bool:
-    """Say whether the output of attention is kept twice: by attention, and as wo's input.
+def _is_output_copied(job: Job, layout: Layout, fused_norms: bool) -> bool:
+    """Return whether the output of attention is saved twice: by attention, and as wo's input.
 
-    Ulysses exchanges it; and where documents, or parts of one that is longer than a window, are
-    attended one by one, on a CPU, they are joined.
+    That is so after the all-to-all of Ulysses; and on a CPU where documents, or windows of a longer
+    one, are computed one by one and concatenated.
     """
     sliding = job.config.sliding
     cut = job.documents > 1 or (sliding is not None and sliding.window < job.row_length)
@@ -308,43 +306,43 @@ class Head:
     """Bytes of the last norm, the output layer and the loss, for one microbatch.
 
     Args:
-        kept: What waits for backward.
-        beside: What exists besides at the worst moment of the loss and the start of its backward.
+        saved: Tensors saved for backward.
+        temporary: Further tensors at the peak of the loss and the start of its backward.
     """
 
-    kept: int = 0
-    beside: int = 0
+    saved: int = 0
+    temporary: int = 0
 
 
-def head_activations(job: Job, layout: Layout, *, fused_norms: bool, trained: bool = True) -> Head:
-    """Return what the output layer and the loss keep and need.
+def estimate_head(job: Job, layout: Layout, *, fused_norms: bool, trained: bool = True) -> Head:
+    """Estimate the memory of the output layer and the loss.
 
-    `linear_cross_entropy` makes logits chunk by chunk, and keeps the gradients of the hidden states
-    (T x D) and of the weight (V x D, fp32), if that is `trained`, which are ready when forward
-    ends; backward scales them into a second pair. Under tensor parallelism V is a part of the
-    vocabulary. Fewer than 2^22 logits in fp32 without it exist all at once, and those of the plain
-    loss, whole in every layout: log-probabilities are kept, and there are as many gradients of them
-    and of the logits.
+    `linear_cross_entropy` computes logits in chunks, and saves the gradients of the hidden states
+    (T x D) and, if `trained`, of the weight (V x D, fp32), which its forward computes; backward
+    scales them into a second pair. Under tensor parallelism V is this rank's shard of the
+    vocabulary. Without it, fewer than 2^22 logits in fp32 are computed at once, and so are those of
+    the plain loss, for the full vocabulary in every layout: log-probabilities are saved, and there
+    are as many gradients of them and of the logits.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
         >>> for loss in ("linear", "plain"):
-        ...     head = head_activations(attrs.evolve(job, loss=loss), Layout(), fused_norms=True)
-        ...     print(f"{(head.kept + head.beside) / 2**30:.1f} GiB")
+        ...     head = estimate_head(attrs.evolve(job, loss=loss), Layout(), fused_norms=True)
+        ...     print(f"{(head.saved + head.temporary) / 2**30:.1f} GiB")
         5.1 GiB
         13.8 GiB
     """
     config, item = job.config, job.itemsize
     parts = 1 if job.loss == "plain" else layout.tp
     tokens, words = tokens_per_microbatch(job, layout), config.vocab_size // parts
-    copies = _of_norm(job, fused_norms)
+    copies = _count_norm_copies(job, fused_norms)
     norm = round(tokens * config.width * (copies / layout.tp + 1) * item)
     low = item != FP32
-    if logits_at_once(job, layout):
+    if has_full_logits(job, layout):
         logits = tokens * words
         return Head(norm + logits * FP32, logits * (2 * FP32 + (item if low else 0)))
-    chunk = min(chunk_of_tokens(job, layout), tokens)
+    chunk = min(count_chunk_tokens(job, layout), tokens)
     logits = chunk * words * (FP32 + (item if low else 0))
     weight = words * config.width
     gradients = tokens * config.width * item + weight * FP32 * trained
@@ -352,29 +350,29 @@ def head_activations(job: Job, layout: Layout, *, fused_norms: bool, trained: bo
     return Head(norm + gradients, max(logits, gradients + cast))
 
 
-def logits_at_once(job: Job, layout: Layout) -> bool:
-    """Say whether all logits of a microbatch exist at once.
+def has_full_logits(job: Job, layout: Layout) -> bool:
+    """Return whether all logits of a microbatch are computed at once.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> from trainkit.types import Precision
-        >>> kept = Precision(compute="fp32")
-        >>> job = Job(config=make_decoder_config("tiny"), row_length=8, rows=1, precision=kept)
-        >>> logits_at_once(job, Layout()), logits_at_once(job, Layout(tp=2))
+        >>> fp32 = Precision(compute="fp32")
+        >>> job = Job(config=make_decoder_config("tiny"), row_length=8, rows=1, precision=fp32)
+        >>> has_full_logits(job, Layout()), has_full_logits(job, Layout(tp=2))
         (True, False)
     """
     words = job.config.vocab_size
-    few = tokens_per_microbatch(job, layout) * words <= _SMALL
+    few = tokens_per_microbatch(job, layout) * words <= _MAX_CHUNK_LOGITS
     return job.loss == "plain" or (few and job.precision.compute == "fp32" and layout.tp == 1)
 
 
-def chunk_of_tokens(job: Job, layout: Layout) -> int:
-    """Return how many tokens' logits exist at a time, as `linear_cross_entropy` chooses.
+def count_chunk_tokens(job: Job, layout: Layout) -> int:
+    """Return the number of tokens in a chunk of `linear_cross_entropy`.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=1)
-        >>> chunk_of_tokens(job, Layout())
+        >>> count_chunk_tokens(job, Layout())
         2048
     """
-    return max(1, job.config.width // 2, _SMALL // (job.config.vocab_size // layout.tp))
+    return max(1, job.config.width // 2, _MAX_CHUNK_LOGITS // (job.config.vocab_size // layout.tp))

@@ -1,4 +1,4 @@
-"""What is trained, every layout of a world that could do it, and which of them are possible."""
+"""The job to plan for, all layouts of a world, and the reasons why some are impossible."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FP32 = 4
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def _items(options: Any) -> tuple[tuple[str, Any], ...]:
+def _make_items(options: Any) -> tuple[tuple[str, Any], ...]:
     """Return a mapping as pairs, by which a job can be compared and hashed."""
     return tuple(dict(options).items())
 
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """What is trained, and how: everything that a plan needs to know except layout and machine."""
+    """The model and its training: all inputs of a plan except layout and machine."""
 
     config: DecoderConfig
     """The model."""
@@ -59,9 +59,11 @@ class Job:
 
     precision: Precision = attrs.field(
         default=Precision(compute="bf16"),
-        validator=satisfies(lambda told: told.compute != "auto", "of a compute other than auto"),
+        validator=satisfies(
+            lambda precision: precision.compute != "auto", "of a compute other than auto"
+        ),
     )
-    """What is computed and kept for backward in, and what parameters, sums and moments are."""
+    """Dtypes of computation and saved activations, of parameters, reductions and moments."""
 
     loss: Literal["linear", "plain"] = attrs.field(
         default="linear", validator=one_of("linear", "plain")
@@ -71,7 +73,7 @@ class Job:
     optimizer: str = "adamw"
     """What steps, a name of `optim.OPTIMIZERS`: what it remembers."""
 
-    optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_items)
+    optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_make_items)
     """Its options, given as a mapping: {"moments": "bf16"}."""
 
     mean: bool = False
@@ -107,7 +109,7 @@ class Job:
 
 
 def stages_per_rank(layout: Layout) -> int:
-    """Return how many pipeline stages a rank holds: 2 where a schedule wants several, else 1.
+    """Count the pipeline stages of a rank: 2 for schedules with several, else 1.
 
     Examples:
         >>> stages_per_rank(Layout(pp=2, schedule="dual_pipe_v")), stages_per_rank(Layout(pp=2))
@@ -117,7 +119,7 @@ def stages_per_rank(layout: Layout) -> int:
 
 
 def num_microbatches(job: Job, layout: Layout) -> int:
-    """Return how many microbatches a rank computes in a step; the last may hold blank rows.
+    """Count the microbatches of a rank in a step; the last may have padding rows.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -129,13 +131,13 @@ def num_microbatches(job: Job, layout: Layout) -> int:
 
 
 def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) -> Iterator[Layout]:
-    """Yield every layout of a world: all ways to write it as a product of six degrees.
+    """Yield every layout of a world: all factorizations into the degrees.
 
     Args:
         world: The number of ranks.
-        like: What all of them have in common, besides the degrees.
-        experts: Those of a layer; they are dealt to each number of ranks that divides them and the
-            ranks that parameters are sharded over.
+        like: A layout with the options that all of them share, besides the degrees.
+        experts: Experts of a layer; ep takes every degree that divides them and the number of ranks
+            that parameters are sharded over.
 
     Examples:
         >>> [str(layout) for layout in list_layouts(2)][:3]
@@ -147,7 +149,7 @@ def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) ->
     """
     like = like or Layout()
     names = like.axes["world"]
-    for degrees in _factorisations(world, len(names)):
+    for degrees in _list_factorizations(world, len(names)):
         named: Any = dict(zip(names, degrees, strict=True))
         layout = attrs.evolve(like, **named, ep=1)
         common = math.gcd(experts, layout.count("fsdp"))
@@ -155,21 +157,20 @@ def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) ->
             yield attrs.evolve(layout, ep=ep)
 
 
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            for rest in _factorisations(number // first, parts - 1):
+            for rest in _list_factorizations(number // first, parts - 1):
                 yield (first, *rest)
 
 
 def explain_refusal(job: Job, layout: Layout) -> str | None:
-    """Say in one sentence why a layout is impossible for a job, or return None.
+    """Return the reason why a layout is impossible for a job, or None.
 
-    The rules are `parallel.problems`', for rows that are packed in the multiples that the ring asks
-    for, on GPUs.
+    The rules are those of `parallel.problems`, for rows packed in multiples of 2 x ring, on GPUs.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -185,13 +186,13 @@ def explain_refusal(job: Job, layout: Layout) -> str | None:
         microbatch=job.microbatch,
         multiple_of=2 * layout.ring,
     )
-    asked = attrs.evolve(layout, reshard_after_forward=reshards(layout))
-    found = problems(asked, job.config, rows, world=layout.world, device="cuda")
+    layout = attrs.evolve(layout, reshard_after_forward=reshards(layout))
+    found = problems(layout, job.config, rows, world=layout.world, device="cuda")
     return found[0].what if found else None
 
 
 def reshards(layout: Layout) -> bool:
-    """Say whether FSDP may free a block's parameters after forward: not where backward is split.
+    """Return whether FSDP may free a block's parameters after forward: not if backward is split.
 
     Examples:
         >>> split = Layout(pp=2, schedule="dual_pipe_v")

@@ -53,7 +53,7 @@ def get_hardware(name: str) -> Hardware:
 
     Arithmetic and wires are the makers' data sheets': tensor cores without structured sparsity;
     fp32 without TF32, which torch leaves off; half of NVLink's two-way figure; one network card per
-    device, of 200 Gbit/s beside an A100 and of 400 Gbit/s beside the others. Memory is what torch
+    device, of 200 Gbit/s per A100 and of 400 Gbit/s per GPU of the others. Memory is what torch
     reports. "cpu" is a guess at two cores of a server that talk by gloo.
 
     Args:

@@ -1,8 +1,8 @@
-"""What a rank holds in its memory, in bytes, and the largest sum of it at any moment of a step.
+"""Memory of a rank in bytes, by kind, and its peak over a step.
 
-The formulas follow what this library's decoder keeps, not a general transformer. Letters: T tokens
-of a microbatch on this rank, D width, Q and K columns of queries and keys, F of the MLP, V words,
-all after division by the degrees that split them.
+The formulas are for this library's decoder, not for a general transformer. Letters: T tokens of a
+microbatch on this rank, D width, Q and K columns of queries and keys, F of the MLP, V size of the
+vocabulary, all after division by the degrees that shard them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trainkit.optim.table import OPTIMIZERS, list_precision_options, state_bytes
 from trainkit.tools.planning.activations import (
     Block,
     Head,
-    block_activations,
-    head_activations,
+    estimate_block,
+    estimate_head,
     tokens_per_microbatch,
 )
 from trainkit.tools.planning.jobs import FP32, Job, num_microbatches, stages_per_rank
@@ -25,41 +25,41 @@ from trainkit.tools.planning.stages import (
     BUCKET,
     Part,
     Sharding,
-    blocks_of,
-    buffers_of,
-    ends_of,
-    in_flight,
-    part_of,
-    sharding_of,
-    units_apart,
+    count_in_flight,
+    estimate_buffers,
+    estimate_sharding,
+    find_part,
+    get_blocks,
+    get_ends,
+    separate_units,
 )
-from trainkit.tools.planning.weights import Held, Sizes, Units, units_of
+from trainkit.tools.planning.weights import Params, Sizes, Units, compute_units
 from trainkit.types import Layout
 
 
 @attrs.frozen
 class MemoryEstimate:
-    """Bytes of the rank that needs most, each kind at its largest, and the peak of their sum.
+    """Bytes of the rank with the highest peak: the maximum of each kind, and the peak of their sum.
 
-    The peak is less than the sum of the kinds: gradients come while activations go. It is the
-    device's: with `cpu_offload` the first three kinds are in host memory instead, and with
+    The peak is less than the sum of the kinds: gradients appear while activations are freed. It is
+    the device's: with `cpu_offload` the first three kinds are in host memory, and with
     `Job.offload_optimizer` the third is.
 
     Args:
-        parameters: This rank's part of the parameters, and of matrices in few bits.
-        gradients: Of the gradients of those that are trained.
-        optimizer: Of the optimizer's state, of the same.
-        activations: What the blocks keep for backward, and what one block's backward takes besides.
-        logits: What the output layer and the loss need at once.
-        gathered: FSDP's gathered parameters, and gradients that are not scattered yet; or the
+        parameters: This rank's shard of the parameters, and of quantized matrices.
+        gradients: Gradients of trainable parameters.
+        optimizer: Optimizer state of trainable parameters.
+        activations: Activations that the blocks save, and temporaries of one block's backward.
+        logits: Tensors of the output layer and the loss.
+        gathered: FSDP's gathered parameters, and gradients before their reduce-scatter; or the
             copies of parameters that `precision` casts.
-        buffers: What communication needs: key and value blocks, stage boundaries.
-        peak: The largest sum of all of these at any moment.
-        moment: When that is.
-        pp_rank: Which pipeline rank it is.
-        host: Bytes in host memory: optimizer state and activations that are offloaded; with
-            `cpu_offload` also parameters and gradients.
-        between: What is left on the device between two steps, which `parallel.offload_state` frees.
+        buffers: Communication buffers: key and value blocks, stage boundaries.
+        peak: The maximum over a step of the sum of these.
+        moment: The moment of the peak.
+        pp_rank: The pipeline rank.
+        host: Bytes in host memory: offloaded optimizer state and activations; with `cpu_offload`
+            also parameters and gradients.
+        between: Device memory between two steps, which `parallel.offload_state` frees.
     """
 
     parameters: int
@@ -84,13 +84,13 @@ def estimate_memory(
     fused_norms: bool = True,
     in_backward: bool = False,
 ) -> MemoryEstimate:
-    """Return what a pipeline rank holds: the one that needs most, or the one that is asked for.
+    """Estimate the memory of one pipeline rank, by default of the one with the highest peak.
 
     Args:
-        job: What is trained, and how.
+        job: Model and training.
         layout: The degrees.
-        pp_rank: Which pipeline rank; None takes the one whose peak is the highest.
-        fused_norms: Whether a norm is one kernel, as on a GPU, and keeps its input alone.
+        pp_rank: The pipeline rank; None takes the one with the highest peak.
+        fused_norms: Whether a norm is one kernel, as on a GPU, and saves its input alone.
         in_backward: Whether parameters are stepped as their gradients arrive, by
             `grads.make_step_in_backward`.
 
@@ -105,19 +105,16 @@ def estimate_memory(
     """
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
     if job.config.experts is not None:  # the first of those with most of them
-        ranks.add(max(range(layout.pp), key=lambda rank: part_of(job, layout, rank).experts))
+        ranks.add(max(range(layout.pp), key=lambda rank: find_part(job, layout, rank).experts))
     found = [
-        _memory_of_rank(job, layout, rank, fused_norms=fused_norms, in_backward=in_backward)
+        _estimate_rank_memory(job, layout, rank, fused_norms=fused_norms, in_backward=in_backward)
         for rank in (sorted(ranks) if pp_rank is None else [pp_rank])
     ]
     return max(found, key=lambda memory: memory.peak)
 
 
-def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
-    """Return the bytes of an optimizer's state: of hidden layers, and of the ends of a model.
-
-    Of all parameters, and of the one of which it is the most.
-    """
+def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, int]:
+    """Return the bytes of optimizer state: of all parameters, and of the largest one."""
     options = {
         **list_precision_options(job.optimizer, job.precision),
         **dict(job.optimizer_options),
@@ -128,8 +125,8 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         of = partial(state_bytes, job.optimizer, options, hidden=hidden)
         short = of(in_blocks=False) * own.short
-        besides = rest + FP32 * (job.mean and not _keeps_mean(job))
-        each.append((own, of() * (own.shard - own.short) + short + besides * own.shard))
+        extra = rest + FP32 * (job.mean and not _has_mean(job))
+        each.append((own, of() * (own.shard - own.short) + short + extra * own.shard))
     kind = OPTIMIZERS[job.optimizer]
     draws = options.get("rounding") == "stochastic" or (
         kind.narrow and options.get("moments", "fp32") != "fp32"
@@ -139,34 +136,34 @@ def _remembered(job: Job, blocks: Held, ends: Held) -> tuple[int, int]:
     return sum(round(size) for _, size in each) + counts, most
 
 
-def _keeps_mean(job: Job) -> bool:
-    """Say whether an optimizer has a mean of the weights anyway."""
+def _has_mean(job: Job) -> bool:
+    """Return whether an optimizer's own state includes averaged weights."""
     return "mean" in getattr(OPTIMIZERS[job.optimizer].make, "copies", ())
 
 
-def _memory_of_rank(
+def _estimate_rank_memory(
     job: Job, layout: Layout, pp_rank: int, *, fused_norms: bool, in_backward: bool
 ) -> MemoryEstimate:
-    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
-    ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
-    own, rank = (blocks + ends).trained, _rank_of(job, layout, pp_rank, fused_norms)
+    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
+    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
+    own, rank = (blocks + ends).trained, _estimate_rank(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
     gradients = own.shard * FP32
-    optimizer, of_one = _remembered(job, blocks, ends)
-    buffers = buffers_of(job, layout, pp_rank)
+    optimizer, of_one = _estimate_optimizer(job, blocks, ends)
+    buffers = estimate_buffers(job, layout, pp_rank)
     if in_backward and not rank.later:
         rank = attrs.evolve(rank, stays=False)
-    moments = _moments(rank)
+    moments = _estimate_moments(rank)
     if job.offload_optimizer:
         moments["optimizer step"] += of_one
-    if job.mean and not _keeps_mean(job):  # what it moves to; and on a device, whether it may
+    if job.mean and not _has_mean(job):  # what it moves to; and on a device, whether it may
         copies = 2 if fused_norms else 1
         moments["optimizer step"] += copies * FP32 * own.largest * own.shard / max(own.whole, 1)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
-        moments["sum over the sequence"] = rank.gradients + _flat_buffers(own) * FP32
+        moments["sum over the sequence"] = rank.gradients + _count_buffer_elements(own) * FP32
     if layout.tp > 1 and not layout.cpu_offload:
         whole = units.whole(part.numbers).trained
-        moments["sum over tp"] = rank.gradients + _flat_buffers(whole) * FP32
+        moments["sum over tp"] = rank.gradients + _count_buffer_elements(whole) * FP32
     moment = max(moments, key=lambda name: moments[name])
     remembered = layout.cpu_offload or job.offload_optimizer
     between = (not layout.cpu_offload) * parameters + (not remembered) * optimizer
@@ -177,11 +174,11 @@ def _memory_of_rank(
         gradients=gradients if rank.stays else 0,
         optimizer=optimizer,
         activations=round(
-            rank.waiting(rank.held, 0) - rank.held * rank.casts - one.kept + one.backward
+            rank.waiting(rank.held, 0) - rank.held * rank.casts - one.saved + one.backward
         ),
-        logits=rank.heads * rank.head.kept + rank.head.beside,
+        logits=rank.heads * rank.head.saved + rank.head.temporary,
         gathered=max(shard.ends, shard.head, shard.first)
-        + (shard.unit + shard.ahead + shard.scatter + _unreduced(rank))
+        + (shard.unit + shard.ahead + shard.scatter + _estimate_unreduced(rank))
         + round(max(rank.held * rank.casts, rank.cast)),
         buffers=buffers,
         peak=round(between + buffers + moments[moment]),
@@ -192,70 +189,72 @@ def _memory_of_rank(
     )  # fmt: skip
 
 
-def _rank_of(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank:
-    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
-    ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
+def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank:
+    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
+    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
     counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
-        experts: block_activations(job, layout, fused_norms=fused_norms, experts=experts)
+        experts: estimate_block(job, layout, fused_norms=fused_norms, experts=experts)
         for experts, many in counts.items()
         if many
     }
-    of_blocks = _kept(job, part, units, kinds)
+    of_blocks = _estimate_saved(job, part, units, kinds)
     largest = max(kinds.values(), key=lambda block: block.backward)
-    of_stage, of_block = _casts(job, layout, part, units)
+    of_stage, of_block = _estimate_casts(job, layout, part, units)
     again = job.recompute != "none"  # then backward casts them once more, a block at a time
     return _Rank(
         job=job,
         layout=layout,
         part=part,
         blocks=blocks.trained,
-        unit=_largest_unit(part, units),
+        unit=_find_largest_unit(part, units),
         ends=ends.trained,
-        apart=units_apart(job, layout, part=part)[1].trained,
+        apart=separate_units(job, layout, part=part)[1].trained,
         activations=largest,
-        kept=of_blocks[0] / stages_per_rank(layout) + _passed_on(job, layout, part),
+        saved=of_blocks[0] / stages_per_rank(layout) + _estimate_stage_outputs(job, layout, part),
         movable=of_blocks[1] / stages_per_rank(layout),
         casts=0.0 if again else of_stage,
         cast=of_block,
-        head=_head(job, layout, part, units, fused_norms),
-        sharding=sharding_of(job, layout, part=part),
-        unpacked=_unpacked(job, layout, part) if blocks.packed.whole else 0,
+        head=_estimate_head(job, layout, part, units, fused_norms),
+        sharding=estimate_sharding(job, layout, part=part),
+        unpacked=_estimate_dequantized(job, layout, part) if blocks.packed.whole else 0,
         layers=part.layers / stages_per_rank(layout),
-        held=in_flight(job, layout, pp_rank, split=largest.split / largest.kept),
+        held=count_in_flight(job, layout, pp_rank, split=largest.split / largest.saved),
         later=num_microbatches(job, layout) * stages_per_rank(layout) - 1,
-        heads=_heads_in_flight(job, layout, pp_rank),
+        heads=_count_heads_in_flight(job, layout, pp_rank),
     )
 
 
-def _casts(job: Job, layout: Layout, part: Part, units: Units) -> tuple[float, float]:
+def _estimate_casts(job: Job, layout: Layout, part: Part, units: Units) -> tuple[float, float]:
     """Return the bytes of a stage's and of a block's weights that `precision` casts in forward.
 
     FSDP gathers weights cast, once for all microbatches. Without it each microbatch casts its own.
     """
     if layout.wrapped > 1 or job.precision.compute == job.precision.storage:
         return 0.0, 0.0
-    own = blocks_of(part, units)
+    own = get_blocks(part, units)
     cast = (own.trained.whole + own.frozen.whole) * job.itemsize
     return cast / stages_per_rank(layout), cast / part.layers
 
 
-def _kept(job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]) -> tuple[int, int]:
-    """Return what a rank's blocks keep for backward, and what of it may be moved.
+def _estimate_saved(
+    job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]
+) -> tuple[int, int]:
+    """Return the bytes that a rank's blocks save for backward, and those that may be offloaded.
 
-    Nothing before the first that is trained.
+    Blocks before the first trainable one save nothing.
     """
     routed = {*job.config.expert_layers}
     numbers = [number for number in part.numbers if number >= units.first_trained]
     found = [kinds[number in routed] for number in numbers]
-    return sum(x.kept for x in found), sum(x.movable for x in found)
+    return sum(x.saved for x in found), sum(x.movable for x in found)
 
 
-def _passed_on(job: Job, layout: Layout, part: Part) -> float:
-    """Return the bytes that a waiting microbatch adds to what a stage has passed on.
+def _estimate_stage_outputs(job: Job, layout: Layout, part: Part) -> float:
+    """Return the bytes of a stage's output that a microbatch holds until its backward.
 
-    torch holds its output until its backward. Where a rank has several stages, all that was sent is
-    held to the end of the step, and counted by `buffers_of`: but it has not sent its gradient yet.
+    torch holds the output until then. With several stages on a rank it holds all that was sent to
+    the end of the step, which `estimate_buffers` counts, but the gradient is not sent yet.
     """
     output = tokens_per_microbatch(job, layout) * job.config.width / layout.tp * job.itemsize
     if stages_per_rank(layout) > 1:
@@ -263,30 +262,32 @@ def _passed_on(job: Job, layout: Layout, part: Part) -> float:
     return output if layout.pp > 1 and not part.head else 0.0
 
 
-def _largest_unit(part: Part, units: Units) -> Sizes:
+def _find_largest_unit(part: Part, units: Units) -> Sizes:
     """Return the largest part of a block whose gradients are reduced at once."""
     kinds = [layer for layer, _ in units.counts(part.numbers)]
-    return max((x.trained for y in kinds for x in (y.block, y.dealt)), key=lambda x: x.whole)
+    return max(
+        (x.trained for y in kinds for x in (y.block, y.sharded_experts)), key=lambda x: x.whole
+    )
 
 
-def _unpacked(job: Job, layout: Layout, part: Part) -> int:
-    """Return the bytes of a block's largest matrix, or experts, while a product dequantises it.
+def _estimate_dequantized(job: Job, layout: Layout, part: Part) -> int:
+    """Return the bytes of a block's largest matrix, or experts, while a matmul dequantizes it.
 
-    In fp32, beside its codes as integers, or beside what it is cast to.
+    It is in fp32, together with its codes as integers or its cast copy.
     """
     plain = attrs.evolve(job, begins=(), frozen=frozenset())
-    return blocks_of(part, units_of(plain, layout)).trained.largest * (FP32 + 2)
+    return get_blocks(part, compute_units(plain, layout)).trained.largest * (FP32 + 2)
 
 
-def _head(job: Job, layout: Layout, part: Part, units: Units, fused_norms: bool) -> Head:
+def _estimate_head(job: Job, layout: Layout, part: Part, units: Units, fused_norms: bool) -> Head:
     weight = units.embedding if job.config.tied else units.head
     if not part.head:
         return Head()
     trained = weight.trained.whole > 0
-    return head_activations(job, layout, fused_norms=fused_norms, trained=trained)
+    return estimate_head(job, layout, fused_norms=fused_norms, trained=trained)
 
 
-def _flat_buffers(own: Sizes) -> int:
+def _count_buffer_elements(own: Sizes) -> int:
     """Return the elements of the buffers of a sum: the present one, and the one before it."""
     if not own.whole:
         return 0
@@ -296,16 +297,15 @@ def _flat_buffers(own: Sizes) -> int:
 
 @attrs.frozen
 class _Rank:
-    """All that the moments of a rank's step are made of.
+    """The inputs of the moments of a rank's step.
 
-    `blocks` are all of the rank's that are trained, as the `ends` are, of which `apart` are those
-    that are reduced before the blocks, `unit` is the largest part of one that is reduced at once,
-    `unpacked` what dequantising the largest matrix takes, and `activations` are the largest
-    block's. `layers` are those of one stage and `kept` is what they keep, `movable` the part of it
-    that may be in host memory, `held` the stages times microbatches that wait for backward, `later`
-    how many of them can while others have left their gradients behind, `heads` how many
-    microbatches have seen the output layer and wait, and `stays` whether gradients wait for a step
-    at the end.
+    `blocks` and `ends` are the rank's trainable parameters; `apart` those of the ends that are
+    reduced before the blocks, `unit` the largest part of a block that is reduced at once,
+    `unpacked` the bytes of dequantizing the largest matrix, `activations` the largest block.
+    `layers` is the number of layers of one stage, `saved` the bytes that they save, `movable` those
+    of them that may be offloaded. `held` counts (stage, microbatch) pairs that wait for backward,
+    `later` those that can still wait after a first backward, `heads` the microbatches between
+    output layer and backward. `stays` is whether gradients remain until a step at the end.
     """
 
     job: Job
@@ -316,7 +316,7 @@ class _Rank:
     ends: Sizes
     apart: Sizes
     activations: Block
-    kept: float
+    saved: float
     movable: float
     casts: float
     cast: float
@@ -336,11 +336,11 @@ class _Rank:
         return 0.0 if budget is None else max(0.0, self.held * self.movable - budget)
 
     def waiting(self, stages: float, blocks: int) -> float:
-        """Return the bytes on the device of what some stages and blocks have kept."""
+        """Return the bytes on the device that some stages and blocks have saved."""
         one, budget = self.activations, self.job.offload_activations
         whole, movable = (
             stages * stage + blocks * block
-            for stage, block in ((self.kept, one.kept), (self.movable, one.movable))
+            for stage, block in ((self.saved, one.saved), (self.movable, one.movable))
         )
         away = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
         return whole - away + stages * self.casts + blocks * (self.cast if self.casts else 0.0)
@@ -356,11 +356,11 @@ class _Rank:
         return 0 if self.layout.cpu_offload or not self.stays else FP32
 
 
-def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
-    """Return how many microbatches have seen the output layer and wait for backward, or a part.
+def _count_heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
+    """Count the microbatches between the output layer and the end of their backward.
 
-    All where forwards come first, else one; the interleaved zero bubble delays the gradients of
-    weights by as many as the rank's number.
+    All if forward passes come first, else one; the interleaved zero bubble delays the gradients of
+    weights by the rank's index.
     """
     if layout.pp > 1 and layout.schedule in ("gpipe", "looped_bfs"):
         return num_microbatches(job, layout)
@@ -368,33 +368,33 @@ def _heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
     return min(1 + pp_rank, num_microbatches(job, layout)) if delayed else 1
 
 
-def _unreduced(rank: _Rank) -> int:
-    """Return the bytes of whole gradients that wait for the last microbatch, above their shards."""
+def _estimate_unreduced(rank: _Rank) -> int:
+    """Return the bytes of unsharded gradients before the last microbatch, above their shards."""
     if rank.later == 0 or rank.layout.reduce == "each" or not rank.sharding.scatter:
         return 0
     return (rank.blocks.whole + rank.ends.whole) * rank.job.summed - rank.gradients
 
 
-def _moments(rank: _Rank) -> dict[str, float]:
-    """Return what exists at the moments that can be the worst, beside parameters and optimizer.
+def _estimate_moments(rank: _Rank) -> dict[str, float]:
+    """Return the bytes at all moments that may be the peak, without parameters and optimizer state.
 
-    Twice: in the first backward, when there are no gradients yet, and in a later one.
+    Of the first backward, which starts without gradients, and of a later one.
     """
     moments = {"optimizer step": float(rank.gradients)}
-    passes = [_moments_of_pass(rank, rank.held, before=0)]
+    passes = [_estimate_pass(rank, rank.held, before=0)]
     if rank.later:
-        before = rank.gradients + _unreduced(rank)
-        passes.append(_moments_of_pass(rank, min(rank.held, rank.later), before=before))
+        before = rank.gradients + _estimate_unreduced(rank)
+        passes.append(_estimate_pass(rank, min(rank.held, rank.later), before=before))
     for found in passes:
         moments |= {name: max(size, moments.get(name, 0.0)) for name, size in found.items()}
     return moments
 
 
-def _moments_of_pass(rank: _Rank, held: float, *, before: int) -> dict[str, float]:
-    """Return the moments of one backward that begins with `before` bytes of gradients.
+def _estimate_pass(rank: _Rank, held: float, *, before: int) -> dict[str, float]:
+    """Return the bytes at the moments of one backward that starts with `before` bytes of gradients.
 
-    A gradient that is there already is added to, so that only one weight's is there twice; that of
-    a tied embedding waits until the embedding's own part is there.
+    Existing gradients are accumulated into, so that only one weight's exists twice; that of a tied
+    embedding waits until the embedding's own gradient exists.
     """
     one, shard = rank.activations, rank.sharding
     # The gradient of the output weight, or of the embedding.
@@ -406,7 +406,7 @@ def _moments_of_pass(rank: _Rank, held: float, *, before: int) -> dict[str, floa
     at_end = before + waits if before else head + block * (rank.part.layers - 1)
     weight = rank.blocks.largest * rank.job.itemsize
     of_block = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
-    computed = one.backward - one.kept + weight + rank.unpacked + shard.ends + shard.unit
+    computed = one.backward - one.saved + weight + rank.unpacked + shard.ends + shard.unit
     computed += 0.0 if rank.casts else rank.cast
     ahead = shard.ahead if rank.layers > 1 else 0
     second = rank.waiting(held, -1) + (at_start if before else at_start + block)
@@ -419,7 +419,7 @@ def _moments_of_pass(rank: _Rank, held: float, *, before: int) -> dict[str, floa
     of_head += rank.apart.shard * rank.job.summed
     moments = {
         "loss": (
-            before + rank.waiting(held, 0) + rank.head.kept + rank.head.beside
+            before + rank.waiting(held, 0) + rank.head.saved + rank.head.temporary
             + shard.ends + shard.head + near
         ),
         "reduction of the head": (shard.head > 0) * (
@@ -441,5 +441,5 @@ def _moments_of_pass(rank: _Rank, held: float, *, before: int) -> dict[str, floa
             + shard.ends + shard.first + shard.ends_scatter
         ),
     }  # fmt: skip
-    heads = max(0, rank.heads - 1 - (before > 0)) * rank.head.kept
+    heads = max(0, rank.heads - 1 - (before > 0)) * rank.head.saved
     return {name: size + heads for name, size in moments.items()}

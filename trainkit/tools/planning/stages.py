@@ -11,7 +11,7 @@ from trainkit.models.config import DecoderConfig
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
 from trainkit.tools.planning.activations import attention_widths, tokens_per_microbatch
 from trainkit.tools.planning.jobs import FP32, Job, num_microbatches, reshards, stages_per_rank
-from trainkit.tools.planning.weights import Held, Units, units_of
+from trainkit.tools.planning.weights import Params, Units, compute_units
 from trainkit.types import Layout
 
 BUCKET = 2**24
@@ -35,13 +35,13 @@ class Part:
         return len(self.numbers)
 
 
-def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
+def find_part(job: Job, layout: Layout, pp_rank: int) -> Part:
     """Return what a pipeline rank holds, all of its stages together, as `split_layers` cuts it.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("10m"), row_length=8, rows=8)
-        >>> [part_of(job, Layout(pp=3), rank).layers for rank in range(3)]
+        >>> [find_part(job, Layout(pp=3), rank).layers for rank in range(3)]
         [3, 3, 2]
     """
     if layout.pp == 1:
@@ -50,33 +50,33 @@ def part_of(job: Job, layout: Layout, pp_rank: int) -> Part:
         return Part(every, embedding=True, head=True, experts=many)
     holders = assign_stages(layout.schedule, layout.pp)
     own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
-    ranges = _layers_of_stages(job.config, len(holders))
+    ranges = _split_layers(job.config, len(holders))
     layers = tuple(layer for stage in own for layer in ranges[stage])
     many = len({*layers} & {*job.config.expert_layers})
     return Part(layers, 0 in own, len(holders) - 1 in own, experts=many)
 
 
 @lru_cache(maxsize=64)
-def _layers_of_stages(config: DecoderConfig, stages: int) -> list[range]:
+def _split_layers(config: DecoderConfig, stages: int) -> list[range]:
     blocks, embedding, head = decoder_costs(config)
     return split_layer_ranges(blocks, stages, first=embedding, last=head)
 
 
-def ends_of(part: Part, units: Units, *, tied: bool) -> Held:
+def get_ends(part: Part, units: Units, *, tied: bool) -> Params:
     """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
-    first = units.embedding + units.positions if part.embedding else Held()
-    last = units.norm if part.head else Held()
+    first = units.embedding + units.positions if part.embedding else Params()
+    last = units.norm if part.head else Params()
     if part.head and not (tied and part.embedding):
         last += units.embedding if tied else units.head
     return first + last
 
 
-def blocks_of(part: Part, units: Units) -> Held:
+def get_blocks(part: Part, units: Units) -> Params:
     """Return what a rank owns of its blocks."""
-    return units.blocks(part.numbers) + units.dealt(part.numbers)
+    return units.blocks(part.numbers) + units.sharded_experts(part.numbers)
 
 
-def in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> float:
+def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> float:
     """Return the most (stage, microbatch) pairs whose activations a rank holds at once.
 
     All microbatches for GPipe and looped BFS; p - rank for 1F1B; its interleaved form holds more of
@@ -96,10 +96,10 @@ def in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> fl
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("10m"), row_length=8, rows=8)
-        >>> [in_flight(job, Layout(pp=4), rank) for rank in range(4)]
+        >>> [count_in_flight(job, Layout(pp=4), rank) for rank in range(4)]
         [4, 3, 2, 1]
         >>> layout = Layout(pp=4, schedule="zero_bubble_v")
-        >>> [in_flight(job, layout, rank, split=0.5) for rank in range(4)]
+        >>> [count_in_flight(job, layout, rank, split=0.5) for rank in range(4)]
         [8.5, 8.5, 8.5, 10.5]
     """
     p, v, m, rank = layout.pp, stages_per_rank(layout), num_microbatches(job, layout), pp_rank
@@ -150,7 +150,7 @@ class Sharding:
     head_scatter: int = 0
 
 
-def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
+def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
     """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
 
     Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and
@@ -160,29 +160,29 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny", vocab_size=256), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=8)
-        >>> found = sharding_of(job, layout, part=part_of(job, layout, 0))
+        >>> found = estimate_sharding(job, layout, part=find_part(job, layout, 0))
         >>> found.ends, found.unit, found.ahead, found.scatter, found.ends_scatter
         (65792, 426496, 426496, 852992, 131584)
     """
-    units, item = units_of(job, layout), job.itemsize
-    ends, blocks = ends_of(part, units, tied=job.config.tied), blocks_of(part, units)
+    units, item = compute_units(job, layout), job.itemsize
+    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
     if layout.wrapped == 1:
         cast = item if job.precision.compute != job.precision.storage else 0
         return Sharding(ends=(ends.trained.whole + ends.frozen.whole) * cast)
     kinds = [layer for layer, _ in units.counts(part.numbers)]
     stay = 0 if reshards(layout) else blocks.gathered(item)
     block = 0 if stay else max(x.block.gathered(item) for x in kinds)
-    unit = block and block + max(x.dealt.gathered(item) for x in kinds)
+    unit = block and block + max(x.sharded_experts.gathered(item) for x in kinds)
     others = part.layers // stages_per_rank(layout) - 1
-    asked = min(layout.prefetch, others) * unit
-    scattered = (y.trained.gathered for x in kinds for y in (x.block, x.dealt))
-    first, last = units_apart(job, layout, part=part)
+    prefetched = min(layout.prefetch, others) * unit
+    scattered = (y.trained.gathered for x in kinds for y in (x.block, x.sharded_experts))
+    first, last = separate_units(job, layout, part=part)
     return Sharding(
-        ends=stay if first + last != Held() else ends.gathered(item) + stay,
+        ends=stay if first + last != Params() else ends.gathered(item) + stay,
         unit=unit,
-        ahead=(asked or block) if layout.count("fsdp") > 1 else 0,
+        ahead=(prefetched or block) if layout.count("fsdp") > 1 else 0,
         scatter=max(scattered) * job.summed,
-        ends_scatter=(first if first + last != Held() else ends).trained.gathered * job.summed,
+        ends_scatter=(first if first + last != Params() else ends).trained.gathered * job.summed,
         near=block // layout.reshard_over if layout.reshard_over else 0,
         first=first.gathered(item),
         head=last.gathered(item),
@@ -190,24 +190,24 @@ def sharding_of(job: Job, layout: Layout, *, part: Part) -> Sharding:
     )
 
 
-def units_apart(job: Job, layout: Layout, *, part: Part) -> tuple[Held, Held]:
+def separate_units(job: Job, layout: Layout, *, part: Part) -> tuple[Params, Params]:
     """Return a rank's embedding, and its last norm and head, where `ends_apart` makes them units.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8, rows=8)
         >>> layout = Layout(dp_shard=2, ends_apart=True)
-        >>> [x.trained.tensors for x in units_apart(job, layout, part=part_of(job, layout, 0))]
+        >>> [x.trained.tensors for x in separate_units(job, layout, part=find_part(job, layout, 0))]
         [1, 2]
     """
     if not layout.ends_apart or layout.wrapped == 1 or job.config.tied:
-        return Held(), Held()
-    units = units_of(job, layout)
-    first = units.embedding + units.positions if part.embedding else Held()
-    return first, units.norm + units.head if part.head else Held()
+        return Params(), Params()
+    units = compute_units(job, layout)
+    first = units.embedding + units.positions if part.embedding else Params()
+    return first, units.norm + units.head if part.head else Params()
 
 
-def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
+def estimate_buffers(job: Job, layout: Layout, pp_rank: int) -> int:
     """Return the bytes of communication buffers that live through a step.
 
     The ring holds two blocks of keys and values, the present and the next one, in backward as many
@@ -219,7 +219,7 @@ def buffers_of(job: Job, layout: Layout, pp_rank: int) -> int:
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny"), row_length=256, rows=8)
-        >>> buffers_of(job, Layout(), 0)
+        >>> estimate_buffers(job, Layout(), 0)
         0
     """
     tokens, config = tokens_per_microbatch(job, layout), job.config

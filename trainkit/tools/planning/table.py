@@ -63,7 +63,7 @@ def _rows(plans: Sequence[LayoutEstimate]) -> list[tuple[str, ...]]:
 
 
 def _choices(one: LayoutEstimate) -> tuple[str, str, str]:
-    """Return what a recipe is told to get this plan: degrees, --recompute and --reduce."""
+    """Return the flags of a recipe for this plan: degrees, --recompute and --reduce."""
     return str(one.layout), one.recompute, one.layout.reduce
 
 

@@ -1,4 +1,4 @@
-"""What a rank sends in a step: which collectives on which axis, how often, and how many bytes."""
+"""Communication of a rank in a step: collectives by axis, their number and their bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainkit.models.config import DecoderConfig
 from trainkit.parallel.recompute import read_mode
 from trainkit.tools.planning.activations import (
     attention_widths,
-    chunk_of_tokens,
+    count_chunk_tokens,
     tokens_per_microbatch,
 )
 from trainkit.tools.planning.jobs import FP32, Job, num_microbatches, reshards
 from trainkit.tools.planning.stages import (
     BUCKET,
-    blocks_of,
-    ends_of,
-    part_of,
+    find_part,
+    get_blocks,
+    get_ends,
     pipeline_borders,
-    units_apart,
+    separate_units,
 )
-from trainkit.tools.planning.weights import Held, Sizes, units_of
+from trainkit.tools.planning.weights import Params, Sizes, compute_units
 from trainkit.types import Layout
 
 _INT64 = 8
@@ -69,9 +69,9 @@ class Transfer:
 
 
 def estimate_traffic(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Transfer, ...]:
-    """Return what one rank of a pipeline stage sends in a step.
+    """Estimate the transfers of one rank of a pipeline stage in a step.
 
-    Left out are the few numbers of the gradient norm, of metrics and of a pipeline's terms.
+    The few bytes of the gradient norm, of metrics and of a pipeline's terms are not counted.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -83,38 +83,38 @@ def estimate_traffic(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Tra
         fsdp all_reduce 1 320
     """
     transfers = (
-        *_sharding(job, layout, pp_rank),
-        *_experts(job, layout, pp_rank),
-        *_tensor(job, layout, pp_rank),
-        *_sequence(job, layout, pp_rank),
-        *_sequence_gradients(job, layout, pp_rank),
-        *_pipeline(job, layout, pp_rank),
+        *_estimate_fsdp(job, layout, pp_rank),
+        *_estimate_expert_parallel(job, layout, pp_rank),
+        *_estimate_tensor_parallel(job, layout, pp_rank),
+        *_estimate_sequence(job, layout, pp_rank),
+        *_estimate_sequence_gradients(job, layout, pp_rank),
+        *_estimate_pipeline(job, layout, pp_rank),
     )
     return tuple(transfer for transfer in transfers if transfer.size > 1 and transfer.count)
 
 
-def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """FSDP2: blocks are gathered for forward and again for backward, the ends once.
 
     So are the experts of a rank of ep, over expert_fsdp. Gradients are scattered once per step, or
     with every microbatch; replicas sum their shards once. Where FSDP only replicates, it still
     sums. A number for each parameter says on how many ranks it has a gradient.
     """
-    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
-    ends, turns = ends_of(part, units, tied=job.config.tied), num_microbatches(job, layout)
+    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
+    ends, turns = get_ends(part, units, tied=job.config.tied), num_microbatches(job, layout)
     scatters = turns if layout.reduce == "each" else 1
     times = 2 if reshards(layout) else 1
     far = 1 if layout.reshard_over else times
-    first, last = units_apart(job, layout, part=part)
-    around = [(first, 1, times), (last, 1, 1)] if first + last != Held() else [(ends, 1, 1)]
+    first, last = separate_units(job, layout, part=part)
+    around = [(first, 1, times), (last, 1, 1)] if first + last != Params() else [(ends, 1, 1)]
     near, counts = layout.expert_axes["expert_fsdp"], units.counts(part.numbers)
     of_blocks = [(x.block, many, far) for x, many in counts]
     for axis, size, parts in (
         ("fsdp", layout.count("fsdp"), [*of_blocks, *around]),
-        ("expert_fsdp", near, [(x.dealt, many, times) for x, many in counts]),
+        ("expert_fsdp", near, [(x.sharded_experts, many, times) for x, many in counts]),
     ):
-        yield _gathers(job, (axis, size), parts, turns)
-        own = sum((each * many for each, many, _ in parts), Held()).trained
+        yield _estimate_gathers(job, (axis, size), parts, turns)
+        own = sum((each * many for each, many, _ in parts), Params()).trained
         calls = sum(many for each, many, _ in parts if each.trained != Sizes())
         scattered = scatters * own.gathered * job.summed
         yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
@@ -124,38 +124,39 @@ def _sharding(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         data, calls = own.shard * job.summed + flags, calls + (calls > 0)
         yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
     again = [(each, many, times - far) for each, many, _ in of_blocks]
-    yield _gathers(job, ("near", layout.reshard_over), again, turns)
+    yield _estimate_gathers(job, ("near", layout.reshard_over), again, turns)
 
 
-def _gathers(
-    job: Job, over: tuple[str, int], units: Sequence[tuple[Held, int, int]], turns: int
+def _estimate_gathers(
+    job: Job, over: tuple[str, int], units: Sequence[tuple[Params, int, int]], turns: int
 ) -> Transfer:
     """Return the gathers of some units over an axis of a size: each, how many, and how often."""
-    parts = [(each, many * often) for each, many, often in units if each != Held()]
+    parts = [(each, many * often) for each, many, often in units if each != Params()]
     data = sum(each.gathered(job.itemsize) * calls for each, calls in parts)
     calls = sum(calls for _, calls in parts)
     return Transfer(*over, "all_gather", turns * calls, turns * data)
 
 
-def _experts(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
-    """Expert parallelism: rows go to their experts and come back, with as many to each rank.
+def _estimate_expert_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+    """Expert parallelism: rows are dispatched to their experts and combined, balanced over ranks.
 
-    In forward, in backward, and where a forward pass that is repeated does not keep them; before
-    they go, ranks tell each other how many (Lepikhin et al., "GShard", 2020).
+    In forward, in backward, and in a repeated forward pass unless they are saved; before each
+    dispatch, ranks exchange the numbers of rows (Lepikhin et al., "GShard", 2020).
     """
     experts = job.config.experts
     if experts is None:
         return
-    runs = part_of(job, layout, pp_rank).experts * num_microbatches(job, layout)
-    kept = read_mode(job.recompute)
-    told = 1 if kept is None or "exchanges" in kept.every else 2
-    exchanges = 2 * (1 + told)
+    runs = find_part(job, layout, pp_rank).experts * num_microbatches(job, layout)
+    mode = read_mode(job.recompute)
+    forwards = 1 if mode is None or "exchanges" in mode.every else 2
+    exchanges = 2 * (1 + forwards)
     rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
-    data = exchanges * rows * job.config.width * job.itemsize + told * experts.count * _INT64
-    yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + told), runs * data)
+    # Each forward also exchanges the number of rows for each expert.
+    data = exchanges * rows * job.config.width * job.itemsize + forwards * experts.count * _INT64
+    yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + forwards), runs * data)
 
 
-def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Tensor parallelism with sequence-parallel norms (Korthikanti et al. 2022, section 4.2).
 
     Each block gathers its hidden states T x D twice and scatters sums twice in forward, and the
@@ -164,10 +165,10 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     gradients, like those of norms and of what makes latents, are summed once per step. The fused
     loss sums one number per token, and then two; for the plain one logits are gathered.
     """
-    part, turns = part_of(job, layout, pp_rank), num_microbatches(job, layout)
+    part, turns = find_part(job, layout, pp_rank), num_microbatches(job, layout)
     tokens, config = tokens_per_microbatch(job, layout), job.config
     forwards = 1 if job.recompute == "none" else 2
-    dense, entering = part.layers - part.experts, entering_attention(config)
+    dense, entering = part.layers - part.experts, list_attention_inputs(config)
     enters = turns * part.layers, turns * part.layers * len(entering)
     whole = turns * (part.layers + dense * (1 + forwards) + part.embedding + part.head)
     columns = enters[0] * forwards * sum(entering) + whole * config.width
@@ -181,25 +182,25 @@ def _tensor(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     calls = enters[1] + whole
     yield Transfer("tp", layout.tp, "reduce_scatter", calls, columns * tokens * job.itemsize)
     # Flat buffers with these gradients, and for each parameter whether it has one.
-    units = units_of(job, layout)
+    units = compute_units(job, layout)
     held = units.whole(part.numbers) + units.norm * part.head + units.positions * part.embedding
     own = held.trained
     calls = math.ceil(own.shard / BUCKET)
     yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
     if not plain:
         turns *= part.head
-        calls = 2 * turns * math.ceil(tokens / chunk_of_tokens(job, layout))
+        calls = 2 * turns * math.ceil(tokens / count_chunk_tokens(job, layout))
         yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * FP32)
 
 
-def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Ring and Ulysses attention, in each block and microbatch.
 
     The ring sends keys and values N - 1 times in forward and in backward, and their gradients N
     times, in fp32 (Liu et al. 2023). Ulysses exchanges queries, keys and values, and the output
     back, in forward, and their gradients in backward (Jacobs et al. 2023).
     """
-    runs = part_of(job, layout, pp_rank).layers * num_microbatches(job, layout)
+    runs = find_part(job, layout, pp_rank).layers * num_microbatches(job, layout)
     tokens = tokens_per_microbatch(job, layout)
     q, k, v, out = attention_widths(job.config, layout)
     forwards = 1 if job.recompute == "none" else 2
@@ -213,13 +214,13 @@ def _sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     yield Transfer("ulysses", layout.ulysses, "all_to_all", calls, data)
 
 
-def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+def _estimate_sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """`sync_sp_grads` over the sequence's ranks that `fold_sp` leaves: flat buffers, once a step.
 
     And a number for each parameter, which says whether it has a gradient.
     """
-    part, units = part_of(job, layout, pp_rank), units_of(job, layout)
-    own = (blocks_of(part, units) + ends_of(part, units, tied=job.config.tied)).trained
+    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
+    own = (get_blocks(part, units) + get_ends(part, units, tied=job.config.tied)).trained
     long = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = long[0] if len(long) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)
@@ -228,10 +229,10 @@ def _sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Tran
     )
 
 
-def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
+def _estimate_pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Each microbatch's hidden states go on, and their gradients back, at every stage's borders.
 
-    With experts so does what their routers have counted, `types.Routed`.
+    With experts so does what their routers have counted, `types.RoutedOutput`.
     """
     borders = pipeline_borders(layout, pp_rank)
     sends = num_microbatches(job, layout) * borders
@@ -242,14 +243,14 @@ def _pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
         yield Transfer("pp", layout.pp, "send", sends, sends * sums)
 
 
-def entering_attention(config: DecoderConfig) -> list[int]:
+def list_attention_inputs(config: DecoderConfig) -> list[int]:
     """Return the columns of what tensor parallelism gathers for attention, a number for each call.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
-        >>> entering_attention(make_decoder_config("qwen3-8b"))
+        >>> list_attention_inputs(make_decoder_config("qwen3-8b"))
         [4096]
-        >>> entering_attention(make_decoder_config("deepseek-v3"))
+        >>> list_attention_inputs(make_decoder_config("deepseek-v3"))
         [1536, 512, 64]
     """
     latents = config.latents

@@ -1,4 +1,4 @@
-"""How many elements and bytes of parameters the parts of a decoder have on a rank."""
+"""Elements and bytes of a decoder's parameters on a rank, by parts of the model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainkit.types import Layout, ModelTransform
 
 @attrs.frozen
 class Sizes:
-    """Some parameters as one rank has them: how many elements, of which it owns a shard.
+    """Numbers of elements of some parameters on one rank.
 
     Args:
         whole: Elements after tensor parallelism and ep, gathered over FSDP.
-        gathered: The same with what FSDP2 pads shards of unequal sizes with.
-        shard: Elements that the first rank of FSDP owns, which has the most.
+        gathered: The same with FSDP2's padding of shards of unequal sizes.
+        shard: Elements of the first rank of FSDP, which has the largest shard.
         tensors: Number of parameters.
         largest: Elements of the largest one.
         short: Elements of the shard in vectors, or in rows that blocks of moments in 8 bits do not
@@ -65,28 +65,28 @@ class Sizes:
 
 
 @attrs.frozen
-class Held:
-    """Some parameters as one rank has them, each kind by itself.
+class Params:
+    """Sizes of some parameters on one rank, by kind.
 
     Args:
-        trained: What has gradients and optimizer state.
-        frozen: What has neither.
-        packed: Bytes of matrices in few bits.
+        trained: Trainable parameters, with gradients and optimizer state.
+        frozen: Frozen parameters.
+        packed: Bytes of quantized matrices.
     """
 
     trained: Sizes = Sizes()
     frozen: Sizes = Sizes()
     packed: Sizes = Sizes()
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
+    def __add__(self, other: Params) -> Params:
+        return Params(
             self.trained + other.trained,
             self.frozen + other.frozen,
             self.packed + other.packed,
         )
 
-    def __mul__(self, times: int) -> Held:
-        return Held(self.trained * times, self.frozen * times, self.packed * times)
+    def __mul__(self, times: int) -> Params:
+        return Params(self.trained * times, self.frozen * times, self.packed * times)
 
     def nbytes(self, itemsize: int) -> int:
         """Return the bytes of this rank's shard where a number takes `itemsize` of them."""
@@ -102,15 +102,16 @@ class Layer:
     """The parameters of one block.
 
     Args:
-        block: All but what is dealt.
-        dealt: The experts that a rank of ep holds; nothing without ep.
-        whole: What tensor parallelism leaves whole, and whose gradients it sums: norms, a bias of
-            the output, what makes latents, one of an adapter's two matrices, experts.
+        block: All but experts that are sharded over ep.
+        sharded_experts: The experts of a rank of ep; nothing without ep.
+        whole: Parameters that tensor parallelism replicates, and whose gradients it all-reduces:
+            norms, a bias of the output, projections to latents, one of an adapter's two matrices,
+            experts.
     """
 
-    block: Held
-    dealt: Held
-    whole: Held
+    block: Params
+    sharded_experts: Params
+    whole: Params
 
 
 @attrs.frozen
@@ -128,42 +129,42 @@ class Units:
 
     layers: tuple[Layer, ...]
     kinds: tuple[int, ...]
-    embedding: Held
-    positions: Held
-    norm: Held
-    head: Held
+    embedding: Params
+    positions: Params
+    norm: Params
+    head: Params
 
     @property
     def first_trained(self) -> int:
         """The number of the first block that a gradient reaches; how many there are, if none."""
         if (self.embedding + self.positions).trained.whole:
             return 0
-        trained = [bool((x.block + x.dealt).trained.whole) for x in self.layers]
+        trained = [bool((x.block + x.sharded_experts).trained.whole) for x in self.layers]
         return next((i for i, kind in enumerate(self.kinds) if trained[kind]), len(self.kinds))
 
     def counts(self, numbers: Sequence[int]) -> list[tuple[Layer, int]]:
-        """Return which kinds some blocks are of, and how many are."""
+        """Return the kinds of some blocks, each with its number."""
         found = Counter(self.kinds[number] for number in numbers)
         return [(self.layers[kind], many) for kind, many in found.items()]
 
-    def blocks(self, numbers: Sequence[int]) -> Held:
-        """Return some blocks, without what is dealt."""
-        return sum((layer.block * many for layer, many in self.counts(numbers)), Held())
+    def blocks(self, numbers: Sequence[int]) -> Params:
+        """Return some blocks, without experts that are sharded over ep."""
+        return sum((layer.block * many for layer, many in self.counts(numbers)), Params())
 
-    def dealt(self, numbers: Sequence[int]) -> Held:
-        """Return what is dealt of some blocks."""
-        return sum((layer.dealt * many for layer, many in self.counts(numbers)), Held())
+    def sharded_experts(self, numbers: Sequence[int]) -> Params:
+        """Return the experts of some blocks that are sharded over ep."""
+        return sum((layer.sharded_experts * many for layer, many in self.counts(numbers)), Params())
 
-    def whole(self, numbers: Sequence[int]) -> Held:
-        """Return what tensor parallelism leaves whole of some blocks."""
-        return sum((layer.whole * many for layer, many in self.counts(numbers)), Held())
+    def whole(self, numbers: Sequence[int]) -> Params:
+        """Return the parameters of some blocks that tensor parallelism replicates."""
+        return sum((layer.whole * many for layer, many in self.counts(numbers)), Params())
 
 
 _Parameter = tuple[str, tuple[int, ...], Kind]
 _OfJob = tuple[DecoderConfig, tuple[ModelTransform, ...], frozenset[str]]
 
 
-def units_of(job: Job, layout: Layout) -> Units:
+def compute_units(job: Job, layout: Layout) -> Units:
     """Return the sizes of a model's parts in a layout, exact to the element.
 
     Tensor parallelism divides the rows of wq, wk, wv, wkv, gate, up, embedding and head, and the
@@ -177,15 +178,15 @@ def units_of(job: Job, layout: Layout) -> Units:
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("tiny", vocab_size=259), row_length=8, rows=8)
-        >>> units_of(job, Layout(dp_shard=2)).embedding.trained
+        >>> compute_units(job, Layout(dp_shard=2)).embedding.trained
         Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152, short=16640)
     """
     of_job = job.config, job.begins, job.frozen
-    return _units(of_job, layout.tp, layout.count("fsdp"), layout.ep)
+    return _compute_units(of_job, layout.tp, layout.count("fsdp"), layout.ep)
 
 
 @lru_cache(maxsize=16)
-def _parameters(
+def _list_parameters(
     config: DecoderConfig, begins: tuple[ModelTransform, ...], frozen: frozenset[str]
 ) -> tuple[_Parameter, ...]:
     """Return all parameters of the whole model: of adapters too, and of codes the bytes."""
@@ -203,61 +204,66 @@ def _parameters(
 
 
 @lru_cache(maxsize=256)
-def _units(of_job: _OfJob, tp: int, fsdp: int, ep: int) -> Units:
+def _compute_units(of_job: _OfJob, tp: int, fsdp: int, ep: int) -> Units:
     config = of_job[0]
     wide = config.qk_norm == "wide"
     of_layers: dict[int, list[_Parameter]] = {i: [] for i in range(config.layers)}
-    ends: dict[str, Held] = {}
-    for name, shape, kind in _parameters(*of_job):
+    ends: dict[str, Params] = {}
+    for name, shape, kind in _list_parameters(*of_job):
         if found := re.match(r"layers\.(\d+)\.(.+)", name):
             of_layers[int(found[1])].append((found[2], shape, kind))
         else:
-            part, cut = name.partition(".")[0], _cut_dim(name, wide)
-            own = _held(_cut(shape, cut, tp), kind, fsdp)
-            ends[part] = ends.get(part, Held()) + own
+            part, cut = name.partition(".")[0], _find_tp_dim(name, wide)
+            own = _make_sizes(_shard_shape(shape, cut, tp), kind, fsdp)
+            ends[part] = ends.get(part, Params()) + own
     distinct: dict[tuple[bool, tuple[_Parameter, ...]], int] = {}
     kinds = tuple(
         distinct.setdefault((i in config.expert_layers, tuple(own)), len(distinct))
         for i, own in of_layers.items()
     )
     layers = (
-        _layer(own, wide=wide, routed=routed, tp=tp, fsdp=fsdp, ep=ep) for routed, own in distinct
+        _make_layer(own, wide=wide, routed=routed, tp=tp, fsdp=fsdp, ep=ep)
+        for routed, own in distinct
     )
-    parts = (ends.get(part, Held()) for part in ("embedding", "positions", "norm", "head"))
+    parts = (ends.get(part, Params()) for part in ("embedding", "positions", "norm", "head"))
     return Units(tuple(layers), kinds, *parts)
 
 
-def _layer(
+def _make_layer(
     parameters: Sequence[_Parameter], *, wide: bool, routed: bool, tp: int, fsdp: int, ep: int
 ) -> Layer:
-    block, dealt, whole = Held(), Held(), Held()
-    of_rank = [(shape[0] // ep, *shape[1:]) for name, shape, _ in parameters if _is_dealt(name, ep)]
+    block, sharded, whole = Params(), Params(), Params()
+    of_rank = [
+        (shape[0] // ep, *shape[1:])
+        for name, shape, _ in parameters
+        if _is_sharded_expert(name, ep)
+    ]
     even = (dim for dim in (0, 1) if all(shape[dim] % (fsdp // ep) == 0 for shape in of_rank))
     dim = next(even, 0)  # by whole experts, or each, if that divides them
     for name, shape, kind in parameters:
-        cut = None if routed and name.startswith("mlp.") else _cut_dim(name, wide)
-        if _is_dealt(name, ep):
-            own = _held((shape[0] // ep, *shape[1:]), kind, fsdp // ep, dim=dim)
-            dealt += own
+        cut = None if routed and name.startswith("mlp.") else _find_tp_dim(name, wide)
+        if _is_sharded_expert(name, ep):
+            own = _make_sizes((shape[0] // ep, *shape[1:]), kind, fsdp // ep, dim=dim)
+            sharded += own
         else:
-            own = _held(_cut(shape, cut, tp), kind, fsdp)
+            own = _make_sizes(_shard_shape(shape, cut, tp), kind, fsdp)
             block += own
-        whole += own if cut is None else Held()
-    return Layer(block, dealt, whole)
+        whole += own if cut is None else Params()
+    return Layer(block, sharded, whole)
 
 
-def _is_dealt(name: str, ep: int) -> bool:
+def _is_sharded_expert(name: str, ep: int) -> bool:
     return ep > 1 and name.startswith("mlp.experts.")
 
 
-def _cut_dim(name: str, wide: bool) -> int | None:
+def _find_tp_dim(name: str, wide: bool) -> int | None:
     """Return the dimension along which tensor parallelism cuts a parameter, None for whole ones."""
     matrix, _, adapter = name.partition(".lora.")
     if adapter:
-        dim, key = _cut_dim(f"{matrix}.weight", wide), adapter.rpartition(".")[2]
+        dim, key = _find_tp_dim(f"{matrix}.weight", wide), adapter.rpartition(".")[2]
         return dim if (dim, key) in ((0, "b"), (0, "magnitude"), (1, "a")) else None
     if name.endswith(SCALES):
-        dim = _cut_dim(name.removesuffix(SCALES), wide)
+        dim = _find_tp_dim(name.removesuffix(SCALES), wide)
         return dim if dim == 0 else None
     if wide and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0
@@ -267,12 +273,12 @@ def _cut_dim(name: str, wide: bool) -> int | None:
     return 1 if name.endswith(("wo.weight", "down.weight")) else 0
 
 
-def _cut(shape: tuple[int, ...], dim: int | None, parts: int) -> tuple[int, ...]:
+def _shard_shape(shape: tuple[int, ...], dim: int | None, parts: int) -> tuple[int, ...]:
     return tuple(size // parts if i == dim else size for i, size in enumerate(shape))
 
 
-def _held(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0) -> Held:
+def _make_sizes(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0) -> Params:
     whole = math.prod(shape)
     shard = math.ceil(shape[dim] / parts) * whole // shape[dim]
     short = shard if len(shape) < 2 or shape[-1] % BLOCK else 0
-    return Held(**{kind: Sizes(whole, shard * parts, shard, 1, whole, short)})
+    return Params(**{kind: Sizes(whole, shard * parts, shard, 1, whole, short)})

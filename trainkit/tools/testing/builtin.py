@@ -144,11 +144,11 @@ def with_adapters(
     loras = [Lora(_ATTENTION, rank=3, alpha=1.0, dropout=0.3)]
     inner, rank, dropout = (_OF_EXPERTS_OWN, 2, 0.2) if experts else (_MLP, 4, 0.0)
     loras.append(Lora(inner, rank=rank, alpha=1.0, dora=True, dropout=dropout))
-    add = lora(*loras, trained="head" if experts else "embedding", values=_as_the_others)
+    add = lora(*loras, trained="head" if experts else "embedding", values=_match_ranks)
     return add(model, solo_parallel())
 
 
-def _as_the_others(
+def _match_ranks(
     _: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
 ) -> torch.Tensor:
     return certificate_weights(name, shape, offset)
@@ -167,11 +167,11 @@ def as_held(
         >>> as_held(CONFIG, "int8", "norm.weight", (1,), (0,)).shape
         torch.Size([1])
     """
-    return round_weights(certificate_weights, _packings(config, form))(name, shape, offset)
+    return round_weights(certificate_weights, _make_packings(config, form))(name, shape, offset)
 
 
 @cache
-def _packings(
+def _make_packings(
     config: models.DecoderConfig, form: QuantizationFormat
 ) -> dict[str, QuantizationSpec]:
     with torch.device("meta"):
@@ -330,8 +330,8 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
     rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    kept = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
-    labels = torch.where(torch.arange(CAPACITY) < kept, batch.labels, -100)
+    lengths = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
+    labels = torch.where(torch.arange(CAPACITY) < lengths, batch.labels, -100)
     keys = make_token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
@@ -397,15 +397,18 @@ def loss_of_answers(ps: Any) -> losses.NamedLoss:
     """
     policy = objectives.sequence_policy_gradient(objectives.ppo_clip(), axis=ps.sp)
     scaled = [
-        _apart(make, 0.5, axis=ps.sp) for make in (objectives.dpo, objectives.ipo, objectives.kto)
+        _rename_terms(make, 0.5, axis=ps.sp)
+        for make in (objectives.dpo, objectives.ipo, objectives.kto)
     ]
-    others = [_apart(make, axis=ps.sp) for make in (objectives.simpo, objectives.orpo)]
+    others = [_rename_terms(make, axis=ps.sp) for make in (objectives.simpo, objectives.orpo)]
     pairs = [(loss, 1.0) for loss in scaled + others]
     return losses.add_terms(*pairs, (policy, 0.5), (objectives.stored_distillation(), 0.01))
 
 
-def _apart(make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis) -> losses.NamedLoss:
-    """Return a loss whose terms bear its name, as others have terms of the same names."""
+def _rename_terms(
+    make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis
+) -> losses.NamedLoss:
+    """Return a loss whose terms have its name as prefix, since losses share names of terms."""
     name, loss = make.__name__, make(*beta, axis=axis)
 
     @losses.declare_terms(*(f"{name}_{term}" for term in loss.terms))
@@ -461,10 +464,14 @@ def cases_of_model(name: str) -> list[LayoutCase]:
         >>> LayoutCase(Layout(pp=2)) in cases_of_model("tied decoder")
         True
     """
-    return exact_cases() if name == "exact model" else [*(_CASES.get(name) or _CASES[_plain(name)])]
+    return (
+        exact_cases()
+        if name == "exact model"
+        else [*(_CASES.get(name) or _CASES[_strip_optimizer(name)])]
+    )
 
 
-def _plain(name: str) -> str:
+def _strip_optimizer(name: str) -> str:
     """Return a model's name without that of its optimizer."""
     return name.partition(", by ")[0]
 
@@ -749,7 +756,7 @@ def builtin_subjects(
     if not any(picked.values()):
         raise ValueError("certify: none of the layouts is chosen")
     return [
-        (_training_of(name, cases, tier=tier, steps=steps), cases)
+        (_make_training(name, cases, tier=tier, steps=steps), cases)
         for name, cases in picked.items()
         if cases
     ]
@@ -779,7 +786,7 @@ _EXACT = {
 }
 
 
-def _training_of(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: int) -> Training:
+def _make_training(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: int) -> Training:
     """Return how one of `MODELS` is trained: on 4 rows a step, or 8 on more ranks than 4."""
     kind = name.partition(" ")[0]
     how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
@@ -796,5 +803,5 @@ def _training_of(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: in
     make = answers_batch if name in _ANSWERS else decoder_batch
     batches = exact.exact_batch if kind == "exact" else partial(make, rows=rows)
     how = how | _ANSWERS.get(name, {}) | {"make_batches": batches}
-    model = MODELS[_plain(name)]
+    model = MODELS[_strip_optimizer(name)]
     return Training(title=name, make_model=model, tier=tier_called(tier), steps=steps, **how)

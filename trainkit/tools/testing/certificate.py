@@ -32,8 +32,8 @@ TIERS = {
         Tier("fp64", "float64", bound=1e-12, state_bound=1e-12, norm_bound=1e-12, loss_bound=1e-12),
         # Measured: 1e-5, 2e-5, 5e-6 and 2e-7.
         Tier("fp32", "float32", bound=1e-4, state_bound=2e-4, norm_bound=5e-5, loss_bound=5e-6),
-        # Measured with every model of the tier: 6e-2, 1.0 (second moments of an embedding beside
-        # soft caps), 2.3e-2 and 4e-3; one unit in the last place of bf16 is 8e-3.
+        # Measured with every model of the tier: 6e-2, 1.0 (second moments of an embedding with soft
+        # caps), 2.3e-2 and 4e-3; one unit in the last place of bf16 is 8e-3.
         Tier("bf16", "bfloat16", bound=2e-1, state_bound=2.0, norm_bound=1e-1, loss_bound=1e-2),
     )
 }
@@ -148,12 +148,12 @@ def format_text(certificate: Certificate) -> str:
         dp2         2     0        1.0e-16     2.0e-15      0             w  0.0
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
-    lines = [_COLUMNS, *map(_cells, certificate.all_rows)]
+    lines = [_COLUMNS, *map(_format_cells, certificate.all_rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [line[0].ljust(widths[0]) + _right(line[1:], widths[1:]) for line in lines]
+    rows = [line[0].ljust(widths[0]) + _align_right(line[1:], widths[1:]) for line in lines]
     marks = ["", *("  RED" if certificate.is_red(row) else "" for row in certificate.all_rows)]
     table = [row + mark for row, mark in zip(rows, marks, strict=True)]
-    return "\n".join([*table, *_told_reds(certificate), summary(certificate)])
+    return "\n".join([*table, *_list_failures(certificate), summary(certificate)])
 
 
 def format_markdown(certificate: Certificate) -> str:
@@ -169,10 +169,10 @@ def format_markdown(certificate: Certificate) -> str:
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
     head = [_COLUMNS[:-1], ("---", *["---:"] * (len(_COLUMNS) - 3), "---")]
-    cells = [_cells(row)[:-1] for row in certificate.all_rows]
+    cells = [_format_cells(row)[:-1] for row in certificate.all_rows]
     quoted = [(*line[:-1], f"`{line[-1]}`" if line[-1] else "") for line in cells]
     table = ["| " + " | ".join(line) + " |" for line in (*head, *quoted)]
-    return "\n".join([*table, "", *_told_reds(certificate), summary(certificate)])
+    return "\n".join([*table, "", *_list_failures(certificate), summary(certificate)])
 
 
 def summary(certificate: Certificate) -> str:
@@ -191,15 +191,15 @@ def summary(certificate: Certificate) -> str:
     )
 
 
-def _told_reds(certificate: Certificate) -> list[str]:
-    told = []
+def _list_failures(certificate: Certificate) -> list[str]:
+    failures = []
     for row in certificate.red:
         why = "its numbers differ" if row.batches else "it trained on other tokens"
-        told.append(f"RED: {row.layout}: {row.error or why}")
-    return told
+        failures.append(f"RED: {row.layout}: {row.error or why}")
+    return failures
 
 
-def _cells(row: CertificateRow) -> tuple[str, ...]:
+def _format_cells(row: CertificateRow) -> tuple[str, ...]:
     numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters, row.state)]
     if row.error:
         numbers = ["-"] * len(numbers)
@@ -210,5 +210,5 @@ def _number(x: float) -> str:
     return "0" if x == 0 else f"{x:.1e}"
 
 
-def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _align_right(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

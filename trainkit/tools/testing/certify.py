@@ -202,7 +202,7 @@ def certify_together(
             _check_finite(wanted, training.title)
             every += [_Job(training, case, wanted) for case in cases]
     found: dict[int, CertificateRow] = {}
-    report = partial(_tell_progress, log, every, found, begin=time.monotonic())
+    report = partial(_report_progress, log, every, found, begin=time.monotonic())
     for world in sorted({job.case.world for job in every}):
         jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
         while jobs:  # a layout that fails ends its start; those after it go on in the next
@@ -227,11 +227,16 @@ def certify_together(
 def _check(training: Training, cases: Sequence[LayoutCase]) -> None:
     if training.steps < 1:
         raise ValueError(f"certify: steps must be at least 1, got {training.steps}")
-    names, loss = [case.name for case in cases], training.loss
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        found = f"two are called {twice[0]!r}; tell them apart by `note`" if twice else "none"
-        raise ValueError(f"certify: cases must be some, each with a name of its own: {found}")
+    names = [case.name for case in cases]
+    loss = training.loss
+    if not names:
+        raise ValueError("certify: there must be at least one case, got none")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(
+            f"certify: names of cases must differ, but two are called {duplicates[0]!r}; "
+            "distinguish them by `note`"
+        )
     if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
         raise ValueError(
             f"certify: {loss} is neither a Loss that says its terms nor a function of the "
@@ -240,7 +245,7 @@ def _check(training: Training, cases: Sequence[LayoutCase]) -> None:
 
 
 def _check_finite(alone: Outcome, title: str) -> None:
-    """Refuse numbers that prove nothing: steps that were skipped, for NaN is as far as NaN."""
+    """Raise ValueError for numbers that are not finite: NaN would equal NaN."""
     for name, values in {**alone.terms, "gradient norm": alone.norms}.items():
         for step, value in enumerate(values):
             if not math.isfinite(value):
@@ -267,13 +272,13 @@ def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, Certificate
     """Compare packed documents, and train what does not mix them up; a leaking model is None."""
     found: list[tuple[Outcome | None, CertificateRow | None]] = []
     for training in trainings:
-        packing = _packing_row(training)
+        packing = _make_packing_row(training)
         leaks = packing is not None and packing.error
         found.append((None if leaks else train_plain(training), packing))
     return found
 
 
-def _packing_row(training: Training) -> CertificateRow | None:
+def _make_packing_row(training: Training) -> CertificateRow | None:
     """Compare the packed documents of the first step with each document alone.
 
     None where a model returns nothing of each token, a loss for one.
@@ -360,13 +365,15 @@ def _read_rows(
         paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
         if index not in skip and all(path.exists() for path in paths):
             ranks = [Differences(**json.loads(path.read_text())) for path in paths]
-            rows[index] = _row_of(job.case, job.wanted, ranks)
+            rows[index] = _make_row(job.case, job.wanted, ranks)
     return rows
 
 
-def _row_of(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> CertificateRow:
-    parameters = _farthest(wanted.parameters, ranks, [rank.parameters for rank in ranks])
-    state = _farthest(wanted.state, ranks, [rank.state for rank in ranks])
+def _make_row(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> CertificateRow:
+    parameters = _find_largest_differences(
+        wanted.parameters, ranks, [rank.parameters for rank in ranks]
+    )
+    state = _find_largest_differences(wanted.state, ranks, [rank.state for rank in ranks])
     far = parameters | state
     return CertificateRow(
         case.name,
@@ -378,24 +385,24 @@ def _row_of(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> 
         worst=max(far, key=lambda name: far[name]),
         batches=all(rank.batches for rank in ranks),
         seconds=max(rank.seconds for rank in ranks),
-        error=_other_parameters(wanted, ranks),
+        error=_describe_other_parameters(wanted, ranks),
     )
 
 
-def _farthest(
+def _find_largest_differences(
     wanted: Mapping[str, Held],
     ranks: Sequence[Differences],
     found: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
-    """Return by name how far the rank that is worst is off; infinity for what is not held whole."""
+    """Return the largest difference over ranks by name; infinity if the shards have gaps."""
     far = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
     for rank in found:
         far |= {name: max(distance, far.get(name, 0.0)) for name, distance in rank.items()}
     return far
 
 
-def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
-    """Say which parameter the ranks lack, or one process does, and to what it is tied in either."""
+def _describe_other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
+    """Describe a parameter that only the ranks or only one process has, and its ties."""
     problems = {
         name: f"the ranks do not hold all of {name!r}"
         for name, whole in wanted.parameters.items()
@@ -411,17 +418,17 @@ def _other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
         return ""
     name, problem = next(iter(problems.items()))
     ties = {"one process": wanted.ties, "the ranks": [tie for x in ranks for tie in x.ties]}
-    told = [
+    notes = [
         f"; on {where} {' and '.join(map(repr, tie))} are one tensor"
         for where, found in ties.items()
         for tie in dict.fromkeys(map(tuple, found))
         if name in tie
     ]
-    return problem + "".join(told)
+    return problem + "".join(notes)
 
 
 def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
-    """Say whether the ranks together hold every element of a tensor."""
+    """Return whether the shards of all ranks cover a tensor."""
     covered = np.zeros(whole.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
         sizes = zip(offset, shape, strict=True)
@@ -429,7 +436,7 @@ def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
     return bool(covered.all())
 
 
-def _tell_progress(
+def _report_progress(
     log: Log | None,
     jobs: Sequence[_Job],
     found: Mapping[int, CertificateRow],
@@ -437,13 +444,16 @@ def _tell_progress(
     *,
     begin: float,
 ) -> None:
-    """Say how the newest layout went, and how long the rest should take, in proportion to ranks."""
+    """Log the result of the newest layout, and the time left, estimated by numbers of ranks."""
     if log is None:
         return
     done = {**found, **fresh}
     newest = list(fresh)[-1]
-    job, ranks = jobs[newest], sum(jobs[index].case.world for index in done)
+    job = jobs[newest]
+    ranks = sum(jobs[index].case.world for index in done)
     left = (time.monotonic() - begin) * (sum(job.case.world for job in jobs) / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
-    how_far = f"{len(done)} of {len(jobs)}, about {left:.0f} s left"
-    log(f"{verdict} {job.training.title}: {job.case.name} ({how_far})")
+    log(
+        f"{verdict} {job.training.title}: {job.case.name} ({len(done)} of {len(jobs)}, about "
+        f"{left:.0f} s left)"
+    )

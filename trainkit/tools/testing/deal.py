@@ -1,4 +1,4 @@
-"""The global batch of a step, dealt to the ranks of a layout, for batches that no corpus made."""
+"""Shard a global batch over the ranks of a layout, for batches that do not come from a corpus."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from trainkit.types import BATCH_TENSORS, Batch, DataShard
 def deal_batch(
     batch: Batch, place: DataShard, *, rows_per_microbatch: int | None = None
 ) -> list[Batch]:
-    """Return one rank's microbatches of a global batch, as `make_microbatches` shards rows.
+    """Return one rank's microbatches of a global batch, sharded as by `make_microbatches`.
 
     Args:
         batch: The global batch, `[R, S]`.
-        place: Which part of it the rank holds, `ps.place`.
-        rows_per_microbatch: Rows in each microbatch, blank ones where they do not divide; None for
-            all of this rank's rows at once.
+        place: The rank's data shard, `ps.place`.
+        rows_per_microbatch: Rows in each microbatch, filled with padding rows if they do not
+            divide; None for one microbatch.
 
     Raises:
-        ValueError: There are more ranks than rows, or a sequence does not divide.
+        ValueError: There are more ranks than rows, or the ranks do not divide a sequence.
 
     Examples:
         >>> from trainkit.batch import make_padding_batch
         >>> from trainkit.types import Share
-        >>> dealt = deal_batch(
+        >>> microbatches = deal_batch(
         ...     make_padding_batch(4, 8), DataShard(Share(1, 2)), rows_per_microbatch=1
         ... )
-        >>> len(dealt), dealt[0].input_ids.shape
+        >>> len(microbatches), microbatches[0].input_ids.shape
         (2, torch.Size([1, 8]))
     """
     total, length = batch.input_ids.shape
     rows = rows_per_microbatch or -(-total // place.rows.count)
-    blank = make_padding_batch(1, length, multiple_of=2 * place.ring.count)
-    nothing = {name: torch.zeros_like(batch[name][:1]) for name in batch.extra}
-    singles = [*split_batch(batch, 1), attrs.evolve(blank, extra=nothing)]  # -1 is a blank one
-    dealt = assign_rows(total, place.rows, rows_per_microbatch=rows)
-    parts = [_joined([singles[row] for row in microbatch]) for microbatch in dealt]
-    return [shard_sequence(part, ring=place.ring, ulysses=place.ulysses) for part in parts]
+    padding = make_padding_batch(1, length, multiple_of=2 * place.ring.count)
+    zeros = {name: torch.zeros_like(batch[name][:1]) for name in batch.extra}
+    # assign_rows uses the index -1 for padding rows.
+    singles = [*split_batch(batch, 1), attrs.evolve(padding, extra=zeros)]
+    microbatches = []
+    for indices in assign_rows(total, place.rows, rows_per_microbatch=rows):
+        microbatch = _concat_rows([singles[index] for index in indices])
+        microbatches.append(shard_sequence(microbatch, ring=place.ring, ulysses=place.ulysses))
+    return microbatches
 
 
-def _joined(rows: Sequence[Batch]) -> Batch:
-    joined = {
+def _concat_rows(rows: Sequence[Batch]) -> Batch:
+    tensors = {
         name: torch.cat([row[name] for row in rows]) for name in (*BATCH_TENSORS, *rows[0].extra)
     }
     lengths = np.concatenate([row.spans.lengths for row in rows])
-    own = [joined.pop(name) for name in BATCH_TENSORS]
-    return Batch(*own, spans=spans_of_lengths(lengths), extra=joined)
+    own = [tensors.pop(name) for name in BATCH_TENSORS]
+    return Batch(*own, spans=spans_of_lengths(lengths), extra=tensors)

@@ -130,8 +130,8 @@ def exact_batch(step: int) -> Batch:
     random = np.random.default_rng(step)
     corpus = TokenCorpus(random.integers(0, VOCABULARY, ROWS * LENGTH), np.arange(0, 129, LENGTH))
     batch = collate_bins(corpus, pack_bins(corpus.lengths, LENGTH), np.arange(ROWS))
-    kept = torch.tensor([16, 0, 3, 13, 16, 8, 0, 8]).unsqueeze(1)
-    labels = torch.where(torch.arange(LENGTH) < kept, 7 - batch.input_ids, IGNORED_LABEL)
+    lengths = torch.tensor([16, 0, 3, 13, 16, 8, 0, 8]).unsqueeze(1)
+    labels = torch.where(torch.arange(LENGTH) < lengths, 7 - batch.input_ids, IGNORED_LABEL)
     return attrs.evolve(batch, labels=labels)
 
 

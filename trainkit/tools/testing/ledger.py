@@ -90,7 +90,7 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> CollectiveLedger
         >>> count_collectives(lambda: all_sum(torch.ones(2), ps.loss), ps)
         CollectiveLedger(rows=())
     """
-    named = [(axis.group, axis.name) for axis in reversed(_axes_of(axes))]
+    named = [(axis.group, axis.name) for axis in reversed(_list_axes(axes))]
     names = {str(group.group_name): name for group, name in named if group is not None}
     counts: dict[tuple[str, int, str], list[int]] = {}
     with _Counting(counts, names):
@@ -100,7 +100,7 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> CollectiveLedger
     )
 
 
-def _axes_of(axes: Any) -> list[Axis]:
+def _list_axes(axes: Any) -> list[Axis]:
     if not isinstance(axes, ParallelState):
         return list(axes)
     found = [value for value in attrs.astuple(axes, recurse=False) if isinstance(value, Axis)]
@@ -126,25 +126,25 @@ class _Counting(TorchDispatchMode):
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # a DTensor: its own operators come past here one by one
         out = func(*args, **(kwargs or {}))
-        kind = _kind_of(func)
+        kind = _find_kind(func)
         if kind is not None:
             everything = [*args, *(kwargs or {}).values()]
-            group = next(found for found in map(_group_of, everything) if found is not None)
-            sizes = [sum(x.nbytes for x in _tensors_of(value)) for value in (*everything, out)]
+            group = next(found for found in map(_find_group, everything) if found is not None)
+            sizes = [sum(x.nbytes for x in _iterate_tensors(value)) for value in (*everything, out)]
             name = self.names.get(str(group.group_name), "other")
             self.counts.setdefault((name, group.size(), kind), []).append(max(sizes))
         return out
 
 
-def _kind_of(func: Any) -> str | None:
+def _find_kind(func: Any) -> str | None:
     if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
         return None
     name = func.overloadpacket.__name__.replace("_", "")
     return next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
 
 
-def _group_of(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an argument is, boxed as it may be, or names."""
+def _find_group(value: Any) -> dist.ProcessGroup | None:
+    """Return the process group of an argument: the group, a boxed one, or its name."""
     if isinstance(value, dist.ProcessGroup):
         return value
     if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
@@ -156,9 +156,9 @@ def _group_of(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _tensors_of(value: object) -> Iterator[Tensor]:
+def _iterate_tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for part in value:
-            yield from _tensors_of(part)
+            yield from _iterate_tensors(part)

@@ -69,9 +69,9 @@ def check_packing(
 ) -> PackingDifference:
     """Compare packed documents with each document alone: outputs and gradients, in fp64.
 
-    A packed row must be computed as its documents are one by one. Attention does that if it is told
-    where documents begin; a layer that keeps a state over the row (Mamba, gated DeltaNet, a short
-    convolution) mostly does not.
+    A packed row must give the results of its documents one by one. Attention does, if it gets the
+    boundaries of documents; a layer with a state over the row (Mamba, gated DeltaNet, a short
+    convolution) often does not.
 
     Args:
         model: The whole model, with its weights. A copy is cast to fp64 (to fp32 if it cannot
@@ -107,12 +107,12 @@ def check_packing(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(_default_batch(model) if batch is None else batch, device)
-    name, model = type(model).__name__, _in_widest(model, call, batch)
+    name, model = type(model).__name__, _convert_to_widest(model, call, batch)
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     dtype = max(dtypes, key=lambda x: torch.finfo(x).eps, default=torch.float64)
     bound = PACKING_BOUNDS[dtype] if bound is None else bound
-    documents = _documents_of(batch)
-    alone = [_alone(batch, document) for document in documents]
+    documents = _list_documents(batch)
+    alone = [_select_document(batch, document) for document in documents]
     far = _output_distances(call, model, batch, documents, alone)
     off = [index for index, distance in enumerate(far) if distance > bound]
     if off:
@@ -128,16 +128,18 @@ def check_packing(
             want=bound,
         )
     wanted = [
-        _gradient(call, model, one, [_whole(document)], documents[index : index + 1])
+        _compute_gradient(
+            call, model, one, [_move_to_start(document)], documents[index : index + 1]
+        )
         for index, (document, one) in enumerate(zip(documents, alone, strict=True))
     ]
-    packed = _gradient(call, model, batch, documents, documents)
+    packed = _compute_gradient(call, model, batch, documents, documents)
     whole = {key: torch.stack([own[key] for own in wanted]).sum(0) for key in packed}
     distances = _gradient_distances(packed, whole)
     worst = max(distances, key=lambda key: distances[key], default="")
     if worst and distances[worst] > bound:
         by = [
-            _gradient_distances(_gradient(call, model, batch, [x], [x]), own)[worst]
+            _gradient_distances(_compute_gradient(call, model, batch, [x], [x]), own)[worst]
             for x, own in zip(documents, wanted, strict=True)
         ]
         first = int(np.argmax(by))
@@ -155,7 +157,7 @@ def check_packing(
     )
 
 
-def _in_widest(model: nn.Module, call: Call, batch: Batch) -> nn.Module:
+def _convert_to_widest(model: nn.Module, call: Call, batch: Batch) -> nn.Module:
     """Return a copy of a model in fp64, or in fp32 where it cannot compute in fp64.
 
     One that computes in neither, as it relies on the several dtypes that it is made in, keeps them.
@@ -186,7 +188,7 @@ def _default_batch(model: nn.Module) -> Batch:
     return batch_from_rows((7 * places * places + 3 * places) % sizes[0], starts=starts)
 
 
-def _documents_of(batch: Batch) -> list[_Document]:
+def _list_documents(batch: Batch) -> list[_Document]:
     return [
         _Document(row, index, (ids == index).nonzero().flatten())
         for row, ids in enumerate(batch.document_ids)
@@ -194,25 +196,27 @@ def _documents_of(batch: Batch) -> list[_Document]:
     ]
 
 
-def _alone(batch: Batch, document: _Document) -> Batch:
-    """Return a batch of one row that holds one document of another batch, and nothing else."""
-    cut = {name: batch[name][document.row, document.places].unsqueeze(0) for name in _names(batch)}
+def _select_document(batch: Batch, document: _Document) -> Batch:
+    """Return a batch with one document of another batch."""
+    cut = {
+        name: batch[name][document.row, document.places].unsqueeze(0) for name in _list_names(batch)
+    }
     cut["document_ids"] = torch.zeros_like(cut["document_ids"])
     own = [cut.pop(name) for name in BATCH_TENSORS]
     spans = spans_of_lengths(np.array([len(document.places)]), device=own[0].device)
     return Batch(*own, spans=spans, extra=cut)
 
 
-def _names(batch: Batch) -> tuple[str, ...]:
+def _list_names(batch: Batch) -> tuple[str, ...]:
     return (*BATCH_TENSORS, *batch.extra)
 
 
-def _whole(document: _Document) -> _Document:
-    """Return where a document is in the batch of it alone."""
+def _move_to_start(document: _Document) -> _Document:
+    """Return the position of a document in a batch with that document only."""
     return _Document(0, 0, torch.arange(len(document.places)))
 
 
-def _outputs(call: Call, model: nn.Module, batch: Batch) -> list[Tensor]:
+def _compute_outputs(call: Call, model: nn.Module, batch: Batch) -> list[Tensor]:
     output = call(model, batch)
     found = tensors_of(output, batch.input_ids.shape)
     if not found:
@@ -234,16 +238,18 @@ def _output_distances(
 ) -> list[float]:
     far = []
     with torch.no_grad():
-        packed = _outputs(call, model, batch)
+        packed = _compute_outputs(call, model, batch)
         for document, one in zip(documents, alone, strict=True):
-            own = _outputs(call, model, one)
+            own = _compute_outputs(call, model, one)
             pairs = zip(packed, own, strict=True)
-            distances = [_relative(x[document.row, document.places], y[0]) for x, y in pairs]
+            distances = [
+                _relative_difference(x[document.row, document.places], y[0]) for x, y in pairs
+            ]
             far.append(max(distances))
     return far
 
 
-def _gradient(
+def _compute_gradient(
     call: Call,
     model: nn.Module,
     batch: Batch,
@@ -254,7 +260,7 @@ def _gradient(
 
     The numbers are functions of the element and of the document's place in `weighed_as`.
     """
-    outputs = _outputs(call, model, batch)
+    outputs = _compute_outputs(call, model, batch)
     total = outputs[0].new_zeros(())
     for document, original in zip(documents, weighed_as, strict=True):
         for x in outputs:
@@ -277,10 +283,13 @@ def _gradient_distances(
 ) -> dict[str, float]:
     """Return max|a - b| / max|b| by name; what is rounding alone counts as 1 % of the largest."""
     largest = max((float(x.abs().max()) for x in wanted.values()), default=0.0)
-    return {name: _relative(found[name], wanted[name], least=1e-2 * largest) for name in found}
+    return {
+        name: _relative_difference(found[name], wanted[name], least=1e-2 * largest)
+        for name in found
+    }
 
 
-def _relative(found: Tensor, wanted: Tensor, *, least: float = 0.0) -> float:
+def _relative_difference(found: Tensor, wanted: Tensor, *, least: float = 0.0) -> float:
     """Return max|a - b| / max|b|; infinite where one alone is not finite."""
     finite = wanted.isfinite()
     if not torch.equal(found.isfinite(), finite):

@@ -117,15 +117,15 @@ def run_ranks(
         timeout: Seconds until the ranks that still run are stopped, each with its stack shown.
         threads: Threads per rank inside torch's operators.
         device: "cpu", or "cuda" for one rank on each GPU.
-        meanwhile: Called in this process a few times a second while ranks run, to show how far they
-            are. When it returns true they have got on, and `timeout` counts anew.
+        meanwhile: Called in this process a few times a second while ranks run, to report progress.
+            A true result means progress, and restarts `timeout`.
 
     Returns:
-        What `fn` returned, by rank.
+        The results of `fn`, by rank.
 
     Raises:
-        RankError: A rank raised, died or hung. All others are stopped at once, and the first cause
-            is told, not the broken connections that follow from it.
+        RankError: A rank raised, died or hung. All others are stopped at once; the error has the
+            first cause, not the broken connections that follow from it.
         ValueError: `world` is below 1, or `fn` or `args` cannot be sent to another process.
         ConfigError: This machine has fewer GPUs than there are ranks on "cuda".
 
@@ -146,7 +146,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="trainkit_ranks_") as folder:
         work = _Work(
             call=_pack_call(fn, args),
-            sources=_sources_of((fn, *args)),
+            sources=_list_sources((fn, *args)),
             world=world,
             folder=Path(folder),
             timeout=timeout,
@@ -154,10 +154,10 @@ def run_ranks(
             device=device,
             environ=dict(os.environ),
         )
-        with _started(work) as ranks:
+        with _start_ranks(work) as ranks:
             returned = _raise_first_cause(_gather(ranks, timeout, meanwhile), world)
             _raise_hang([rank for rank in ranks if rank.index not in returned], work)
-            _let_go(ranks)
+            _release(ranks)
         return [_unpack(returned[index].value) for index in range(world)]
 
 
@@ -188,7 +188,7 @@ def check_devices(function: str, world: int, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _started(work: _Work) -> Iterator[list[_Child]]:
+def _start_ranks(work: _Work) -> Iterator[list[_Child]]:
     hide_piped_script()
     context: ForkServerContext | SpawnContext = (
         SpawnContext() if work.device == "cuda" else multiprocessing.get_context("forkserver")
@@ -252,10 +252,10 @@ def _receive(rank: _Child) -> _Returned | _Failed:
         return rank.pipe.recv()
     except (EOFError, ConnectionError):
         rank.process.join()
-        return _Failed(time.monotonic(), f"{_end_of(rank)} before it returned")
+        return _Failed(time.monotonic(), f"{_describe_end(rank)} before it returned")
 
 
-def _end_of(rank: _Child) -> str:
+def _describe_end(rank: _Child) -> str:
     code = rank.process.exitcode or 0
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
@@ -287,15 +287,15 @@ def _raise_hang(ranks: Sequence[_Child], work: _Work) -> None:
     )
 
 
-def _let_go(ranks: Sequence[_Child]) -> None:
-    """Let ranks leave that have all returned: no rank closes a socket that another still reads."""
+def _release(ranks: Sequence[_Child]) -> None:
+    """Release ranks after all have returned, so that none closes a socket that another reads."""
     for rank in ranks:
         rank.pipe.send("all have returned")
     deadline = time.monotonic() + _EXIT_GRACE
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         if rank.process.exitcode != 0:
-            end = "did not exit" if rank.process.exitcode is None else _end_of(rank)
+            end = "did not exit" if rank.process.exitcode is None else _describe_end(rank)
             raise RankError(f"run_ranks: rank {rank.index} returned, but {end}", rank=rank.index)
 
 
@@ -309,7 +309,7 @@ def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _sources_of(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+def _list_sources(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """Return (module, file) of functions whose module another process may be unable to import.
 
     They are looked for among the values, and in the fields of records among these.

@@ -176,7 +176,7 @@ def train_plain(training: Training) -> Outcome:
 def plain_model(training: Training) -> nn.Module:
     """Return the whole model as a plain module, with its weights."""
     make_model, weights = training.alone or (training.make_model, training.weights)
-    model = _typed(make_model, training.tier)
+    model = _make_typed_model(make_model, training.tier)
     fills = fills_of(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -195,7 +195,7 @@ def train_layout(training: Training, case: LayoutCase) -> Outcome:
         training,
         case,
         lambda ps: build_stages(
-            partial(_typed, training.make_model, training.tier),
+            partial(_make_typed_model, training.make_model, training.tier),
             ps,
             training.plan(ps, case),
             weights=training.weights,
@@ -235,7 +235,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
             [float(norm) for norm in norms],
             hashes,
             _parameters(stages, named),
-            {name: _part(x) for name, x in _state(stages, named, optimizer).items()},
+            {name: _get_shard(x) for name, x in _state(stages, named, optimizer).items()},
             ties,
             str(norms[-1].dtype).removeprefix("torch."),
         )
@@ -243,7 +243,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
 
 def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) -> dict[str, Held]:
     """Return the parameters by name; of what is held in few bits, what it stands for."""
-    found = {name: _part(p) for name, p in named.items()}
+    found = {name: _get_shard(p) for name, p in named.items()}
     for name, packing in (item for stage in stages for item in get_quantizations(stage).items()):
         codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
         values = dequantize_rows(codes.local, scales.local, packing, torch.float64).cpu().numpy()
@@ -285,8 +285,8 @@ def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Dif
             for name in found.terms | wanted.terms
         },
         relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
-        _distances(found.parameters, wanted.parameters),
-        _distances(found.state, wanted.state, least=_least_moments(wanted.state)),
+        _compute_distances(found.parameters, wanted.parameters),
+        _compute_distances(found.state, wanted.state, least=_find_moment_floors(wanted.state)),
         found.ties,
         {name: (part.offset, part.values.shape) for name, part in parts.items()},
         found.hashes == wanted.hashes,
@@ -294,7 +294,7 @@ def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Dif
     )
 
 
-def _least_moments(state: Mapping[str, Held]) -> dict[str, float]:
+def _find_moment_floors(state: Mapping[str, Held]) -> dict[str, float]:
     """Return what the largest element of a moment counts as at least: 1e-2 of its kind's largest.
 
     A gradient that is 0 but for rounding (of a bias of keys, which no softmax sees) has moments
@@ -303,23 +303,25 @@ def _least_moments(state: Mapping[str, Held]) -> dict[str, float]:
     kinds: dict[str, float] = {}
     for name, part in state.items():
         kind = name.partition("/")[2]
-        kinds[kind] = max(kinds.get(kind, 0.0), _largest(part.values) if kind else 0.0)
+        kinds[kind] = max(kinds.get(kind, 0.0), _find_largest(part.values) if kind else 0.0)
     return {name: 1e-2 * kinds[name.partition("/")[2]] for name in state}
 
 
-def _distances(
+def _compute_distances(
     found: Mapping[str, Held],
     wanted: Mapping[str, Held],
     *,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Return how far this rank's parts are off, by name in the whole model."""
+    """Return the differences of this rank's shards, by name in the whole model."""
     far: dict[str, float] = {}
     for name, part in found.items():
         # A rank that holds both ends of a pipeline has a tied parameter twice.
         whole, distance = name.removesuffix(COPY_SUFFIX), math.inf
         if whole in wanted:
-            distance = _of_part(part, wanted[whole].values, least=(least or {}).get(whole, 0.0))
+            distance = _compute_distance(
+                part, wanted[whole].values, least=(least or {}).get(whole, 0.0)
+            )
         far[whole] = max(distance, far.get(whole, 0.0))
     return far
 
@@ -332,25 +334,25 @@ def relative(found: Any, wanted: Any) -> float:
         (0.5, inf)
     """
     a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return _of_part(Held(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
+    return _compute_distance(Held(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
 
 
-def _largest(values: np.ndarray[Any, Any]) -> float:
+def _find_largest(values: np.ndarray[Any, Any]) -> float:
     finite = np.isfinite(values)
     return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
 
 
-def _of_part(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
+def _compute_distance(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
     a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
     b = whole[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return math.inf
     far = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
-    top = max(_largest(whole), least)
+    top = max(_find_largest(whole), least)
     return 0.0 if far == 0 else far / top if top else math.inf
 
 
-def _typed(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
+def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
     """Make a model in the dtype of a tier; one that is made in several dtypes keeps them."""
     model = make_model()
     first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
@@ -370,6 +372,6 @@ def _typed(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
     return model
 
 
-def _part(tensor: Tensor) -> Held:
+def _get_shard(tensor: Tensor) -> Held:
     box = get_local_box(tensor)
     return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)

@@ -29,6 +29,7 @@ from .retention import Retention as Retention
 from .retention import plan_retention as plan_retention
 from .rollback import roll_back as roll_back
 from .run_id import get_run_id as get_run_id
+from .run_state import hash_weights as hash_weights
 from .run_state import state_hash as state_hash
 from .save import check_disk_space as check_disk_space
 from .save import open_saver as open_saver

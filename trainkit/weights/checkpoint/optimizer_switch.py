@@ -28,7 +28,7 @@ from trainkit.weights.checkpoint.reading import Target
 from trainkit.weights.checkpoint.run_state import optimizer_state
 
 _MEAN = "mean"
-"""The mean of the weights that `together` keeps; it does not depend on a step count."""
+"""The mean of the weights that `combine_optimizers` keeps; it does not depend on a step count."""
 
 
 def select_carried_over(

@@ -57,7 +57,7 @@ def nan_loss_at(
     def hook() -> _Handles:
         return {0: stages[-1].register_forward_hook(scaled)}
 
-    return until_next(at, lambda: _hooked(hook), rank=rank)
+    return until_next(at, lambda: _use_hook(hook), rank=rank)
 
 
 def nan_gradient_at(
@@ -99,7 +99,7 @@ def nan_gradient_at(
         return gradient
 
     def hook() -> _Handles:
-        modules, leaf = _place_in_model(stages, name or _first_name(stages))
+        modules, leaf = _find_owner(stages, name or _find_first_name(stages))
         handles: dict[int, RemovableHandle] = {}
 
         # FSDP puts the gathered parameter in place for the forward pass: it is hooked when there.
@@ -113,7 +113,7 @@ def nan_gradient_at(
             handles[id(module)] = module.register_forward_pre_hook(hook_parameter)
         return handles
 
-    return until_next(at, lambda: _hooked(hook), rank=rank)
+    return until_next(at, lambda: _use_hook(hook), rank=rank)
 
 
 def nan_parameter_at(
@@ -144,7 +144,7 @@ def nan_parameter_at(
         >>> model.weight.data
         tensor([[nan]])
     """
-    return _overwritten_at(at, rank, lambda: _parameter_of(stages, name), element, value)
+    return _overwrite_at(at, rank, lambda: _get_parameter(stages, name), element, value)
 
 
 def nan_moment_at(
@@ -184,9 +184,9 @@ def nan_moment_at(
     """
 
     def moment_of() -> Tensor:
-        return optimizer.state[_parameter_of(stages, name)][moment]
+        return optimizer.state[_get_parameter(stages, name)][moment]
 
-    return _overwritten_at(at, rank, moment_of, element, value)
+    return _overwrite_at(at, rank, moment_of, element, value)
 
 
 def flip_bit_at(
@@ -224,28 +224,28 @@ def flip_bit_at(
         value.view(torch.uint8)[bit // 8] ^= 1 << bit % 8  # the machine is little-endian
         return value[0]
 
-    return _overwritten_at(at, rank, lambda: _parameter_of(stages, name), element, flipped)
+    return _overwrite_at(at, rank, lambda: _get_parameter(stages, name), element, flipped)
 
 
-def _first_name(stages: Sequence[nn.Module]) -> str:
-    """Return the name of the first parameter that is trained and has elements on this rank."""
+def _find_first_name(stages: Sequence[nn.Module]) -> str:
+    """Return the name of the first trainable parameter with elements on this rank."""
     named = get_named_parameters(stages)
     return next(n for n, p in named.items() if p.requires_grad and get_local_box(p).local.numel())
 
 
-def _parameter_of(stages: Sequence[nn.Module], name: str | None) -> nn.Parameter:
+def _get_parameter(stages: Sequence[nn.Module], name: str | None) -> nn.Parameter:
     named = get_named_parameters(stages)
     if name is not None and name not in named:
-        raise _unknown(name, stages)
-    return named[name or _first_name(stages)]
+        raise _unknown_parameter(name, stages)
+    return named[name or _find_first_name(stages)]
 
 
-def _unknown(name: str, stages: Sequence[nn.Module]) -> ValueError:
+def _unknown_parameter(name: str, stages: Sequence[nn.Module]) -> ValueError:
     known = ", ".join(get_named_parameters(stages))
     return ValueError(f"faults: no parameter is called {name!r}; there are {known}")
 
 
-def _place_in_model(stages: Sequence[nn.Module], name: str) -> tuple[list[nn.Module], str]:
+def _find_owner(stages: Sequence[nn.Module], name: str) -> tuple[list[nn.Module], str]:
     """Return the modules from a stage down to the one that owns a parameter, and its name there."""
     for stage in stages:
         for path, module in stage.named_modules():
@@ -254,11 +254,11 @@ def _place_in_model(stages: Sequence[nn.Module], name: str) -> tuple[list[nn.Mod
                     parts = path.split(".") if path else []
                     above = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
                     return [stage.get_submodule(part) for part in above], leaf
-    raise _unknown(name, stages)
+    raise _unknown_parameter(name, stages)
 
 
-def _place(tensor: Tensor, element: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return this rank's part of a tensor, in its own memory, and the index of an element in it."""
+def _find_element(tensor: Tensor, element: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return this rank's shard of a tensor, sharing memory, and the index of an element in it."""
     local = get_local_box(tensor).local
     if not 0 <= element < local.numel():
         raise ValueError(f"faults: this rank has {local.numel()} elements, none is {element}")
@@ -266,20 +266,20 @@ def _place(tensor: Tensor, element: int) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def _write(tensor: Tensor, element: int, value: _Value) -> None:
-    local, place = _place(tensor, element)
+    local, place = _find_element(tensor, element)
     local[place] = value(local[place]) if callable(value) else value
 
 
-def _overwritten_at(
+def _overwrite_at(
     at: At, ranks: Ranks, find: Callable[[], Tensor], element: int, value: _Value
 ) -> Injector:
-    """Return an injector that overwrites an element of a tensor, found then, before a step."""
+    """Return an injector that overwrites an element of a tensor before a step."""
     return act_at(at, lambda _: _write(find(), element, value), rank=ranks)
 
 
 @contextmanager
-def _hooked(hook: Callable[[], _Handles]) -> Iterator[None]:
-    """Hook something for a block; handles that are added meanwhile are removed as well."""
+def _use_hook(hook: Callable[[], _Handles]) -> Iterator[None]:
+    """Install a hook for a block, and remove all of its handles at the end."""
     handles = hook()
     try:
         yield

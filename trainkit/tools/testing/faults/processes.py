@@ -68,10 +68,10 @@ def signal_at(
         after: Send it after the step, before the caller hears of it, and not before the step.
 
     Examples:
-        >>> before = signal.signal(signal.SIGUSR1, lambda *_: print("told to stop"))
+        >>> before = signal.signal(signal.SIGUSR1, lambda *_: print("stopping"))
         >>> step = signal_at(1, signum=signal.SIGUSR1)(lambda state, batch: (state, {}))
         >>> _ = step(TrainState(), None)
-        told to stop
+        stopping
         >>> _ = signal.signal(signal.SIGUSR1, before)
     """
 

@@ -56,7 +56,7 @@ def act_at(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> I
         act(state)
         return train_step(state, batch)
 
-    return _taken(at, rank, take)
+    return _replace_steps(at, rank, take)
 
 
 def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> Injector:
@@ -82,7 +82,7 @@ def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -
         act(outcome[0])
         return outcome
 
-    return _taken(at, rank, take)
+    return _replace_steps(at, rank, take)
 
 
 def wrap_step(
@@ -97,8 +97,8 @@ def wrap_step(
 
     Examples:
         >>> import contextlib, io
-        >>> heard = io.StringIO()
-        >>> step = wrap_step(2, lambda: contextlib.redirect_stdout(heard))(
+        >>> output = io.StringIO()
+        >>> step = wrap_step(2, lambda: contextlib.redirect_stdout(output))(
         ...     lambda state, batch: (state, print("step", state.step + 1))
         ... )
         >>> _ = [step(TrainState(step=done), None) for done in range(2)]
@@ -109,7 +109,7 @@ def wrap_step(
         with around():
             return train_step(state, batch)
 
-    return _taken(at, rank, take)
+    return _replace_steps(at, rank, take)
 
 
 def until_next(
@@ -127,14 +127,14 @@ def until_next(
 
     Examples:
         >>> import contextlib, io
-        >>> heard = io.StringIO()
-        >>> step = until_next(1, lambda: contextlib.redirect_stdout(heard))(
+        >>> output = io.StringIO()
+        >>> step = until_next(1, lambda: contextlib.redirect_stdout(output))(
         ...     lambda state, batch: (state, {})
         ... )
         >>> _ = step(TrainState(step=0), None)
         >>> print("as if in the step", end="")
         >>> _ = step(TrainState(step=1), None)
-        >>> heard.getvalue()
+        >>> output.getvalue()
         'as if in the step'
     """
 
@@ -152,10 +152,10 @@ def until_next(
     return wrap
 
 
-def _taken(
+def _replace_steps(
     at: At, rank: Ranks, take: Callable[[TrainStep, TrainState, StepBatch], tuple[TrainState, Any]]
 ) -> Injector:
-    """Return an injector that has the steps that are meant taken by another function."""
+    """Return an injector that replaces the matching steps by another function."""
 
     def wrap(train_step: TrainStep) -> TrainStep:
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
