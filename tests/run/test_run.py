@@ -258,7 +258,7 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
         "context": 4,
         "template": "chatml",
     }
-    with open_run(tmp_path, config=cfg, **HOW) as run:
+    with open_run(tmp_path, config=cfg, limits=LIMITS) as run:
         state = run.resume(model, optimizer, **told, facts={"own": 1})
         with run.loop(state, model, optimizer, steps=4, replay=None) as loop:
             loop.checkpoint(attrs.evolve(state, step=4))
@@ -275,7 +275,7 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
         ({"model": make_decoder_config("tiny", layers=2)}, "model"),
         ({"facts": {"own": 2}}, "own"),
     ):
-        with open_run(tmp_path, config=cfg, **HOW) as run:
+        with open_run(tmp_path, config=cfg, limits=LIMITS) as run:
             again = {"facts": {"own": 1}, **told, **change}
             if named is None:
                 assert run.resume(model, optimizer, **again).step == 4
@@ -292,7 +292,7 @@ def test_facts_that_depend_on_the_batches_are_asked_for_at_each_save():
 def test_a_loop_says_what_is_due_and_writes_events_and_a_result(tmp_path):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with open_run(tmp_path, **HOW) as run:
+    with open_run(tmp_path, limits=LIMITS) as run:
         state = run.resume(model, optimizer)
         with run.loop(state, model, optimizer, steps=7, replay=None) as loop:
             due = [s for s in range(1, 8) if loop.is_due(attrs.evolve(state, step=s), 3)]
