@@ -208,14 +208,14 @@ def moments_forgotten(_ps):
 
 def half_a_parameter(ps):
     """Lose the half of what a rank has of the largest parameters, when training is over."""
-    part = train._part
+    part = train._get_shard
 
     def half(tensor):
         whole = part(tensor)
         few = ps.world.index == 0 and whole.values.ndim > 1
         return attrs.evolve(whole, values=whole.values[: len(whole.values) // 2]) if few else whole
 
-    PATCH.setattr(train, "_part", half)
+    PATCH.setattr(train, "_get_shard", half)
 
 
 def terms_lacking(_ps):

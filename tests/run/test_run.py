@@ -292,7 +292,7 @@ def test_facts_that_depend_on_the_batches_are_asked_for_at_each_save():
 def test_a_loop_says_what_is_due_and_writes_events_and_a_result(tmp_path):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with open_run(tmp_path, **HOW) as run:
+    with open_run(tmp_path, limits=LIMITS) as run:
         state = run.resume(model, optimizer)
         with run.loop(state, model, optimizer, steps=7, replay=None) as loop:
             due = [s for s in range(1, 8) if loop.is_due(attrs.evolve(state, step=s), 3)]
