@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import trainkit as tk
-from trainkit import config, losses, mesh, models, packing, sampling, set_attention
+from trainkit import attention, config, losses, mesh, models, packing, sampling
 from trainkit.batch import count_tokens, count_valid_tokens, to_device
 from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
@@ -253,7 +253,7 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
         ends = torch.zeros(3, dtype=torch.int32, device="cuda:0")
         spans = Spans(ends, np.array([5, 11]), 11)
         shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
-        set_attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
+        attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
     assert bool(ledger.operators[VARLEN]) == taken
 
 
@@ -267,7 +267,7 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
     ],
 )
 def test_a_window_is_a_kernel_of_torchs_and_nothing_waits(name, dtype, taken):
-    attend = set_attention.choose_kernel(
+    attend = attention.choose_kernel(
         [name], device="cuda:0", dtype=dtype, head_size=64, window=20
     ).attend
     with fake_device() as ledger:

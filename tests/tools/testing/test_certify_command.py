@@ -1,6 +1,7 @@
 """`python -m trainkit certify`: what it prints, what it refuses, and its exit code."""
 
 import argparse
+import sys
 
 import pytest
 import torch
@@ -100,7 +101,6 @@ def test_layouts_are_chosen_by_name_and_number_of_ranks(monkeypatch):
 
 
 def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch):
-    from trainkit.parallel import check_layout as fitting
 
     taken = {}
     monkeypatch.setattr(
@@ -109,7 +109,9 @@ def test_without_names_those_that_this_torch_cannot_run_are_left_out(monkeypatch
     )
     certify.run(options_of())
     for can in (True, False):
-        monkeypatch.setattr(fitting, "passes_to_itself", lambda can=can: can)
+        monkeypatch.setattr(
+            sys.modules["trainkit.parallel.check_layout"], "passes_to_itself", lambda can=can: can
+        )
         left_out = {x.layout.schedule for x in make_default_cases() if not taken["chosen"](x)}
         assert left_out == (set() if can else {"zero_bubble_v", "dual_pipe_v"})
 

@@ -383,7 +383,7 @@ def test_ranks_commit_together_or_not_at_all_and_threads_never_communicate(tmp_p
             (3, "step_00000003"),
         ]
         assert "ENOENT" in outcomes[1][2]
-        assert threads == {"MainThread", "trainkit meeting"}  # which opens the session
+        assert threads == {"MainThread", "trainkit rendezvous"}  # which opens the session
     assert "rank 1: save_checkpoint" in found[0][0][1][2]
     assert names_in(tmp_path) == ["latest", "step_00000001", "step_00000003"]
     assert all(not verify_checkpoint(path) for path in list_checkpoints(tmp_path / "checkpoints"))
