@@ -344,8 +344,8 @@ class Layout:
     """Ranks that split the experts; they are among those that shard parameters."""
 
     ep_neighbours: bool = True
-    """Ranks of ep are adjacent, for tokens travel at each layer and are fastest inside a node; off,
-    those of expert_fsdp are: for experts that weigh more than the tokens sent to them."""
+    """Place the ranks of ep next to each other: the all-to-all of tokens is fastest inside a node.
+    If False, those of expert_fsdp: for experts that are larger than the tokens sent to them."""
 
     fold_sp: FoldSP = attrs.field(default="all", validator=one_of("all", "ring", "ulysses", "none"))
     """The axes of ring and ulysses that shard parameters too; others all-reduce gradients."""
@@ -408,7 +408,7 @@ class Layout:
 
     @property
     def wrapped(self) -> int:
-        """The ranks that FSDP spreads parameters and replicas over; with 1 it leaves a model be."""
+        """Number of ranks in FSDP's mesh, replicas included; 1 means that nothing is wrapped."""
         return self.count("dp_replicate") * self.count("fsdp")
 
     def over(self, world: int) -> Layout:
@@ -584,7 +584,7 @@ def _set_fields(record: object, **fields: Any) -> None:
 
 @attrs.frozen(eq=False)
 class Axis:
-    """A share plus the right to talk: one named dimension of the layout, seen from one rank.
+    """A mesh axis seen from one rank: its name, index, size and process group.
 
     `group` and `mesh` are None when `count` is 1, and then every collective on the axis is the
     identity.

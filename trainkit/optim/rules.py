@@ -16,13 +16,13 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def _decays(group: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the rate, the weight decay, and the decay where it is against the update."""
+    """Return lr, the weight decay, and the decay where it opposes the update (0 if cautious)."""
     decay = group["weight_decay"]
     return group["lr"], decay, 0.0 if group["cautious"] else decay
 
 
 def _one_more(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts after a step of a rule that goes by none: those that rounding asks for."""
+    """Increment the counters: the rule reads none, stochastic rounding may."""
     return {name: count + 1 for name, count in counts.items()}
 
 
@@ -54,7 +54,7 @@ class LowPrecisionAdamW(ElementwiseOptimizer):
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
-        """Return the rule's numbers and the count of steps."""
+        """Return the rule's coefficients and the new counters."""
         step, (first, second) = counts["step"] + 1, group["betas"]
         rates = (1 - first, 1 - second, 1 / (1 - first**step), (1 - second**step) ** -0.5)
         return (*_decays(group), *rates, group["eps"]), {"step": step}
@@ -71,8 +71,8 @@ class Lion(ElementwiseOptimizer):
     """Lion: the sign of a mixture of gradient and moment.
 
     References:
-        Chen et al., "Symbolic discovery of optimization algorithms" (2023). A tenth of AdamW's
-        rate and ten times its decay are what it starts from.
+        Chen et al., "Symbolic discovery of optimization algorithms" (2023). Start from a
+        tenth of AdamW's learning rate and ten times its weight decay.
 
     Examples:
         >>> import torch
@@ -91,7 +91,7 @@ class Lion(ElementwiseOptimizer):
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
-        """Return the rule's numbers and the count of steps."""
+        """Return the rule's coefficients and the new counters."""
         first, second = group["betas"]
         return (*_decays(group), 1 - first, 1 - second), _one_more(counts)
 
@@ -123,7 +123,7 @@ class SignSGD(ElementwiseOptimizer):
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
-        """Return the rule's numbers and the count of steps."""
+        """Return the rule's coefficients and the new counters."""
         return _decays(group), _one_more(counts)
 
 
@@ -135,7 +135,9 @@ def momentum_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
 
 
 class Momentum(ElementwiseOptimizer):
-    """Gradient descent with momentum: buffer = momentum * buffer + gradient, as torch's SGD.
+    """Gradient descent with momentum: buffer = momentum * buffer + gradient.
+
+    As torch's SGD, but with decoupled weight decay.
 
     Examples:
         >>> import torch
@@ -154,7 +156,7 @@ class Momentum(ElementwiseOptimizer):
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
-        """Return the rule's numbers and the count of steps."""
+        """Return the rule's coefficients and the new counters."""
         return (*_decays(group), group["momentum"]), _one_more(counts)
 
 
@@ -169,7 +171,7 @@ def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:
 
 
 class ScheduleFree(ElementwiseOptimizer):
-    """Schedule-free AdamW: a rate that stays, and a mean of the way for evaluation.
+    """Schedule-free AdamW: a constant learning rate, evaluated at an average of the iterates.
 
     Parameters hold y, where gradients are taken; z takes the steps; what is evaluated and exported
     is x, a mean of all z so far, with weights of the largest rate so far, squared. x is kept, as

@@ -1,4 +1,4 @@
-"""`build_stages`: from a function that makes a model to this rank's stages of it, with weights.
+"""`build_stages`: build this rank's stages of a model and fill them with weights.
 
 The model is made on the meta device, where it has shapes but no memory; a *plan*, a list of
 transforms, is applied in order; then the local shards are allocated and filled. No rank ever
