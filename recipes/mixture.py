@@ -258,9 +258,8 @@ def train(cfg, run, tokenizer, model, first):
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
                 run.log(sample(cfg, stages, tokenizer, held_out))
-            stop = loop.checkpoint(
-                state
-            )  # saves when it is due; the reason to stop, after a signal
+            # Saves if a save is due. Returns why to stop ("SIGTERM" after a signal), or None.
+            stop = loop.checkpoint(state)
     # Writes final.json and draws the loss; returns the exit code. After a stop it does neither, and
     # the same command continues the run.
     return run.finish(state, stages, optimizer, stop=stop)

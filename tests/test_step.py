@@ -320,16 +320,22 @@ def test_whatever_averages_is_refused_by_name(kind):
 
 
 def parameters_of_what_averages():
-    """Return what `get_parameters` says to FSDP2 and DDP, before and after they sum."""
+    """Return what functions of gradients say to FSDP2 and DDP before these sum."""
     from torch.distributed.fsdp import fully_shard
 
     said = []
+    calls = [
+        lambda model: tk.get_parameters([model]),
+        tk.grad_norm,
+        lambda model: tk.clip_grads_(model, max_norm=1.0),
+    ]
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         model = wrap(linear())
-        try:
-            tk.get_parameters([model])
-        except ValueError as error:
-            said.append(str(error))
+        for call in calls:
+            try:
+                call(model)
+            except ValueError as error:
+                said.append(str(error).partition(" averages")[0])
         tk.sum_gradients_(model)
         assert len(tk.get_parameters([model])) == 1
     return said
@@ -337,8 +343,8 @@ def parameters_of_what_averages():
 
 def test_parameters_of_a_module_that_averages_are_refused():
     for said in run_ranks(parameters_of_what_averages, 2):
-        assert len(said) == 2
-        assert all("get_parameters: the module" in text for text in said)
+        functions = ["get_parameters", "grad_norm", "clip_grads_"]
+        assert [text.partition(": the module")[0] for text in said] == functions * 2
 
 
 def test_a_static_graph_is_refused():

@@ -75,13 +75,15 @@ def get_parameters(stages: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter
     return [p for p in get_named_parameters(stages).values() if p.requires_grad]
 
 
-def _list_params(params: Params, axis: Axis = SOLO) -> tuple[list[nn.Parameter], Axis]:
+def _list_params(
+    function: str, params: Params, axis: Axis = SOLO
+) -> tuple[list[nn.Parameter], Axis]:
     """Return each parameter once, and the pipeline axis: that of a `Stages`, else `axis`."""
     if not isinstance(params, Stages | nn.Module):
         return list(dict.fromkeys(params)), axis
     modules = modules_of(params)
     for module in modules:
-        check_not_averaging("get_parameters", find_reducers(module))
+        check_not_averaging(function, find_reducers(module))
     # As `get_parameters`, but without the names: they would cost 0.3 ms in every step.
     trained = dict.fromkeys(p for x in modules for p in x.parameters() if p.requires_grad)
     return list(trained), params.pp if isinstance(params, Stages) else axis
@@ -115,7 +117,7 @@ def sync_sp_grads(params: Params, axis: Axis) -> None:
     if axis.count > 1:
         assert axis.group is not None
         with torch.no_grad():
-            sum_grads_(_list_params(params)[0], axis.group)
+            sum_grads_(_list_params("sync_sp_grads", params)[0], axis.group)
 
 
 # -------------------------------------------------------------------------------------------- norm
@@ -194,7 +196,7 @@ def grad_norm(params: Params, *, axis: Axis = SOLO, norm_type: float = 2.0) -> T
         >>> grad_norm([p], norm_type=1), grad_norm([p], norm_type=math.inf)
         (tensor(7.), tensor(4.))
     """
-    params, axis = _list_params(params, axis)
+    params, axis = _list_params("grad_norm", params, axis)
     return _compute_norms([params], axis, norm_type)[0]
 
 
@@ -342,7 +344,7 @@ def clip_grads_(
         >>> p.grad, q.grad
         (tensor([0.6000, 0.8000]), tensor([6.0000]))
     """
-    params, axis = _list_params(params, axis)
+    params, axis = _list_params("clip_grads_", params, axis)
     return _clip_grads_(
         params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
     )[0]
@@ -481,7 +483,7 @@ def clip_and_step(
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
     world = params.world if isinstance(params, Stages) else world
-    params, axis = _list_params(params, axis)
+    params, axis = _list_params("clip_and_step", params, axis)
     _check_has_params(params, optimizer)
     with torch.no_grad():
         groups = optimizer.param_groups

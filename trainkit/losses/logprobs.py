@@ -238,9 +238,3 @@ def _make_tiles(
         rows = max(1, min(tokens, _ROWS, size))
         part = max(1, size // rows)
     return [(tokens_slice, cuts(len(weight), part)) for tokens_slice in cuts(tokens, rows)]
-
-
-def _elements(tiles: Tiles) -> int:
-    """Return the number of logits of the largest tile."""
-    (rows, (words, *_)), *_ = tiles
-    return (rows.stop - rows.start) * (words.stop - words.start)

@@ -170,14 +170,8 @@ def make_optimizer(
     """
     axis = stages_or_model.pp if isinstance(stages_or_model, Stages) else axis
     stages = modules_of(stages_or_model)
-    for argument, value in (("options", options), ("groups", groups)):
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"make_optimizer: {argument} must be a mapping of names to values, got {value!r}; "
-                f"optim.parse_{argument} makes one from the texts of a command line",
-                where=argument,
-                got=value,
-            )
+    _check_mapping("options", options)
+    _check_mapping("groups", groups)
     split = [get_named_parameters(stages)]
     if groups:
         split = split_by_pattern(split[0], list(groups), axis=axis)
@@ -209,6 +203,16 @@ def make_optimizer(
     if offload:
         offload_optimizer_(combined)
     return combined
+
+
+def _check_mapping(argument: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"make_optimizer: {argument} must be a mapping of names to values, got {value!r}; "
+            f"optim.parse_{argument} makes one from the texts of a command line",
+            where=argument,
+            got=value,
+        )
 
 
 def list_precision_options(optimizer: str, precision: Precision) -> dict[str, Any]:

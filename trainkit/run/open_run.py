@@ -317,6 +317,15 @@ def gather_facts(
     return {**known, **(facts or {})}
 
 
+def _add_facts(facts: checkpoint.Facts, more: Mapping[str, Any]) -> checkpoint.Facts:
+    """Return the facts of a run and some that are the same in all of it."""
+
+    def facts_at(batches: int) -> Mapping[str, Any]:
+        return {**(facts(batches) if callable(facts) else facts), **more}
+
+    return facts_at
+
+
 @attrs.define(eq=False)
 class _RunFunctions:
     """The functions of a `Run`, and what they share."""
@@ -402,15 +411,10 @@ class _RunFunctions:
             template=template,
             facts=facts,
         )
-        own: dict[str, Any] = {_SOFTWARE: self.software}
+        of_start: dict[str, Any] = {_SOFTWARE: self.software}
         if first is not None:
-            own |= checkpoint.hash_initial_weights(first, stages, self.ps)
-
-        def facts_with_own(batches: int) -> Mapping[str, Any]:
-            of_run = gathered(batches) if callable(gathered) else gathered
-            return {**of_run, **own}
-
-        self.facts = facts_with_own
+            of_start |= checkpoint.hash_initial_weights(first, stages, self.ps)
+        self.facts = _add_facts(gathered, of_start)
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit.mesh import solo_parallel
-from trainkit.models.config import DecoderConfig, parameter_shapes
+from trainkit.models.config import parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
@@ -33,7 +33,6 @@ from trainkit.weights.checkpoint.run_state import hash_tensor_box
 from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, match_family
-from trainkit.weights.hub.families import Family
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 _AT_ONCE = 1 << 22  # elements
@@ -185,19 +184,6 @@ def export_peft(
         overwrite=overwrite,
         stem="adapter_model",
     )
-
-
-def _family(source: str | None, config: DecoderConfig, name: str | None) -> Family:
-    if name is not None:
-        return get_family(name, where="family")
-    return open_folder(source).family if source and is_hf_folder(source) else match_family(config)
-
-
-def _trained(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out what steps have counted, and no optimizer trains."""
-    return {
-        own: x for own, x in whole.items() if not own.endswith((".router.load", ".router.bias"))
-    }
 
 
 def merge_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:

@@ -206,20 +206,8 @@ def to_peft(
         ConfigError: PEFT has no place for an adapter: some have DoRA and others not, parts of a
             fused matrix lack it, or a module of PEFT is trained in part.
     """
-    doras = {one.lengths is not None for one in held.values()}
-    if len(doras) > 1:
-        raise ConfigError(
-            "to_peft: PEFT has DoRA in all of an adapter or in none, and here some matrices have "
-            "it; give all of them dora=True, or export with --merge",
-            where="dora",
-        )
     experts = sorted(name for name, one in held.items() if one.a.ndim == 3)
-    if experts and True in doras:
-        raise ConfigError(
-            f"to_peft: PEFT has no DoRA for experts, and {shorten(experts)} have; export with "
-            "--merge",
-            where="dora",
-        )
+    use_dora = _check_dora(held, experts)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -245,7 +233,7 @@ def to_peft(
         "target_modules": sorted(ranks.keys() - {*packed}),
         "target_parameters": packed or None,
         "use_rslora": rank_stabilised,
-        "use_dora": True in doras,
+        "use_dora": use_dora,
         "bias": "none",
         "modules_to_save": modules_to_save or None,
         "base_model_name_or_path": base,
@@ -256,6 +244,24 @@ def to_peft(
         ),
     }
     return settings, tensors | full_tensors
+
+
+def _check_dora(held: Mapping[str, LowRankFactors], experts: Sequence[str]) -> bool:
+    """Return whether the adapters have DoRA; raise ConfigError where PEFT has no place for it."""
+    doras = {one.lengths is not None for one in held.values()}
+    if len(doras) > 1:
+        raise ConfigError(
+            "to_peft: PEFT has DoRA in all of an adapter or in none, and here some matrices have "
+            "it; give all of them dora=True, or export with --merge",
+            where="dora",
+        )
+    if experts and True in doras:
+        raise ConfigError(
+            f"to_peft: PEFT has no DoRA for experts, and {shorten(experts)} have; export with "
+            "--merge",
+            where="dora",
+        )
+    return True in doras
 
 
 def _fuse_factors(

@@ -215,6 +215,17 @@ def make_guard(
     """
     stages = modules_of(stages)
     damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
+    restore = partial(
+        roll_back,
+        run_dir,
+        stages=stages,
+        optimizer=optimizer,
+        ps=ps,
+        max_rollbacks=policy.max_rollbacks,
+        facts=facts,
+        config=config,
+        log=log,
+    )
     # In a list, because a roll-back replaces it: it refers to the moments from before.
     replica_checks = [make_replica_check(stages, optimizer, ps)]
 
@@ -238,26 +249,9 @@ def make_guard(
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
         if action.kind == "rollback":
-            collect_saves(
-                wait=True
-            )  # a save of the abandoned branch must not commit after the roll-back
-            try:
-                state = roll_back(
-                    run_dir,
-                    state,
-                    stages,
-                    optimizer,
-                    ps,
-                    before=action.before,
-                    max_rollbacks=policy.max_rollbacks,
-                    facts=facts,
-                    config=config,
-                    log=log,
-                )
-            except CheckpointError as error:
-                # The numbers ended the run, not the checkpoints: the exit code is theirs.
-                action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
-                raise make_stop_error(action, state.health) from error
+            # A save of the abandoned branch must not commit after the roll-back.
+            collect_saves(wait=True)
+            state = _restore_or_stop(restore, state, action)
             collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)
             replica_checks[0] = make_replica_check(stages, optimizer, ps)
@@ -266,6 +260,18 @@ def make_guard(
         return state
 
     return guard
+
+
+def _restore_or_stop(
+    restore: Callable[..., TrainState], state: TrainState, action: Action
+) -> TrainState:
+    """Return the state of a roll-back; raise NumericsError if there is nothing to roll back to."""
+    try:
+        return restore(state, before=action.before)
+    except CheckpointError as error:
+        # The numbers ended the run, not the checkpoints: the exit code is theirs.
+        action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
+        raise make_stop_error(action, state.health) from error
 
 
 def _find_culprits(

@@ -137,14 +137,12 @@ def resume(
     def accept() -> None:
         if not is_first:
             return
-        messages[:0] = _check_owner(path, strict=strict_owner)
-        messages.extend(count_messages(staged.changes))
-        messages.extend(_compare_machine(staged.saved["machine"], ps))
-        newest = list_checkpoints(directory)[0] if skipped else path
-        lost = parse_step(newest) - manifest["step"] if skipped else 0
-        log(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
-        for message in messages:
-            log(message)
+        notes = _check_owner(path, strict=strict_owner)
+        notes += [*messages, *count_messages(staged.changes)]
+        notes += _compare_machine(staged.saved["machine"], ps)
+        log(_describe_choice(path, manifest["step"], has_skipped=bool(skipped)))
+        for note in notes:
+            log(note)
         clear_directory(directory, path, request, log=log)
         if _is_fork(run_dir, path, manifest, request):
             log(_make_fork(run_dir, path, manifest))
@@ -152,6 +150,13 @@ def resume(
     run_on_all_ranks(accept, ps.world)
     # From here on nothing can fail on one rank alone.
     return install_(staged, stages, optimizer)
+
+
+def _describe_choice(path: Path, step: int, *, has_skipped: bool) -> str:
+    """Return the message about the checkpoint that a run resumes from."""
+    newest = list_checkpoints(path.parent)[0] if has_skipped else path
+    lost = parse_step(newest) - step if has_skipped else 0
+    return f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost)
 
 
 def load_checkpoint(
