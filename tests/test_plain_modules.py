@@ -182,3 +182,15 @@ def test_ranks_share_the_rows_of_a_plain_module():
     evaluate = make_evaluator(linear(), packed(), next_token, rows_per_batch=1, call=call)
     for found in run_ranks(with_an_axis, 2):
         assert found == pytest.approx(evaluate(), rel=1e-6)
+
+
+def test_a_list_of_modules_in_place_of_parameters_is_refused_by_the_function_that_was_called():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name, call in {
+        "grad_norm": tk.grad_norm,
+        "clip_grads_": lambda modules: tk.clip_grads_(modules, max_norm=1.0),
+        "clip_and_step": lambda modules: tk.clip_and_step(modules, optimizer, lr=1, max_norm=1.0),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}: params must be .* get_parameters"):
+            call([model])

@@ -80,7 +80,13 @@ def _list_params(
 ) -> tuple[list[nn.Parameter], Axis]:
     """Return each parameter once, and the pipeline axis: that of a `Stages`, else `axis`."""
     if not isinstance(params, Stages | nn.Module):
-        return list(dict.fromkeys(params)), axis
+        listed = list(dict.fromkeys(params))
+        if listed and isinstance(listed[0], nn.Module):
+            raise ValueError(
+                f"{function}: params must be parameters, a module or a Stages, got a list of "
+                "modules; pass get_parameters(modules)"
+            )
+        return listed, axis
     modules = modules_of(params)
     for module in modules:
         check_not_averaging(function, find_reducers(module))
