@@ -116,8 +116,8 @@ START = """
 import time
 start = time.perf_counter()
 import numpy as np
-from trainkit.packing import best_fit, first_fit, pack_bins, next_fit
-for fit in (best_fit, first_fit, sequential):
+from trainkit.packing import best_fit, first_fit, next_fit, pack_bins
+for fit in (best_fit, first_fit, next_fit):
     pack_bins(np.array([5, 3, 2, 6]), 8, fit=fit)
 print(time.perf_counter() - start)
 """

@@ -134,9 +134,9 @@ def no_pictures(_):
 
 def believe_files(_):
     """Take a protection away: no byte of a checkpoint is compared with its hash."""
-    from trainkit.weights.checkpoint import manifest, reading
+    from trainkit.weights.checkpoint import reading
 
-    manifest._hash_problems = lambda *_: []
+    assert reading._check_sha256  # the name that a read calls; in another place it would still look
     reading._check_sha256 = lambda *_: None
 
 
