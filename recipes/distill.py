@@ -215,7 +215,7 @@ def train(cfg, run, base):
         rows,
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         pad_id=base.tokenizer.pad_id or 0,
     )
 
@@ -305,7 +305,11 @@ def main(argv=None):
     # Two runs in one process: the twin is complete, or stopped, before the student begins.
     for each in plan_runs(cfg):
         with tk.open_run(
-            each.out, layout=each.layout, limits=each.limits, numerics=each.numerics, config=each
+            each.out,
+            layout=each.layout,
+            timeouts=each.timeouts,
+            numerics=each.numerics,
+            config=each,
         ) as run:
             if code := train(each, run, base):
                 return code

@@ -198,7 +198,7 @@ def train(cfg, run, tokenizer, base, first):
         rows,
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         pad_id=tokenizer.pad_id or 0,
         # Dropout is a function of these keys, one per token, and so the same in every layout.
         noise_seed=cfg.seed if cfg.adapters.adapter_dropout > 0 else None,
@@ -315,7 +315,7 @@ def main(argv=None):
         ),
     )
     with tk.open_run(
-        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, base.tokenizer, base, first)
 

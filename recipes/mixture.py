@@ -197,7 +197,7 @@ def train(cfg, run, tokenizer, model, first):
         rows,
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         pad_id=tokenizer.pad_id or 0,
     )
 
@@ -302,7 +302,7 @@ def main(argv=None):
     )
     # Opens the process groups, locks the run directory, and answers signals and lost ranks.
     with tk.open_run(
-        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

@@ -191,7 +191,7 @@ def train(cfg, run, tokenizer, model, first):
         rows,
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         pad_id=tokenizer.pad_id or 0,
     )
 
@@ -270,7 +270,7 @@ def main(argv=None):
     model = choose_model(cfg, tokenizer)
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

@@ -102,7 +102,7 @@ def add_references(cfg, run, stages, rows, held_out):
             run.dir / file,
             is_new=is_new,
             facts=facts,
-            announce=lambda: run.phase("the reference", allow=cfg.limits.start_timeout),
+            announce=lambda: run.phase("the reference", allow=cfg.timeouts.start_timeout),
             log=run.log,
         )
 
@@ -189,7 +189,7 @@ def make_evaluator(cfg, ps, stages, held_out, others):
     # Evaluations read rows afresh each time, in their order.
     def read(rows):
         return tk.make_eval_batches(
-            rows, rows_per_batch=cfg.batch.microbatch, place=ps.place, device=ps.device
+            rows, rows_per_batch=cfg.batch.microbatch, data_shard=ps.data_shard, device=ps.device
         )
 
     def evaluate():
@@ -224,7 +224,7 @@ def train(cfg, run, tokenizer, base, first):
         rows,
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         pad_id=tokenizer.pad_id or 0,
     )
     # KTO reads as many mismatched answers in a step as answers.
@@ -242,7 +242,7 @@ def train(cfg, run, tokenizer, base, first):
             other_rows_at,
             attrs.evolve(batch.cursor, batch=batch.cursor.batch - 1),  # where this batch began
             rows_per_microbatch=cfg.batch.microbatch,
-            place=ps.place,
+            data_shard=ps.data_shard,
             device=ps.device,
         )
         kl = measure_kl(ps, stages, mismatched.microbatches)
@@ -325,7 +325,7 @@ def main(argv=None):
     )
     tk.parallel.check_layout(cfg.layout, base.config, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, base.tokenizer, base, first)
 

@@ -160,7 +160,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 def train(cfg, run, tokenizer, model, first):
     """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
     # This rank's view of the parallel layout. Its fields are mesh axes: `ps.world` is all ranks,
-    # `ps.loss` the ranks that hold different tokens, and `ps.place` says which shard of a batch
+    # `ps.loss` the ranks that hold different tokens, and `ps.data_shard` says which part of a batch
     # this rank reads.
     ps = run.ps
 
@@ -194,7 +194,7 @@ def train(cfg, run, tokenizer, model, first):
         rows,
         rows_at,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         pad_id=tokenizer.pad_id or 0,  # any id will do: padding has no labels
     )
 
@@ -300,7 +300,7 @@ def main(argv=None):
     )
     # Opens the process groups, locks the run directory, and answers signals and lost ranks.
     with tk.open_run(
-        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

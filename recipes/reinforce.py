@@ -294,7 +294,7 @@ def train(cfg, run, tokenizer, model, first, context):
     make_batch = functools.partial(
         tk.make_step_batch,
         rows_per_microbatch=cfg.batch.microbatch,
-        place=ps.place,
+        data_shard=ps.data_shard,
         device=ps.device,
         pad_id=tokenizer.pad_id or 0,
     )
@@ -384,7 +384,7 @@ def main(argv=None):
         )
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, limits=cfg.limits, numerics=cfg.numerics, config=cfg
+        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:
         return train(cfg, run, tokenizer, model, first, context)
 

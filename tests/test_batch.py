@@ -86,7 +86,7 @@ def test_a_label_asks_for_trained_tokens_only(case, seed):
     rows = np.arange(len(bins))
     plain = collate_bins(corpus, bins, rows, pad_id=999)
     for mask in (trained, trained.astype(np.uint8)):
-        batch = collate_bins(attrs.evolve(corpus, trained=mask), bins, rows, pad_id=999)
+        batch = collate_bins(attrs.evolve(corpus, loss_mask=mask), bins, rows, pad_id=999)
         for row in rows.tolist():
             want = plain.labels[row].tolist()
             for number, (document, start, length) in enumerate(bins[row]):
@@ -101,7 +101,7 @@ def test_a_label_asks_for_trained_tokens_only(case, seed):
 
 
 def test_a_corpus_of_which_nothing_is_trained_has_no_labels():
-    corpus = attrs.evolve(corpus_of([3, 5]), trained=np.zeros(8, bool))
+    corpus = attrs.evolve(corpus_of([3, 5]), loss_mask=np.zeros(8, bool))
     batch = collate_bins(corpus, pack_bins(corpus.lengths, 8), [0])
     assert int(count_valid_tokens([batch])) == 0
     assert batch.input_ids[0].tolist() == list(range(8))
@@ -111,7 +111,7 @@ def test_a_corpus_of_which_nothing_is_trained_has_no_labels():
 def test_documents_in_parts_collate_as_documents_in_one(case, data):
     corpus, bins = case
     trained = (np.arange(len(corpus.tokens)) % 3 > 0).astype(np.uint8)
-    corpus = attrs.evolve(corpus, trained=trained)
+    corpus = attrs.evolve(corpus, loss_mask=trained)
     num_documents = len(corpus.offsets) - 1
     inner = st.lists(st.integers(0, num_documents), max_size=4)
     cuts = [0, *sorted(data.draw(inner)), num_documents]
@@ -122,7 +122,7 @@ def test_documents_in_parts_collate_as_documents_in_one(case, data):
         dtype = (np.uint16, np.uint32)[len(parts) // 2 % 2]
         offsets = corpus.offsets[first : end + 1] - begin
         parts.append(
-            TokenCorpus(corpus.tokens[span].astype(dtype), offsets, 1000, trained=trained[span])
+            TokenCorpus(corpus.tokens[span].astype(dtype), offsets, 1000, loss_mask=trained[span])
         )
     rows = [*range(len(bins)), -1]
     whole = collate_bins(corpus, bins, rows, pad_id=999, row_positions=rows)
@@ -526,8 +526,11 @@ def test_blank_rows_need_no_tokens():
         (lambda: of_tokens(np.ones(3)), "tokens must be integers .* got float64"),
         (lambda: of_tokens(np.ones((3, 1), int)), r"tokens must be integers .* \(3, 1\)"),
         (lambda: of_tokens(np.ones(3, ">u2")), "machine's byte order"),
-        (lambda: of_tokens(np.ones(3, int), trained=np.ones(2, bool)), r"trained .* bool \(2,\)"),
-        (lambda: of_tokens(np.ones(3, int), trained=np.ones(3)), "trained .* got float64"),
+        (
+            lambda: of_tokens(np.ones(3, int), loss_mask=np.ones(2, bool)),
+            r"loss_mask .* \(2,\)",
+        ),
+        (lambda: of_tokens(np.ones(3, int), loss_mask=np.ones(3)), "loss_mask .* got float64"),
         (lambda: split_batch(make_padding_batch(3, 2), 2), "3 rows do not divide into parts of 2"),
         (lambda: split_batch(make_padding_batch(3, 2), 0), "parts of 0"),
         (lambda: collate_bins(corpus_of([3]), BINS, [0, 1]), "do not fit the corpus"),

@@ -413,10 +413,10 @@ def test_a_run_goes_on_in_another_layout_and_never_with_other_rows():
         reshard_after_forward=False,
         reshard_over=2,
         prefetch=2,
-        ends_apart=True,
+        separate_ends=True,
         cpu_offload=True,
         reduce="each",
-        ep_neighbours=False,
+        ep_adjacent=False,
     )
     before, after = WithRows(), WithRows(layout=moved, batch=RowOptions(microbatch=1))
     changed = {

@@ -76,7 +76,7 @@ def test_fold_sp_chooses_what_parameters_are_sharded_over():
 
 
 def test_experts_are_a_factor_of_what_parameters_are_sharded_over_and_may_be_strided():
-    every = {"ep": 2}, {"ep": 2, "ep_neighbours": False}
+    every = {"ep": 2}, {"ep": 2, "ep_adjacent": False}
     near, strided = run_ranks(in_turn, 4, members, *every)[2]
     assert (near["ep"], near["expert_fsdp"]) == ((0, 2, (2, 3)), (1, 2, (0, 2)))
     assert (strided["ep"], strided["expert_fsdp"]) == ((1, 2, (0, 2)), (0, 2, (2, 3)))
@@ -94,7 +94,7 @@ def meshes_of_experts(degrees):
 
 def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
     near = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}
-    strided = {"dp_shard": 4, "tp": 2, "ep": 2, "ep_neighbours": False}
+    strided = {"dp_shard": 4, "tp": 2, "ep": 2, "ep_adjacent": False}
     found = run_ranks(in_turn, 8, meshes_of_experts, near, strided)[5]
     (mesh, experts), slices = found[0]
     assert mesh == {"dp_replicate": 2, "fsdp": 2, "tp": 2}

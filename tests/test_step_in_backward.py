@@ -151,7 +151,7 @@ def train_experts(layout, *, in_backward):
         how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": lambda _: None}
         step_in_backward, norms = make_step_in_backward(stages, optimizer, **how), []
         for step in range(3):
-            batches = deal_batch(decoder_batch(step), ps.place, rows_per_microbatch=1)
+            batches = deal_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=1)
             tokens = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
             if in_backward:
                 with step_in_backward(lr=1e-2, microbatches=len(batches)) as updated:

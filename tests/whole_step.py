@@ -73,7 +73,7 @@ def input_of(cursor, ps, layout, *, text, bins):
         tk.PackedCorpus(text, bins),
         shuffle_epochs(len(bins), rows_per_step=layout.rows, seed=0),
         cursor,
-        place=ps.place,
+        data_shard=ps.data_shard,
         rows_per_microbatch=layout.rows_per_microbatch,
         noise_seed=0,
     )

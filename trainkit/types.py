@@ -343,7 +343,7 @@ class Layout:
     ep: int = _degree()
     """Ranks that split the experts; they are among those that shard parameters."""
 
-    ep_neighbours: bool = True
+    ep_adjacent: bool = True
     """Place the ranks of ep next to each other: the all-to-all of tokens is fastest inside a node.
     If False, those of expert_fsdp: for experts that are larger than the tokens sent to them."""
 
@@ -367,7 +367,7 @@ class Layout:
     """Blocks to gather ahead of the one that computes, in forward and in backward; 0 leaves it to
     FSDP: the next one, in backward."""
 
-    ends_apart: bool = False
+    separate_ends: bool = False
     """Gather the embedding, and the last norm with the head, only while they are needed, not
     through the whole step; tied ones stay together."""
 
@@ -377,7 +377,7 @@ class Layout:
     def __str__(self) -> str:
         big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
         fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
-        strided = "" if self.ep_neighbours else ", ep strided"
+        strided = "" if self.ep_adjacent else ", ep strided"
         return (" x ".join(big) or "solo") + fold + strided
 
     @property
@@ -399,7 +399,7 @@ class Layout:
     def expert_axes(self) -> dict[str, int]:
         """The axes that experts make of fsdp, and their ranks: neighbours are on the last one."""
         sizes = {"expert_fsdp": max(1, self.count("fsdp") // self.ep), "ep": self.ep}
-        return sizes if self.ep_neighbours else dict(reversed(sizes.items()))
+        return sizes if self.ep_adjacent else dict(reversed(sizes.items()))
 
     @property
     def world(self) -> int:
@@ -568,7 +568,7 @@ class DataShard:
     """The shard of a global batch on a rank; by default everything.
 
     `rows` is the share of the rows, `ring` the share of each document, `ulysses` the slice of that.
-    `ps.place` is the shard of a rank.
+    `ps.data_shard` is the shard of a rank.
     """
 
     rows: Share = Share(0, 1)
@@ -678,7 +678,7 @@ class ParallelState:
     device: torch.device
 
     @property
-    def place(self) -> DataShard:
+    def data_shard(self) -> DataShard:
         """The shard of a global batch on this rank."""
         return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
 
@@ -728,7 +728,7 @@ class Stages(Sequence["nn.Module"]):
     """The degrees and the pipeline schedule."""
 
     @property
-    def place(self) -> DataShard:
+    def data_shard(self) -> DataShard:
         """The shard of a global batch on this rank."""
         return DataShard(self.dp.share, self.ring.share, self.ulysses.share)
 
@@ -873,13 +873,13 @@ class Column:
 class Sample:
     """A document with a loss mask.
 
-    `tokens` is int64 `[N]`, `trained` bool `[N]`: the loss of token t as a target counts if
-    `trained[t]`. `columns` are the values of the corpus' columns for the document, by name, `[N]`
+    `tokens` is int64 `[N]`, `loss_mask` bool `[N]`: the loss of token t as a target counts if
+    `loss_mask[t]`. `columns` are the values of the corpus' columns for the document, by name, `[N]`
     or `[N, k]`.
     """
 
     tokens: IntArray
-    trained: np.ndarray[Any, Any]
+    loss_mask: np.ndarray[Any, Any]
     columns: Mapping[str, ArrayLike] | None = None
 
 
@@ -1049,7 +1049,7 @@ class TrainState:
 class Corpus(Protocol):
     """Documents of tokens; document i is `tokens[offsets[i]:offsets[i + 1]]`.
 
-    Some attributes are optional. `trained`, as long as `tokens`, is the loss mask: 0 for tokens
+    Some attributes are optional. `loss_mask`, as long as `tokens`, is 0 for tokens
     that are no target. `columns` are further columns by name, each a `Column`, with their `values`,
     `[T]` or `[T, k]`. `parts` are corpora that are concatenated; a corpus with parts needs no flat
     `tokens` and `values`.

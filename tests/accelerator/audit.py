@@ -94,7 +94,7 @@ def batch_of(corpus, bins, cursor, ps):
             tk.PackedCorpus(corpus, bins),
             sampling.shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0),
             cursor,
-            place=ps.place,
+            data_shard=ps.data_shard,
             rows_per_microbatch=MICROBATCH,
         )
     parts = [to_device(part, torch.device("cuda:0")) for part in batch.microbatches]

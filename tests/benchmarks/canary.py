@@ -48,7 +48,11 @@ def make(ps, size):
     bins = tk.pack_bins(text.lengths, LENGTH)
     rows_at = sampling.shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0)
     batch = tk.make_step_batch(
-        tk.PackedCorpus(text, bins), rows_at, tk.Cursor(), place=ps.place, rows_per_microbatch=4
+        tk.PackedCorpus(text, bins),
+        rows_at,
+        tk.Cursor(),
+        data_shard=ps.data_shard,
+        rows_per_microbatch=4,
     )
     run = tk.make_forward_backward(stages, next_token_linear)
 

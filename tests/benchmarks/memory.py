@@ -70,7 +70,7 @@ LEVERS = {
     "a mean of the weights": Lever(job={"mean": True}),
     "optimizer offload": Lever(job={"offload_optimizer": True}),
     ON_TWO: Lever(Layout(dp_shard=2), beside=ON_TWO),
-    "ends apart": Lever(Layout(dp_shard=2, ends_apart=True), beside=ON_TWO),
+    "ends apart": Lever(Layout(dp_shard=2, separate_ends=True), beside=ON_TWO),
     "3 blocks ahead": Lever(Layout(dp_shard=2, prefetch=3), beside=ON_TWO),
     "all offloaded": Lever(Layout(dp_shard=2, cpu_offload=True), beside=ON_TWO),
     IN_FOUR: Lever(Layout(dp_shard=2), LATER, beside=IN_FOUR),

@@ -52,7 +52,7 @@ def train(config, rows, seed):
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=ROWS, seed=seed)
     for step in range(STEPS):
         batches = tk.make_step_batch(
-            rows, rows_at, Cursor(step), place=DataShard(), rows_per_microbatch=ROWS
+            rows, rows_at, Cursor(step), data_shard=DataShard(), rows_per_microbatch=ROWS
         ).microbatches
         tokens = {"loss": tk.count_valid_tokens(batches)}
         sums = tk.forward_backward(model, batches, loss, denominator=tokens, call=call)
@@ -64,7 +64,7 @@ def train(config, rows, seed):
 
 def held_out_loss(model, held):
     call = tk.models.call_routed if model.config.experts else tk.models.call_model
-    batches = tk.make_eval_batches(held, place=DataShard(), rows_per_batch=8)
+    batches = tk.make_eval_batches(held, data_shard=DataShard(), rows_per_batch=8)
     return float(tk.evaluate(model, batches, tk.losses.next_token, axis=SOLO, call=call)["loss"])
 
 

@@ -42,7 +42,7 @@ def batch_at(cursor, share):
         packed,
         shuffle_epochs(len(bins), rows_per_step=7, seed=0),
         cursor,
-        place=DataShard(share),
+        data_shard=DataShard(share),
         rows_per_microbatch=2,
         noise_seed=1,
     )
@@ -64,9 +64,10 @@ def streamed(cursor, count):
     rows, places = range(4), [DataShard(Share(index, count)) for index in range(count)]
     return [
         StepBatch(
-            make_microbatches(step.packed, rows, place=place, rows_per_microbatch=1), step.cursor
+            make_microbatches(step.packed, rows, data_shard=data_shard, rows_per_microbatch=1),
+            step.cursor,
         )
-        for place in places
+        for data_shard in places
     ]
 
 

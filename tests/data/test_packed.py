@@ -45,7 +45,7 @@ def global_batch(step, count, *, rows_per_microbatch):
             MIX,
             ROWS_AT,
             Cursor(step),
-            place=DataShard(Share(rank, count)),
+            data_shard=DataShard(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
         )
         for rank in range(count)

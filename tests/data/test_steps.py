@@ -47,7 +47,7 @@ def global_batch(count, *, rows, rows_per_microbatch, step=5, packed=PACKED, **m
             packed,
             rows if callable(rows) else rows_of(rows, seed=3),
             Cursor(step),
-            place=DataShard(Share(rank, count)),
+            data_shard=DataShard(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
             **more,
         )
@@ -217,8 +217,8 @@ def test_a_microbatch_far_beyond_the_rows_pads_to_the_rows():
         parts = global_batch(count, rows=4, rows_per_microbatch=10**12)
         assert {part.input_ids.shape for part in parts} == {(4, 32)}
         assert batch_hash(parts) == batch_hash(global_batch(1, rows=4, rows_per_microbatch=4))
-        place = DataShard(Share(0, count))
-        (found,) = make_eval_batches(PACKED, place=place, rows_per_batch=10**12)
+        data_shard = DataShard(Share(0, count))
+        (found,) = make_eval_batches(PACKED, data_shard=data_shard, rows_per_batch=10**12)
         assert found.input_ids.shape == (len(BINS), 32)
 
 
@@ -226,7 +226,7 @@ def test_a_microbatch_far_beyond_the_rows_pads_to_the_rows():
 def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
     case, bins = PackedCorpus(*case), case[1]
     ranks = [
-        list(make_eval_batches(case, place=DataShard(Share(rank, count)), rows_per_batch=size))
+        list(make_eval_batches(case, data_shard=DataShard(Share(rank, count)), rows_per_batch=size))
         for rank in range(count)
     ]
     batches = [batch for rank in ranks for batch in rank]
@@ -240,8 +240,8 @@ def test_an_evaluation_sees_every_row_once_over_all_ranks(case, count, size):
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_token_of_an_evaluation_says_which_source_its_row_is_of(count):
     for rank in range(count):
-        place = DataShard(Share(rank, count))
-        for part in make_eval_batches(NAMED, place=place, rows_per_batch=4):
+        data_shard = DataShard(Share(rank, count))
+        for part in make_eval_batches(NAMED, data_shard=data_shard, rows_per_batch=4):
             sources = torch.from_numpy(NAMED.source_of(np.arange(len(BINS))))
             rows = sources[part.token_index.clamp(min=0) // 32]
             assert torch.equal(part["source"], torch.where(part.document_ids < 0, -1, rows))
@@ -251,7 +251,7 @@ def test_every_token_of_an_evaluation_says_which_source_its_row_is_of(count):
 
 @given(shares())
 def test_microbatches_live_where_they_are_asked_to(share):
-    where = {"place": DataShard(share), "device": "meta"}
+    where = {"data_shard": DataShard(share), "device": "meta"}
     batch = make_step_batch(NAMED, rows_of(8), Cursor(), rows_per_microbatch=2, **where)
     assert {b.input_ids.device.type for b in batch.microbatches} == {"meta"}
     batches = make_eval_batches(NAMED, rows_per_batch=8, **where)
@@ -270,7 +270,7 @@ def test_padding_has_the_id_that_was_asked_for():
     ("rows", "more", "message"),
     [
         (range(len(BINS) + 1), {}, f"takes {len(BINS) + 1} rows, the corpus has {len(BINS)}"),
-        ([1, 2], {"place": DataShard(Share(0, 3))}, "more ranks than rows: 3 ranks .* 2 rows"),
+        ([1, 2], {"data_shard": DataShard(Share(0, 3))}, "more ranks than rows: 3 ranks .* 2 rows"),
         ([1, 2], {"rows_per_microbatch": 0}, "rows_per_microbatch must be at least 1"),
         ([], {}, "integers in one dimension"),
         ([[1]], {}, r"integers in one dimension, got int64 \(1, 1\)"),
@@ -288,12 +288,12 @@ def test_evaluations_that_cannot_be_are_refused_at_once():
     with pytest.raises(ValueError, match="rows_per_batch must be at least 1, got 0"):
         make_eval_batches(PACKED, rows_per_batch=0)
     with pytest.raises(ValueError, match="no part 2 of 2"):
-        make_eval_batches(PACKED, place=DataShard(Share(2, 2)), rows_per_batch=1)
+        make_eval_batches(PACKED, data_shard=DataShard(Share(2, 2)), rows_per_batch=1)
 
 
 def test_a_rank_without_rows_evaluates_a_blank_batch_that_says_its_source():
-    place = DataShard(Share(len(BINS), len(BINS) + 1))
-    (batch,) = make_eval_batches(NAMED, place=place, rows_per_batch=2)
+    data_shard = DataShard(Share(len(BINS), len(BINS) + 1))
+    (batch,) = make_eval_batches(NAMED, data_shard=data_shard, rows_per_batch=2)
     assert (batch["source"] == -1).all()
     assert (batch.labels == -100).all()
 
@@ -326,7 +326,7 @@ def strided(count, *, rows_per_microbatch, rows=8, step=2, dataset=None, **more)
             shuffle_epochs(len(dataset_), rows_per_step=rows, seed=3),
             Cursor(step),
             capacity=12,
-            place=DataShard(Share(rank, count)),
+            data_shard=DataShard(Share(rank, count)),
             rows_per_microbatch=rows_per_microbatch,
             **more,
         )

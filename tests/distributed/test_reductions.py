@@ -32,7 +32,7 @@ def batch_hash_of(rows_per_microbatch):
             tk.PackedCorpus(text, bins),
             tk.sampling.shuffle_epochs(len(bins), rows_per_step=ROWS, seed=0),
             tk.Cursor(),
-            place=ps.place,
+            data_shard=ps.data_shard,
             rows_per_microbatch=rows_per_microbatch,
         )
         return int(tk.all_sum(tk.batch_hash(made.microbatches), ps.loss))

@@ -151,7 +151,7 @@ def sparse():
         heads=2,
         kv_heads=2,
         mlp_width=8,
-        experts=Experts(count=2, chosen=1, width=8, renormalise=False),
+        experts=Experts(count=2, chosen=1, width=8, renormalize=False),
     )
 
 

@@ -731,8 +731,8 @@ MISTAKES = [
         (
             "routers.py",
             "a bias weighs as well as chooses",
-            "    weights = scores.gather(-1, indices)\n    if renormalise:\n",
-            "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n    if renormalise:\n",
+            "    weights = scores.gather(-1, indices)\n    if renormalize:\n",
+            "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n    if renormalize:\n",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
@@ -1469,8 +1469,8 @@ MISTAKES = [
         (
             "documents.py",
             "every token of a record is trained on",
-            "        return Sample(ids, _read_mask(record, self.trained), columns)",
-            "        return Sample(ids, np.ones_like(_read_mask(record, self.trained)), columns)",
+            "        return Sample(ids, _read_mask(record, self.loss_mask), columns)",
+            "        return Sample(ids, np.ones_like(_read_mask(record, self.loss_mask)), columns)",
             "tests/text/tokenizers tests/text/corpora/test_columns.py",
         ),
     ),

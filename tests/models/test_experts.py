@@ -194,7 +194,7 @@ def test_choices_that_were_made_before_are_taken_with_weights_of_now():
     logits = torch.randn(4, 6, requires_grad=True)
     given = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 5]])
     for route in (softmax_topk, sigmoid_topk):
-        routing = route(logits, 2, indices=given, renormalise=False)
+        routing = route(logits, 2, indices=given, renormalize=False)
         assert torch.equal(routing.indices, given)
         assert routing.weights.requires_grad
 
@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_refused(arguments, message):
         Experts(count=8, chosen=9, width=4)
     with pytest.raises(ConfigError, match="are for scores='sigmoid'"):
         Experts(count=8, chosen=2, width=4, biased=True)
-    with pytest.raises(ConfigError, match="trains no router; set renormalise=False"):
+    with pytest.raises(ConfigError, match="trains no router; set renormalize=False"):
         Experts(count=8, chosen=1, width=4)
     with pytest.raises(ConfigError, match="shared must be at least 0 and finite, got -4"):
         Experts(count=8, chosen=2, width=4, shared=-4)

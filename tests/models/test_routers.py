@@ -57,7 +57,7 @@ def test_what_is_dropped_trains_no_router():
     logits = torch.zeros(3, 2).requires_grad_()
     given_ = torch.zeros(3, 1, dtype=torch.int64)
     kept = apply_capacity(
-        softmax_topk(logits, 1, renormalise=False, indices=given_), torch.tensor(2)
+        softmax_topk(logits, 1, renormalize=False, indices=given_), torch.tensor(2)
     )
     kept.weights.sum().backward()
     assert logits.grad.any(-1).tolist() == [True, True, False]

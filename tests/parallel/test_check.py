@@ -111,7 +111,7 @@ REFUSED = [
         {},
         "6 experts do not divide by ep = 4; set ep to 1, 2, 3 or 6",
     ),
-    (TINY, {"dp_shard": 2}, {"ep_neighbours": False}, "where the ranks of ep are, and ep = 1"),
+    (TINY, {"dp_shard": 2}, {"ep_adjacent": False}, "where the ranks of ep are, and ep = 1"),
     (
         TINY,
         {"dp_shard": 8},

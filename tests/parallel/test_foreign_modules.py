@@ -143,7 +143,7 @@ def call_with_ids(model, batch):
 SHARDED = [
     LayoutCase(tk.Layout(dp_shard=2)),
     LayoutCase(tk.Layout(dp_shard=2, reduce="each", prefetch=1), recompute="selective"),
-    LayoutCase(tk.Layout(dp_shard=2, ends_apart=True), recompute="full"),
+    LayoutCase(tk.Layout(dp_shard=2, separate_ends=True), recompute="full"),
     LayoutCase(tk.Layout(dp_replicate=2)),
 ]
 

@@ -73,7 +73,7 @@ KINDS = {
     "frozen in part": {"frozen": ("wq.weight", "norm.weight")},
     "a block frozen, offloaded": {"frozen": BLOCK, "cpu_offload": True},
     "tied, offloaded": {"config": TIED, "cpu_offload": True},
-    "tied, its ends apart": {"config": TIED, "ends_apart": True},
+    "tied, its ends apart": {"config": TIED, "separate_ends": True},
 }
 
 
@@ -203,7 +203,7 @@ def _gathered(ps, counting, options):
 
 
 def test_blocks_are_gathered_ahead_and_ends_only_when_they_are_needed():
-    choices = {}, {"prefetch": 2}, {"ends_apart": True, "prefetch": 1}, {"reshard_over": 2}
+    choices = {}, {"prefetch": 2}, {"separate_ends": True, "prefetch": 1}, {"reshard_over": 2}
     own, ahead, apart, over = run_ranks(what_is_gathered, 4, choices)[0]
     # The ends are one gather; FSDP's own order is the next block in backward, none in forward.
     assert own == ([2, 3, 4, 5], [7, 8, 9, 9], {"embedding", "head"}, 0)

@@ -164,7 +164,7 @@ def steps_of(shares):
         packed,
         shuffle_epochs(len(bins), rows_per_step=5, seed=0),
         Cursor(3),
-        place=DataShard(**shares),
+        data_shard=DataShard(**shares),
         rows_per_microbatch=2,
         noise_seed=0,
     )
@@ -212,8 +212,10 @@ def test_a_step_of_a_stream_is_sharded_too():
     whole = make_microbatches(step.packed, range(2), rows_per_microbatch=1)
     for shares in SHARES:
         if shares["ring"].count < 4:
-            place = DataShard(**shares)
-            parts = make_microbatches(step.packed, range(2), place=place, rows_per_microbatch=1)
+            data_shard = DataShard(**shares)
+            parts = make_microbatches(
+                step.packed, range(2), data_shard=data_shard, rows_per_microbatch=1
+            )
             for part, batch in zip(parts, whole, strict=True):
                 want = shard_sequence(batch, **shares)
                 assert torch.equal(part.token_index, want.token_index)
@@ -223,8 +225,10 @@ def evaluations(share, *, ring=WHOLE, ulysses=WHOLE):
     text = corpus()
     bins = tk.pack_bins(text.lengths[:2], CAPACITY, **ALIGNED)
     assert len(bins) == 4
-    place = DataShard(share, ring, ulysses)
-    return list(make_eval_batches(PackedCorpus(text, bins), place=place, rows_per_batch=2))
+    data_shard = DataShard(share, ring, ulysses)
+    return list(
+        make_eval_batches(PackedCorpus(text, bins), data_shard=data_shard, rows_per_batch=2)
+    )
 
 
 def test_an_evaluation_is_sharded_and_no_rank_is_left_without_a_batch():
@@ -257,7 +261,7 @@ def test_lengths_that_do_not_divide_are_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"document \d+ has \d+ tokens.* pack with multiple_of=8"):
         list(
             make_eval_batches(
-                PackedCorpus(text, bins), place=DataShard(ring=Share(0, 4)), rows_per_batch=4
+                PackedCorpus(text, bins), data_shard=DataShard(ring=Share(0, 4)), rows_per_batch=4
             )
         )
 

@@ -59,7 +59,7 @@ def test_collection_is_as_it_was_after_a_loop_however_it_ends(tmp_path, enabled)
     try:
         with (
             contextlib.suppress(SystemExit),
-            open_run(tmp_path, limits=Timeouts(start_timeout=60.0)) as run,
+            open_run(tmp_path, timeouts=Timeouts(start_timeout=60.0)) as run,
             run.loop(run.resume([model], optimizer), [model], optimizer, steps=1, replay=None),
         ):
             inside = gc.isenabled()

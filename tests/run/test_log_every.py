@@ -19,7 +19,7 @@ from trainkit.types import Cursor, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions
 
 TOLD = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "tokens", "tokens_total", "skipped")
-LIMITS = Timeouts(start_timeout=60.0)
+TIMEOUTS = Timeouts(start_timeout=60.0)
 
 
 def batch_at(cursor, wrong):
@@ -70,7 +70,7 @@ def train(
     policy, stop = health.Policy(**{"spike_after": 4} | policy), None
     step, replay = make_step(model, optimizer, policy, overflows)
 
-    with open_run(out, limits=LIMITS) as made:
+    with open_run(out, timeouts=TIMEOUTS) as made:
         checkpoints = CheckpointOptions(save_every=8, background_saves=False)
         logging = LoggingOptions(log_every=every)
         state = made.resume([model], optimizer)
@@ -211,7 +211,7 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
     logging = LoggingOptions(log_every=4)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with open_run(tmp_path, limits=LIMITS) as made:
+    with open_run(tmp_path, timeouts=TIMEOUTS) as made:
         around = {"steps": 99, "replay": None, "checkpoints": checkpoints, "logging": logging}
         state = attrs.evolve(made.resume([model], optimizer), tokens=torch.tensor(0, device="meta"))
         with made.loop(state, [model], optimizer, **around) as loop:

@@ -32,12 +32,12 @@ from trainkit.weights.checkpoint import (
 )
 from trainkit.weights.checkpoint.manifest import parse_step
 
-LIMITS = Timeouts(start_timeout=60.0)
+TIMEOUTS = Timeouts(start_timeout=60.0)
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
     before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
-    with open_run(tmp_path, limits=LIMITS) as run:
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
         run.phase("a step", allow=60)
         assert run.stopping() is None
         signal.raise_signal(signal.SIGTERM)
@@ -50,7 +50,7 @@ def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
 
 
 def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end, open_run(tmp_path, limits=LIMITS):
+    with pytest.raises(SystemExit) as end, open_run(tmp_path, timeouts=TIMEOUTS):
         raise DataError("document 7 is torn")
     assert end.value.code == 65
     last = capsys.readouterr().err.splitlines()[-1]
@@ -61,7 +61,7 @@ def test_an_error_ends_with_its_code_and_keeps_its_traceback_in_the_directory(tm
 def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tmp_path, capsys):
     with lock_run(make_run_dir(tmp_path), solo_parallel().world):
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(SystemExit) as end, open_run(tmp_path, limits=LIMITS):
+        with pytest.raises(SystemExit) as end, open_run(tmp_path, timeouts=TIMEOUTS):
             pytest.fail("it was opened")
     assert end.value.code == 64
     assert "in use" in capsys.readouterr().err
@@ -72,11 +72,11 @@ def test_a_directory_in_use_is_refused_with_a_code_before_anything_is_written(tm
 def test_a_directory_that_is_moved_away_is_made_anew_and_locked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
     run = tmp_path / "run"
-    with open_run(run, limits=LIMITS):
+    with open_run(run, timeouts=TIMEOUTS):
         run.rename(tmp_path / "aside")
         while not (run / "lock").exists():
             time.sleep(0.01)
-        with pytest.raises(SystemExit), open_run(run, limits=LIMITS):
+        with pytest.raises(SystemExit), open_run(run, timeouts=TIMEOUTS):
             pytest.fail("it was opened")
     said = capsys.readouterr().err
     assert "was removed or moved" in said
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_score_or_else_loss_and_stays(
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = CheckpointOptions(save_every=1, keep=2, keep_best=1, background_saves=False)
-    with open_run(tmp_path, limits=LIMITS) as run:
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
         state = run.resume([model], optimizer, facts={})
         with run.loop(
             state, [model], optimizer, steps=4, replay=None, checkpoints=checkpoints
@@ -116,7 +116,7 @@ def evaluate_each_step(folder, losses, *, keep_best, first=1):
         save_every=100, keep=2, keep_best=keep_best, background_saves=False
     )
     last = first + len(losses) - 1
-    with open_run(folder, limits=LIMITS) as run:
+    with open_run(folder, timeouts=TIMEOUTS) as run:
         state = run.resume([model], optimizer, facts={})
         with run.loop(
             state, [model], optimizer, steps=last, replay=None, checkpoints=checkpoints
@@ -161,7 +161,7 @@ def train_with(folder, optimizer_class, steps):
     """Train a tiny model with an optimizer in a run that saves after 200 steps."""
     model = torch.nn.Linear(1, 1)
     optimizer = optimizer_class(model.parameters(), lr=0.1)
-    with open_run(folder, limits=LIMITS) as run:
+    with open_run(folder, timeouts=TIMEOUTS) as run:
         state = run.resume([model], optimizer, facts={})
         with run.loop(state, [model], optimizer, steps=steps, replay=None) as loop:
             for step in range(1, steps + 1):
@@ -191,7 +191,7 @@ def _only_rank_0_can_write(folder):
 
         sys.modules[open_run.__module__].make_run_dir = refuse
     try:
-        with open_run(folder, limits=LIMITS):
+        with open_run(folder, timeouts=TIMEOUTS):
             return "opened"
     except SystemExit as end:
         return end.code
@@ -210,7 +210,7 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = CheckpointOptions(save_every=1, background_saves=False)
-    with open_run(folder, limits=LIMITS) as run:
+    with open_run(folder, timeouts=TIMEOUTS) as run:
         state = run.resume([model], optimizer, facts=facts)
         recipe.write_text("edited while it runs")
         with run.loop(
@@ -258,7 +258,7 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
         "context": 4,
         "template": "chatml",
     }
-    with open_run(tmp_path, config=cfg, limits=LIMITS) as run:
+    with open_run(tmp_path, config=cfg, timeouts=TIMEOUTS) as run:
         state = run.resume(model, optimizer, **told, facts={"own": 1})
         with run.loop(state, model, optimizer, steps=4, replay=None) as loop:
             loop.checkpoint(attrs.evolve(state, step=4))
@@ -275,7 +275,7 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
         ({"model": make_decoder_config("tiny", layers=2)}, "model"),
         ({"facts": {"own": 2}}, "own"),
     ):
-        with open_run(tmp_path, config=cfg, limits=LIMITS) as run:
+        with open_run(tmp_path, config=cfg, timeouts=TIMEOUTS) as run:
             again = {"facts": {"own": 1}, **told, **change}
             if named is None:
                 assert run.resume(model, optimizer, **again).step == 4
@@ -292,7 +292,7 @@ def test_facts_that_depend_on_the_batches_are_asked_for_at_each_save():
 def test_a_loop_says_what_is_due_and_writes_events_and_a_result(tmp_path):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with open_run(tmp_path, limits=LIMITS) as run:
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
         state = run.resume(model, optimizer)
         with run.loop(state, model, optimizer, steps=7, replay=None) as loop:
             due = [s for s in range(1, 8) if loop.is_due(attrs.evolve(state, step=s), 3)]

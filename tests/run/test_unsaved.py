@@ -13,7 +13,7 @@ from trainkit.types import Cursor, DataError, NumericsError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints, verify_checkpoint
 from trainkit.weights.checkpoint.manifest import parse_step
 
-LIMITS = Timeouts(start_timeout=60.0)
+TIMEOUTS = Timeouts(start_timeout=60.0)
 LAST = 7
 HALF_WRITTEN = ("within the step", "after the step")
 
@@ -32,7 +32,7 @@ def train(folder, code=nothing_fails, *, log_every=1, background=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     checkpoints = CheckpointOptions(save_every=4, background_saves=background)
     logging = LoggingOptions(log_every=log_every)
-    with contextlib.suppress(SystemExit), open_run(folder, limits=LIMITS) as run:
+    with contextlib.suppress(SystemExit), open_run(folder, timeouts=TIMEOUTS) as run:
         state = run.resume([model], optimizer, facts={})
         around = {"steps": LAST, "replay": None, "checkpoints": checkpoints, "logging": logging}
         with run.loop(state, [model], optimizer, **around) as loop:

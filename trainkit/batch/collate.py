@@ -203,13 +203,13 @@ def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, table: SpanTable)
     ids, labels = fields[:2].reshape(2, -1)
     if copy_spans(ids, labels, tokens, table) >= limit:
         _raise_for_token(corpus, table)
-    trained = getattr(corpus, "trained", None)
-    if trained is None:
+    loss_mask = getattr(corpus, "loss_mask", None)
+    if loss_mask is None:
         return
-    mask = np.asarray(trained)
+    mask = np.asarray(loss_mask)
     if mask.shape != np.shape(corpus.tokens) or mask.dtype not in (np.bool_, np.uint8):
         raise DataError(
-            f"collate_bins: {_describe_source(corpus)}: trained must be bool or uint8 for each of "
+            f"collate_bins: {_describe_source(corpus)}: loss_mask must be bool or uint8 for each of "
             f"{len(corpus.tokens)} tokens, got {mask.dtype} {mask.shape}"
         )
     mask_labels(labels, _view_read_only(mask.view(np.uint8)), table)

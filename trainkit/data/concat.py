@@ -159,9 +159,9 @@ def fingerprint(corpus: Corpus) -> str:
     if isinstance(corpus, TokenCorpus) and corpus.digest is not None:
         return corpus.digest[:16]
     arrays = {"tokens": np.asarray(corpus.tokens), "offsets": np.asarray(corpus.offsets)}
-    trained = getattr(corpus, "trained", None)
-    if trained is not None:
-        arrays["trained"] = np.asarray(trained)
+    loss_mask = getattr(corpus, "loss_mask", None)
+    if loss_mask is not None:
+        arrays["loss_mask"] = np.asarray(loss_mask)
     values: Mapping[str, Any] = getattr(corpus, "values", {})
     for name, column in getattr(corpus, "columns", {}).items():
         arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(values[name])

@@ -33,7 +33,7 @@ class TokenCorpus:
         vocab_size: Exclusive upper bound of the token ids; None if unknown.
         names: The names of the documents, if they have any.
         digest: A hash of the content that was stored with the content.
-        trained: The loss mask, uint8 `[T]`: 0 for tokens that are never labels. None if all are.
+        loss_mask: The loss mask, uint8 `[T]`: 0 for tokens that are never labels. None if all are.
         sources: File name -> hash of the file's content.
         file: The file that `tokens` is mapped from; `check_unchanged` looks at it.
         tokenizer_hash: Hash of the tokenizer that made a token file; None if unknown.
@@ -49,7 +49,7 @@ class TokenCorpus:
     vocab_size: int | None = None
     names: Sequence[str] | None = None
     digest: str | None = None
-    trained: np.ndarray[Any, Any] | None = None
+    loss_mask: np.ndarray[Any, Any] | None = None
     sources: Mapping[str, str] = attrs.field(factory=dict)
     file: MappedFile | None = None
     tokenizer_hash: str | None = None
@@ -134,16 +134,16 @@ def collect_documents(
     limit = vocab_size or 1 << 32
     # Byte arrays grow in place, so a stream of documents takes its final size once, not twice.
     tokens = bytearray()
-    trained = bytearray()
+    loss_mask = bytearray()
     values = {name: bytearray() for name in columns}
     offsets = array("q", [0])
     has_mask: bool | None = None
     for origin, given in documents:
         document = check_document(given, limit, origin, columns=columns, has_mask=has_mask)
-        has_mask = document.trained is not None
+        has_mask = document.loss_mask is not None
         tokens += document.ids.astype(dtype).tobytes()
-        if document.trained is not None:
-            trained += document.trained.tobytes()
+        if document.loss_mask is not None:
+            loss_mask += document.loss_mask.tobytes()
         for name, column_values in document.values.items():
             values[name] += column_values.tobytes()
         offsets.append(offsets[-1] + len(document))
@@ -151,7 +151,7 @@ def collect_documents(
         _read_only_array(tokens, dtype),
         np.array(offsets, np.int64),
         vocab_size,
-        trained=_read_only_array(trained, np.dtype("uint8")) if has_mask else None,
+        loss_mask=_read_only_array(loss_mask, np.dtype("uint8")) if has_mask else None,
         columns=columns,
         values={
             name: _read_only_array(values[name], np.dtype(column.dtype)).reshape(-1, *column.inner)
@@ -179,7 +179,7 @@ def iterate_documents(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
         [array([1, 2], dtype=uint32), array([3], dtype=uint32)]
     """
     for part in getattr(corpus, "parts", (corpus,)):
-        mask = getattr(part, "trained", None)
+        mask = getattr(part, "loss_mask", None)
         columns = getattr(part, "values", {})
         for start, end in pairwise(part.offsets.tolist()):
             ids = part.tokens[start:end]

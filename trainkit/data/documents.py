@@ -25,12 +25,12 @@ class Document:
 
     Attributes:
         ids: Integers `[N]`.
-        trained: The loss mask, uint8 `[N]`: 0 for tokens that are never labels. None if all are.
+        loss_mask: The loss mask, uint8 `[N]`: 0 for tokens that are never labels. None if all are.
         values: The values of each column, `[N]` or `[N, k]`, by name.
     """
 
     ids: np.ndarray[Any, Any]
-    trained: np.ndarray[Any, Any] | None
+    loss_mask: np.ndarray[Any, Any] | None
     values: Mapping[str, np.ndarray[Any, Any]]
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class Document:
         """Return a slice of the document, as views."""
         return Document(
             self.ids[part],
-            None if self.trained is None else self.trained[part],
+            None if self.loss_mask is None else self.loss_mask[part],
             {name: x[part] for name, x in self.values.items()},
         )
 
@@ -115,15 +115,15 @@ def check_document(
     }
     if not is_sample:
         return Document(ids, None, values)
-    trained = np.asarray(document.trained)
-    if trained.dtype != np.bool_ or trained.shape != ids.shape:
+    loss_mask = np.asarray(document.loss_mask)
+    if loss_mask.dtype != np.bool_ or loss_mask.shape != ids.shape:
         raise DataError(
-            f"{origin}: `trained` must be bool {ids.shape}, like its tokens, "
-            f"got {trained.dtype} {trained.shape}",
+            f"{origin}: `loss_mask` must be bool {ids.shape}, like its tokens, "
+            f"got {loss_mask.dtype} {loss_mask.shape}",
             where=origin,
         )
     # Booleans are stored as bytes of 0 and 1, so a view will do.
-    return Document(ids, trained.view(np.uint8), values)
+    return Document(ids, loss_mask.view(np.uint8), values)
 
 
 def _check_ids(given: ArrayLike, limit: int, origin: str) -> np.ndarray[Any, Any]:

@@ -36,7 +36,7 @@ def make_step_batch(
     rows_at: RowsAt,
     cursor: Cursor,
     *,
-    place: DataShard = WHOLE,
+    data_shard: DataShard = WHOLE,
     rows_per_microbatch: int,
     pad_id: int = 0,
     device: torch.device | str | None = None,
@@ -51,7 +51,7 @@ def make_step_batch(
         rows_at: The rows of a global batch as a function of its number, equal on all ranks:
             `sampling.shuffle_epochs`, `sampling.sample_mixture` and others make one.
         cursor: `cursor.batch` is the number of the global batch.
-        place: As in `make_microbatches`, like the next three.
+        data_shard: As in `make_microbatches`, like the next three.
         rows_per_microbatch: Rows in a microbatch.
         pad_id: The token id of padding.
         device: The device of the microbatches.
@@ -74,15 +74,17 @@ def make_step_batch(
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 4))
         >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 8))
         >>> rows_at = shuffle_epochs(len(packed), rows_per_step=3, seed=0)
-        >>> place = DataShard(Share(0, 2))
-        >>> batch = make_step_batch(packed, rows_at, Cursor(), place=place, rows_per_microbatch=1)
+        >>> data_shard = DataShard(Share(0, 2))
+        >>> batch = make_step_batch(
+        ...     packed, rows_at, Cursor(), data_shard=data_shard, rows_per_microbatch=1
+        ... )
         >>> len(batch.microbatches), batch.cursor.batch
         (2, 1)
     """
     microbatches = make_microbatches(
         packed,
         rows_at(cursor.batch),
-        place=place,
+        data_shard=data_shard,
         rows_per_microbatch=rows_per_microbatch,
         pad_id=pad_id,
         device=device,
@@ -97,7 +99,7 @@ def make_dataset_batch(
     *,
     capacity: int,
     encode: Callable[[Any], ArrayLike | Sample] | None = None,
-    place: DataShard = WHOLE,
+    data_shard: DataShard = WHOLE,
     rows_per_microbatch: int,
     overlong: Literal["error", "truncate"] = "error",
     multiple_of: int = 1,
@@ -122,7 +124,7 @@ def make_dataset_batch(
         cursor: `cursor.batch` is the number of the global batch.
         capacity: Tokens per row.
         encode: Converts an item to token ids or a `Sample`; by default items are such.
-        place: The shard of this rank, `ps.place`; everything by default.
+        data_shard: The shard of this rank, `ps.data_shard`; everything by default.
         rows_per_microbatch: Rows in a microbatch, at most those of a global batch. Padding rows
             fill up the last one.
         overlong: The policy for items longer than the capacity: "error" or "truncate".
@@ -158,7 +160,7 @@ def make_dataset_batch(
         ...     Cursor(),
         ...     capacity=6,
         ...     encode=lambda item: item["ids"],
-        ...     place=DataShard(Share(1, 2)),
+        ...     data_shard=DataShard(Share(1, 2)),
         ...     rows_per_microbatch=2,
         ... )
         >>> batch.microbatches[0].input_ids.tolist()
@@ -167,7 +169,7 @@ def make_dataset_batch(
     check_range("make_dataset_batch", at_least=1, rows_per_microbatch=rows_per_microbatch)
     check_choice(("error", "truncate"), "make_dataset_batch", overlong=overlong)
     items = indices_below(len(dataset), "make_dataset_batch", rows_at(cursor.batch))
-    share = place.rows
+    share = data_shard.rows
     if share.count > len(items):
         raise ValueError(
             f"make_dataset_batch: {share.count} ranks read different items, and the batch has "
@@ -195,7 +197,7 @@ def make_dataset_batch(
         multiple_of=multiple_of,
         max_documents=1,
     )
-    _check_row_length(bins, place)
+    _check_row_length(bins, data_shard)
     width = min(rows_per_microbatch, len(items))
     rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
     rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
@@ -203,7 +205,7 @@ def make_dataset_batch(
     row_positions[: len(positions)] = positions
     row_positions[rows < 0] = -1
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=row_positions)
-    microbatches = [_shard_sequence(part, place, device) for part in split_batch(batch, width)]
+    microbatches = [_shard_sequence(part, data_shard, device) for part in split_batch(batch, width)]
     return _finish_step(microbatches, cursor, noise_seed)
 
 
@@ -232,7 +234,7 @@ def make_microbatches(
     packed: PackedCorpus,
     rows: ArrayLike,
     *,
-    place: DataShard = WHOLE,
+    data_shard: DataShard = WHOLE,
     rows_per_microbatch: int,
     pad_id: int = 0,
     device: torch.device | str | None = None,
@@ -246,8 +248,8 @@ def make_microbatches(
     Args:
         packed: The corpus and its rows.
         rows: The rows of the global batch, integers `[R]`, equal on all ranks.
-        place: The shard of this rank, `ps.place`; everything by default. For a ring, rows must be
-            packed with a `multiple_of` that 2 * ring divides.
+        data_shard: The shard of this rank, `ps.data_shard`; everything by default. For a ring, rows
+            must be packed with a `multiple_of` that 2 * ring divides.
         rows_per_microbatch: Rows in a microbatch, at most R. Padding rows fill up the last one.
         pad_id: The token id of padding.
         device: The device of the microbatches; the host by default.
@@ -271,20 +273,22 @@ def make_microbatches(
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 4))
         >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 4))
         >>> [part] = make_microbatches(
-        ...     packed, [7, 0], place=DataShard(Share(1, 2)), rows_per_microbatch=1
+        ...     packed, [7, 0], data_shard=DataShard(Share(1, 2)), rows_per_microbatch=1
         ... )
         >>> part.input_ids.tolist()
         [[0, 1, 2, 3]]
     """
-    _check_row_length(packed.bins, place)
+    _check_row_length(packed.bins, data_shard)
     rows = _check_rows(rows, packed.bins)
     bins = select_rows(packed.bins, rows)
     sources = packed.source_of(rows)
     positions = assign_rows(
-        len(bins), place.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
+        len(bins), data_shard.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
     )
     batch = _collate(packed.corpus, bins, positions.reshape(-1), sources, pad_id=pad_id)
-    return [_shard_sequence(part, place, device) for part in split_batch(batch, positions.shape[1])]
+    return [
+        _shard_sequence(part, data_shard, device) for part in split_batch(batch, positions.shape[1])
+    ]
 
 
 def add_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> list[Batch]:
@@ -311,7 +315,7 @@ def add_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> l
 def make_eval_batches(
     packed: PackedCorpus,
     *,
-    place: DataShard = WHOLE,
+    data_shard: DataShard = WHOLE,
     rows_per_batch: int,
     device: torch.device | str | None = None,
 ) -> Iterator[Batch]:
@@ -323,7 +327,7 @@ def make_eval_batches(
 
     Args:
         packed: The corpus and its rows.
-        place: As in `make_microbatches`.
+        data_shard: As in `make_microbatches`.
         rows_per_batch: Rows in a batch, at most those of `packed`.
         device: The device of the batches; the host by default.
 
@@ -345,15 +349,15 @@ def make_eval_batches(
         ...     [Share(0, 2), Share(1, 2)],
         ... )
         >>> [
-        ...     len(list(make_eval_batches(packed, place=DataShard(x), rows_per_batch=2)))
+        ...     len(list(make_eval_batches(packed, data_shard=DataShard(x), rows_per_batch=2)))
         ...     for x in places
         ... ]
         [2, 1]
     """
-    share = place.rows
+    share = data_shard.rows
     bins = packed.bins
     check_range("make_eval_batches", at_least=1, rows_per_batch=rows_per_batch)
-    _check_row_length(bins, place)
+    _check_row_length(bins, data_shard)
     sources = packed.source_of(np.arange(len(bins)))
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
     if len(bins) and not len(rows):
@@ -361,13 +365,13 @@ def make_eval_batches(
     rows_per_batch = min(rows_per_batch, max(1, len(bins)))
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
     return (
-        _shard_sequence(_collate(packed.corpus, bins, batch, sources, pad_id=0), place, device)
+        _shard_sequence(_collate(packed.corpus, bins, batch, sources, pad_id=0), data_shard, device)
         for batch in rows.reshape(-1, rows_per_batch)
     )
 
 
-def _check_row_length(bins: Bins, place: DataShard) -> None:
-    ring, ulysses = place.ring.count, place.ulysses.count
+def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
+    ring, ulysses = data_shard.ring.count, data_shard.ulysses.count
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
         raise ConfigError(
@@ -422,7 +426,9 @@ def _find_parts(corpus: Any, bins: Bins) -> Sequence[Corpus]:
     return [corpus.parts[number] for number in np.unique(numbers) if number < len(corpus.parts)]
 
 
-def _shard_sequence(batch: Batch, place: DataShard, device: torch.device | str | None) -> Batch:
+def _shard_sequence(
+    batch: Batch, data_shard: DataShard, device: torch.device | str | None
+) -> Batch:
     """Return a rank's shard over ring and Ulysses of a batch, on its device."""
-    batch = shard_sequence(batch, ring=place.ring, ulysses=place.ulysses)
+    batch = shard_sequence(batch, ring=data_shard.ring, ulysses=data_shard.ulysses)
     return batch if device is None else to_device(batch, device)

@@ -305,7 +305,7 @@ class Experts:
     )
     """How logits become scores; see `softmax_topk` and `sigmoid_topk`."""
 
-    renormalise: bool = True
+    renormalize: bool = True
     """Whether a token's weights are divided by their sum."""
 
     biased: bool = False
@@ -343,9 +343,9 @@ class Experts:
         if self.scores == "softmax" and any(own):
             what = "a bias, groups and a scale are for scores='sigmoid'"
             raise ConfigError(f"Experts: {what}", where="experts", got=attrs.asdict(self))
-        if self.chosen == 1 and self.renormalise and self.scores == "softmax":
-            what = "chosen=1 with renormalise=True weighs every choice 1, and trains no router"
-            raise ConfigError(f"Experts: {what}; set renormalise=False", where="renormalise")
+        if self.chosen == 1 and self.renormalize and self.scores == "softmax":
+            what = "chosen=1 with renormalize=True weighs every choice 1, and trains no router"
+            raise ConfigError(f"Experts: {what}; set renormalize=False", where="renormalize")
 
     def layers(self, layers: int) -> list[int]:
         """Return the numbers of the layers that have experts, of so many layers.

@@ -307,7 +307,7 @@ class Router(nn.Module):
             routing = softmax_topk(
                 logits,
                 config.chosen,
-                renormalise=config.renormalise,
+                renormalize=config.renormalize,
                 is_token=is_token,
                 indices=indices,
             )
@@ -318,7 +318,7 @@ class Router(nn.Module):
                 bias=self.bias,
                 groups=config.groups,
                 groups_chosen=config.groups_chosen,
-                renormalise=config.renormalise,
+                renormalize=config.renormalize,
                 scale=config.scale,
                 is_token=is_token,
                 indices=indices,

@@ -38,7 +38,7 @@ def softmax_topk(
     logits: Tensor,
     chosen: int,
     *,
-    renormalise: bool = True,
+    renormalize: bool = True,
     is_token: Tensor | None = None,
     indices: Tensor | None = None,
 ) -> Routing:
@@ -47,7 +47,7 @@ def softmax_topk(
     Args:
         logits: Floating point `[T, E]`.
         chosen: k, experts per token.
-        renormalise: Divide a token's weights by their sum, so that they sum to 1.
+        renormalize: Divide a token's weights by their sum, so that they sum to 1.
         is_token: bool `[T]`, False for padding, which goes to no expert; by default all are tokens.
         indices: int64 `[T, k]`, choices to replay (`RoutingTape`); weights still follow from these
             logits.
@@ -57,7 +57,7 @@ def softmax_topk(
 
     References:
         Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
-        experts" (2024), which renormalises.
+        experts" (2024), which renormalizes.
 
     Examples:
         >>> routing = softmax_topk(torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 9.0]]), 1)
@@ -70,7 +70,7 @@ def softmax_topk(
         indices = shares.detach().topk(chosen, -1).indices
     indices = _mask_padding(indices, is_token, 0)
     weights = shares.gather(-1, indices)
-    if renormalise:  # a replayed choice may have a weight of 0
+    if renormalize:  # a replayed choice may have a weight of 0
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
     return _make_routing(weights, indices, shares, is_token)
 
@@ -82,7 +82,7 @@ def sigmoid_topk(
     bias: Tensor | None = None,
     groups: int = 1,
     groups_chosen: int = 1,
-    renormalise: bool = True,
+    renormalize: bool = True,
     scale: float = 1.0,
     is_token: Tensor | None = None,
     indices: Tensor | None = None,
@@ -99,7 +99,7 @@ def sigmoid_topk(
         bias: `[E]`, added to the scores for the choice.
         groups: The number of groups of consecutive experts.
         groups_chosen: The number of groups that a token may choose experts from.
-        renormalise: Divide a token's weights by their sum.
+        renormalize: Divide a token's weights by their sum.
         scale: The factor of the weights after that, above 0.
         is_token: As in `softmax_topk`.
         indices: As in `softmax_topk`.
@@ -132,7 +132,7 @@ def sigmoid_topk(
         indices = _mask_groups(biased, groups, groups_chosen).topk(chosen, -1).indices
     indices = _mask_padding(indices, is_token, 0)
     weights = scores.gather(-1, indices)
-    if renormalise:
+    if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return _make_routing(weights * scale, indices, shares, is_token)

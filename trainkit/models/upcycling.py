@@ -19,7 +19,7 @@ def upcycle_weights(
     """Return the weights of a decoder with experts, each of which begins as the dense MLP.
 
     Routers are drawn as `init_weights` does, and all else is taken over. With experts as wide as
-    the MLP and renormalised weights, the decoder begins as the dense one's equal. Narrower experts
+    the MLP and renormalized weights, the decoder begins as the dense one's equal. Narrower experts
     hold a slice of it each, one after the other, and it begins as the dense one where a token's
     experts hold all slices and weigh the same: `down` is multiplied by the number of slices, and
     divided by `Experts.scale`, for that.

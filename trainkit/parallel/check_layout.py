@@ -236,11 +236,11 @@ def _of_reach(model: DecoderConfig, rows: BatchShape) -> Iterator[ConfigError]:
 
 
 def _of_experts(layout: Layout) -> Iterator[ConfigError]:
-    if layout.ep == 1 and not layout.ep_neighbours:
+    if layout.ep == 1 and not layout.ep_adjacent:
         yield ConfigError(
-            "ep_neighbours = False says where the ranks of ep are, and ep = 1; raise ep, or leave "
-            "ep_neighbours out",
-            where="ep_neighbours",
+            "ep_adjacent = False says where the ranks of ep are, and ep = 1; raise ep, or leave "
+            "ep_adjacent out",
+            where="ep_adjacent",
             got=False,
             want=True,
         )

@@ -11,7 +11,7 @@ from trainkit.types import ConfigError
 
 
 def refuse_max_norm(module: nn.Module, *, by: str, weights: Collection[str] | None = None) -> None:
-    """Refuse an embedding that renormalises its rows: its forward pass writes to its weight.
+    """Refuse an embedding that renormalizes its rows: its forward pass writes to its weight.
 
     What is written to a gathered or a cast copy is lost, and ranks with other tokens write other
     rows.

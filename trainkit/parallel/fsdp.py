@@ -59,10 +59,10 @@ def fsdp(
             between forward and backward (a zero-bubble pipeline schedule needs False: with True its
             gradients come out wrong), and `reshard_over` that they are not quite: a few
             neighbouring ranks keep them between them (experts of ep are freed); `prefetch` how many
-            blocks are gathered ahead of the one that computes; `ends_apart` makes two more units of
-            what comes before the blocks and after them; `cpu_offload` keeps shards of parameters,
-            gradients and optimizer state in host memory, where they are stepped; a block is then
-            copied to the device for its forward and its backward.
+            blocks are gathered ahead of the one that computes; `separate_ends` makes two more units
+            of what comes before the blocks and after them; `cpu_offload` keeps shards of
+            parameters, gradients and optimizer state in host memory, where they are stepped; a
+            block is then copied to the device for its forward and its backward.
         blocks: The name pattern of the blocks; None makes the whole module one unit.
         reduce_dtype: The dtype to sum gradients in where `precision` has lowered that of the
             computation.
@@ -124,7 +124,7 @@ def fsdp(
         assert ps.mesh is not None
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
         keeps = how.reshard_after_forward and (how.reshard_over or True)
-        first, last = _ends(module, units) if how.ends_apart else ([], [])
+        first, last = _ends(module, units) if how.separate_ends else ([], [])
         # Backward begins with the head, and losses read its weight after its forward.
         every = [*((x, keeps) for x in (*units, first)), (last, False), (module, False)]
         for unit, reshard in every:

@@ -8,7 +8,6 @@ from .errors import get_exit_code as get_exit_code
 from .errors import report_errors as report_errors
 from .errors import run_main as run_main
 from .garbage import collect_manually as collect_manually
-from .limits import Timeouts as Timeouts
 from .lock import lock_run as lock_run
 from .log import make_logger as make_logger
 from .open_run import Loop as Loop
@@ -20,4 +19,5 @@ from .signals import open_stop_vote as open_stop_vote
 from .signals import trap_signals as trap_signals
 from .startup import check_ranks_agree as check_ranks_agree
 from .startup import make_code_facts as make_code_facts
+from .timeouts import Timeouts as Timeouts
 from .watchdog import watch_ranks as watch_ranks

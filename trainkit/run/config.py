@@ -25,8 +25,8 @@ import attrs
 
 from trainkit.files import read_limited
 from trainkit.health import Policy
-from trainkit.run.limits import Timeouts
 from trainkit.run.sinks.named import LoggingOptions
+from trainkit.run.timeouts import Timeouts
 from trainkit.types import (
     BatchShape,
     ConfigError,
@@ -274,7 +274,7 @@ class RunConfig:
 
     checkpoints: CheckpointOptions = option(CheckpointOptions(), on_resume="ignore")
     logging: LoggingOptions = option(LoggingOptions(), on_resume="ignore")
-    limits: Timeouts = option(Timeouts(), on_resume="ignore")
+    timeouts: Timeouts = option(Timeouts(), on_resume="ignore")
     policy: Policy = option(Policy(), on_resume="ignore")
     precision: Precision = option(Precision(), _check_storage, on_resume="ask")
     numerics: Numerics = option(Numerics(), on_resume="ask")

@@ -35,7 +35,6 @@ from trainkit.run.config import config_to_dict, make_config_facts, make_resume_r
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.garbage import Collect, collect_manually
-from trainkit.run.limits import Timeouts
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
@@ -46,6 +45,7 @@ from trainkit.run.sinks.jsonl import compare_evaluations, fsync_jsonl, read_json
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.timeouts import Timeouts
 from trainkit.run.watchdog import Announce, is_echo, watch_ranks
 from trainkit.schedules import is_due
 from trainkit.text.chat import template_hash
@@ -175,7 +175,7 @@ def open_run(
     run_dir: str | Path,
     *,
     layout: Layout | None = None,
-    limits: Timeouts | None = None,
+    timeouts: Timeouts | None = None,
     numerics: Numerics | None = None,
     config: Any = None,
 ) -> Iterator[Run]:
@@ -193,7 +193,7 @@ def open_run(
     Args:
         run_dir: The run directory, made if it does not exist.
         layout: The degrees and how work is done; by default all processes shard parameters.
-        limits: How long ranks may wait. Collectives may wait longer: the watch ends a step in
+        timeouts: How long ranks may wait. Collectives may wait longer: the watch ends a step in
             time, and knows which rank hangs.
         numerics: The precision of arithmetic, set (`set_numerics`) and logged; by default torch's
             settings stay.
@@ -216,7 +216,7 @@ def open_run(
         ...     run.ps.world.count, run.stopping()
         (1, None)
     """
-    limits = limits or Timeouts()
+    timeouts = timeouts or Timeouts()
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     progress = checkpoint.SaveProgress()
@@ -227,8 +227,8 @@ def open_run(
         trap_signals() as stop_reason,
         parallel_session(
             layout or Layout(),
-            timeout=timedelta(seconds=max(limits.start_timeout, 10 * limits.step_timeout)),
-            start_timeout=timedelta(seconds=limits.start_timeout),
+            timeout=timedelta(seconds=max(timeouts.start_timeout, 10 * timeouts.step_timeout)),
+            start_timeout=timedelta(seconds=timeouts.start_timeout),
             asked=stop_reason,
         ) as ps,
     ):
@@ -240,8 +240,8 @@ def open_run(
                 folder,
                 ps.world,
                 asked=stop_reason,
-                allow=limits.start_timeout,
-                grace=limits.grace,
+                allow=timeouts.start_timeout,
+                grace=timeouts.grace,
                 hold=hold,
                 written=lambda: progress.parts,
             ) as phase,
@@ -252,7 +252,7 @@ def open_run(
                 ps=ps,
                 phase=phase,
                 stopping=stopping,
-                limits=limits,
+                timeouts=timeouts,
                 config=config,
                 progress=progress,
             )
@@ -334,7 +334,7 @@ class _RunFunctions:
     ps: ParallelState
     phase: Announce
     stopping: StopReason
-    limits: Timeouts
+    timeouts: Timeouts
     config: Mapping[str, Any] | None
     progress: checkpoint.SaveProgress
     logger: Logger = attrs.field(init=False)
@@ -496,7 +496,7 @@ class _RunFunctions:
     ) -> int:
         if stop:
             return EXIT_SAVED
-        self.phase("the end", allow=self.limits.start_timeout)
+        self.phase("the end", allow=self.timeouts.start_timeout)
         checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
@@ -570,7 +570,7 @@ class _LoopFunctions:
             config=run.config,
             retention=self.checkpoints.retention,
             background=self.checkpoints.background_saves,
-            grace=run.limits.grace or 25.0,
+            grace=run.timeouts.grace or 25.0,
             # No power cut then loses lines of steps that no restart repeats.
             before_commit=partial(fsync_jsonl, run.dir),
             log=run.log,
@@ -661,7 +661,7 @@ class _LoopFunctions:
         self.pending.append((state, metrics))
         # The time of the next steps starts here: these are queued on the device already.
         self.run.phase(
-            f"step {state.step + 1}", allow=self.log_every * self.run.limits.step_timeout
+            f"step {state.step + 1}", allow=self.log_every * self.run.timeouts.step_timeout
         )
         self.has_recorded = True
         state = self.read_pending(state)
@@ -749,7 +749,7 @@ class _LoopFunctions:
         if checked.step < state.step:
             return checked  # the state to evaluate was rolled back
         state = checked
-        self.run.phase("evaluation", allow=self.run.limits.start_timeout)
+        self.run.phase("evaluation", allow=self.run.timeouts.start_timeout)
         with use_averaged_parameters(self.optimizer):
             results = evaluator()
         state = health.stop_if_diverged(state, results["loss"])

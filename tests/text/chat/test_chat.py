@@ -115,7 +115,7 @@ def test_the_mask_covers_the_words_and_the_stop_token_and_nothing_else():
     messages = [{"role": "system", "content": "S"}, *talk("Q", "A\n", "R", "B")]
     sample = encode_chat(messages, BYTES)
     assert sample.tokens.dtype == np.int64
-    assert sample.trained.dtype == bool
+    assert sample.loss_mask.dtype == bool
     assert format_mask(sample, BYTES, colour=False) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
         "<|im_start|>assistant\n[[A\n<|im_end|>]]\n<|im_start|>user\nR<|im_end|>\n"
@@ -253,7 +253,7 @@ def test_a_token_is_trained_when_all_of_it_was_said(sizes, trim, template):
         end = begin + sizes[k % len(sizes)]
         expected.append(all(characters[begin:end]))
         begin = end
-    assert sample.trained.tolist() == expected
+    assert sample.loss_mask.tolist() == expected
 
 
 def test_blanks_that_a_tokenizer_trims_off_its_offsets_are_trained(bpe):
@@ -276,8 +276,8 @@ def test_a_token_of_no_characters_is_never_trained():
     characters = [
         segment.body and segment.message == 1 for segment in segments for _ in segment.text
     ]
-    assert not sample.trained[::2].any()
-    assert sample.trained[1::2].tolist() == characters
+    assert not sample.loss_mask[::2].any()
+    assert sample.loss_mask[1::2].tolist() == characters
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -287,7 +287,7 @@ def test_without_offsets_each_piece_is_encoded_by_itself(name):
         whole = encode_chat(row["messages"], BYTES, **arguments)
         parts = encode_chat(row["messages"], Plain(BYTES), **arguments)
         assert parts.tokens.tolist() == whole.tokens.tolist()
-        assert parts.trained.tolist() == whole.trained.tolist()
+        assert parts.loss_mask.tolist() == whole.loss_mask.tolist()
 
 
 # ------------------------------------------------------------------------------------ truncation
@@ -306,11 +306,11 @@ def test_truncation_keeps_whole_turns_and_as_many_as_fit(texts, max_length, trai
         messages, BYTES, train=train, max_length=max_length, overlong="drop", counts=counts
     )
     stop = find_stop_ids(BYTES)[0]
-    ends = np.flatnonzero(whole.trained & (whole.tokens == stop)) + 1
+    ends = np.flatnonzero(whole.loss_mask & (whole.tokens == stop)) + 1
     fits = len(whole.tokens) <= max_length
     keep = len(whole.tokens) if fits else int(ends[ends <= max_length].max(initial=0))
     assert sample.tokens.tolist() == whole.tokens[:keep].tolist()
-    assert sample.trained.tolist() == whole.trained[:keep].tolist()
+    assert sample.loss_mask.tolist() == whole.loss_mask[:keep].tolist()
     assert +counts == +Counter(
         conversations=1,
         truncated=int(0 < keep < len(whole.tokens)),
@@ -337,7 +337,7 @@ def test_a_conversation_of_which_no_turn_fits_is_an_error_or_dropped():
     with pytest.raises(DataError, match=r"of 1 turns .* ends after 36 tokens, max_length is 35"):
         encode_chat(messages, BYTES, max_length=35)
     sample = encode_chat(messages, BYTES, max_length=35, overlong="drop", counts=counts)
-    assert len(sample.tokens) == len(sample.trained) == 0
+    assert len(sample.tokens) == len(sample.loss_mask) == 0
     assert counts["dropped"] == 1
     assert len(encode_chat(messages, BYTES, max_length=36).tokens) == 36
 
@@ -406,7 +406,7 @@ def test_the_labels_of_a_packed_batch_ask_for_what_is_trained_and_nothing_else()
     labels = collate_bins(corpus, bins, list(range(len(bins))))["labels"]
     asked = labels[labels != IGNORED_LABEL].tolist()
     order = [document for row in range(len(bins)) for document, _, _ in bins[row]]
-    assert asked == [t for i in order for t in samples[i].tokens[samples[i].trained].tolist()]
+    assert asked == [t for i in order for t in samples[i].tokens[samples[i].loss_mask].tolist()]
 
 
 def test_records_that_are_wrong_are_refused():

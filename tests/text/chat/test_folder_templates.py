@@ -208,7 +208,7 @@ def folder(tmp_path, base):
 def answers_of(sample, tokenizer):
     """Return the texts of the runs of trained tokens."""
     texts, last = [], False
-    for i, trained in zip(sample.tokens.tolist(), sample.trained.tolist(), strict=True):
+    for i, trained in zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True):
         if trained and not last:
             texts.append([])
         if trained:
@@ -237,7 +237,7 @@ def test_ids_are_those_of_transformers_and_the_mask_is_the_answers(name, folder)
         marked = theirs.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
-        assert sample.trained.tolist() == [bool(x) for x in marked["assistant_masks"]]
+        assert sample.loss_mask.tolist() == [bool(x) for x in marked["assistant_masks"]]
     if tools is None:
         assert encode_prompt(messages[:-1], tokenizer, template=template) == (
             theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
@@ -252,7 +252,7 @@ def test_an_answers_prompt_and_its_trained_tokens_are_the_conversation(folder):
         sample = encode_chat(TALK, tokenizer, template=template, train="last")
         asked = encode_prompt(TALK[:-1], tokenizer, template=template)
         assert sample.tokens[: len(asked)].tolist() == asked
-        assert int(sample.trained.argmax()) == len(asked), source
+        assert int(sample.loss_mask.argmax()) == len(asked), source
 
 
 WORDS = st.lists(

@@ -53,8 +53,8 @@ def test_a_pair_is_trained_on_its_answers_alone(record):
     chosen, rejected = encode_preference_pair(record, BYTES)
     assert trained_texts(chosen) == ["A<|im_end|>"]
     assert trained_texts(rejected) == ["B<|im_end|>"]
-    first = int(chosen.trained.argmax())
-    assert first == int(rejected.trained.argmax()) > 0
+    first = int(chosen.loss_mask.argmax())
+    assert first == int(rejected.loss_mask.argmax()) > 0
     assert chosen.tokens[:first].tolist() == rejected.tokens[:first].tolist()
 
 
@@ -196,7 +196,7 @@ def test_each_prompt_is_given_the_answer_to_the_next_one():
     ]
     found = list(mismatch_answers(chosen for chosen, _ in pairs))
     assert [trained_texts(sample)[0][:2] for sample in found] == ["A1", "A2", "A0"]
-    asked = [BYTES.decode(sample.tokens[~sample.trained]) for sample in found]
+    asked = [BYTES.decode(sample.tokens[~sample.loss_mask]) for sample in found]
     assert all(f"Q{i}" in text for i, text in enumerate(asked))
 
 

@@ -67,10 +67,10 @@ def values_of(ids):
     }
 
 
-def samples_of(sizes, trained=lambda ids: np.ones(len(ids), bool)):
+def samples_of(sizes, loss_mask=lambda ids: np.ones(len(ids), bool)):
     """Documents of these sizes, whose tokens are numbered through."""
     parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    return [Sample(ids, trained(ids), values_of(ids)) for ids in parts]
+    return [Sample(ids, loss_mask(ids), values_of(ids)) for ids in parts]
 
 
 def corpus_of(sizes, **more):
@@ -153,7 +153,7 @@ def test_pairs_that_are_packed_side_by_side_keep_their_columns(sizes):
 
 
 def test_a_label_that_is_not_trained_keeps_what_belongs_to_it():
-    samples = [attrs.evolve(x, trained=x.tokens % 2 == 0) for x in samples_of([5, 4])]
+    samples = [attrs.evolve(x, loss_mask=x.tokens % 2 == 0) for x in samples_of([5, 4])]
     batch, plain = (
         collate_bins(x, pack_bins(x.lengths, 8), [0, 1])
         for x in (make_corpus(samples, columns=COLUMNS), corpus_of([5, 4]))
@@ -168,7 +168,7 @@ def test_samples_of_a_queue_files_and_parts_of_corpora_give_the_same_batch(tmp_p
     queue = make_corpus(samples, columns=COLUMNS)
     path = tmp_path / "a.tokens"
     written = write_corpus(path, samples, columns=dict(reversed(COLUMNS.items())), vocab_size=200)
-    bare = make_corpus(iterate_documents(attrs.evolve(queue, trained=None)), columns=COLUMNS)
+    bare = make_corpus(iterate_documents(attrs.evolve(queue, loss_mask=None)), columns=COLUMNS)
     halves = [make_corpus(part, columns=COLUMNS) for part in (samples[:3], samples[3:])]
     again = write_corpus(tmp_path / "b.tokens", iterate_documents(written), columns=written.columns)
     assert written.columns == queue.columns == COLUMNS
@@ -199,7 +199,7 @@ def test_dealing_and_prefetching_carry_columns_beside_what_they_add():
     packed = PackedCorpus(corpus, bins, {"a": 1, "b": len(bins) - 1})
     places = [DataShard(Share(r, 2), ring=Share(k, 2)) for r in range(2) for k in range(2)]
     deal = partial(make_microbatches, packed, range(len(bins)), rows_per_microbatch=1)
-    parts = [part for place in places for part in deal(place=place)]
+    parts = [part for data_shard in places for part in deal(data_shard=data_shard)]
     assert all("source" in part for part in parts)
     assert facts_of(parts) == plain_facts(corpus, bins)
     batches = [StepBatch(deal(), Cursor(1)), None]
@@ -330,12 +330,12 @@ def test_columns_of_a_header_that_lies_are_refused(tmp_path, columns, message):
 def records_of(samples):
     for sample in samples:
         lists = {name: x.tolist() for name, x in sample.columns.items()}
-        yield {"ids": sample.tokens.tolist(), "answer": sample.trained.tolist(), **lists}
+        yield {"ids": sample.tokens.tolist(), "answer": sample.loss_mask.tolist(), **lists}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_columns_come_from_records_and_through_prepare(tmp_path, suffix):
-    records = list(records_of(samples_of([4, 0, 6], trained=lambda ids: ids % 3 > 0)))
+    records = list(records_of(samples_of([4, 0, 6], loss_mask=lambda ids: ids % 3 > 0)))
     path = tmp_path / f"a.{suffix}"
     if suffix == "parquet":
         pa = pytest.importorskip("pyarrow")
@@ -343,7 +343,7 @@ def test_columns_come_from_records_and_through_prepare(tmp_path, suffix):
         parquet.write_table(pa.Table.from_pylist(records), path, row_group_size=1)
     else:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    make = partial(make_sample_encoder, tokens="ids", trained="answer", columns=COLUMNS)
+    make = partial(make_sample_encoder, tokens="ids", loss_mask="answer", columns=COLUMNS)
     opened = open_corpus(path, encode=make(make_byte_tokenizer()))
     out = tmp_path / "a.tokens"
     prepare_corpus(
@@ -351,13 +351,13 @@ def test_columns_come_from_records_and_through_prepare(tmp_path, suffix):
     )
     for corpus in (opened, open_tokens(out, check="full")):
         assert corpus.lengths.tolist() == [4, 0, 6]
-        assert corpus.trained.tolist() == [0, 1, 1, 0, 1, 1, 0, 1, 1, 0]
+        assert corpus.loss_mask.tolist() == [0, 1, 1, 0, 1, 1, 0, 1, 1, 0]
         assert corpus.columns == COLUMNS
         for name, values in values_of(np.arange(10)).items():
             assert corpus.values[name].tolist() == values.tolist(), name
             assert not corpus.values[name].flags.writeable
     all_trained = make_sample_encoder(tokens="ids", columns=COLUMNS)(records[0])
-    assert all_trained.trained.all()
+    assert all_trained.loss_mask.all()
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_a_record_without_its_columns_is_named_with_its_line(tmp_path, record, m
     with pytest.raises(DataError, match=message):
         open_corpus(tmp_path / "a.jsonl", encode=encode)
     with pytest.raises(DataError, match="'answer' must be booleans, or 0 and 1"):
-        make_sample_encoder(trained="answer")({"tokens": [1], "answer": [0.5]})
+        make_sample_encoder(loss_mask="answer")({"tokens": [1], "answer": [0.5]})
 
 
 # ------------------------------------------------------------------------------ refusals

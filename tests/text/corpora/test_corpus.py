@@ -418,11 +418,11 @@ def test_encode_makes_ids_or_samples_of_records(tmp_path):
 
     corpus = open_corpus(path, tokenizer=BYTES, encode=encode)
     assert corpus.tokens.tolist() == list(b"abcd")
-    assert corpus.trained.tolist() == [0, 1, 1, 0]
+    assert corpus.loss_mask.tolist() == [0, 1, 1, 0]
     assert (corpus.vocab_size, corpus.tokens.dtype, corpus.names) == (259, np.uint16, ["1", "2"])
     ids = open_corpus(path, encode=lambda record: [len(record["a"])])
     assert ids.tokens.tolist() == [2, 0]
-    assert (ids.vocab_size, ids.tokens.dtype, ids.trained) == (None, np.uint32, None)
+    assert (ids.vocab_size, ids.tokens.dtype, ids.loss_mask) == (None, np.uint32, None)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_what_was_written_is_read(tmp_path_factory, documents):
         assert corpus.lengths.tolist() == [len(document) for document in documents]
         read = [corpus.read(i, 0, len(document)).tolist() for i, document in enumerate(documents)]
         assert read == documents
-        assert corpus.trained is None
+        assert corpus.loss_mask is None
         assert not corpus.tokens.flags.writeable
         assert (corpus.tokens.dtype, corpus.offsets.dtype) == (np.uint32, np.int64)
     open_tokens(path, check="full")
@@ -66,7 +66,7 @@ def test_what_was_written_is_read(tmp_path_factory, documents):
 @given(samples(st.integers(0, 99)))
 def test_what_is_trained_on_is_written_beside_the_tokens(tmp_path_factory, documents):
     path = tmp_path_factory.mktemp("corpus") / "a.tokens"
-    want = np.concatenate([document.trained for document in documents])
+    want = np.concatenate([document.loss_mask for document in documents])
     for corpus in (
         write_corpus(path, iter(documents), vocab_size=100),
         open_corpus(path),
@@ -75,9 +75,9 @@ def test_what_is_trained_on_is_written_beside_the_tokens(tmp_path_factory, docum
         for number, document in enumerate(documents):
             read = corpus.read(number, 0, len(document.tokens))
             assert read.tolist() == document.tokens.tolist()
-        assert corpus.trained.dtype == np.uint8
-        assert corpus.trained.astype(bool).tolist() == want.tolist()
-        assert not corpus.trained.flags.writeable
+        assert corpus.loss_mask.dtype == np.uint8
+        assert corpus.loss_mask.astype(bool).tolist() == want.tolist()
+        assert not corpus.loss_mask.flags.writeable
     open_tokens(path, check="full")
 
 
@@ -90,7 +90,7 @@ def test_documents_that_span_chunks_come_out_whole(tmp_path, monkeypatch, kind):
     pairs = map(Sample, documents, choices)
     corpus = write_corpus(path, pairs, dtype=kind)
     assert corpus.tokens.tolist() == np.concatenate(documents).tolist()
-    assert corpus.trained.tolist() == np.concatenate(choices).tolist()
+    assert corpus.loss_mask.tolist() == np.concatenate(choices).tolist()
     open_tokens(path, check="full")
     assert path.stat().st_size == header_of(path).size
 
@@ -103,9 +103,9 @@ def test_all_documents_are_samples_or_none_is(tmp_path, monkeypatch, make):
         make([one, [1]])
     with pytest.raises(DataError, match="document 2 is a Sample, unlike those before it"):
         make([[1], [], one])
-    with pytest.raises(DataError, match=r"document 1: `trained` must be bool \(1,\)"):
+    with pytest.raises(DataError, match=r"document 1: `loss_mask` must be bool \(1,\)"):
         make([one, Sample(np.array([1]), np.array([True, False]))])
-    with pytest.raises(DataError, match=r"document 0: `trained` must be bool"):
+    with pytest.raises(DataError, match=r"document 0: `loss_mask` must be bool"):
         make([Sample(np.array([1]), np.array([1]))])
     assert list(tmp_path.iterdir()) == []
 
@@ -259,9 +259,9 @@ def test_a_sample_of_chunks_has_the_first_the_last_and_others(count, most):
         ({"documents": None}, "a header with documents None"),
         ({"vocab_size": 0}, "a header with vocab_size 0"),
         ({"vocab_size": "9"}, "a header with vocab_size '9'"),
-        ({"trained": 1}, "a header with trained 1"),
+        ({"loss_mask": 1}, "a header with loss_mask 1"),
         ({"tokenizer": 1}, "a header with tokenizer 1"),
-        ({"trained": True}, "bytes instead of"),
+        ({"loss_mask": True}, "bytes instead of"),
         ({"chunk_bytes": 0}, "a header with chunk_bytes 0"),
         ({"chunk_bytes": 12}, "a header with chunk_bytes 12"),
         ({"table_sha256": None}, "a header with table_sha256 None"),

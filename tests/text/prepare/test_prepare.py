@@ -948,7 +948,7 @@ def test_the_command_trains_conversations_on_what_the_assistant_says(source, out
     corpus = open_tokens(out)
     assert (report["documents"], report["vocab_size"]) == (2, 271)
     assert corpus.tokenizer_hash == tokenizer_hash(open_tokenizer("bytes"))
-    trained = corpus.tokens[corpus.trained.astype(bool)]
+    trained = corpus.tokens[corpus.loss_mask.astype(bool)]
     assert trained.tolist() == [*b"2", 260] * 2
     path.write_bytes(orjson.dumps({"chat": talk}))
     with pytest.raises(DataError, match="no field 'messages'; it has chat"):
@@ -983,7 +983,7 @@ def test_the_command_keeps_what_fits_and_reports_what_was_lost(source, out):
     report, _ = command_line(path, "--out", out, "--messages", "--train-on", "last")
     assert +Counter(report["counts"]) == {"conversations": 4, "answers": 4}
     corpus = open_tokens(out)
-    trained = corpus.tokens[corpus.trained.astype(bool)]
+    trained = corpus.tokens[corpus.loss_mask.astype(bool)]
     assert BYTES.decode(trained) == "2dhijA"
     with pytest.raises(DataError, match=r"no documents: they are all empty, or dropped \(4\)"):
         command_line(path, "--out", out, "--messages", "--max-length", 3)
@@ -1092,7 +1092,7 @@ def test_the_command_takes_ids_with_a_value_for_each(source, out):
     path = source / "ids.jsonl"
     path.write_bytes((orjson.dumps(record) + b"\n") * 2)
     flags = ["--columns", "weights:float32", "experts:uint8:2:token", "--field", "ids"]
-    command_line(path, "--out", out, *flags, "--trained", "answer")
+    command_line(path, "--out", out, *flags, "--loss-mask", "answer")
     corpus = open_tokens(out)
     assert corpus.columns == {
         "weights": Column("float32"),
@@ -1100,7 +1100,7 @@ def test_the_command_takes_ids_with_a_value_for_each(source, out):
     }
     assert corpus.values["weights"].tolist() == record["weights"] * 2
     assert corpus.values["experts"].tolist() == record["experts"] * 2
-    assert corpus.trained.tolist() == record["answer"] * 2
+    assert corpus.loss_mask.tolist() == record["answer"] * 2
     with pytest.raises(ConfigError, match="bpe:N is trained on text; give token ids a tokenizer"):
         command_line(path, "--out", out, *flags, "--tokenizer", "bpe:300")
 
@@ -1108,7 +1108,7 @@ def test_the_command_takes_ids_with_a_value_for_each(source, out):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trained", "answer"], "--trained is for records of token ids: give --columns too"),
+        (["--loss-mask", "answer"], "--loss-mask is for records of token ids: give --columns too"),
         (["--columns", "a:float32", "--messages"], "--columns is for records of token ids"),
         (["--columns", "weights"], r"--columns must be NAME:DTYPE\[:K\]\[:token\], .* 'weights'"),
         (["--columns", "a:uint8:two"], "--columns must be"),

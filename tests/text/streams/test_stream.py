@@ -43,9 +43,9 @@ def steps_of(documents=DOCUMENTS, cursor=Cursor(), *, rows=5, **changes):  # noq
 
 def deal(step, rows_per_microbatch, share=Share(0, 1)):  # noqa: B008 (immutable)
     rows = range(len(step.packed))
-    place = DataShard(share)
+    data_shard = DataShard(share)
     parts = make_microbatches(
-        step.packed, rows, place=place, rows_per_microbatch=rows_per_microbatch
+        step.packed, rows, data_shard=data_shard, rows_per_microbatch=rows_per_microbatch
     )
     return StepBatch(parts, step.cursor)
 

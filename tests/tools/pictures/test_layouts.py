@@ -69,7 +69,7 @@ def test_a_picture_of_a_mesh_names_axes_ranks_tokens_and_parameters(tmp_path):
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize("fold_sp", ["all", "none"])
 def test_places_of_dealt_experts_are_those_of_their_axes(fold_sp, neighbours):
-    layout = Layout(dp_shard=4, ring=2, tp=2, ep=2, fold_sp=fold_sp, ep_neighbours=neighbours)
+    layout = Layout(dp_shard=4, ring=2, tp=2, ep=2, fold_sp=fold_sp, ep_adjacent=neighbours)
     found = partitions_of(layout)
     for place in pictures.mesh_places(layout):
         for name in ("ep", "expert_fsdp"):

@@ -370,7 +370,7 @@ CHOICES = [
     (Layout(dp_shard=2, cpu_offload=True, reduce="each"), job(rows=4, recompute="full")),
     (Layout(ring=2, fold_sp="ring", cpu_offload=True), job(row_length=128, precision=BF16)),
     (
-        Layout(dp_shard=2, ends_apart=True),
+        Layout(dp_shard=2, separate_ends=True),
         job(config(vocab_size=3_000, width=128, mlp_width=128), offload_optimizer=True),
     ),
     (
@@ -384,10 +384,10 @@ CHOICES_BESIDE = [
     (Layout(dp_shard=2, cpu_offload=True), job(rows=4)),
     (Layout(dp_shard=2, cpu_offload=True), job(config(layers=8), recompute="full")),
     (Layout(dp_replicate=2, cpu_offload=True), job()),
-    (Layout(dp_shard=2, ends_apart=True), many_words(rows=4, offload_optimizer=True)),
-    (Layout(dp_shard=2, ends_apart=True, prefetch=2), many_words(rows=2, precision=BF16)),
-    (Layout(dp_shard=2, ends_apart=True), many_words(tied=True, rows=4)),
-    (Layout(dp_shard=2, ends_apart=True, reduce="each"), many_words(width=32, rows=4)),
+    (Layout(dp_shard=2, separate_ends=True), many_words(rows=4, offload_optimizer=True)),
+    (Layout(dp_shard=2, separate_ends=True, prefetch=2), many_words(rows=2, precision=BF16)),
+    (Layout(dp_shard=2, separate_ends=True), many_words(tied=True, rows=4)),
+    (Layout(dp_shard=2, separate_ends=True, reduce="each"), many_words(width=32, rows=4)),
     (Layout(dp_shard=2), job(rows=4, offload_optimizer=True)),
     (Layout(dp_shard=2), job(config(layers=8), rows=2, recompute="full", offload_optimizer=True)),
     (Layout(dp_shard=2), long(DEEP, rows=2, offload_activations=2**20)),
@@ -419,7 +419,7 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
     pick = max if layout.pp * layout.ring > 1 or asked.config.experts else min
     found = pick((of_rank[case] for of_rank in measured), key=lambda one: one.peak)
     planned = estimate_memory(asked, layout, fused_norms=False)
-    bound = 0.08 if layout.ends_apart else 0.2 if asked.begins else 0.1
+    bound = 0.08 if layout.separate_ends else 0.2 if asked.begins else 0.1
     assert planned.peak == pytest.approx(found.peak, rel=bound)
     assert found.parameters == planned.parameters
     assert found.gradients == planned.gradients
@@ -433,7 +433,7 @@ def test_the_peak_of_two_ranks_is_the_measured_one(measured, case):
 @pytest.mark.parametrize("case", CASES)
 def test_what_two_ranks_send_is_what_the_ledger_counts(measured, case):
     layout, asked = EVERY[case]
-    if layout.ends_apart and torch.__version__ < "2.13":
+    if layout.separate_ends and torch.__version__ < "2.13":
         pytest.skip("it reduces a unit of two modules in two parts")
     for pp_rank in range(layout.pp):
         planned = {}

@@ -54,7 +54,7 @@ def ledgers_of(case):
         run = tk.make_forward_backward(
             stages, next_token_linear, reduce=case.layout.reduce, call=tk.call_with_noise
         )
-        batches = deal_batch(decoder_batch(0), ps.place, rows_per_microbatch=4 // case.world)
+        batches = deal_batch(decoder_batch(0), ps.data_shard, rows_per_microbatch=4 // case.world)
 
         def finish():
             tk.sync_sp_grads(params, ps.sp_unfolded)

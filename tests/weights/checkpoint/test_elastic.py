@@ -151,7 +151,7 @@ def visit(names, pairs, folder):
     for ep in EXPERT_DEGREES[world]:
         if left_out((world, ep)) and not os.environ.get(WITH_ALL):
             continue
-        with tk.parallel_session(ep=abs(ep), ep_neighbours=ep > 0) as ps:
+        with tk.parallel_session(ep=abs(ep), ep_adjacent=ep > 0) as ps:
             if (world, ep) == EXPERTS_WRITTEN_ON:
                 written["experts"] = save(experts, folder / "experts", ps)
             if (folder / "experts").exists():

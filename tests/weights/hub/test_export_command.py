@@ -230,7 +230,7 @@ def test_the_template_of_a_run_gives_the_same_ids_in_transformers(name, tmp_path
         assert got == want, row["name"]
         if not asked and any(message["role"] == "assistant" for message in said):
             masks = [
-                encode_chat(said, ours, template=each, tools=row.get("tools")).trained.tolist()
+                encode_chat(said, ours, template=each, tools=row.get("tools")).loss_mask.tolist()
                 for each in (TEMPLATES[name], again)
             ]
             assert masks[0] == masks[1], row["name"]

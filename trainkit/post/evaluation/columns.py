@@ -330,4 +330,4 @@ def _score_documents(
             )
             for name, column in columns.items()
         }
-        yield Sample(sample.tokens, sample.trained, {**(sample.columns or {}), **new_columns})
+        yield Sample(sample.tokens, sample.loss_mask, {**(sample.columns or {}), **new_columns})

@@ -63,7 +63,7 @@ def make_evaluator(
 
     def evaluate_held_out() -> dict[str, Any]:
         batches = make_eval_batches(
-            rows, rows_per_batch=rows_per_batch, place=stages.place, device=device
+            rows, rows_per_batch=rows_per_batch, data_shard=stages.data_shard, device=device
         )
         return to_host(evaluate(stages, batches, loss))
 

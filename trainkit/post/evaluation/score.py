@@ -183,7 +183,7 @@ def _make_compute(
 ) -> Callable[[Sequence[Example]], list[np.ndarray[Any, Any]]]:
     """Return a function that computes `width` values per scored token, `[width, scored]` each."""
     check_range("make_scorer", at_least=1, tokens_per_batch=tokens_per_batch)
-    data_shard = stages.place
+    data_shard = stages.data_shard
     multiple = 2 * data_shard.ring.count if data_shard.ring.count > 1 else 1
     length_multiple = multiple * data_shard.ulysses.count * stages.tp.count
 

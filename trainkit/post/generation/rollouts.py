@@ -551,7 +551,7 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
     Examples:
         >>> answer = Answer("1+1=", [256, 49], "2", [50, 257], 0)
         >>> corpus = make_answer_corpus([answer], advantages=[2.0])
-        >>> corpus.trained.tolist(), corpus.values["advantages"].tolist()
+        >>> corpus.loss_mask.tolist(), corpus.values["advantages"].tolist()
         ([0, 0, 1, 1], [0.0, 0.0, 2.0, 2.0])
     """
     columns = {"advantages": Column()}

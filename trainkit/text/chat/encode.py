@@ -83,7 +83,7 @@ def encode_chat(
             template does not show; see `format_answers_warning`).
 
     Returns:
-        The sample: tokens int64 `[N]`, trained bool `[N]`.
+        The sample: tokens int64 `[N]`, loss_mask bool `[N]`.
 
     Raises:
         DataError: A message is wrong, the template does not show it, or no chosen turn fits. The
@@ -99,7 +99,7 @@ def encode_chat(
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
         >>> messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
         >>> sample = encode_chat(messages, tokenizer)
-        >>> len(sample.tokens), sample.tokens[sample.trained]
+        >>> len(sample.tokens), sample.tokens[sample.loss_mask]
         (26, array([ 50, 260]))
     """
     check_range("encode_chat", at_least=1, max_length=max_length)
@@ -111,7 +111,7 @@ def encode_chat(
     _check_scaffold(segments, normalized, tools)
     turns = find_turns(segments, chosen, normalized)
     tokens, starts, ends = tokenize(tokenizer, segments)
-    trained = find_tokens_inside(turns, starts, ends)
+    loss_mask = find_tokens_inside(turns, starts, ends)
     length = len(tokens)
     num_lost = 0
     if max_length is not None and len(tokens) > max_length:
@@ -135,7 +135,7 @@ def encode_chat(
         counts["truncated"] += 0 < length < len(tokens)
         counts["dropped"] += length == 0
         counts["turns_lost"] += num_lost
-    return Sample(tokens[:length], trained[:length])
+    return Sample(tokens[:length], loss_mask[:length])
 
 
 def make_chat_encoder(
@@ -176,7 +176,7 @@ def make_chat_encoder(
         >>> encode = make_chat_encoder(make_byte_tokenizer(CHATML_SPECIAL), train="last")
         >>> turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
         >>> sample = encode({"messages": [{"role": r, "content": c} for r, c in turns]})
-        >>> sample.tokens[sample.trained]
+        >>> sample.tokens[sample.loss_mask]
         array([100, 260])
     """
     check_range("make_chat_encoder", at_least=1, max_length=max_length)
@@ -357,16 +357,16 @@ def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
         ...
         trainkit.types.DataError: check_mask: of 3 tokens none is trained on
     """
-    count = int(np.count_nonzero(sample.trained))
+    count = int(np.count_nonzero(sample.loss_mask))
     total = len(sample.tokens)
-    if len(sample.trained) != total:
-        raise DataError(f"check_mask: {total} tokens have a mask of {len(sample.trained)}")
+    if len(sample.loss_mask) != total:
+        raise DataError(f"check_mask: {total} tokens have a mask of {len(sample.loss_mask)}")
     if count == 0:
         raise DataError(f"check_mask: of {total} tokens none is trained on", got=0)
     if count == total:
         raise DataError(f"check_mask: all {total} tokens are trained on, the prompt too", got=count)
     is_stop = np.isin(sample.tokens, np.asarray(stop_ids, np.int64))
-    if not (is_stop & np.asarray(sample.trained, bool)).any():
+    if not (is_stop & np.asarray(sample.loss_mask, bool)).any():
         raise DataError(
             f"check_mask: of {count} trained tokens none is a stop token ({list(stop_ids)}); "
             f"{int(is_stop.sum())} of all {total} are",
@@ -403,7 +403,7 @@ def split_by_mask(sample: Sample, tokenizer: Tokenizer) -> list[tuple[bool, str]
         ... )
         [(False, 'h'), (True, 'i')]
     """
-    pairs = zip(sample.trained.astype(bool).tolist(), sample.tokens.tolist(), strict=True)
+    pairs = zip(sample.loss_mask.astype(bool).tolist(), sample.tokens.tolist(), strict=True)
     runs = itertools.groupby(pairs, key=lambda pair: pair[0])
     return [(trained, _decode_visibly(tokenizer, [i for _, i in run])) for trained, run in runs]
 

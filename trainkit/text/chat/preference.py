@@ -67,7 +67,7 @@ def encode_preference_pair(
         >>> from trainkit.text.chat import CHATML_SPECIAL
         >>> record = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
         >>> chosen, rejected = encode_preference_pair(record, make_byte_tokenizer(CHATML_SPECIAL))
-        >>> chosen.tokens[chosen.trained], rejected.tokens[rejected.trained]
+        >>> chosen.tokens[chosen.loss_mask], rejected.tokens[rejected.loss_mask]
         (array([ 50, 260]), array([ 51, 260]))
     """
     tools = parse_tools(record) if tools is None else tools
@@ -153,14 +153,14 @@ def mismatch_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
         [[0, 6], [1, 7], [2, 5]]
     """
     pairs = list(samples)
-    starts = [int(np.argmax(sample.trained)) for sample in pairs]
+    starts = [int(np.argmax(sample.loss_mask)) for sample in pairs]
     for i, sample in enumerate(pairs):
         j = (i + 1) % len(pairs)
         prompt = slice(starts[i])
         answer = slice(starts[j], None)
         yield Sample(
             np.concatenate([sample.tokens[prompt], pairs[j].tokens[answer]]),
-            np.concatenate([sample.trained[prompt], pairs[j].trained[answer]]),
+            np.concatenate([sample.loss_mask[prompt], pairs[j].loss_mask[answer]]),
         )
 
 

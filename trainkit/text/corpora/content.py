@@ -105,7 +105,7 @@ def write_content(
         documents=len(offsets) - 1,
         tokens=offsets[-1],
         vocab_size=vocab_size,
-        trained=has_mask,
+        loss_mask=has_mask,
         chunk_bytes=CHUNK,
         offsets_sha256=hashlib.sha256(encoded_offsets).hexdigest(),
         table_sha256=hashlib.sha256(content.table).hexdigest(),
@@ -144,11 +144,11 @@ def _write_documents(
                 columns=columns,
                 has_mask=has_mask,
             )
-            has_mask = document.trained is not None
+            has_mask = document.loss_mask is not None
             offsets.append(offsets[-1] + len(document))
             content.write(document.ids.astype(dtype.newbyteorder("<")).tobytes())
-            if document.trained is not None:
-                _write(mask_file, document.trained.tobytes(), path)
+            if document.loss_mask is not None:
+                _write(mask_file, document.loss_mask.tobytes(), path)
             for values, column_file in zip(document.values.values(), column_files, strict=True):
                 little_endian = values.astype(values.dtype.newbyteorder("<"))
                 _write(column_file, little_endian.tobytes(), path)

@@ -288,7 +288,7 @@ def open_conversations(
         ...     turns = '{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}'
         ...     _ = file.write_text('{"messages": [' + turns + "]}")
         ...     corpus = open_conversations(file, encode, tokenizer=tokenizer)
-        >>> int(corpus.trained.sum())
+        >>> int(corpus.loss_mask.sum())
         2
     """
     if path is None:
@@ -297,7 +297,7 @@ def open_conversations(
     if path.suffix != ".tokens":
         return open_corpus(path, encode=encode)
     corpus = open_corpus(path, tokenizer=tokenizer, template=template)
-    if isinstance(corpus, TokenCorpus) and corpus.trained is None:
+    if isinstance(corpus, TokenCorpus) and corpus.loss_mask is None:
         raise DataError(
             f"{path}: it has no loss mask, so nothing marks the assistant's tokens; write it with "
             "python -m trainkit prepare --messages",
@@ -386,18 +386,18 @@ def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any,
     counts = []
     for part in getattr(corpus, "parts", [corpus]):
         part_counts = np.maximum(part.lengths - 1, 0)
-        if part.trained is not None:
-            _count_labels(part.trained, part.offsets, part_counts)
+        if part.loss_mask is not None:
+            _count_labels(part.loss_mask, part.offsets, part_counts)
         counts.append(part_counts)
     return np.concatenate(counts)
 
 
 @jit
-def _count_labels(trained: Any, offsets: Any, counts: Any) -> None:
+def _count_labels(loss_mask: Any, offsets: Any, counts: Any) -> None:
     for document in range(counts.size):
         counts[document] = 0
         for position in range(offsets[document] + 1, offsets[document + 1]):
-            counts[document] += trained[position]
+            counts[document] += loss_mask[position]
 
 
 def match_recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> dict[str, C]:

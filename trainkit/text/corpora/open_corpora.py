@@ -129,7 +129,7 @@ def open_chats(
         ...         template="chatml",
         ...         max_length=64,
         ...     )
-        >>> int(corpus.trained.sum()), counts["conversations"]
+        >>> int(corpus.loss_mask.sum()), counts["conversations"]
         (2, 1)
     """
     log(f"reading {path or 'signatures and docstrings of the standard library'}")

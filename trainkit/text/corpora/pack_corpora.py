@@ -111,7 +111,7 @@ def pack_examples(
     Examples:
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> rows = pack_examples([("1+1=", "2")], 8, tokenizer=make_byte_tokenizer())
-        >>> rows.corpus.trained.tolist()
+        >>> rows.corpus.loss_mask.tolist()
         [0, 0, 0, 0, 0, 1, 1]
     """
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

@@ -53,7 +53,7 @@ class Header:
     documents: int
     tokens: int
     vocab_size: int | None
-    trained: bool
+    loss_mask: bool
     chunk_bytes: int
     offsets_sha256: str
     table_sha256: str
@@ -68,14 +68,14 @@ class Header:
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
-    def trained_at(self) -> int:
-        """Where the loss mask begins; the section is empty if `trained` is false."""
+    def loss_mask_at(self) -> int:
+        """Where the loss mask begins; the section is empty if `loss_mask` is false."""
         return BLOCK + round_up(self.tokens * self.token_dtype.itemsize)
 
     @property
     def values_at(self) -> list[int]:
         """Where the values of each column begin, and last where the offsets begin."""
-        start = self.trained_at + (round_up(self.tokens) if self.trained else 0)
+        start = self.loss_mask_at + (round_up(self.tokens) if self.loss_mask else 0)
         sizes = (
             round_up(self.tokens * column.width * np.dtype(column.dtype).itemsize)
             for column in self.columns.values()
@@ -105,7 +105,7 @@ class Header:
     @property
     def digest(self) -> str:
         """A hash of the corpus; the same bytes under another dtype are another corpus."""
-        text = f"{self.dtype} {self.trained} {self.chunk_bytes} {self.table_sha256}"
+        text = f"{self.dtype} {self.loss_mask} {self.chunk_bytes} {self.table_sha256}"
         # The names and types of columns are in the header, which the chunks do not cover.
         text += f" {list_columns(self.columns)}" if self.columns else ""
         return hashlib.sha256(text.encode()).hexdigest()
@@ -222,7 +222,7 @@ def _parse_header(fields: dict[str, Any], path: Path) -> Header:
         "documents": lambda x: type(x) is int and x >= 1,
         "tokens": lambda x: type(x) is int and x >= 0,
         "vocab_size": lambda x: x is None or (type(x) is int and x >= 1),
-        "trained": lambda x: type(x) is bool,
+        "loss_mask": lambda x: type(x) is bool,
         "chunk_bytes": lambda x: type(x) is int and x >= 8 and x % 8 == 0,
         "offsets_sha256": lambda x: type(x) is str,
         "table_sha256": lambda x: type(x) is str,

@@ -161,9 +161,9 @@ def open_part(
     dtype = header.token_dtype
     tokens = data[BLOCK : BLOCK + header.tokens * dtype.itemsize].view(dtype)
     # All sections are views of the map, whatever the size of the file.
-    trained = None
-    if header.trained:
-        trained = data[header.trained_at : header.trained_at + header.tokens]
+    loss_mask = None
+    if header.loss_mask:
+        loss_mask = data[header.loss_mask_at : header.loss_mask_at + header.tokens]
     values = {}
     sections = zip(header.columns.items(), pairwise(header.values_at), strict=True)
     for (name, column), (start, end) in sections:
@@ -186,7 +186,7 @@ def open_part(
         offsets,
         header.vocab_size,
         digest=header.digest,
-        trained=trained,
+        loss_mask=loss_mask,
         sources={path.name: header.digest[:16]},
         file=mapped,
         tokenizer_hash=header.tokenizer,

@@ -305,7 +305,7 @@ def _make_step(step_rows: list[tuple[Window, IntArray]], rows: int, cursor: Curs
         corpus = window.corpus
         bins = select_rows(window.bins, chosen)
         counts.append(np.diff(bins.offsets))
-        tokens = Document(corpus.tokens, corpus.trained, corpus.values)
+        tokens = Document(corpus.tokens, corpus.loss_mask, corpus.values)
         starts = corpus.offsets[bins.documents] + bins.starts
         for start, length in zip(starts.tolist(), bins.lengths.tolist(), strict=True):
             parts.append(tokens[start : start + length])

@@ -157,7 +157,7 @@ def _check_documents(
             columns=options.columns,
             has_mask=has_mask,
         )
-        has_mask = document.trained is not None
+        has_mask = document.loss_mask is not None
         yield document
 
 
@@ -203,7 +203,7 @@ def copy_to_corpus(
     """Copy documents into a corpus."""
     # An empty array first: there may be no document to concatenate.
     tokens = np.concatenate([np.arange(0), *(part.ids for part in parts)])
-    masks = [part.trained for part in parts if part.trained is not None]
+    masks = [part.loss_mask for part in parts if part.loss_mask is not None]
     # Copies, so that the documents that the source yielded can be freed.
     values = {
         name: np.concatenate(
@@ -215,7 +215,7 @@ def copy_to_corpus(
         tokens.astype(smallest_dtype(vocab_size)),
         np.cumsum([0, *map(len, parts)]),
         vocab_size,
-        trained=np.concatenate(masks) if masks else None,
+        loss_mask=np.concatenate(masks) if masks else None,
         columns=columns,
         values=values,
     )
@@ -225,7 +225,7 @@ def _hash_window(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray
     """Return a hash, below 2^63, of a window's end, its tokens, its rows and their order."""
     arrays = {
         "tokens": corpus.tokens,
-        "trained": np.arange(0) if corpus.trained is None else corpus.trained,
+        "loss_mask": np.arange(0) if corpus.loss_mask is None else corpus.loss_mask,
         # The rows hold every token, so they determine the lengths of the documents too.
         "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
         "order": order,

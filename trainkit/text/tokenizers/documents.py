@@ -85,7 +85,7 @@ def make_sample_encoder(
     tokenizer: Tokenizer | None = None,
     *,
     tokens: str = "tokens",
-    trained: str | None = None,
+    loss_mask: str | None = None,
     columns: Mapping[str, Column] | None = None,
 ) -> Callable[[Mapping[str, Any]], Sample]:
     """Make a function from a record of token ids, and a value for each, to a `Sample`.
@@ -96,43 +96,43 @@ def make_sample_encoder(
     Args:
         tokenizer: The tokenizer of the ids; its `vocab_size` bounds them.
         tokens: The record's field that holds the ids, a list of integers `[N]`.
-        trained: The field that holds the loss mask, a list of booleans or of 0 and 1 `[N]`; without
-            it all tokens are in the loss.
+        loss_mask: The field that holds the loss mask, a list of booleans or of 0 and 1 `[N]`;
+            without it all tokens are in the loss.
         columns: Further columns of a token; a record has each in the field of its name, a list
             `[N]` or `[N, k]`.
 
     Returns:
         `encode(record) -> Sample`, with `columns` and `vocab_size` as its attributes. It raises
-        DataError if a field is missing or `trained` is not as above. The values of the columns are
-        checked when a corpus is made of the samples.
+        DataError if a field is missing or `loss_mask` is not as above. The values of the columns
+        are checked when a corpus is made of the samples.
 
     Examples:
         >>> from trainkit.types import Column
-        >>> encode = make_sample_encoder(trained="answer", columns={"advantages": Column()})
+        >>> encode = make_sample_encoder(loss_mask="answer", columns={"advantages": Column()})
         >>> sample = encode({"tokens": [5, 6], "answer": [0, 1], "advantages": [0.0, 0.5]})
-        >>> sample.tokens, sample.trained, sample.columns
+        >>> sample.tokens, sample.loss_mask, sample.columns
         (array([5, 6]), array([False,  True]), {'advantages': [0.0, 0.5]})
     """
-    return _SampleEncoder(tokens, trained, columns or {}, getattr(tokenizer, "vocab_size", None))
+    return _SampleEncoder(tokens, loss_mask, columns or {}, getattr(tokenizer, "vocab_size", None))
 
 
 @attrs.frozen
 class _SampleEncoder:
     tokens: str
-    trained: str | None
+    loss_mask: str | None
     columns: Mapping[str, Column]
     vocab_size: int | None
 
     def __call__(self, record: Mapping[str, Any]) -> Sample:
-        for field in filter(None, (self.tokens, self.trained, *self.columns)):
+        for field in filter(None, (self.tokens, self.loss_mask, *self.columns)):
             _check_field(record, field)
         ids = np.asarray(record[self.tokens])
         # An empty list is an array of float64.
         ids = ids if ids.size else np.arange(0)
         columns = {name: record[name] for name in self.columns}
-        if self.trained is None:
+        if self.loss_mask is None:
             return Sample(ids, np.ones(ids.shape, bool), columns)
-        return Sample(ids, _read_mask(record, self.trained), columns)
+        return Sample(ids, _read_mask(record, self.loss_mask), columns)
 
 
 def _read_mask(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:

@@ -179,7 +179,7 @@ def _add_sharding(group: Any) -> None:
         help="blocks gathered ahead (0: FSDP's default)",
     )
     group.add_argument(
-        "--ends-apart",
+        "--separate-ends",
         action="store_true",
         help="gather embedding and head separately, when they are needed",
     )
@@ -368,7 +368,7 @@ def _list_layouts(options: argparse.Namespace, config: DecoderConfig) -> list[La
         cpu_offload=options.cpu_offload,
         reshard_over=options.reshard_over,
         prefetch=options.prefetch,
-        ends_apart=options.ends_apart,
+        separate_ends=options.separate_ends,
     )
     experts = 1 if config.experts is None else config.experts.count
     layouts = [

@@ -135,7 +135,7 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
         "for each label, or with :token for each input token",
     )
     parser.add_argument(
-        "--trained",
+        "--loss-mask",
         metavar="FIELD",
         help="with --columns: the field with the loss mask (default: all tokens are in the loss)",
     )
@@ -225,8 +225,8 @@ def _check_options(options: argparse.Namespace) -> None:
     ):
         if value is not None and not options.messages:
             raise ConfigError(f"prepare: {flag} is for conversations: give --messages too")
-    if options.trained is not None and not options.columns:
-        raise ConfigError("prepare: --trained is for records of token ids: give --columns too")
+    if options.loss_mask is not None and not options.columns:
+        raise ConfigError("prepare: --loss-mask is for records of token ids: give --columns too")
     if options.columns and options.messages:
         raise ConfigError(
             "prepare: --columns is for records of token ids, --messages for conversations; give one"
@@ -270,7 +270,7 @@ def _make_encode(
             make_sample_encoder,
             columns=dict(map(_parse_column, options.columns)),
             tokens=options.field or "tokens",
-            trained=options.trained,
+            loss_mask=options.loss_mask,
         )
     if template is None:
         return None

@@ -191,16 +191,16 @@ def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
 
 
 def separate_units(job: Job, layout: Layout, *, part: Part) -> tuple[Params, Params]:
-    """Return a rank's embedding, and its last norm and head, where `ends_apart` makes them units.
+    """Return a rank's embedding, and its last norm and head, if `separate_ends` makes them units.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8, rows=8)
-        >>> layout = Layout(dp_shard=2, ends_apart=True)
+        >>> layout = Layout(dp_shard=2, separate_ends=True)
         >>> [x.trained.tensors for x in separate_units(job, layout, part=find_part(job, layout, 0))]
         [1, 2]
     """
-    if not layout.ends_apart or layout.wrapped == 1 or job.config.tied:
+    if not layout.separate_ends or layout.wrapped == 1 or job.config.tied:
         return Params(), Params()
     units = compute_units(job, layout)
     first = units.embedding + units.positions if part.embedding else Params()

@@ -45,7 +45,7 @@ class LayoutCase:
         choices = {
             layout.schedule: layout.pp > 1,
             f"fold {layout.fold_sp}": layout.fold_sp != "all",
-            "ep strided": not layout.ep_neighbours,
+            "ep strided": not layout.ep_adjacent,
             "all rows at once": rows is None,
             f"{rows} rows a microbatch": rows not in (None, 1),
             f"reduce {layout.reduce}": layout.reduce != "last",
@@ -53,7 +53,7 @@ class LayoutCase:
             "compiled": self.compiled,
             f"reshard over {layout.reshard_over}": layout.reshard_over,
             f"prefetch {layout.prefetch}": layout.prefetch,
-            "ends apart": layout.ends_apart,
+            "ends apart": layout.separate_ends,
             "cpu offload": layout.cpu_offload,
             self.note: self.note != "",
         }
@@ -130,7 +130,7 @@ def _on_three_to_six() -> list[LayoutCase]:
         LayoutCase(Layout(dp_shard=3)),
         LayoutCase(Layout(pp=3)),
         LayoutCase(Layout(dp_shard=4)),
-        LayoutCase(Layout(dp_shard=4, reshard_over=2, prefetch=2, ends_apart=True)),
+        LayoutCase(Layout(dp_shard=4, reshard_over=2, prefetch=2, separate_ends=True)),
         LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
         LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each"), recompute="selective"),
         LayoutCase(Layout(tp=4)),

@@ -15,13 +15,13 @@ from trainkit.types import BATCH_TENSORS, Batch, DataShard
 
 
 def deal_batch(
-    batch: Batch, place: DataShard, *, rows_per_microbatch: int | None = None
+    batch: Batch, data_shard: DataShard, *, rows_per_microbatch: int | None = None
 ) -> list[Batch]:
     """Return one rank's microbatches of a global batch, sharded as by `make_microbatches`.
 
     Args:
         batch: The global batch, `[R, S]`.
-        place: The rank's data shard, `ps.place`.
+        data_shard: The rank's data shard, `ps.data_shard`.
         rows_per_microbatch: Rows in each microbatch, filled with padding rows if they do not
             divide; None for one microbatch.
 
@@ -38,15 +38,17 @@ def deal_batch(
         (2, torch.Size([1, 8]))
     """
     total, length = batch.input_ids.shape
-    rows = rows_per_microbatch or -(-total // place.rows.count)
-    padding = make_padding_batch(1, length, multiple_of=2 * place.ring.count)
+    rows = rows_per_microbatch or -(-total // data_shard.rows.count)
+    padding = make_padding_batch(1, length, multiple_of=2 * data_shard.ring.count)
     zeros = {name: torch.zeros_like(batch[name][:1]) for name in batch.extra}
     # assign_rows uses the index -1 for padding rows.
     singles = [*split_batch(batch, 1), attrs.evolve(padding, extra=zeros)]
     microbatches = []
-    for indices in assign_rows(total, place.rows, rows_per_microbatch=rows):
+    for indices in assign_rows(total, data_shard.rows, rows_per_microbatch=rows):
         microbatch = _concat_rows([singles[index] for index in indices])
-        microbatches.append(shard_sequence(microbatch, ring=place.ring, ulysses=place.ulysses))
+        microbatches.append(
+            shard_sequence(microbatch, ring=data_shard.ring, ulysses=data_shard.ulysses)
+        )
     return microbatches
 
 

@@ -220,7 +220,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
         terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
         for step in range(training.steps):
             whole = training.make_batches(step)
-            batches = deal_batch(whole, ps.place, rows_per_microbatch=case.rows_per_microbatch)
+            batches = deal_batch(whole, ps.data_shard, rows_per_microbatch=case.rows_per_microbatch)
             hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
             batches = [to_device(batch, ps.device) for batch in batches]
             tokens = all_sum(count_valid_tokens(batches), ps.loss)

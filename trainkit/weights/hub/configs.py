@@ -101,7 +101,7 @@ _IGNORED = frozenset(
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
 )
-_BOOLEANS = frozenset({"tied", "experts.renormalise", "qkv_bias", "qk_norm", "feed_forward.bias"})
+_BOOLEANS = frozenset({"tied", "experts.renormalize", "qkv_bias", "qk_norm", "feed_forward.bias"})
 _FLOATS = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
 _MAX_VALUES = {"layers": 4096, "experts.count": 65536}
 _MAX_VALUE = 1 << 31  # of other fields
