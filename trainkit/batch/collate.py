@@ -209,8 +209,8 @@ def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, table: SpanTable)
     mask = np.asarray(loss_mask)
     if mask.shape != np.shape(corpus.tokens) or mask.dtype not in (np.bool_, np.uint8):
         raise DataError(
-            f"collate_bins: {_describe_source(corpus)}: loss_mask must be bool or uint8 for each of "
-            f"{len(corpus.tokens)} tokens, got {mask.dtype} {mask.shape}"
+            f"collate_bins: {_describe_source(corpus)}: loss_mask must be bool or uint8 for each "
+            f"of {len(corpus.tokens)} tokens, got {mask.dtype} {mask.shape}"
         )
     mask_labels(labels, _view_read_only(mask.view(np.uint8)), table)
 
