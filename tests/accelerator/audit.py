@@ -242,14 +242,13 @@ def test_the_certificate_of_a_device_trains_on_it(tier, degrees):
         found.append(tensor.device.type)
         return train.Held(np.zeros(1), (0,))
 
-    def make_hash(batches):  # nor has a batch, whose hash the host reads
-        return torch.zeros((), dtype=torch.int64, device="cuda:0")
-
     with (
         session(0, degrees) as ps,
-        mock.patch.object(train, "parallel_session", lambda layout: contextlib.nullcontext(ps)),
+        mock.patch.object(train, "parallel_session", return_value=contextlib.nullcontext(ps)),
         mock.patch.object(train, "_get_shard", get_shard),
-        mock.patch.object(train, "batch_hash", make_hash),
+        mock.patch.object(
+            train, "batch_hash", side_effect=lambda _: torch.zeros(1, device="cuda:0")
+        ),
         fake_device() as ledger,
     ):
         outcome = train.train_layout(training, case)

@@ -142,8 +142,8 @@ def keep_gathered_if_returned_(module: Any) -> None:
 
 
 def _get_storage_id(tensor: Any) -> int:
-    # Not data_ptr(): it is 0 for all storages that are freed, and that of a FakeTensor cannot be read.
-    return get_local(tensor).untyped_storage()._cdata  # noqa: SLF001 (torch.multiprocessing compares it too)
+    # Not data_ptr(): it is 0 for every freed storage, and a FakeTensor has none.
+    return get_local(tensor).untyped_storage()._cdata  # noqa: SLF001 (as torch.multiprocessing does)
 
 
 def _iterate_tensors(output: Any) -> Iterator[Tensor]:
