@@ -142,6 +142,7 @@ def _find_cover_problem(
         return f"two boxes of {name} are in one file"
     if not _are_disjoint([(box["offset"], box["shape"]) for box in boxes]):
         return f"the boxes of {name} overlap"
+    # Disjoint boxes inside the tensor cover it if and only if they have as many elements.
     covered = sum(math.prod(box["shape"]) for box in boxes)
     if covered != math.prod(shape):
         return f"the boxes of {name} hold {covered} of its {math.prod(shape)} elements"

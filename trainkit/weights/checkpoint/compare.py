@@ -121,21 +121,22 @@ def find_optimizer_problems(
         # The state of another optimizer has other keys: its moments cannot be compared.
         return problems if tolerance.optimizer else problems + differences
     expected = predict_state(stages, optimizer)
-    problems += _find_scalar_problems(saved["scalars"], expected)
-    if step == 0:
-        return problems
-    in_both = trained & saved["scalars"].keys()
-    return problems + [
-        f"optimizer/{key}/{get_saved_name(live)} is missing in the checkpoint"
+    # Without a probe step (an empty state) there is nothing to compare a None with.
+    problems += [
+        f"the optimizer's {key} of {get_saved_name(live)} is {str(value)[:50]!r}, which it never is"
         for live, state in expected.items()
-        if get_saved_name(live) in in_both
-        for key in _find_missing_keys(
-            get_saved_name(live),
-            {k for k, v in state.items() if isinstance(v, Tensor)},
-            saved,
-            index,
-        )
+        for key, value in saved["scalars"].get(get_saved_name(live), {}).items()
+        if (state or value is not None) and not _is_possible(value, state.get(key, 0))
     ]
+    for live, state in expected.items() if step else ():
+        name = get_saved_name(live)
+        if name in trained & saved["scalars"].keys():
+            moments = {key for key, value in state.items() if isinstance(value, Tensor)}
+            problems += [
+                f"optimizer/{key}/{name} is missing in the checkpoint"
+                for key in _find_missing_keys(name, moments, saved, index)
+            ]
+    return problems
 
 
 def find_kind_problems(
@@ -183,20 +184,6 @@ def _find_missing_keys(
         return [] if name in saved["untouched"] else missing
     has_moments = any(full.startswith("optimizer/") for full in index)
     return [] if has_moments or saved["scalars"][name] else missing
-
-
-def _find_scalar_problems(
-    saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """List the numbers in the optimizer's state that would make its next step fail."""
-    return [
-        f"the optimizer's {key} of {name} is {str(value)[:50]!r}, which it never is"
-        for live, state in expected.items()
-        for name in [get_saved_name(live)]
-        for key, value in saved.get(name, {}).items()
-        if not _is_possible(value, state.get(key, 0))
-        if state or value is not None  # without a probe step there is nothing to compare with
-    ]
 
 
 def _is_possible(value: Any, expected: Any) -> bool:

@@ -123,18 +123,13 @@ def _convert_errors(path: Path) -> Iterator[None]:
             f"read ({make_printable(str(error))})",
         ) from error
     except Exception as error:
-        raise refusal(
-            path, f"is refused: {_describe_error(error)}; nothing of it was executed"
-        ) from error
-
-
-def _describe_error(error: Exception) -> str:
-    """Return torch's reason to reject a pickle, without its advice to load it all the same."""
-    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-    name = re.search(r"GLOBAL (\S+)", text)
-    if name is not None:
-        return f"it mentions {make_printable(name[1])!r}, which no good file does"
-    return f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
+        # Torch's reason alone: its message also advises to load the pickle all the same.
+        text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        reason = f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
+        name = re.search(r"GLOBAL (\S+)", text)
+        if name is not None:
+            reason = f"it mentions {make_printable(name[1])!r}, which no good file does"
+        raise refusal(path, f"is refused: {reason}; nothing of it was executed") from error
 
 
 # ------------------------------------------------------------------------------------ torch.save

@@ -183,16 +183,16 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(value: Any, _: Mapping[str, Any]) -> str:
-    if value not in _ACTIVATIONS:
-        raise ValueError(f"not {' or '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[value]
-
-
 def _activation_key(tanh: str = "gelu_pytorch_tanh") -> Key:
     """Return the key of an activation; `tanh` is what GELU's approximation by tanh is called."""
+
+    def read(value: Any, _: Mapping[str, Any]) -> str:
+        if value not in _ACTIVATIONS:
+            raise ValueError(f"not {' or '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[value]
+
     names = {"gelu_tanh": tanh}
-    return Key("feed_forward.activation", _activation, lambda kind, _: names.get(kind, kind))
+    return Key("feed_forward.activation", read, lambda kind, _: names.get(kind, kind))
 
 
 _DENSE_KEYS = {**_KEYS, "hidden_act": _activation_key()}

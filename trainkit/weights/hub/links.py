@@ -134,34 +134,25 @@ def make_links(
                 name, there.name, shape, start, head=heads[there.interleaved], rotary=rotary
             )
         elif "{e}" in there.name:
-            links += [
-                _link_expert(name, there.name.format(e=e), e, shape, transposed=there.transposed)
-                for e in range(shape[0])
-            ]
+            links += [_link_tensor(name, there, shape[1:], 0, (e,)) for e in range(shape[0])]
         else:
             links.append(_link_tensor(name, there, shape, start))
     return links
 
 
-def _link_tensor(name: str, there: HFTensor, shape: Shape, start: int) -> Link:
+def _link_tensor(
+    name: str, there: HFTensor, shape: Shape, start: int, expert: tuple[int, ...] = ()
+) -> Link:
+    """Link a tensor, or with `expert` one index of its first dimension, to rows from `start` on."""
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
     zeros = (0,) * len(shape)
+    ours = StridedBox(name, (*expert, *zeros), tuple(dim + len(expert) for dim in dims), ones)
     their_dims = dims[::-1] if there.transposed else dims
     offset = list(zeros)
-    offset[their_dims[0]] = start
-    theirs = StridedBox(there.name, tuple(offset), their_dims, ones)
-    return Link(shape, StridedBox(name, zeros, dims, ones), theirs)
-
-
-def _link_expert(name: str, there: str, expert: int, shape: Shape, *, transposed: bool) -> Link:
-    shape = shape[1:]
-    dims = tuple(range(len(shape)))
-    ones = (1,) * len(shape)
-    zeros = (0,) * len(shape)
-    ours = StridedBox(name, (expert, *zeros), tuple(dim + 1 for dim in dims), ones)
-    theirs = StridedBox(there, zeros, dims[::-1] if transposed else dims, ones)
-    return Link(shape, ours, theirs)
+    offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
+    their_name = there.name.format(e=expert[0]) if expert else there.name
+    return Link(shape, ours, StridedBox(their_name, tuple(offset), their_dims, ones))
 
 
 def _link_heads(
@@ -280,7 +271,7 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
     for link in links:
         ranges = _intersect(link, shape, offset)
         if ranges is not None:
-            parts.append((link.ours, ranges, _read_part(weights, link.theirs, ranges)))
+            parts.append((link.ours, ranges, _read_strided(weights, link.theirs, ranges)))
     if len(parts) == 1:
         part, _, values = parts[0]
         if values.shape == shape and part.dims == (*range(len(shape)),):
@@ -309,7 +300,7 @@ def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
     return ranges
 
 
-def _read_part(weights: Weights, part: StridedBox, ranges: Sequence[range]) -> Tensor:
+def _read_strided(weights: Weights, part: StridedBox, ranges: Sequence[range]) -> Tensor:
     """Read the elements of a strided box at some of its indices."""
     offset = list(part.offset)
     shape = [1] * len(part.offset)

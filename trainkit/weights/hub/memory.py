@@ -72,9 +72,11 @@ def import_tensors(
     family = get_family(values["model_type"], where="values", families=families)
     links = make_family_links(family, config)
     prefixed = add_model_prefix(tensors, family, config)
-    problems = find_tensor_problems(
-        _describe_tensors(prefixed), links, family, config, allow_extra=allow_extra
-    )
+    described = {
+        name: Stored(str(x.dtype).removeprefix("torch."), tuple(x.shape), ())
+        for name, x in prefixed.items()
+    }
+    problems = find_tensor_problems(described, links, family, config, allow_extra=allow_extra)
     embedding, head = (family.names(config)[f"{x}.weight"].name for x in ("embedding", "head"))
     both = config.tied and not problems and head in prefixed
     if both and not torch.equal(prefixed[embedding], prefixed[head]):
@@ -147,13 +149,6 @@ def export_tensors(
             got=problems,
         )
     return _read_all(map_weights(_make_reader(tensors), links, shapes), shapes)
-
-
-def _describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    return {
-        name: Stored(str(x.dtype).removeprefix("torch."), tuple(x.shape), ())
-        for name, x in tensors.items()
-    }
 
 
 def _make_reader(tensors: Mapping[str, Tensor]) -> Weights:

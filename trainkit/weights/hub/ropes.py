@@ -208,13 +208,8 @@ def _make_scaling(rope_type: str, options: Mapping[str, Any], *, has_latents: bo
         factors = {key: x for key, x in options.items() if key.endswith("factor")}
         length = int(options["original_max_position_embeddings"])
         return Llama3Scaling(**factors, original_length=length)
-    if rope_type == "longrope":
-        return _make_longrope(options)
-    return _make_yarn(options, has_latents=has_latents)
-
-
-def _make_longrope(options: Mapping[str, Any]) -> LongRopeScaling:
-    """Return LongRoPE for documents of the length of its short factors."""
+    if rope_type == "yarn":
+        return _make_yarn(options, has_latents=has_latents)
     factor = options["factor"]
     length = int(options["original_max_position_embeddings"])
     attention_factor = options.get("attention_factor")
@@ -225,7 +220,7 @@ def _make_longrope(options: Mapping[str, Any]) -> LongRopeScaling:
         options["short_factor"],
         options["long_factor"],
         original_length=length,
-        context=length,
+        context=length,  # for documents of the length of the short factors; see `set_context`
         attention_factor=attention_factor,
     )
 

@@ -81,7 +81,11 @@ def make_tokenizer_files(
         files = {"tokenizer.json": byte_tokenizer_json(tok)}
         texts = {"bos": BOS, "eos": EOS, "pad": PAD}
     else:
-        files = _read_files(path)
+        paths = {"tokenizer.json": path}
+        if path.is_dir():
+            paths = {name: path / name for name in _COPIED if (path / name).is_file()}
+            paths["tokenizer.json"] = path / "tokenizer.json"  # an error if it is missing
+        files = {name: bytes(read_bounded(p, _MAX_BYTES, shared=True)) for name, p in paths.items()}
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.backend.to_str(pretty=True).encode()
         texts = {role: tok.backend.id_to_token(i) for role, i in _get_role_ids(tok).items()}
@@ -98,15 +102,6 @@ def make_tokenizer_files(
     elif (path / MORE_TEMPLATES).is_dir():
         _set_sources(files, read_template_sources(path))
     return files
-
-
-def _read_files(path: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer: those of a folder, or one `tokenizer.json`."""
-    paths = {"tokenizer.json": path}
-    if path.is_dir():
-        paths = {name: path / name for name in _COPIED if (path / name).is_file()}
-        paths["tokenizer.json"] = path / "tokenizer.json"  # an error if it is missing
-    return {name: bytes(read_bounded(p, _MAX_BYTES, shared=True)) for name, p in paths.items()}
 
 
 def _set_template(
