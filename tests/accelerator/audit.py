@@ -24,7 +24,7 @@ from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
 from trainkit.parallel import stage_forward
 from trainkit.types import SOLO, Share, Spans
-from trainkit.weights.checkpoint import InitialWeights
+from trainkit.weights.checkpoint.initial_weights import InitialWeights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device import fake_device

@@ -8,7 +8,8 @@ from weights.checkpoint.small import small_run
 import trainkit as tk
 from trainkit.tools.testing import faults
 from trainkit.types import ConfigError
-from trainkit.weights.checkpoint import InitialWeights, find_initial_weights, hash_initial_weights
+from trainkit.weights.checkpoint import find_initial_weights
+from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_initial_weights
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from trainkit.parallel import build_stages, problems
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
+from trainkit.weights.hub.configs import match_family
 from trainkit.weights.hub.folder import get_decoder_shapes, make_family_links
 from trainkit.weights.hub.links import check_links, get_foreign_shapes, make_links, map_weights
 
@@ -213,7 +214,7 @@ def test_every_size_has_a_family_that_computes_it(name):
     }
     families |= {"qwen3-235b-a22b": "qwen3_moe"}
     want = families.get(name, name.split("-")[0].split(".")[0])
-    found = hub.match_family(config)
+    found = match_family(config)
     assert found.model_type == want
     assert (
         hub.read_decoder_config(hub.write_decoder_config(config, context=64)).rope_scaling
@@ -228,7 +229,7 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
     with pytest.raises(
         ConfigError, match=r"llama: its qk_norm is False.*qwen3: its qkv_bias"
     ) as it:
-        hub.match_family(config)
+        match_family(config)
     assert len(it.value.got) == len(hub.FAMILIES)
 
 

@@ -14,6 +14,7 @@ from weights.hub import tiny
 from trainkit import hub
 from trainkit.models import DecoderConfig, init_weights
 from trainkit.types import CheckpointError, ConfigError
+from trainkit.weights.hub.configs import match_family
 from trainkit.weights.hub.folder import make_family_links
 from trainkit.weights.hub.links import get_foreign_shapes
 
@@ -26,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 def make_folder(home, config=CONFIG, **changes):
     """Write a good folder, without `transformers`; return it."""
-    family = hub.match_family(config)
+    family = match_family(config)
     values = hub.write_decoder_config(config, context=64) | changes
     home.mkdir()
     (home / "config.json").write_text(json.dumps(values))
