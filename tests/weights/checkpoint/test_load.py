@@ -73,9 +73,16 @@ def test_no_damage_to_any_file_goes_unseen(detect, times, two_ranks, tmp_path):
     copies = [
         shutil.copytree(p, tmp_path / p.name) for p in list_checkpoints(two_ranks / "checkpoints")
     ]
-    counts = {"flips": 40, "truncations": 15, "pages": 15, "mixes": 15}
-    counts = {kind: times * count for kind, count in counts.items()}
-    assert damage(*copies, detect, **counts, seed=seed).undetected == []
+    result = damage(
+        *copies,
+        detect,
+        flips=40 * times,
+        truncations=15 * times,
+        pages=15 * times,
+        mixes=15 * times,
+        seed=seed,
+    )
+    assert result.undetected == []
 
 
 @pytest.mark.case("K3", "K4")
@@ -525,11 +532,12 @@ FACTS = {"config.seed": 0, "config.lr": 0.1, "config.microbatch": 2, "files of a
 RULES = ResumeRules(allow=["microbatch"], ask=["lr", "schedule-steps"])
 
 
-def resume_with(run_dir, rules=RULES, **facts):
-    told, run = [], small_run(steps=0)[1:]
-    facts = FACTS | facts
-    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, rules=rules, log=told.append)
-    return state, told
+def resume_with(run_dir, changes=(), rules=RULES):
+    """Resume with changed facts; return the state and the messages."""
+    messages, run = [], small_run(steps=0)[1:]
+    facts = FACTS | dict(changes)
+    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, rules=rules, log=messages.append)
+    return state, messages
 
 
 @pytest.fixture
@@ -540,20 +548,20 @@ def with_facts(tmp_path):
 
 @pytest.mark.case("G5")
 def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
-    state, told = resume_with(with_facts, **{"config.microbatch": 4})
+    state, messages = resume_with(with_facts, {"config.microbatch": 4})
     assert state.step == 1
-    assert told[-1] == "its config.microbatch is 2, the run's is 4"
+    assert messages[-1] == "its config.microbatch is 2, the run's is 4"
     with pytest.raises(CheckpointError) as error:
-        resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
+        resume_with(with_facts, {"config.lr": 0.2, "config.seed": 1})
     assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
     allowed = attrs.evolve(RULES, granted=["lr"])
-    state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})
-    assert told[-1] == "its config.lr is 0.1, the run's is 0.2"
+    state, messages = resume_with(with_facts, {"config.lr": 0.2}, allowed)
+    assert messages[-1] == "its config.lr is 0.1, the run's is 0.2"
     with pytest.raises(
         ConfigError, match="seed cannot change in a run; what can be allowed to is lr"
     ):
-        resume_with(with_facts, ResumeRules(ask=["lr"], granted=["seed"]))
+        resume_with(with_facts, rules=ResumeRules(ask=["lr"], granted=["seed"]))
 
 
 def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, caplog):
@@ -584,7 +592,7 @@ def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts
 def test_without_facts_another_configuration_would_go_on(with_facts, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(load, "compare_facts", lambda *_: ([], []))
-    assert resume_with(with_facts, **{"config.seed": 1})[0].step == 1
+    assert resume_with(with_facts, {"config.seed": 1})[0].step == 1
 
 
 @pytest.mark.case("X11")
@@ -606,7 +614,7 @@ def test_data_that_changed_is_shown(with_facts):
         ({}, "files of a: a.bin was removed"),
     ):
         with pytest.raises(CheckpointError, match=word):
-            resume_with(with_facts, **{"files of a": files})
+            resume_with(with_facts, {"files of a": files})
 
 
 def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_change():

@@ -1,5 +1,7 @@
 """A bit that flips in one replica is found within 100 steps and named, in every layout."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -37,9 +39,9 @@ def trained(layout, ps, steps):
     return stages, optimizer, told
 
 
-def drifts(layout, degrees, names, guilty):
-    """Flip bits of named tensors on one rank in turn; return what is found, and when."""
-    with tk.parallel_session(**degrees) as ps:
+def drifts(layout, session, names, guilty):
+    """Flip bits of named tensors on one rank in turn; return the problems by tensor, and when."""
+    with session() as ps:
         stages, optimizer, told = trained(layout, ps, 3)
         look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
         found["before"] = [text for step in range(1, 111) for text in look(step)]
@@ -54,38 +56,56 @@ def drifts(layout, degrees, names, guilty):
 
 
 WEIGHT, MOMENT = "model/layers.1.mlp.down.weight", "optimizer/exp_avg/layers.1.mlp.down.weight"
-UNFOLDED = {"dp_shard": 1, "ring": 2, "fold_sp": "none"}
 TWO = {
-    "copies": ({"dp_replicate": 2}, {}, [WEIGHT, MOMENT, "optimizer/step/norm.weight"]),
-    "tensor": ({"tp": 2}, {"tp": 2, "vocab_size": 32}, ["model/norm.weight"]),
-    "ring": (UNFOLDED, {**UNFOLDED, "multiple_of": 4}, [WEIGHT]),
-    "tied": ({"pp": 2}, {"pp": 2, "tied": True}, ["model/embedding.weight"]),
+    "copies": (
+        partial(tk.parallel_session, dp_replicate=2),
+        Layout(),
+        [WEIGHT, MOMENT, "optimizer/step/norm.weight"],
+    ),
+    "tensor": (
+        partial(tk.parallel_session, tp=2),
+        Layout(tp=2, vocab_size=32),
+        ["model/norm.weight"],
+    ),
+    "ring": (
+        partial(tk.parallel_session, dp_shard=1, ring=2, fold_sp="none"),
+        Layout(ring=2, fold_sp="none", multiple_of=4),
+        [WEIGHT],
+    ),
+    "tied": (
+        partial(tk.parallel_session, pp=2),
+        Layout(pp=2, tied=True),
+        ["model/embedding.weight"],
+    ),
 }
 FOUR = {
-    "hybrid": ({"dp_replicate": 2, "dp_shard": 2}, {}, [WEIGHT, MOMENT]),
+    "hybrid": (
+        partial(tk.parallel_session, dp_replicate=2, dp_shard=2),
+        Layout(),
+        [WEIGHT, MOMENT],
+    ),
     "tensor": (
-        {"tp": 2, "dp_replicate": 2},
-        {"tp": 2, "vocab_size": 32},
+        partial(tk.parallel_session, tp=2, dp_replicate=2),
+        Layout(tp=2, vocab_size=32),
         [WEIGHT, "model/norm.weight"],
     ),
 }
 
 
 def all_drifts(cases, guilty):
-    """Return what is found in every case."""
-    found = {}
-    for name, (degrees, rest, names) in cases.items():
-        options = {key: value for key, value in rest.items() if key != "dp_shard"}
-        found[name] = drifts(Layout(**options), degrees, names, guilty)
-    return found
+    """Return the problems that are found in every case."""
+    return {
+        name: drifts(layout, session, names, guilty)
+        for name, (session, layout, names) in cases.items()
+    }
 
 
 def and_blind(cases, guilty):
     """Return what is found in every case, and in the first one with hashes that tell nothing."""
     found = all_drifts(cases, guilty)
-    degrees, _, names = next(iter(cases.values()))
+    session, _, names = next(iter(cases.values()))
     replica_check._hash_bits = lambda *_: torch.zeros((), dtype=torch.int64)
-    return found | {"blind": drifts(Layout(), degrees, names, guilty)}
+    return found | {"blind": drifts(Layout(), session, names, guilty)}
 
 
 def check_found(found, name, tensor, text):
@@ -173,9 +193,9 @@ def test_a_period_that_cannot_be_kept_is_refused(every, within):
         make_replica_check([model], sgd, tk.solo_parallel(), interval=every, within=within)
 
 
-def damaged_state(degrees):
+def damaged_state():
     """Put a NaN into a moment on rank 1; return what is named before and after."""
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session() as ps:
         stages, optimizer, _ = trained(Layout(), ps, 1)
         before = find_nonfinite_state(stages, optimizer, ps.world)
         if ps.world.index == 1:
@@ -187,7 +207,7 @@ def damaged_state(degrees):
 
 @pytest.mark.case("N4")
 def test_a_moment_that_is_not_finite_is_named_with_its_rank():
-    assert run_ranks(damaged_state, 2, {}) == [([], [f"{MOMENT} on rank 1"])] * 2
+    assert run_ranks(damaged_state, 2) == [([], [f"{MOMENT} on rank 1"])] * 2
 
 
 class Reads(TorchDispatchMode):

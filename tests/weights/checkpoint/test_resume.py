@@ -369,8 +369,10 @@ def save_what_is_awkward(run_dir, kind):
     """Save and load with gathered parameters, or with a mesh that is a part of the world."""
     from whole_step import Layout, build
 
-    degrees = {} if kind == "gathered" else {"dp_shard": 2, "ring": 2, "fold_sp": "none"}
-    with tk.parallel_session(**degrees) as ps:
+    session = tk.parallel_session
+    if kind == "part":
+        session = functools.partial(session, dp_shard=2, ring=2, fold_sp="none")
+    with session() as ps:
         if kind == "gathered":
             stages, optimizer = build(Layout(), ps)
             batch = tk.batch.make_padding_batch(1, 4)
@@ -432,20 +434,22 @@ def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
     before = {f"{i}.txt": "a" for i in range(9)}
     tk.save_checkpoint(tmp_path, *run, facts={"data": before})
     live = {**before, "0.txt": "b", "new.txt": "c"}
-    quiet = {"log": lambda _: None}
     del live["1.txt"]
+
+    def resume(data):
+        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": data}, log=lambda _: None)
+
     with pytest.raises(CheckpointError) as error:
-        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": live}, **quiet)
-    for told in (
+        resume(live)
+    for message in (
         "data: 0.txt was changed from a to b",
         "data: 1.txt was removed",
         "data: new.txt was added",
     ):
-        assert told in str(error.value)
+        assert message in str(error.value)
     later = {**before, "an option": False, "another": None}  # that came after the checkpoint
-    tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": later}, **quiet)
-    facts = {"data": later | {"an option": True}}
+    resume(later)
     with pytest.raises(CheckpointError, match="data: an option was added"):
-        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts=facts, **quiet)
+        resume(later | {"an option": True})
     with pytest.raises(CheckpointError, match="and 4 more places in data"):
-        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": {}}, **quiet)
+        resume({})

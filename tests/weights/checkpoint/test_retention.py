@@ -127,15 +127,15 @@ def test_control_without_a_rule_the_property_fails(taken_away):
     chance, told = random.Random(0), []
     for _ in range(300):
         listing, policy, pinned = history(chance)
-        seen, also = listing, {"pinned": pinned}
+        seen, pins = listing, pinned
         if taken_away == "torn ones count":
             seen = [Listed(entry.name, entry.step, True, entry.score) for entry in listing]
         elif taken_away == "pins are not seen":
-            also = {}
+            pins = ()
         else:
             with attrs.validators.disabled():
                 policy = Retention(last=1)
-        plan = plan_retention(seen, policy, **also)
+        plan = plan_retention(seen, policy, pinned=pins)
         told += broken_promises(listing, policy, pinned, plan)
     assert told
 

@@ -41,15 +41,19 @@ CONFIG = make_decoder_config("tiny", layers=2)
 GOLDEN = Path(__file__).parents[2] / "text" / "chat" / "golden"
 
 
-def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, **facts):
+def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, facts=()):
     """Save a run of a decoder as a recipe does; return its model."""
     model = build_decoder(config, seed=1)
     for name, x in model.named_buffers():
         if name.endswith("router.bias"):
             x.copy_(router_bias * torch.sin(torch.arange(x.numel())))
-    facts = {"config.tokenizer": str(tokenizer), "config.row_length": 256, **facts}
-    facts |= {"model": attrs.asdict(config)}
-    facts |= {"tokenizer": tokenizer_hash(open_tokenizer(tokenizer))}
+    facts = {
+        "config.tokenizer": str(tokenizer),
+        "config.row_length": 256,
+        "model": attrs.asdict(config),
+        "tokenizer": tokenizer_hash(open_tokenizer(tokenizer)),
+        **dict(facts),
+    }
     optimizer = torch.optim.SGD(model.parameters())
     save_checkpoint(home, TrainState(step=3), [model], optimizer, solo_parallel(), facts=facts)
     return model
@@ -62,7 +66,7 @@ def command(capsys, *words):
 
 
 def test_a_run_that_began_with_a_folder_keeps_its_context(tmp_path, capsys):
-    saved_run(tmp_path / "run", context=1024)
+    saved_run(tmp_path / "run", facts={"context": 1024})
     assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
     assert hub.open_folder(tmp_path / "there").values["max_position_embeddings"] == 1024
     flags = [tmp_path / "run", tmp_path / "there", "--overwrite", "--context", 512]
@@ -177,7 +181,7 @@ def test_what_names_a_bos_and_adds_none_has_it_after_texts_and_not_after_convers
     tmp_path, capsys
 ):
     home = like_gpt2(tmp_path / "base")
-    saved_run(tmp_path / "run", tokenizer=home, **{"config.template": "chatml"})
+    saved_run(tmp_path / "run", tokenizer=home, facts={"config.template": "chatml"})
     assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
     assert not hub.open_model(tmp_path / "run").adds_bos
     assert not hub.open_model(tmp_path / "there").adds_bos
@@ -219,18 +223,29 @@ def test_the_template_of_a_run_gives_the_same_ids_in_transformers(name, tmp_path
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer("bytes")
     again = read_template(tmp_path)
     for row in spoken(name):
-        how = {"add_generation_prompt": row.get("add_generation_prompt", False)}
-        how["tools"] = row.get("tools")
-        said, asked = row["messages"], row.get("arguments", {})
-        segments = TEMPLATES[name](said, **how, **asked)
+        messages, arguments = row["messages"], row.get("arguments", {})
+        segments = TEMPLATES[name](
+            messages,
+            add_generation_prompt=row.get("add_generation_prompt", False),
+            tools=row.get("tools"),
+            **arguments,
+        )
         want = ours.encode("".join(segment.text for segment in segments))
-        if "date" in asked:
-            asked = {"date_string": asked["date"]}
-        got = theirs.apply_chat_template(said, tokenize=True, return_dict=False, **how, **asked)
+        hf_names = {"date": "date_string"}  # the same argument is called otherwise there
+        got = theirs.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=row.get("add_generation_prompt", False),
+            tools=row.get("tools"),
+            **{hf_names.get(key, key): value for key, value in arguments.items()},
+        )
         assert got == want, row["name"]
-        if not asked and any(message["role"] == "assistant" for message in said):
+        if not arguments and any(message["role"] == "assistant" for message in messages):
             masks = [
-                encode_chat(said, ours, template=each, tools=row.get("tools")).loss_mask.tolist()
+                encode_chat(
+                    messages, ours, template=each, tools=row.get("tools")
+                ).loss_mask.tolist()
                 for each in (TEMPLATES[name], again)
             ]
             assert masks[0] == masks[1], row["name"]
@@ -267,7 +282,7 @@ def test_a_folders_template_goes_through_and_another_takes_its_place(tmp_path, c
     more.mkdir()
     (more / "tool_use.jinja").write_text("{{ 'y' + eos_token }}")
     (base / "generation_config.json").write_text('{"eos_token_id": [3, 257], "top_k": 5}')
-    saved_run(tmp_path / "run", tokenizer=base, **{"config.template": str(base)})
+    saved_run(tmp_path / "run", tokenizer=base, facts={"config.template": str(base)})
     base.rename(tmp_path / "moved")
     code, _ = command(
         capsys, tmp_path / "run", tmp_path / "there", "--tokenizer", tmp_path / "moved"

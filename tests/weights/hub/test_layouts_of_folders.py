@@ -111,14 +111,14 @@ def test_a_folder_goes_into_a_layout_and_out_of_it_bit_for_bit(world, tmp_path):
         same(again.state_dict(), model.state_dict())
 
 
-def written(tmp_path, row, **how):
+def written(tmp_path, row, dtype=None):
     """Return what is left of a model that has gone through ours, and the model."""
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path / "a")
     _in_and_out(tmp_path, solo_parallel(), Layout())
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")
     family = hub.open_folder(tmp_path / "a").family.model_type
-    hub.export_folder(checkpoint, tmp_path / "c", context=128, family=family, **how)
+    hub.export_folder(checkpoint, tmp_path / "c", context=128, family=family, dtype=dtype)
     auto = tiny.load_transformers().AutoModelForCausalLM
     return auto.from_pretrained(tmp_path / "c"), theirs
 
@@ -192,7 +192,8 @@ def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(tmp_pa
         kind, changes = tiny.ROWS[row]
         sizes = {"hidden_size": 512, "intermediate_size": 1024}
         sizes |= {"vocab_size": 16_384} if row == "mixtral" else {"num_hidden_layers": 10}
-        made = getattr(transformers, f"{kind}Config")(**tiny.SIZES | changes | sizes)
+        make_config = getattr(transformers, f"{kind}Config").from_dict
+        made = make_config(tiny.SIZES | changes | sizes)
         theirs = getattr(transformers, f"{kind}ForCausalLM")(made).to(torch.bfloat16)
         theirs.save_pretrained(tmp_path / row, max_shard_size="20MB")
         wide[row] = theirs.num_parameters() * 4
