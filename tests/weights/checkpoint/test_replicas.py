@@ -27,23 +27,23 @@ def flip(tensor, bit):
 
 
 def trained(layout, ps, steps):
-    """Return stages and optimizer after some steps, and what the canary said in them."""
+    """Return stages and optimizer after some steps, and the problems that the check found."""
     text = corpus()
     bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
     stages, optimizer = build(layout, ps)
     step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
-    look, told = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
+    look, problems = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
     while state.step < steps:
         state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
-        told += look(state.step)
-    return stages, optimizer, told
+        problems += look(state.step)
+    return stages, optimizer, problems
 
 
 def drifts(layout, session, names, guilty):
     """Flip bits of named tensors on one rank in turn; return the problems by tensor, and when."""
     with session() as ps:
-        stages, optimizer, told = trained(layout, ps, 3)
-        look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
+        stages, optimizer, problems = trained(layout, ps, 3)
+        look, found = make_replica_check(stages, optimizer, ps), {"while training": problems}
         found["before"] = [text for step in range(1, 111) for text in look(step)]
         tensors = replica_check._get_tensors(stages, optimizer)
         for name in names:
@@ -101,7 +101,7 @@ def all_drifts(cases, guilty):
 
 
 def and_blind(cases, guilty):
-    """Return what is found in every case, and in the first one with hashes that tell nothing."""
+    """Return what is found in every case, and in the first one with hashes that are all zero."""
     found = all_drifts(cases, guilty)
     session, _, names = next(iter(cases.values()))
     replica_check._hash_bits = lambda *_: torch.zeros((), dtype=torch.int64)
@@ -111,9 +111,9 @@ def and_blind(cases, guilty):
 def check_found(found, name, tensor, text):
     """Check that one drift was found once, within 100 steps, and in the words that are expected."""
     assert found[name]["while training"] == found[name]["before"] == [], name
-    ((step, said),) = found[name][tensor]
+    ((step, problem),) = found[name][tensor]
     assert step - ROUND.start < 100
-    assert text in said, said
+    assert text in problem, problem
 
 
 @pytest.mark.case("N9")
@@ -226,6 +226,8 @@ def test_few_of_many_damaged_tensors_are_named():
     for p in model.parameters():
         nn.init.constant_(p, torch.inf)
     with Reads() as reads:
-        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, max_names=2)
+        problems = find_nonfinite_state(
+            [model], torch.optim.SGD(model.parameters()), SOLO, max_names=2
+        )
     assert reads.count <= 1  # the host waits for the device once, not for each tensor
-    assert told == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]
+    assert problems == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]

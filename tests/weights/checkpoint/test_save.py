@@ -77,8 +77,8 @@ def test_parameters_of_which_nothing_is_remembered_are_named(tmp_path):
     state, (model,), optimizer, ps = small_run()
     for names in ([], ["bias"]):
         path = save_checkpoint(tmp_path, state, [model], optimizer, ps)
-        said = orjson.loads((path / "state.json").read_bytes())["optimizer"]
-        assert said["untouched"] == names
+        saved = orjson.loads((path / "state.json").read_bytes())["optimizer"]
+        assert saved["untouched"] == names
         optimizer.state.pop(model.bias, None)
 
 
@@ -457,10 +457,10 @@ def test_a_file_too_large_on_one_rank_fails_the_save_on_all(tmp_path):
 
 
 def fails_unseen(run_dir):
-    """Save while rank 1 cannot write and no rank is asked: what torch does (FAULTS.md, fact 7)."""
+    """Save while rank 1 cannot write, which no rank learns: what torch does (FAULTS.md, fact 7)."""
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
-        flight.all_max = lambda told, _: torch.zeros_like(told)
+        flight.all_max = lambda flags, _: torch.zeros_like(flags)
         if ps.world.index == 1:
             flight.write_rank = lambda *_: None
         write.find_index_problems = lambda *_: []

@@ -88,10 +88,10 @@ def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
     assert theirs.config.max_position_embeddings == 256
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 257
-    said = tokenizer("def naïve(): <|im_end|>", return_tensors="pt").input_ids
-    assert said[0].tolist() == [256, *open_tokenizer("bytes").encode("def naïve(): <|im_end|>")]
+    ids = tokenizer("def naïve(): <|im_end|>", return_tensors="pt").input_ids
+    assert ids[0].tolist() == [256, *open_tokenizer("bytes").encode("def naïve(): <|im_end|>")]
     with torch.no_grad():
-        got, want = call_model(model, batch_from_rows(said)), theirs(said).logits
+        got, want = call_model(model, batch_from_rows(ids)), theirs(ids).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert tokenizer.decode([256, 104, 105, 257], skip_special_tokens=True) == "hi"
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id] == [
@@ -134,8 +134,8 @@ def test_a_tokenizer_and_what_lies_beside_it_are_copied_through(tmp_path, capsys
     base.mkdir()
     pieces = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=["<s>", "<|eos|>"])
     save_tokenizer(pieces, base / "tokenizer.json")
-    said = '{"eos_token": "<|eos|>", "model_max_length": 9}'
-    (base / "tokenizer_config.json").write_text(said)
+    config = '{"eos_token": "<|eos|>", "model_max_length": 9}'
+    (base / "tokenizer_config.json").write_text(config)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.5}')
     (base / "pytorch_model.bin").write_text("not copied")
@@ -169,9 +169,9 @@ def like_gpt2(home):
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=special)
     save_tokenizer(made, home / "tokenizer.json")
-    said = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False}
-    said |= {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    (home / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False}
+    config |= {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (home / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     assert theirs("lowest").input_ids == open_tokenizer(home).encode("lowest")  # without
     return home
@@ -289,18 +289,18 @@ def test_a_folders_template_goes_through_and_another_takes_its_place(tmp_path, c
     )
     assert code == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
-    said = [{"role": "user", "content": "a"}]
+    messages = [{"role": "user", "content": "a"}]
     for tools, want in ((None, "x"), ([{"name": "f"}], "y")):
-        got = theirs.apply_chat_template(said, tools=tools, tokenize=False)
-        ours = read_template(tmp_path / "there")(said, tools=tools)
+        got = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        ours = read_template(tmp_path / "there")(messages, tools=tools)
         assert got == f"{want}<|eos|>" == "".join(segment.text for segment in ours)
     for template in (str(other), "qwen3"):
         files = hub.make_tokenizer_files(tmp_path / "moved", template=template)
         assert files["chat_template.jinja"].decode() == JINJA_SOURCES["qwen3"]
         assert b"chat_template" not in files["tokenizer_config.json"]
         ids = [3, 257, *find_stop_ids(open_tokenizer("bytes"), TEMPLATES["qwen3"])]
-        said = {"eos_token_id": ids, "top_k": 5}
-        assert orjson.loads(files["generation_config.json"]) == said
+        generation = {"eos_token_id": ids, "top_k": 5}
+        assert orjson.loads(files["generation_config.json"]) == generation
 
 
 def test_another_tokenizer_than_the_runs_is_refused(tmp_path, capsys):

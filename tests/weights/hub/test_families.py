@@ -235,8 +235,8 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
 
 @pytest.mark.parametrize("name", published.FORMS)
 def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_path):
-    said, transformers = published.shrunk(name), tiny.load_transformers()
-    plain = {key: x for key, x in said.items() if key != "quantization_config"}
+    values, transformers = published.shrunk(name), tiny.load_transformers()
+    plain = {key: x for key, x in values.items() if key != "quantization_config"}
     (tmp_path / "config.json").write_bytes(orjson.dumps(plain))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     config._attn_implementation = "eager"
@@ -244,7 +244,7 @@ def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_p
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tiny.fill(theirs)
     theirs.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_bytes(orjson.dumps(said))
+    (tmp_path / "config.json").write_bytes(orjson.dumps(values))
     ours, ids = read(tmp_path, context=None), torch.arange(40).view(2, 20)
     with torch.no_grad():
         near(ours_of(ours, batch_from_rows(ids)), theirs(ids).logits, name)
@@ -303,7 +303,7 @@ def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
 
 
 def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
-    """Short ones unless more is asked for: nothing that is longer is computed with them."""
+    """Short ones unless a longer context is requested, and no longer text is computed with them."""
     row = "phi3 longrope, long, a part of each head"
     tiny.make_theirs(row).save_pretrained(tmp_path)
     for context in (None, 4, 3, 5):

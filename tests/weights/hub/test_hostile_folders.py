@@ -112,10 +112,10 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
     (folder / "config.json").write_text(json.dumps(values | wrong))
     with pytest.raises(ConfigError) as caught:
         hub.open_folder(folder)
-    told = "; ".join(caught.value.got)
+    problems = "; ".join(caught.value.got)
     for what in [*wrong, "vocab_size is missing"]:
-        assert what.replace("rope_parameters", "rope_type is 'longrope'") in told, what
-    assert "which is never run" in told
+        assert what.replace("rope_parameters", "rope_type is 'longrope'") in problems, what
+    assert "which is never run" in problems
 
 
 @pytest.mark.parametrize(

@@ -155,32 +155,32 @@ def test_bfloat16_is_written_where_it_is_asked_for_and_read_into_fp32(tmp_path):
 
 
 def status(field):
-    said = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+)", said)[1]) * 1024
+    status_file = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+)", status_file)[1]) * 1024
 
 
 def peaks_of_reading(folders, share, ranks):
-    """Read one of so many parts of each folder; return the bytes at the peak and those kept.
+    """Read one rank's part of each folder; return the bytes at the peak, and those of the result.
 
     It is a rank of its own, whose peak nothing else has raised. What is freed goes back at once
     (else the heap that it was forked with decides), and code has run once before it is measured:
     the kernel counts the pages of libraries as it maps them.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
-    kept, found = [], []
+    tensors, found = [], []
     for folder in folders:
         weights = hub.open_folder_weights(hub.open_folder(folder))
         for name, shape in weights.shapes.items():
             torch.empty(1, *shape[1:]).copy_(weights(name, (1, *shape[1:]), (0,) * len(shape)))
         Path("/proc/self/clear_refs").write_text("5")
-        before, begun = status("VmHWM"), len(kept)
+        before, first_new = status("VmHWM"), len(tensors)
         for name, shape in weights.shapes.items():
             rows = -(-shape[0] // ranks)
             first = min(share * rows, shape[0])
             part = (min(rows, shape[0] - first), *shape[1:])
-            kept.append(torch.empty(part))
-            kept[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
-        found.append((status("VmHWM") - before, sum(x.nbytes for x in kept[begun:])))
+            tensors.append(torch.empty(part))
+            tensors[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
+        found.append((status("VmHWM") - before, sum(x.nbytes for x in tensors[first_new:])))
     return found
 
 
@@ -228,10 +228,10 @@ def in_blocks_of_fp8(folder):
 
 
 def exported(home, faults):
-    """Write a folder with all ranks for each fault, which the second has; return what is said."""
+    """Write a folder with all ranks for each fault, which the second has; return the outcomes."""
     from trainkit.weights.checkpoint import export
 
-    own, said = export._write_shard, []
+    own, outcomes = export._write_shard, []
     with parallel_session(Layout(dp_shard=2)) as ps:
         for fault in faults:
 
@@ -249,10 +249,10 @@ def exported(home, faults):
                 hub.export_folder(
                     f"{home}/run", there, context=128, shard_bytes=9_000, axis=ps.world
                 )
-                said.append("written")
+                outcomes.append("written")
             except DiskError as error:
-                said.append(str(error))
-    return said
+                outcomes.append(str(error))
+    return outcomes
 
 
 def test_where_a_rank_cannot_write_no_folder_appears_and_every_rank_says_so(tmp_path):

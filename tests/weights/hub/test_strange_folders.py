@@ -73,8 +73,8 @@ def with_older_names(home):
 
 def with_added_tokens(home):
     (home / "added_tokens.json").write_text(json.dumps({"<|x|>": 60}))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (home / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (home / "tokenizer_config.json").write_text(json.dumps(config))
     (home / "chat_template.jinja").write_text(TEMPLATE)
 
 
@@ -124,7 +124,7 @@ def that_lists_added_tokens(home):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "match"),
     [
         (with_rope_of_another_kind, ConfigError, "rope_type is 'ntk', not default or linear"),
         (in_a_pickle, CheckpointError, "pytorch_model.bin, a pickle, .* checkpoint convert"),
@@ -134,16 +134,16 @@ def that_lists_added_tokens(home):
         (that_lists_added_tokens, DataError, "added_tokens.json: no JSON object of tokens"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_what_it_is(change, error, told, tmp_path):
+def test_what_cannot_be_read_is_refused_by_what_it_is(change, error, match, tmp_path):
     size = "20KB" if "shard" in change.__name__ else "5GB"
     home = folder_of(tmp_path / "folder", shard_size=size)
     change(home)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=match):
         adapters.open_base_weights(hub.open_model(home).path)
 
 
 def test_a_model_with_another_head_is_called_what_it_is(tmp_path):
     home = folder_of(tmp_path / "folder", kind="ForSequenceClassification")
-    told = r"says \['LlamaForSequenceClassification'\], but LlamaForCausalLM is supported; lm_h"
-    with pytest.raises(CheckpointError, match=told):
+    match = r"says \['LlamaForSequenceClassification'\], but LlamaForCausalLM is supported; lm_h"
+    with pytest.raises(CheckpointError, match=match):
         hub.open_folder_weights(hub.open_folder(home))

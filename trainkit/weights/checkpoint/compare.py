@@ -108,6 +108,7 @@ def find_optimizer_problems(
         tolerance: Which differences are allowed.
     """
     differences = find_kind_problems(saved, optimizer, tolerance)
+    # Every parameter that was trained has an entry in "scalars", an empty one if all is tensors.
     trained = {
         name
         for name in list_trained_names(stages, optimizer)
@@ -188,6 +189,7 @@ def _find_missing_keys(
 
 def _is_possible(value: Any, expected: Any) -> bool:
     """Return whether a value from a file may stand where the optimizer itself puts `expected`."""
+    # type() and not isinstance(): True is an int in Python, but not a count.
     if isinstance(expected, Tensor) or type(value) not in (int, float):
         return type(value) is type(expected)
     return type(expected) is float or (type(expected) is not str and value >= 0)

@@ -164,6 +164,7 @@ def _compare_values(a: Stored, b: Stored) -> dict[str, Any]:
         x_bits = x.contiguous().reshape(-1, 1).view(torch.uint8)
         y_bits = y.contiguous().reshape(-1, 1).view(torch.uint8)
         unequal += int((x_bits != y_bits).any(1).sum())
+        # In float64, where a difference of two bfloat16 or float32 numbers is not rounded away.
         gap = (x.double() - y.double()).abs()
         size = y.double().abs()
         max_abs = max(max_abs, float(gap.nan_to_num(nan=float("inf")).max()))

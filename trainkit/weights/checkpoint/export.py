@@ -282,7 +282,7 @@ def write_weights(
     # Complete files per rank, so that no two ranks write to one file.
     local_files = list(plan)[axis.index :: axis.count]
     extra_files = dict(extra_files or {})
-    if len(plan) > 1:
+    if len(plan) > 1:  # readers of the Hub's layout find a tensor's file by this index
         weight_map = {name: file for file, names in plan.items() for name in names}
         extra_files[INDEX] = dump_json(
             {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -282,6 +282,7 @@ def _find_culprits(
     axis: Axis,
 ) -> list[str]:
     """Run a step's passes again, and return where its numbers stop being finite."""
+    # Running the passes again is collective: all ranks decide by what any of them has seen.
     is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
     if all(map(all, all_gather_objects(is_finite, axis))):
         return []  # a loss spike is finite everywhere

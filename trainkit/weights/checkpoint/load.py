@@ -113,6 +113,7 @@ def resume(
     skipped: list[str] = []
     # Only the first rank lists the directory: on a network disk others may see another state.
     candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
+    # Staging communicates: all ranks stage the same candidate, and go on to the next one together.
     while True:
         chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
@@ -133,6 +134,7 @@ def resume(
             break
         _skip(path, staged.problems, request, skipped, log)
 
+    # The last step that may fail: everything has been read, and nothing of the run is written yet.
     def accept() -> None:
         if is_first:
             notes = [
@@ -467,7 +469,7 @@ def _check_owner(path: Path, *, strict: bool) -> list[str]:
 
 def _compare_machine(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[str]:
     """Return a message if sums may be taken in another order than where it was written."""
-    then = saved or {}
+    then = saved or {}  # the first format does not store the machine
     changed = [
         f"{name} {then[name]}, now {value}"
         for name, value in describe_machine(ps.device).items()

@@ -61,6 +61,7 @@ def select_carried_over(
         p = named[live]
         name = get_saved_name(live)
         saved_state = saved.get(name, {})
+        # What the new optimizer will have for this parameter, as a step of a probe has shown.
         expected = _drop_scales(after_step[p])
         keys = _find_matching_keys(p, saved_state, expected, find_part(optimizer, groups[id(p)]))
         entries |= {f"optimizer/{key}/{name}": saved_state[key] for key in keys}
@@ -139,6 +140,7 @@ def _find_matching_keys(
         corrected = [key for key in part.moments if key not in part.copies]
         corrected += [key for key in part.counts if key == "step"]
     keys = [key for key in expected if fits(key)]
+    # The mean needs no step count, so it is carried over in any case.
     if not all(key in keys for key in corrected):
         keys = [key for key in keys if key == _MEAN]
     return keys + [scale_name(key) for key in keys if scale_name(key) in saved_state]

@@ -226,6 +226,7 @@ def _read_listed(path: Path) -> Listed:
     problems, manifest = inspect_files(path)
     if not problems:
         return Listed(path.name, parse_step(path), score=get_score(manifest))
+    # Only by its message does the problem of a later version differ from damage.
     is_later = len(problems) == 1 and "upgrade trainkit" in problems[0]
     is_foreign = is_later or read_format(path) != FORMAT
     return Listed(path.name, parse_step(path), verified=None if is_foreign else False)

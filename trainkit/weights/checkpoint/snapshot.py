@@ -301,7 +301,7 @@ def _allocate_file(
     locals_ = [box.local for _, box in boxes.values()]
     # empty, not zeros: every byte is overwritten.
     data = np.empty(sum(local.nbytes for local in locals_), np.uint8)
-    if any(local.is_cuda for local in locals_):
+    if any(local.is_cuda for local in locals_):  # else each of thousands of copies would wait
         _pin(data)
     parts = torch.from_numpy(data).split([local.nbytes for local in locals_])
     saved = []
@@ -319,6 +319,7 @@ def _find_limit(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
     """Return the bits of infinity, or of the smallest NaN if infinity is allowed."""
     if not dtype.is_floating_point:
         return None
+    # In IEEE formats the bits after those of the largest number are infinity, then come the NaNs.
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     bits = int(largest.view(INTEGERS[largest.element_size()])) + 1
     return bits + (may_be_infinite and dtype != torch.float8_e4m3fn)  # which has no infinity

@@ -180,6 +180,7 @@ def merge_tensors(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[s
     """Merge the tensors of a folder's files; raise CheckpointError if one is in two files."""
     tensors: dict[str, Stored] = {}
     for part in parts:
+        # Which of two would be read depends on the reader.
         for name in tensors.keys() & part.keys():
             raise refusal(folder, f"holds {name} in two files")
         tensors |= part

@@ -203,8 +203,10 @@ def _make_gather(
         )
 
     def gather(name: str) -> Tensor:
+        # A tied embedding is on the first and on the last stage: every rank must choose the same.
         source = next(rank for rank, names in enumerate(by_rank) if name in names)
         if axis.index == source:
+            # Cast first: half the bytes travel where a float32 shard is sent as bfloat16.
             x: Any = local[name].to(dtypes[name])
             full = x.full_tensor() if hasattr(x, "full_tensor") else x
         else:
@@ -213,6 +215,8 @@ def _make_gather(
             )
         return broadcast(full.contiguous(), axis, source=source)
 
+    # A tensor may be read as many boxes in a row, one for each expert for instance. Gathering is
+    # collective: all ranks read the same boxes in the same order, and so miss the cache together.
     cache: dict[str, Tensor] = {}
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:

@@ -147,6 +147,7 @@ def open_folder(
     """
     check_model_path(path, function="open_folder")
     file = Path(path) / CONFIG
+    # Before anything is read: a link may lead out of the folder, and its target may be exchanged.
     links = [
         each.name
         for each in (*file.parent.glob("*.json"), *file.parent.glob("*.safetensors"))
@@ -169,6 +170,7 @@ def open_folder(
         family=get_family(values["model_type"], where=str(file), families=families),
         config=config,
         values=values,
+        # The short factors of LongRoPE hold for texts up to their length, `reach`.
         context=context or min(full_context, config.reach or full_context),
         full_context=full_context,
     )
@@ -297,6 +299,7 @@ def make_family_links(family: Family, config: DecoderConfig) -> list[Link]:
         for i in layers:
             theirs = there.name.replace("{i}", str(i))
             table[name.replace("{i}", str(i))] = attrs.evolve(there, name=theirs)
+    # By the names that `HFTensor.interleaved` may have.
     heads = {name: getattr(config, name) for name in ("head_size", "rotary_size")}
     links = make_links(table, shapes, heads=heads, rotary=config.rotary_size)
     check_links(links, shapes)
@@ -451,6 +454,7 @@ def _check_folder(
         )
         tensors.update(used)
         scales.update(used_scales)
+        # A tied model may come with a head all the same. Used is the embedding.
         names = {*_get_end_names(folder.family, folder.config)}
         # Reads the embedding and the head completely, so one rank does it for all.
         if axis.index == 0 and folder.config.tied and names <= all_tensors.keys():
@@ -581,6 +585,7 @@ def _check_tied(folder: HFFolder, tensors: Mapping[str, Stored]) -> None:
     embedding = tensors[embedding_name]
     head = tensors[head_name]
     read = reader(tensors)
+    # In groups of rows: the embedding of a large model takes gigabytes, and there would be two.
     rows, width = embedding.shape
     is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     for first in range(0, rows if is_equal else 0, _ROWS_PER_READ):

@@ -127,6 +127,7 @@ def make_links(
         if name not in shapes:
             continue
         shape = tuple(shapes[name])
+        # Rows of a fused tensor follow each other in the order of the table.
         start = ends.get(there.name, 0) if there.fused else 0
         ends[there.name] = start + shape[0]
         if there.interleaved is not None:
@@ -162,6 +163,8 @@ def _link_heads(
     zeros = (0,) * (len(shape) - 1)
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
+    # Rotary position embedding turns pairs of rows. DeepSeek's code pairs neighbors (0 and 1, 2 and
+    # 3); ours pairs row i with row i + half, so a permutation of rows makes them equal.
     plain = head - rotary
     half = rotary // 2
     # Our first row, their first row, number of rows, step between their rows.
@@ -272,7 +275,7 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
         ranges = _intersect(link, shape, offset)
         if ranges is not None:
             parts.append((link.ours, ranges, _read_strided(weights, link.theirs, ranges)))
-    if len(parts) == 1:
+    if len(parts) == 1:  # most boxes: of a tensor that is the same on both sides
         part, _, values = parts[0]
         if values.shape == shape and part.dims == (*range(len(shape)),):
             return values  # without a copy
@@ -292,6 +295,7 @@ def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
             return None
     ranges = []
     for dim, step, length in zip(part.dims, part.steps, link.shape, strict=True):
+        # The first index inside the box, and the first one behind it; -(a // b) rounds -a / b up.
         low = max(0, -((part.offset[dim] - offset[dim]) // step))
         high = min(length, -((part.offset[dim] - offset[dim] - shape[dim]) // step))
         if low >= high:
@@ -307,6 +311,7 @@ def _read_strided(weights: Weights, part: StridedBox, ranges: Sequence[range]) -
     for dim, step, indices in zip(part.dims, part.steps, ranges, strict=True):
         offset[dim] += indices.start * step
         shape[dim] = (len(indices) - 1) * step + 1
+    # `Weights` reads dense boxes, so the rows between those of a stride are read too.
     dense = weights(part.name, tuple(shape), tuple(offset))
     at_origin = attrs.evolve(part, offset=(0,) * len(offset))
     return _view_part(dense, at_origin, [range(len(indices)) for indices in ranges])
@@ -318,5 +323,6 @@ def _view_part(x: Tensor, part: StridedBox, ranges: Sequence[range]) -> Tensor:
     for dim, step, indices in zip(part.dims, part.steps, ranges, strict=True):
         first = part.offset[dim] + indices.start * step
         index[dim] = slice(first, first + (len(indices) - 1) * step + 1, step)
+    # Indexing drops the dimensions that have a number, and leaves the others in the tensor's order.
     order = sorted(part.dims)
     return x[tuple(index)].permute([order.index(dim) for dim in part.dims])

@@ -126,6 +126,7 @@ def dequantize_weights(weights: Weights, names: Sequence[str], block: Sequence[i
         ends = [-(-(start + size) // block_size) for start, size, block_size in sides]
         counts = [end - start for start, end in zip(first, ends, strict=True)]
         grid = weights(name + SCALES, counts, first).float()
+        # The column of `grid` for each column of the box, which may start inside a block.
         columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1] - first[1]
         for i, scales in enumerate(grid[:, columns]):
             start = (first[0] + i) * block[0] - offset[0]

@@ -98,6 +98,7 @@ def _compute_mean_row(
         part = weights(name, (min(_ROWS_PER_READ, rows - first), *shape), (first, *offset))
         dtype = part.dtype
         part = part.double()
+        # Pairwise, in an order that is the same for every box; `sum` may choose another by shape.
         while len(part) > 1:
             half = len(part) // 2
             odd = part[2 * half :]

@@ -92,6 +92,7 @@ def make_tokenizer_files(
     ids = {f"{role}_token_id": i for role, i in _get_role_ids(tok).items()}
     tokens = {f"{role}_token": text for role, text in texts.items()}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    # The generic class, which takes everything from tokenizer.json.
     files.setdefault("tokenizer_config.json", _format_json(config))
     files.setdefault("generation_config.json", _format_json(ids))
     adds_bos = "bos" in texts and (adds_bos or texts["bos"] == BOS)

@@ -251,6 +251,7 @@ def ensure_base_run(
     folder, steps, description = _BASES[recipe]
     run = runs / recipe
     base = runs / folder
+    # A run of the user's own comes first, finished or not; the small base only when it is finished.
     if list_checkpoints(run / "checkpoints"):
         return run
     if (base / "final.json").is_file():
@@ -263,6 +264,7 @@ def ensure_base_run(
     say_on_stderr(f"training {description} first, into {base}: about a minute")
     flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
     command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
+    # In another process: a recipe sets numerics, signals and process groups of its own.
     done = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- our own recipe
     if done.returncode:
         raise SystemExit(done.returncode)
