@@ -94,8 +94,8 @@ def stage_checkpoint(
         local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
         return _list_names(local[0], stages, optimizer)
 
-    # A rank that raised here alone would leave the others in a collective. On a network disk only one
-    # of them may see the damage.
+    # A rank that raised here alone would leave the others in a collective; on a network disk only
+    # one of them may see the damage.
     by_rank = run_on_all_ranks(read_headers, axis)
     names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
     if names["problems"]:
