@@ -150,6 +150,7 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         ({"layer_types": ["chunked_attention"]}, "layer_types is .*llama has no windows"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*llama has no windows"),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
+        ({"sliding_window": "32"}, "sliding_window is '32', no number"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):

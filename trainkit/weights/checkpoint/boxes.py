@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = {
     "float64": ("F64", 8),
@@ -32,6 +35,11 @@ DTYPES = {
 _MAX_DIMS = 16
 _MAX_ELEMENTS = 2**53
 _MAX_PROBLEMS = 10
+
+
+def get_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a checkpoint: torch's, without the module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def overlap(

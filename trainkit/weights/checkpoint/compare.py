@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.weights.checkpoint.boxes import get_parameter_name
+from trainkit.weights.checkpoint.boxes import get_dtype_name, get_parameter_name
 from trainkit.weights.checkpoint.load_targets import get_saved_name, predict_state
 from trainkit.weights.checkpoint.reading import Target
 from trainkit.weights.checkpoint.run_state import get_group_options, optimizer_state
@@ -76,7 +76,7 @@ def find_tensor_problems(
     ]
     for name in sorted(by_name.keys() & index.keys()):
         tensor = by_name[name].tensor
-        want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        want = (get_dtype_name(tensor.dtype), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
         # An integer is never cast: a token count in another dtype is a bug, not a precision.
         are_floats = all(getattr(torch, dtype).is_floating_point for dtype in (found[0], want[0]))

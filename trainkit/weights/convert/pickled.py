@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.boxes import DTYPES
+from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
 from trainkit.weights.checkpoint.tensor_files import (
@@ -271,7 +271,7 @@ def _flatten(value: Any, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _locate(tensor: Tensor, archive: _Archive) -> Stored:
     """Return where the bytes of a tensor are that torch has loaded onto the meta device."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = get_dtype_name(tensor.dtype)
     shape = tuple(tensor.shape)
     # A lazily negated view would be read without its sign.
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_neg():
@@ -320,7 +320,7 @@ def describe_distributed_directory(directory: Path) -> Found:
                 continue
             if not is_plain_tensor_name(name):
                 raise refusal(path, f"holds a tensor of the odd name {make_printable(name)!r}")
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            dtype = get_dtype_name(entry.properties.dtype)
             extents = [
                 extent
                 for chunk in entry.chunks

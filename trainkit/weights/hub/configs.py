@@ -327,7 +327,7 @@ def _read_sliding(
     if window is not None:
         problem = _find_value_problem("sliding_window", window, "window")
     if family.windows is None:
-        problem = _find_window(values, family, window, problem)
+        problem = _find_needed_window(values, family, window) if problem is None else problem
     problems += [problem] if problem else []
     layers = values.get("num_hidden_layers")
     if problem or family.windows is None or _find_value_problem("", layers, "layers"):
@@ -351,22 +351,21 @@ def _read_sliding(
     }
 
 
-def _find_window(
-    values: Mapping[str, Any], family: Family, window: Any, problem: str | None
+def _find_needed_window(
+    values: Mapping[str, Any], family: Family, window: int | None
 ) -> str | None:
-    """Return `problem`, or why values ask for a sliding window, which the family does not have."""
+    """Return where a file has a sliding window, which its family does not have, or None."""
     types = values.get("layer_types")
     if types is not None and (not isinstance(types, list) or {*map(str, types)} != {KINDS[0]}):
         return f"layer_types is {short_repr(types)}: {family.model_type} has no windows"
     context = values.get("max_position_embeddings")
     # A window that is as long as the longest text hides nothing.
-    has_effect = window is not None and not (isinstance(context, int) and window >= context)
-    if not problem and has_effect:
-        return (
-            f"sliding_window is {short_repr(window)}, below max_position_embeddings "
-            f"{short_repr(context)}: {family.model_type} has no windows"
-        )
-    return problem
+    if window is None or (isinstance(context, int) and window >= context):
+        return None
+    return (
+        f"sliding_window is {window}, below max_position_embeddings {short_repr(context)}: "
+        f"{family.model_type} has no windows"
+    )
 
 
 def _read_layer_types(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainkit.parallel.materialize import narrow_to_box
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.boxes import get_dtype_name, shorten
 from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, read_decoder_config
 from trainkit.weights.hub.export import make_export_links
@@ -73,8 +74,7 @@ def import_tensors(
     links = make_family_links(family, config)
     prefixed = add_model_prefix(tensors, family, config)
     described = {
-        name: Stored(str(x.dtype).removeprefix("torch."), tuple(x.shape), ())
-        for name, x in prefixed.items()
+        name: Stored(get_dtype_name(x.dtype), tuple(x.shape), ()) for name, x in prefixed.items()
     }
     problems = find_tensor_problems(described, links, family, config, allow_extra=allow_extra)
     embedding, head = (family.names(config)[f"{x}.weight"].name for x in ("embedding", "head"))
@@ -153,8 +153,7 @@ def export_tensors(
 
 def _make_reader(tensors: Mapping[str, Tensor]) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
-        return tensors[name].detach()[box]
+        return narrow_to_box(tensors[name].detach(), shape, offset)
 
     return read
 
