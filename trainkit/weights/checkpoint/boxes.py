@@ -99,6 +99,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
         >>> find_index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
         ['the boxes of model/a hold 2 of its 3 elements']
     """
+    # Every value may be of any type: a hostile file must not raise a TypeError here.
     tensors = index.get("tensors") if isinstance(index, dict) else None
     if not isinstance(tensors, dict):
         return ["index.json is not an index"]
@@ -218,7 +219,7 @@ def _are_disjoint(boxes: _Boxes) -> bool:
     would let a hostile index with many boxes take hours. Boxes that no straight cut separates count
     as overlapping, even if they do not.
     """
-    groups = [boxes]
+    groups = [boxes]  # a stack and no recursion: a hostile file may have any number of boxes
     while groups:
         group = groups.pop()
         if len(group) < 2:

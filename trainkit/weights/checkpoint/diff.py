@@ -57,7 +57,9 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     report: dict[str, Any] = {"a": str(a), "b": str(b)}
     tensors_a, tensors_b = indices
     in_both = sorted(tensors_a.keys() & tensors_b.keys())
-    described = {name: [_describe(index[name]) for index in indices] for name in in_both}
+    described = {
+        name: [[index[name].dtype, [*index[name].shape]] for index in indices] for name in in_both
+    }
     report["tensors"] = {
         "only_a": sorted(tensors_a.keys() - tensors_b.keys()),
         "only_b": sorted(tensors_b.keys() - tensors_a.keys()),
@@ -83,10 +85,6 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     unequal = any(report["tensors"].values()) or report["state"] or report["bytes"] is False
     report["same"] = not unequal if report["bytes"] is not None or unequal else None
     return report
-
-
-def _describe(stored: Stored) -> list[Any]:
-    return [stored.dtype, list(stored.shape)]
 
 
 def _flatten(value: Any) -> Iterator[tuple[str, Any]]:

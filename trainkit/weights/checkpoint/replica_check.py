@@ -22,6 +22,7 @@ from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
 from trainkit.weights.checkpoint.run_state import INTEGERS, get_run_tensors
 
+_MAX_NAMES = 3  # of tensors that are not finite
 _CHUNK = 1 << 20  # elements hashed at once, in 8 MiB of working memory
 
 
@@ -45,8 +46,6 @@ def find_nonfinite_state(
     stages: Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     axis: Axis,
-    *,
-    max_names: int = 3,
 ) -> list[str]:
     """Find the parameters and moments that contain NaN or infinity, and the ranks they are on.
 
@@ -56,10 +55,10 @@ def find_nonfinite_state(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         axis: All ranks, `ps.world`.
-        max_names: How many are named; the others are counted.
 
     Returns:
-        Equal on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
+        Equal on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1". The first
+        three are named, the others counted.
 
     Effects:
         Communicates on `axis`, and waits for the device once.
@@ -84,8 +83,8 @@ def find_nonfinite_state(
         for name in names:
             ranks.setdefault(name, []).append(rank)
     found = [f"{name} on {format_ranks(on)}" for name, on in ranks.items()]
-    if len(found) > max_names:
-        found[max_names:] = [f"and {len(found) - max_names} more"]
+    if len(found) > _MAX_NAMES:
+        found[_MAX_NAMES:] = [f"and {len(found) - _MAX_NAMES} more"]
     return found
 
 

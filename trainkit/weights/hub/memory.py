@@ -34,7 +34,6 @@ def import_tensors(
     *,
     families: Sequence[Family] = FAMILIES,
     context: int | None = None,
-    allow_extra: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face model in memory by the names of our decoder.
 
@@ -48,7 +47,6 @@ def import_tensors(
         values: Its `config.to_dict()`.
         families: The families to consider.
         context: As in `read_decoder_config`.
-        allow_extra: Patterns of their names to ignore.
 
     Returns:
         Tensors with the dtypes and devices of theirs: views of them, or copies where one of ours is
@@ -76,8 +74,9 @@ def import_tensors(
     described = {
         name: Stored(get_dtype_name(x.dtype), tuple(x.shape), ()) for name, x in prefixed.items()
     }
-    problems = find_tensor_problems(described, links, family, config, allow_extra=allow_extra)
+    problems = find_tensor_problems(described, links, family, config)
     embedding, head = (family.names(config)[f"{x}.weight"].name for x in ("embedding", "head"))
+    # A model of `transformers` lists a tied head as a tensor of its own.
     both = config.tied and not problems and head in prefixed
     if both and not torch.equal(prefixed[embedding], prefixed[head]):
         problems = [f"{head} differs from {embedding}, although tie_word_embeddings is true"]
@@ -86,7 +85,7 @@ def import_tensors(
             f"import_tensors: the tensors are not those of the {family.model_type} that values "
             f"describes: {shorten(problems)}",
             got=problems,
-            hint="allow_extra= takes patterns of names to ignore"
+            hint="leave out tensors that the decoder does not have"
             if config.experts is None
             else "transformers fuses the experts of a layer in memory; save_pretrained writes one "
             "tensor for each",

@@ -61,9 +61,11 @@ def resize_weights(
             want=old_size,
         )
     larger = parameter_shapes(attrs.evolve(config, vocab_size=vocab_size))
+    # The embedding, and the head unless it is tied: compared by shape, in whatever model it is.
     resized = {name for name, shape in parameter_shapes(config).items() if larger[name] != shape}
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        # A box may lie in the old rows, in the new ones, or across both.
         num_new = 0
         if name in resized:
             num_new = min(shape[0], max(0, offset[0] + shape[0] - old_size))

@@ -95,9 +95,11 @@ def make_tokenizer_files(
     # The generic class, which takes everything from tokenizer.json.
     files.setdefault("tokenizer_config.json", _format_json(config))
     files.setdefault("generation_config.json", _format_json(ids))
+    # A tokenizer of our own starts documents with BOS whether the caller knows it or not.
     adds_bos = "bos" in texts and (adds_bos or texts["bos"] == BOS)
     if isinstance(tok, HFTokenizer) and adds_bos and not tok.adds_bos:
         _add_bos(files, texts["bos"], ids["bos_token_id"])
+    # The template of the tokenizer's own folder is among the copied files already.
     if template is not None and not (path.is_dir() and Path(template) == path):
         _set_template(files, template, tok)
     elif (path / MORE_TEMPLATES).is_dir():
@@ -115,6 +117,7 @@ def _set_template(
         files, read_template_sources(Path(template)) if native is None else {"default": native}
     )
     generation = orjson.loads(files["generation_config.json"])
+    # One id or a list, as `transformers` accepts; generation stops at any of them.
     old = generation.get("eos_token_id")
     stop_ids |= {*old} if isinstance(old, list) else {old}
     generation["eos_token_id"] = sorted(i for i in stop_ids if i is not None)
@@ -142,6 +145,7 @@ def _add_bos(files: dict[str, bytes], bos: str, bos_id: int) -> None:
     """Make a tokenizer's files add BOS to texts, after all their other processing."""
     tokenizer = orjson.loads(files["tokenizer.json"])
     processor = _make_bos_processor(bos, bos_id)
+    # Ours comes last, so that it adds to what the tokenizer's own processor returns.
     if (old := tokenizer.get("post_processor")) is not None:
         processor = {"type": "Sequence", "processors": [old, processor]}
     files["tokenizer.json"] = _format_json(tokenizer | {"post_processor": processor})

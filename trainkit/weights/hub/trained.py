@@ -87,6 +87,7 @@ def open_model(
         trainkit.types.CheckpointError: open_model: there is no folder /does/not/exist; a model...
     """
     path = Path(path)
+    # First: a folder of adapters has no config.json, and would be reported as no model at all.
     is_folder = is_hf_folder(path)
     if not is_folder and (path / "adapter_config.json").is_file():
         raise ConfigError(
@@ -167,6 +168,7 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
     facts = checkpoints.read_facts(path, needs=("model", "config.tokenizer", "config.row_length"))
     name = name or facts["config.tokenizer"]
     tokenizer = open_tokenizer(name)
+    # By the hash of what it computes: its files may have been moved, or lie under an old path.
     got = tokenizer_hash(tokenizer)
     want = facts.get("tokenizer")
     if want not in (None, got):
@@ -178,6 +180,7 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
             hint="name the run's own",
         )
     config = config_from_facts(facts["model"])
+    # A run from scratch records no context: its model has seen no rows longer than its own.
     full_context = facts.get("context", facts["config.row_length"])
     return ModelInfo(
         path=path,
