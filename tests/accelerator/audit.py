@@ -26,7 +26,7 @@ from trainkit.losses import average_terms, next_token_linear
 from trainkit.parallel import grad_reduction, stage_forward
 from trainkit.tools.testing import LayoutCase, builtin, ranks, train
 from trainkit.types import SOLO, ConfigError, Share, Spans
-from trainkit.weights.checkpoint import InitialWeights
+from trainkit.weights.checkpoint.initial_weights import InitialWeights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device import fake_device
