@@ -19,15 +19,14 @@ from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
     add_quantization_noise,
-    can_shard_bytes,
     dequantize,
-    dequantized,
     exclude_frozen_,
     lora,
     quantize,
     quantized,
 )
 from trainkit.post.adapters.formats import HALF_STEPS
+from trainkit.post.adapters.frozen import can_shard_bytes, dequantized
 from trainkit.schedules import piecewise
 from trainkit.step import evaluate, make_forward_backward
 from trainkit.tools.testing import run_ranks

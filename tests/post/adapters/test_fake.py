@@ -18,13 +18,12 @@ from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel import fsdp, tensor_parallel
 from trainkit.parallel.linear_layers import describe_linears
 from trainkit.post.adapters import (
-    LINEARS,
     fake_quantize,
     make_linear_transforms,
     quantize_dequantize,
     quantize_model_,
 )
-from trainkit.post.adapters.fake import quietly
+from trainkit.post.adapters.fake import LINEARS, quietly
 from trainkit.run.config import LinearOptions
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError

@@ -16,7 +16,8 @@ from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder, make_decoder_config
 from trainkit.models.experts import ExpertWeights
 from trainkit.parallel import build_stages, expert_parallel, fsdp, mixed_precision, tensor_parallel
-from trainkit.post.adapters import can_shard_bytes, dequantize, dequantized, quantize, quantized
+from trainkit.post.adapters import dequantize, quantize, quantized
+from trainkit.post.adapters.frozen import can_shard_bytes, dequantized
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout, NumericsError, TrainState
 from trainkit.weights.checkpoint import state_hash

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import evaluation
-from trainkit.post.evaluation import ExampleScores
+from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
 from trainkit.types import DataError
 

@@ -16,7 +16,7 @@ from trainkit.models import Decoder, Experts, call_model, call_routed, init_weig
 from trainkit.parallel import expert_parallel, fsdp
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
-from trainkit.post.evaluation import EvalItem, Example, make_example, make_rolling_windows
+from trainkit.post.evaluation.examples import EvalItem, Example, make_example, make_rolling_windows
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Hidden, NumericsError
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import NumericsError, check_choice, check_range
+from trainkit.types import NumericsError, check_choice
 
 QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
@@ -203,42 +203,6 @@ def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor
         return (quantized.codes.float() * scales).to(dtype or quantized.dtype)
     values = times_scales(quantized.codes, scales, quantized.form, columns=quantized.shape[-1])
     return values.to(dtype or quantized.dtype)
-
-
-def add_low_rank(
-    base: Tensor | Quantized,
-    b: Tensor,
-    a: Tensor,
-    *,
-    scale: float,
-    to: torch.dtype | QuantizationFormat = torch.float32,
-) -> Tensor | Quantized:
-    """Add a low-rank product to a matrix in fp32: base + scale * b @ a.
-
-    Args:
-        base: `[..., R, C]`, quantized or not.
-        b: `[..., R, r]`.
-        a: `[..., r, C]`.
-        scale: The factor of the product, usually alpha / r.
-        to: The dtype or the format of the result.
-
-    Raises:
-        ValueError: `scale` is not finite.
-        NumericsError: The result is to be quantized, and is not finite.
-
-    References:
-        Hu et al., "LoRA" (2021).
-
-    Examples:
-        >>> base = quantize(torch.ones(2, 3), "int8")
-        >>> add_low_rank(base, torch.ones(2, 1), torch.ones(1, 3), scale=0.5)
-        tensor([[1.5000, 1.5000, 1.5000],
-                [1.5000, 1.5000, 1.5000]])
-    """
-    check_range("add_low_rank", scale=scale)
-    whole = dequantize(base, torch.float32) if isinstance(base, Quantized) else base.float()
-    merged = whole + scale * (b.float() @ a.float())
-    return merged.to(to) if isinstance(to, torch.dtype) else quantize(merged, to)
 
 
 # --------------------------------------------------------------------------------------- the parts
