@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
-from trainkit.post.adapters.lowrank import EXPERT_WEIGHTS, Lora, split_name
+from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
+from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.reading import reader

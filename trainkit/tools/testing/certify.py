@@ -108,7 +108,7 @@ def certify(
         timeout: Seconds a layout may take before it counts as hung.
         log: Called with a line after every layout: how it went, and the time left.
         alone: What makes the model of the one process, and its weights, where matrices in few bits
-            are compared with plain ones of the same values; see `adapters.round_weights`.
+            are compared with plain ones of the same values; see `adapters.frozen.round_weights`.
         device: "cpu", or "cuda" for one rank on each GPU, with NCCL between them. The bounds of the
             tiers were measured on CPUs.
 
