@@ -40,10 +40,7 @@ SKIPPED_PARAMETERS = {
 """Parameters of these names are not tried, and why."""
 
 SKIPPED = {
-    "adapters.LowRankFactors": "a record of tensors that were read; read_peft checks their scale",
-    "adapters.QuantizationSpec": "a record of what was packed, made by the library",
     "schedules.check_range": "the check itself",
-    "adapters.to_peft": "its dropout is a trained adapter's, which Lora has checked",
     "optim.ElementwiseOptimizer": "what optimizers share, which are tried",
     "losses.Shaping": "a tuple whose numbers are checked with the labels; see test_token_logprobs",
     "models.KVCache": "a record of slots, made by generation",
@@ -84,7 +81,6 @@ ALLOWED = {
     ("optim.make_optimizer", "mean"): ({0}, "the newest parameters alone"),
     ("optim.combine_optimizers", "mean"): ({0}, "the newest parameters alone"),
     ("adapters.Lora", "dropout"): ({0}, "off"),
-    ("adapters.add_low_rank", "scale"): (FINITE, "a negative one takes an adapter off"),
     ("adapters.add_quantization_noise", "weights"): ({0}, "off"),
     ("adapters.add_quantization_noise", "norms"): ({0}, "off"),
     ("models.Experts", "capacity"): ({0}, "drops nothing"),
@@ -213,12 +209,6 @@ CALLS = {
     "optim.orthogonalize": lambda: {"matrices": torch.eye(2)},
     "optim.combine_optimizers": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
     "adapters.Lora": lambda: {"modules": ".*"},
-    "adapters.add_low_rank": lambda: {
-        "base": torch.ones(2, 2),
-        "b": torch.ones(2, 1),
-        "a": torch.ones(1, 2),
-        "scale": 0.5,
-    },
     "adapters.add_quantization_noise": lambda: {"stages": [in_int8()], "seed": 0, "step": 1},
     "models.DecoderConfig": lambda: {
         "vocab_size": 16,

@@ -41,7 +41,7 @@ def make_call(
         stages: This rank's stages, from `build_stages`.
         call: How a batch enters a stage, and then nothing is cached.
         sharded: Whether ranks of `dp` have batches of their own, as with
-            `generation.generate_sharded`; all must call it as often.
+            `generation.generate.generate_sharded`; all must call it as often.
 
     Returns:
         `call(model, batch) -> logits`: `[1, R, V]` of a batch with a "cache", else `[1, S, V]` of a

@@ -117,20 +117,22 @@ def _make_columns(options: argparse.Namespace, stages: Any, temperature: float) 
     """Return the columns to store, and their measure."""
     from trainkit import models  # noqa: PLC0415
     from trainkit.post import evaluation  # noqa: PLC0415 - torch
+    from trainkit.post.evaluation.columns import make_top_k_columns  # noqa: PLC0415
+    from trainkit.post.evaluation.score import make_top_k_scorer  # noqa: PLC0415
 
     if options.top_k is None:
         score = evaluation.make_scorer(
             stages, call=models.call_routed, tokens_per_batch=options.batch
         )
         return evaluation.make_logprob_columns(score)
-    score_top_k = evaluation.make_top_k_scorer(
+    score_top_k = make_top_k_scorer(
         stages,
         options.top_k,
         call=models.call_routed,
         tokens_per_batch=options.batch,
         temperature=temperature,
     )
-    return evaluation.make_top_k_columns(score_top_k, options.top_k)
+    return make_top_k_columns(score_top_k, options.top_k)
 
 
 def _hash_weights(stages: Any, ps: Any) -> str:

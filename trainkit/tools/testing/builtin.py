@@ -26,14 +26,12 @@ from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
 from trainkit.post import objectives
-from trainkit.post.adapters import (
-    Lora,
-    QuantizationFormat,
+from trainkit.post.adapters import Lora, lora, quantized
+from trainkit.post.adapters.formats import QuantizationFormat
+from trainkit.post.adapters.frozen import (
     QuantizationSpec,
     can_shard_bytes,
     get_quantizations,
-    lora,
-    quantized,
     round_weights,
 )
 from trainkit.sampling import shuffle_epochs
