@@ -16,7 +16,7 @@ import time
 import warnings
 from argparse import ArgumentParser
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -846,6 +846,68 @@ def test_a_process_without_a_heartbeat_is_named(source, out, encoders):
     with pytest.raises(DataError, match=message):
         run(path, out, workers=2, timeout=2.0, make_encode=encoders.make_deadly)
     assert multiprocessing.active_children() == []
+
+
+SLOW = """
+import time
+from multiprocessing import parent_process
+
+if parent_process():
+    time.sleep(60)
+
+def make(tokenizer):
+    return tokenizer.encode
+"""
+
+
+def test_processes_that_start_no_chunk_are_reported(source, out, tmp_path, monkeypatch):
+    (tmp_path / "slow_encoders.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(workers, "_MIN_START_SECONDS", 0.5)
+    make = __import__("slow_encoders").make
+    with pytest.raises(DataError, match=r"a process has started no chunk for \d+ s.*__main__"):
+        run(lines(source), out, workers=2, timeout=0.5, make_encode=make)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_executor_may_start_its_chunks_late(source, out):
+    path, started = lines(source), threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(started.wait)
+        threading.Timer(1.0, started.set).start()
+        assert run(path, out, executor=executor, timeout=0.1).documents == len(WORDS)
+
+
+class Reaped:
+    """A process whose exit code another thread has fetched, and not yet stored."""
+
+    pid = 4711
+
+    def __init__(self, *codes):
+        self._codes = iter(codes)
+
+    @property
+    def exitcode(self):
+        return next(self._codes)
+
+
+def test_a_dead_process_is_found_once_its_exit_code_is_known(tmp_path):
+    others = [SimpleNamespace(pid=1, exitcode=code) for code in (0, -signal.SIGTERM)]
+    (tmp_path / ".at_2").write_text("process 4711 on x, at chunk 2,")
+    dead = Reaped(None, None, -signal.SIGKILL)
+    error = workers._find_dead_process([*others, dead], tmp_path)
+    assert "process 4711 on x, at chunk 2, was ended by SIGKILL" in str(error)
+    error = workers._find_dead_process(others, tmp_path)
+    assert "at chunk 2, has ended" in str(error)
+
+
+def test_a_pool_that_breaks_while_chunks_are_submitted_is_reported(source, out):
+    class Broken(ThreadPoolExecutor):
+        def submit(self, *_):
+            raise BrokenExecutor
+
+    with Broken(1) as executor, pytest.raises(DataError, match="a process has ended"):
+        run(lines(source), out, executor=executor)
 
 
 def test_processes_end_with_one_that_is_killed(tmp_path):

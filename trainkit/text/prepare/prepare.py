@@ -154,7 +154,9 @@ def prepare_corpus(
             or Dask's `client.get_executor()` for the cores of several machines, which must all see
             the source and the folder of `out`, and have the same trainkit. It is not shut down.
         chunk_bytes: The minimum size of a chunk; by default 4 MiB, or a 4096th of the source.
-        timeout: Seconds without a heartbeat after which processes are taken to hang.
+        timeout: Seconds without a heartbeat after which processes are taken to hang. The processes
+            of a pool have at least 60 seconds to start; those of an `executor` may wait for any
+            time, as in the queue of a cluster.
         log: Called with messages, for example about parts that are reused.
         progress: Called whenever a part is finished.
 
@@ -338,7 +340,14 @@ def _write_parts(
     """Write the missing parts; return the number of processes, None with an executor."""
     missing = {index: chunk for index, chunk in enumerate(chunks) if index not in report.parts}
     if executor is not None:
-        write_parts(work, missing, executor, timeout=timeout, on_part=report.add)
+        write_parts(
+            work,
+            missing,
+            executor,
+            starts_at_once=False,
+            timeout=timeout,
+            on_part=report.add,
+        )
         return None
     if workers is None:
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
@@ -350,7 +359,14 @@ def _write_parts(
             report.add(index, write(index, chunk, bool))
     else:
         with process_pool(workers) as pool:
-            write_parts(work, missing, pool, timeout=timeout, on_part=report.add)
+            write_parts(
+                work,
+                missing,
+                pool,
+                starts_at_once=True,
+                timeout=timeout,
+                on_part=report.add,
+            )
     return workers
 
 
