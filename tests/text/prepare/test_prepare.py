@@ -36,11 +36,11 @@ from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
 from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.chat import (
     CHATML_SPECIAL,
-    TEMPLATES,
     encode_chat,
     make_chat_encoder,
     template_hash,
 )
+from trainkit.text.chat.templates import TEMPLATES
 from trainkit.text.corpora import open_conversations
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.text_files import TEXT_SUFFIXES
@@ -51,12 +51,12 @@ from trainkit.text.prepare.prepare import PrepareProgress, prepare_corpus
 from trainkit.text.tokenizers import (
     encode_document,
     make_byte_tokenizer,
-    make_text_encoder,
     open_tokenizer,
     save_tokenizer,
     tokenizer_hash,
     train_bpe,
 )
+from trainkit.text.tokenizers.documents import make_text_encoder
 from trainkit.tools.commands import prepare as command
 from trainkit.types import Column, ConfigError, DataError, DiskError
 

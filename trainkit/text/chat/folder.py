@@ -109,7 +109,7 @@ def template_hash(name: str | os.PathLike[str]) -> str:
 
     Raises:
         ConfigError: There is no such template.
-        DataError: As `has_template`.
+        DataError: As `read_template_sources`.
 
     Examples:
         >>> template_hash("chatml") == template_hash("qwen3")
@@ -129,19 +129,6 @@ def template_hash(name: str | os.PathLike[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def has_template(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a Hugging Face folder has a chat template.
-
-    Raises:
-        DataError: A file of it is no JSON, or has an invalid template.
-
-    Examples:
-        >>> has_template("/does/not/exist")
-        False
-    """
-    return bool(read_template_sources(Path(folder)))
-
-
 def locate_template(path: str | os.PathLike[str] | None) -> str | None:
     """Return the folder of a model, or of a `tokenizer.json`, if it has a chat template.
 
@@ -152,7 +139,7 @@ def locate_template(path: str | os.PathLike[str] | None) -> str | None:
         A name for `load_template`; None if there is no chat template.
 
     Raises:
-        DataError: As `has_template`.
+        DataError: As `read_template_sources`.
 
     Examples:
         >>> locate_template("/does/not/exist") is None
@@ -162,7 +149,7 @@ def locate_template(path: str | os.PathLike[str] | None) -> str | None:
         return None
     file = Path(path)
     folder = file.parent if file.name == "tokenizer.json" else file
-    return str(folder) if has_template(folder) else None
+    return str(folder) if read_template_sources(folder) else None
 
 
 def read_template(
@@ -216,7 +203,7 @@ def read_template(
         raise DataError(
             f"read_template: {path} has {missing}; it has {', '.join(sources) or 'none'}",
             where=path,
-            hint="take one of trainkit.text.chat.TEMPLATES, if the model was trained with it",
+            hint=f"if the model was trained with one of {', '.join(TEMPLATES)}, take that",
         )
     stops = [tokenizer.backend.id_to_token(i) for i in read_stop_ids(path)]
     known_tokens = {*tokenizer.special_ids, *(stop for stop in stops if stop)}

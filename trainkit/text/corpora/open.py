@@ -22,8 +22,9 @@ from trainkit.text.corpora.python_library import (
 from trainkit.text.corpora.records import describe_record, list_document_files, read_records
 from trainkit.text.corpora.shards import find_token_files, open_parts
 from trainkit.text.corpora.text_files import TEXT_SUFFIXES, check_readable
-from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
-from trainkit.text.tokenizers.documents import encode_documents
+from trainkit.text.tokenizers import make_byte_tokenizer
+from trainkit.text.tokenizers.documents import encode_documents, make_text_encoder
+from trainkit.text.tokenizers.open import list_compatible_hashes
 from trainkit.types import Corpus, DataError, check_range
 
 if TYPE_CHECKING:
