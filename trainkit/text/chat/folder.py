@@ -316,11 +316,15 @@ def read_template_sources(path: Path) -> dict[str, Any]:
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / MORE_TEMPLATES).glob("*.jinja"))}
-    sources: dict[str, Any] = {
-        name: _read_bytes(file).decode(errors="replace")
-        for name, file in files.items()
-        if file.exists()
-    }
+    sources: dict[str, Any] = {}
+    for name, file in files.items():
+        if not file.exists():
+            continue
+        try:
+            data = read_limited(file, max_bytes=_MAX_BYTES)
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}", where=file) from error
+        sources[name] = data.decode(errors="replace")
     setting: Any = read_tokenizer_settings(path / "tokenizer.json").get("chat_template")
     if not sources and setting is None and (path / "chat_template.json").is_file():
         setting = read_json_object(path / "chat_template.json").get("chat_template")
@@ -335,10 +339,3 @@ def read_template_sources(path: Path) -> dict[str, Any]:
             where=path,
         )
     return sources
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return read_limited(path, max_bytes=_MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", where=path) from error

@@ -132,10 +132,15 @@ def _write_documents(
     offsets = array("q", [0])
     has_mask: bool | None = None
     with ExitStack() as stack:
-        # The mask and the columns follow all tokens, so until then they go into files of their own.
-        mask_file, *column_files = [
-            stack.enter_context(_open_nameless(path)) for _ in range(1 + len(columns))
-        ]
+        # The mask and the columns follow all tokens, so until then they go into files of their own,
+        # on the same disk. These have no name: they vanish with the process, however that ends.
+        with convert_disk_errors(path, by="write_corpus"):
+            mask_file, *column_files = [
+                stack.enter_context(
+                    tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")
+                )
+                for _ in range(1 + len(columns))
+            ]
         for index, given in enumerate(documents):
             document = check_document(
                 given,
@@ -174,9 +179,3 @@ def _copy_section(section: BinaryIO, content: _ChunkWriter, path: Path) -> None:
 def _write(file: BinaryIO, data: bytes, path: Path) -> None:
     with convert_disk_errors(path, by="write_corpus", needed=len(data)):
         file.write(data)
-
-
-def _open_nameless(path: Path) -> Any:
-    """Open a file on the same disk that vanishes with the process, however that ends."""
-    with convert_disk_errors(path, by="write_corpus"):
-        return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")

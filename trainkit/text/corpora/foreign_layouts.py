@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
     from trainkit.types import IntArray
 
-MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
+"""The first bytes of an index, with its version."""
+_MEGATRON_HEADER = struct.Struct("<17sBQQ")
+"""The magic, the code of the dtype, and the numbers of sequences and of documents."""
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
@@ -157,13 +161,10 @@ def read_megatron_layout(path: Path) -> FileLayout:
     for file_path in (index, path):
         check_readable(file_path)
     with open_file(index) as file:
-        # Magic (9 bytes), version (8), dtype code (1), number of sequences (8), of documents (8).
-        data = file.read(34)
-        if len(data) < 34 or data[:9] != MEGATRON_MAGIC or _int(data[9:17]) != 1:
+        data = file.read(_MEGATRON_HEADER.size)
+        if len(data) < _MEGATRON_HEADER.size or data[:17] != MEGATRON_MAGIC:
             raise DataError(f"{index}: no Megatron index of version 1", where=index, got=data[:17])
-        code = _int(data[17:18])
-        num_sequences = _int(data[18:26])
-        num_documents = _int(data[26:34])
+        _, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(data)
         if code not in MEGATRON_DTYPES:
             raise DataError(
                 f"{index}: dtype code {code} is no dtype of tokens", where=index, got=code
@@ -182,10 +183,6 @@ def read_megatron_layout(path: Path) -> FileLayout:
     offsets = _megatron_offsets(index, lengths, pointers, ends, dtype.itemsize)
     sources = {index.name: hashlib.sha256(data).hexdigest()[:16]}
     return FileLayout(path, dtype, 0, int(offsets[-1]), offsets, sources)
-
-
-def _int(data: bytes) -> int:
-    return int.from_bytes(data, "little")
 
 
 def _megatron_offsets(

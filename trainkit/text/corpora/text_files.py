@@ -22,6 +22,12 @@ TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 BLOCK = 1 << 20
 WAITS = (0.1, 0.2, 0.4)
 """Seconds to wait before each retry of a failed read."""
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 
 def list_files(root: Path) -> list[str]:
@@ -96,10 +102,8 @@ def check_readable(path: Path) -> None:
             raise DataError(f"{path}: a link that leads nowhere", where=path) from error
         raise
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise DataError(
-            f"{path}: neither a regular file nor a directory, but {_describe_mode(mode)}",
-            where=path,
-        )
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise DataError(f"{path}: neither a regular file nor a directory, but {kind}", where=path)
 
 
 def check_name(path: Path) -> None:
@@ -236,13 +240,3 @@ def _not_text(path: Path, reason: str) -> DataError:
         where=path,
         hint="leave it out with `keep`, or convert it to UTF-8",
     )
-
-
-def _describe_mode(mode: int) -> str:
-    kinds = {
-        "a pipe": stat.S_ISFIFO,
-        "a socket": stat.S_ISSOCK,
-        "a character device": stat.S_ISCHR,
-        "a block device": stat.S_ISBLK,
-    }
-    return next((kind for kind, matches in kinds.items() if matches(mode)), "something else")

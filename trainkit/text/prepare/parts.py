@@ -272,26 +272,20 @@ def _encode_chunk(
         try:
             documents = encode_batch(batch)
         except Exception:
-            _raise_for_record(encode_batch, batch, chunk, count)
+            # Again one by one: the first record that fails alone is named, with its file and line.
+            for index, record in enumerate(batch, start=count):
+                try:
+                    encode_batch([record])
+                except Exception as error:
+                    origin = describe_document(chunk, index)
+                    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                    raise DataError(f"{origin}: {kind}{error}", where=origin) from error
             raise
         yield from documents
         count += len(batch)
         if time.monotonic() - last_heartbeat > _HEARTBEAT:
             last_heartbeat = time.monotonic()
             heartbeat()
-
-
-def _raise_for_record(
-    encode_batch: EncodeBatch, records: Sequence[Mapping[str, Any]], chunk: Chunk, start: int
-) -> None:
-    """Encode records one by one, and raise for the first that fails, with its file and line."""
-    for index, record in enumerate(records, start=start):
-        try:
-            encode_batch([record])
-        except Exception as error:
-            origin = describe_document(chunk, index)
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            raise DataError(f"{origin}: {kind}{error}", where=origin) from error
 
 
 def _part_path(folder: Path, index: int) -> Path:

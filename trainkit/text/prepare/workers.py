@@ -246,12 +246,12 @@ def process_pool(workers: int) -> Iterator[Executor]:
 
 def _initialize_process() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    # A killed parent cannot shut its pool down, and workers would wait for chunks forever.
     parent = parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def exit_with_parent() -> None:
+        # A killed parent cannot shut its pool down, and workers would wait for chunks forever.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -87,8 +87,11 @@ def iterate_windows(
             if skip:
                 pending = _skip_tokens(pending, skip, position.document)
                 skip = 0
-            # The document begins the next window.
-            if not room and not _has_no_tokens(pending, options):
+            # The document begins the next window; one without tokens, or that is to be dropped,
+            # still belongs to this one.
+            size = len(pending)
+            is_dropped = options.overlong == "drop" and size > options.capacity
+            if not room and size and not is_dropped:
                 break
             take, has_rest, end = _choose_part(pending, position, room, options)
             # A long document begins a window of its own, if this one has no room for a row.
@@ -102,12 +105,6 @@ def iterate_windows(
         # Also without tokens: the documents that were dropped must be counted.
         if position != start:
             yield _pack_window(start, position, parts, options)
-
-
-def _has_no_tokens(document: Document, options: WindowOptions) -> bool:
-    """Return whether a document adds no token to a window: it is empty, or will be dropped."""
-    size = len(document)
-    return not size or (options.overlong == "drop" and size > options.capacity)
 
 
 def _choose_part(
@@ -194,7 +191,21 @@ def _pack_window(
     # The order depends on where the window begins, not on how many came before it.
     key = make_key(options.seed, "window", start.document, start.token)
     order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
-    return Window(start, end, corpus, bins, order, _hash_window(end, corpus, bins, order))
+    arrays = {
+        "tokens": corpus.tokens,
+        "loss_mask": np.arange(0) if corpus.loss_mask is None else corpus.loss_mask,
+        # The rows hold every token, so they determine the lengths of the documents too.
+        "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
+        "order": order,
+    }
+    # The terms are added, so each has its name in its hash.
+    total = hash_counters(attrs.asdict(end))
+    for name, values in arrays.items():
+        total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
+    for name, values in corpus.values.items():
+        total += hash_box(f"column {name}", values, shape=values.shape, offset=[0] * values.ndim)
+    # Below 2^63: checkpoints store a cursor as int64.
+    return Window(start, end, corpus, bins, order, hash=total % 2**63)
 
 
 def copy_to_corpus(
@@ -219,20 +230,3 @@ def copy_to_corpus(
         columns=columns,
         values=values,
     )
-
-
-def _hash_window(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> int:
-    """Return a hash, below 2^63, of a window's end, its tokens, its rows and their order."""
-    arrays = {
-        "tokens": corpus.tokens,
-        "loss_mask": np.arange(0) if corpus.loss_mask is None else corpus.loss_mask,
-        # The rows hold every token, so they determine the lengths of the documents too.
-        "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
-        "order": order,
-    }
-    total = hash_counters(attrs.asdict(end))
-    for name, values in arrays.items():
-        total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
-    for name, values in corpus.values.items():
-        total += hash_box(f"column {name}", values, shape=values.shape, offset=[0] * values.ndim)
-    return total % 2**63  # checkpoints store it as int64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -74,11 +73,11 @@ def make_text_encoder(
         >>> make_text_encoder(make_byte_tokenizer())({"text": "hi"})
         array([256, 104, 105, 257])
     """
-    return partial(_encode_text, tokenizer, field)
 
+    def encode(record: Mapping[str, Any]) -> IntArray:
+        return encode_document(tokenizer, get_text(record, field))
 
-def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
-    return encode_document(tokenizer, get_text(record, field))
+    return encode
 
 
 def make_sample_encoder(
@@ -129,22 +128,18 @@ class _SampleEncoder:
         ids = np.asarray(record[self.tokens])
         # An empty list is an array of float64.
         ids = ids if ids.size else np.arange(0)
+        mask = np.ones(ids.shape, bool)
+        if self.loss_mask is not None:
+            mask = np.asarray(record[self.loss_mask])
+            # Another number would be a weight, which a mask cannot express.
+            if not np.isin(mask, (0, 1)).all():
+                raise DataError(
+                    f"field {self.loss_mask!r} must be booleans, or 0 and 1, for each token, got "
+                    f"{mask.dtype} {mask.shape}",
+                    where=self.loss_mask,
+                )
         columns = {name: record[name] for name in self.columns}
-        if self.loss_mask is None:
-            return Sample(ids, np.ones(ids.shape, bool), columns)
-        return Sample(ids, _read_mask(record, self.loss_mask), columns)
-
-
-def _read_mask(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:
-    """Return a loss mask; a value other than 0 and 1 would be a weight, not a mask."""
-    values = np.asarray(record[field])
-    if not np.isin(values, (0, 1)).all():
-        raise DataError(
-            f"field {field!r} must be booleans, or 0 and 1, for each token, got {values.dtype} "
-            f"{values.shape}",
-            where=field,
-        )
-    return values.astype(bool)
+        return Sample(ids, mask.astype(bool), columns)
 
 
 def get_text(record: Mapping[str, Any], field: str) -> str:

@@ -89,7 +89,9 @@ class HFTokenizer:
         """Return a text for each id separately: `<0xC3>` for bytes that are no character."""
         # Added tokens are not in the alphabet of the vocabulary.
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
-        byte_of = map_letters_to_bytes() if _is_byte_level(self.backend) else {}
+        # Only a byte-level decoder, alone or in a sequence, makes letters of the vocabulary bytes.
+        decoder = orjson.loads(self.backend.to_str())["decoder"]
+        byte_of = map_letters_to_bytes() if b'"ByteLevel"' in orjson.dumps(decoder) else {}
         return [
             added[i] if i in added else _format_token(self.backend.id_to_token(i), byte_of)
             for i in map(int, ids)
@@ -411,11 +413,6 @@ def _find_id(vocabulary: Mapping[str, int], token: Any, default: str, name: str)
             want=text,
         )
     return vocabulary[text]
-
-
-def _is_byte_level(backend: Any) -> bool:
-    """Return whether the letters of a vocabulary represent bytes."""
-    return '"ByteLevel"' in orjson.dumps(orjson.loads(backend.to_str())["decoder"]).decode()
 
 
 def map_letters_to_bytes() -> dict[str, int]:
