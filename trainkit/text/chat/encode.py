@@ -182,16 +182,20 @@ def make_chat_encoder(
     check_range("make_chat_encoder", at_least=1, max_length=max_length)
     check_choice(("error", "drop"), "make_chat_encoder", overlong=overlong)
     counts = Counter() if counts is None else counts
+    # Partials, not closures: processes that read a corpus get the encoder by pickle.
     encode = partial(
         _encode_record,
-        tokenizer=tokenizer,
+        encode_messages=partial(
+            encode_chat,
+            tokenizer=tokenizer,
+            template=template,
+            train=train,
+            max_length=max_length,
+            overlong=overlong,
+            counts=counts,
+        ),
         field=field,
         stop_ids=find_stop_ids(tokenizer, template),
-        template=template,
-        train=train,
-        max_length=max_length,
-        overlong=overlong,
-        counts=counts,
     )
     # `open_corpus` and `prepare_corpus` read these attributes.
     vars(encode).update(vocab_size=getattr(tokenizer, "vocab_size", None), counts=counts)
@@ -201,14 +205,9 @@ def make_chat_encoder(
 def _encode_record(
     record: Mapping[str, Any],
     *,
-    tokenizer: Tokenizer,
+    encode_messages: Callable[..., Sample],
     field: str | Callable[[Mapping[str, Any]], Sequence[Message]],
-    stop_ids: Sequence[int] | None,
-    template: Template,
-    train: Train,
-    max_length: int | None,
-    overlong: Literal["error", "drop"],
-    counts: Counter[str],
+    stop_ids: Sequence[int],
 ) -> Sample:
     if not isinstance(field, str):
         messages = field(record)
@@ -221,17 +220,8 @@ def _encode_record(
             f"{advice}",
             want=field,
         )
-    sample = encode_chat(
-        messages,
-        tokenizer,
-        template=template,
-        train=train,
-        max_length=max_length,
-        tools=parse_tools(record),
-        overlong=overlong,
-        counts=counts,
-    )
-    if stop_ids is not None and len(sample.tokens):
+    sample = encode_messages(messages, tools=parse_tools(record))
+    if len(sample.tokens):
         check_mask(sample, stop_ids=stop_ids)
     return sample
 

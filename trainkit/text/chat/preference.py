@@ -36,7 +36,6 @@ def encode_preference_pair(
     *,
     template: Template = chatml,
     max_length: int | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     counts: Counter[str] | None = None,
 ) -> tuple[Sample, Sample]:
     """Encode a preference pair; only the answers are in the loss.
@@ -52,7 +51,6 @@ def encode_preference_pair(
         tokenizer: As in `encode_chat`.
         template: As in `encode_chat`.
         max_length: As in `encode_chat`; halves are truncated after whole turns.
-        tools: As in `encode_chat`; the record's by default.
         counts: As in `encode_chat`, for each half.
 
     Returns:
@@ -70,7 +68,7 @@ def encode_preference_pair(
         >>> chosen.tokens[chosen.loss_mask], rejected.tokens[rejected.loss_mask]
         (array([ 50, 260]), array([ 51, 260]))
     """
-    tools = parse_tools(record) if tools is None else tools
+    tools = parse_tools(record)
     halves, prompt_length = _split_record(record)
     for name, messages in halves.items():
         if messages[prompt_length]["role"] != "assistant":
