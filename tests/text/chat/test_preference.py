@@ -194,8 +194,8 @@ def test_each_prompt_is_given_the_answer_to_the_next_one():
     ]
     found = list(mismatch_answers(chosen for chosen, _ in pairs))
     assert [trained_texts(sample)[0][:2] for sample in found] == ["A1", "A2", "A0"]
-    asked = [BYTES.decode(sample.tokens[~sample.loss_mask]) for sample in found]
-    assert all(f"Q{i}" in text for i, text in enumerate(asked))
+    prompts = [BYTES.decode(sample.tokens[~sample.loss_mask]) for sample in found]
+    assert all(f"Q{i}" in text for i, text in enumerate(prompts))
 
 
 # ------------------------------------------------------------------------------------- packing
@@ -207,19 +207,14 @@ def packings(draw):
     capacity = multiple_of * draw(st.integers(2, 12))
     length = st.integers(1, capacity)
     lengths = draw(st.lists(length, max_size=20).map(lambda halves: halves[: len(halves) // 2 * 2]))
-    arguments = {
-        "capacity": capacity,
-        "fit": draw(st.sampled_from([best_fit, first_fit, next_fit])),
-        "multiple_of": multiple_of,
-    }
-    return lengths, arguments
+    fit = draw(st.sampled_from([best_fit, first_fit, next_fit]))
+    return lengths, capacity, multiple_of, fit
 
 
 @given(packings())
 def test_both_halves_of_each_pair_that_fits_are_in_one_row_once(packing):
-    lengths, arguments = packing
-    capacity, multiple_of = arguments["capacity"], arguments["multiple_of"]
-    bins = pack_pairs(lengths, overlong="drop", **arguments)
+    lengths, capacity, multiple_of, fit = packing
+    bins = pack_pairs(lengths, capacity, fit=fit, multiple_of=multiple_of, overlong="drop")
     aligned = [-(-length // multiple_of) * multiple_of for length in lengths]
     placed = []
     for row in range(len(bins)):
@@ -275,10 +270,10 @@ def test_documents_of_a_row_are_chosen_and_rejected_in_turn():
     corpus = make_corpus(flatten_pairs(pairs), vocab_size=BYTES.vocab_size)
     bins = pack_pairs(corpus.lengths, 256, multiple_of=4)
     batch = collate_bins(corpus, bins, list(range(len(bins))))
-    asked = batch["labels"] != IGNORED_LABEL
+    is_label = batch["labels"] != IGNORED_LABEL
     stop = BYTES.encode("<|im_end|>")[0]
     for labels, documents in zip(batch["labels"], batch["document_ids"], strict=True):
         words = (labels != IGNORED_LABEL) & (labels != stop)
         assert set(labels[words & (documents % 2 == 0)].tolist()) == {ord("A")}
         assert set(labels[words & (documents % 2 == 1)].tolist()) == {ord("B")}
-    assert int(asked.sum()) == len(pairs) * (9 + 2)
+    assert int(is_label.sum()) == len(pairs) * (9 + 2)
