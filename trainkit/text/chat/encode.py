@@ -117,6 +117,7 @@ def encode_chat(
     if max_length is not None and len(tokens) > max_length:
         # How many tokens the conversation has up to the end of each chosen turn.
         turn_lengths = np.searchsorted(ends, [turn[-1][1] for turn in turns], side="right")
+        # After a complete turn: a truncated answer would have no stop token.
         fitting = turn_lengths[turn_lengths <= max_length]
         length = int(fitting.max(initial=0))
         num_lost = len(turns) - len(fitting)
@@ -128,6 +129,7 @@ def encode_chat(
                 want=max_length,
                 hint='raise max_length, or take overlong="drop"',
             )
+    # Last: a conversation that raises is not counted.
     if counts is not None:
         counts["conversations"] += 1
         counts["answers"] += len(chosen)
@@ -209,6 +211,7 @@ def _encode_record(
     field: str | Callable[[Mapping[str, Any]], Sequence[Message]],
     stop_ids: Sequence[int],
 ) -> Sample:
+    # A function finds the messages of records of another form.
     if not isinstance(field, str):
         messages = field(record)
     elif field in record:
@@ -313,6 +316,7 @@ def find_stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[in
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     body = [segment.text for segment in template(probe) if segment.body and segment.message == 1]
     # The stop token is the rest of the body after the content.
+    # Some templates write a blank between the content and the stop token, as Llama 2 does.
     stop = "".join(body).rpartition(_PROBE)[2].strip()
     if not stop:
         raise ValueError(
@@ -355,6 +359,7 @@ def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
         raise DataError(f"check_mask: of {total} tokens none is trained on", got=0)
     if count == total:
         raise DataError(f"check_mask: all {total} tokens are trained on, the prompt too", got=count)
+    # A stop token outside the mask, such as that of a user's turn, teaches nothing.
     is_stop = np.isin(sample.tokens, np.asarray(stop_ids, np.int64))
     if not (is_stop & np.asarray(sample.loss_mask, bool)).any():
         raise DataError(
@@ -426,8 +431,10 @@ def _check_scaffold(
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     rendered = sum(len(segment.text) for segment in segments)
+    # The usual case, without the cost of serializing the conversation.
     if rendered <= _SCAFFOLD:
         return
+    # As JSON, since calls and schemas are rendered too; `default` for values that it has not.
     given = len(orjson.dumps([list(messages), list(tools or [])], default=str))
     if rendered > _SCAFFOLD + 16 * given:
         raise DataError(
@@ -457,8 +464,10 @@ def _count_hidden(
     for segment in segments:
         if segment.body and segment.message is not None:
             bodies[segment.message] = bodies.get(segment.message, "") + segment.text
+    # Each has a body: `find_turns` has raised otherwise.
     for i in chosen:
         message = messages[i]
+        # Of the content the last word: a template may take reasoning off its beginning.
         words = (message.get("content") or "").split()
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         # As a whole word: a name may be a part of another word.

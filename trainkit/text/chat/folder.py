@@ -85,6 +85,7 @@ def choose_template_name(
         pass
     except ValueError as error:
         reason = str(error).removeprefix("find_stop_ids: ")
+        # The template is not in question here, only the tokens that it needs.
         if name or own:
             raise ConfigError(
                 f"choose_template_name: {chosen}: {reason}", where="template"
@@ -115,6 +116,7 @@ def template_hash(name: str | os.PathLike[str]) -> str:
         >>> template_hash("chatml") == template_hash("qwen3")
         False
     """
+    # A native template has the hash of the Jinja that is exported for it.
     if str(name) in JINJA_SOURCES:
         sources: dict[str, Any] = {"default": JINJA_SOURCES[str(name)]}
         tokens: dict[str, str] = {}
@@ -206,6 +208,7 @@ def read_template(
             hint=f"if the model was trained with one of {', '.join(TEMPLATES)}, take that",
         )
     stops = [tokenizer.backend.id_to_token(i) for i in read_stop_ids(path)]
+    # A model may stop at a token that its tokenizer does not mark as special.
     known_tokens = {*tokenizer.special_ids, *(stop for stop in stops if stop)}
     ends = {text for text in (*stops, tokens.get("eos_token")) if text}
     templates = {
@@ -223,6 +226,7 @@ def _read_special_texts(path: Path) -> dict[str, str]:
     """Return the texts of a folder's special tokens by their names, such as "eos_token"."""
     settings = read_tokenizer_settings(path / "tokenizer.json")
     texts = {}
+    # A token is a text, or an object with its flags and its text as `content`.
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value
         if key.endswith("_token") and isinstance(text, str):
@@ -251,6 +255,7 @@ def read_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
         if ids is None:
             continue
         stop_ids = ids if isinstance(ids, list) else [ids]
+        # `isinstance` would take `true` for an id.
         if not all(type(i) is int and i >= 0 for i in stop_ids):
             raise DataError(f"{path}: eos_token_id is {ids!r:.60}, no id", where=path)
         return tuple(stop_ids)
@@ -314,6 +319,7 @@ def read_template_sources(path: Path) -> dict[str, Any]:
         >>> read_template_sources(Path("/does/not/exist"))
         {}
     """
+    # In one file for each, as newer versions of `transformers` write them.
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / MORE_TEMPLATES).glob("*.jinja"))}
     sources: dict[str, Any] = {}
@@ -326,6 +332,7 @@ def read_template_sources(path: Path) -> dict[str, Any]:
             raise DataError(f"{file}: {error.strerror}", where=file) from error
         sources[name] = data.decode(errors="replace")
     setting: Any = read_tokenizer_settings(path / "tokenizer.json").get("chat_template")
+    # Where `transformers` saved the template of a processor of images and text.
     if not sources and setting is None and (path / "chat_template.json").is_file():
         setting = read_json_object(path / "chat_template.json").get("chat_template")
     if sources or setting is None:

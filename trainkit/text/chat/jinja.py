@@ -143,10 +143,12 @@ def _render(
             template,
             messages=messages,
             tools=tools,
+            # `transformers` always passes it, and a template may read it without asking.
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
+    # A template fails with any of these on messages that it did not expect.
     except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(

@@ -85,6 +85,7 @@ def _read_batches(
             has_all = columns is not None and {*columns} <= {*batch.schema.names}
             yield batch.select(columns) if has_all else batch
         return
+    # A column that is missing is an error of the record, which names what it has.
     with _open_parquet(path) as file:
         has_all = columns is not None and {*columns} <= {*file.schema_arrow.names}
         yield from file.iter_batches(
@@ -105,6 +106,7 @@ def _read_arrow_batches(path: Path) -> Iterator[Any]:
     """Yield the record batches of an IPC file or stream, as views of the mapped file."""
     pa = _import_pyarrow()
     with pa.memory_map(str(path)) as file:
+        # The file format has this magic at both ends, and an index of its batches.
         if file.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(file)
             yield from map(reader.get_batch, range(reader.num_record_batches))

@@ -132,6 +132,7 @@ def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             start = file.tell()
     except (KeyError, OSError, ValueError) as error:
         raise damaged_file(path, ".npy", error) from error
+    # A header is text that anybody can write, with a negative size too.
     if len(shape) != 1 or shape[0] < 0 or dtype.name not in DTYPES:
         raise DataError(
             f"{path}: tokens are integers in one dimension, got {dtype} {shape}",
@@ -211,6 +212,7 @@ def _megatron_offsets(
             want=expected,
         )
     _check_increasing(index, ends, len(lengths), "sequences")
+    # `ends` has a leading 0, and one entry for each document: Megatron's `document_indices`.
     return starts[ends]
 
 
@@ -246,6 +248,7 @@ def read_sidecar(path: Path) -> Sidecar:
     # `type(x) is int`, as JSON's `true` is an int for `isinstance`.
     rules: dict[str, Callable[[Any], bool]] = {
         "dtype": lambda x: x in DTYPES,
+        # A name only: with a slash it could be any file of the machine.
         "offsets": lambda x: (
             (type(x) is str and Path(x).name == x and "\0" not in x)
             or (type(x) is list and all(type(i) is int for i in x))
@@ -299,6 +302,7 @@ def _read_sidecar_offsets(
 
 
 def _check_increasing(path: Path, offsets: np.ndarray[Any, Any], end: int, unit: str) -> None:
+    # Equal ones are allowed: a document may be empty.
     increases = len(offsets) > 1 and not (offsets[1:] < offsets[:-1]).any()
     if not increases or offsets[0] != 0 or offsets[-1] != end:
         raise DataError(

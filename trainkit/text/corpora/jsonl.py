@@ -64,6 +64,7 @@ def _describe_line(path: Path, start: int, number: int) -> str:
 
 def split_json_lines(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Split a file into ranges of lines of at least `min_bytes`: (start, end, bytes) of each."""
+    # Without reading the file: each boundary is searched from where it should be.
     size = path.stat().st_size
     start = 0
     while start < size:

@@ -53,6 +53,7 @@ def list_files(root: Path) -> list[str]:
 def list_linked_folders(root: Path) -> list[str]:
     """List the links to directories below a directory; `list_files` does not follow them."""
     return sorted(
+        # `os.walk` lists a link to a folder among the folders, and does not enter it.
         (Path(folder) / name).relative_to(root).as_posix()
         for folder, folders, _ in os.walk(root)
         for name in folders
@@ -73,6 +74,7 @@ def read_text(path: Path, *, on_bytes: Callable[[bytearray], object] = bool) -> 
         DiskError: The disk fails.
     """
     check_readable(path)
+    # Not `path.read_text`: it would translate line ends.
     data = bytearray()
     with open_file(path) as file:
         for block in read_blocks(file, path):
@@ -80,6 +82,7 @@ def read_text(path: Path, *, on_bytes: Callable[[bytearray], object] = bool) -> 
             if b"\0" in block:
                 raise _not_text(path, f"a NUL byte at byte {len(data) + block.index(0)}")
             data += block
+    # Before decoding: a caller hashes the bytes, not the text.
     on_bytes(data)
     try:
         return data.decode()

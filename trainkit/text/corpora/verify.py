@@ -59,6 +59,7 @@ def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None
         names = find_token_files(path)
     for name in names or ():
         with collect_problem():
+            # One by one: a damaged file must not hide the problems of the others.
             [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
             documents += len(corpus.offsets) - 1
             tokens += len(corpus.tokens)
@@ -107,6 +108,7 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
         "path": str(path),
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
+        # The parts of a directory may have different dtypes.
         "dtype": sorted({part.tokens.dtype.name for part in getattr(corpus, "parts", [corpus])}),
         "vocab_size": corpus.vocab_size,
         "columns": {name: attrs.asdict(column) for name, column in corpus.columns.items()},

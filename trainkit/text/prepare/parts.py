@@ -180,6 +180,7 @@ def identify(value: Any) -> str:
             source = ""
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         return f"{value.__module__}.{value.__qualname__} {digest}"
+    # `identify` of each raises for what has no stable text, such as an object.
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(identify, value)):
         return repr(value)
     if isinstance(value, Mapping) and all(map(identify, [*value, *value.values()])):
@@ -206,6 +207,7 @@ def make_part_writer(work: Work) -> WritePart:
         DiskError: A part cannot be written.
     """
     encode_record = None if work.make_encode is None else work.make_encode(work.tokenizer)
+    # The encoder's counter runs on; a part has the difference.
     counter = getattr(encode_record, "counts", {})
     columns = check_columns("prepare", getattr(encode_record, "columns", None))
     vocab_size = work.settings["vocab_size"]
@@ -313,6 +315,7 @@ def read_finished_part(
         if stored_key.get(name) != expected:
             return None, _describe_change(name, stored_key.get(name), expected)
     try:
+        # All of it, since the disk may have lost what a killed machine had written.
         if part.digest is not None:
             _open_part(path, part, check="full")
     except DataError as error:

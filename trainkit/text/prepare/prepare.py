@@ -188,6 +188,7 @@ def prepare_corpus(
     folder = out.with_name(f"{out.name}.parts")
     work = make_work(folder, tokenizer, make_encode, field, template_hash=template_hash)
     sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
+    # A function of the files alone: the next run finds the same parts.
     chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     _log_unread_files(sources, (*suffixes, *RECORD_FORMATS), log)
     with lock_output(out), _make_parts_folder(work.folder):
@@ -295,6 +296,7 @@ def split_sources(
             raise DataError(f"prepare: {path}: there are no documents{reason}", where=path)
         chunks += part
     if chunk_bytes is None and len(chunks) > _MAX_CHUNKS:
+        # Fewer, larger chunks: each is two files and a task.
         larger = sum(chunk.bytes for chunk in chunks) // _MAX_CHUNKS
         if larger > _MIN_CHUNK_BYTES:
             return split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=larger)
@@ -352,7 +354,9 @@ def _write_parts(
     if workers is None:
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
         workers = 1 if is_small else len(os.sched_getaffinity(0))
+    # No process without a chunk.
     workers = max(1, min(workers, len(missing)))
+    # Here, as a process would only add its start.
     if workers == 1:
         write = make_part_writer(work)
         for index, chunk in missing.items():
@@ -372,6 +376,7 @@ def _write_parts(
 
 def _check_content(total: Tally, sources: Sequence[Path], log: Log) -> None:
     """Raise DataError if all documents are empty; log a warning if answers are hidden."""
+    # Dropped conversations have no tokens, and are not among the empty documents.
     dropped = total.counts.get("dropped", 0)
     if total.empty_documents + dropped >= total.documents:
         names = ", ".join(map(str, sources))
@@ -423,6 +428,7 @@ def _concat_parts(
     with convert_disk_errors(out, by="prepare"):
         temporary.replace(out)
         fsync_folder(out.parent)
+    # Last: until the file has reached the disk, a run that is killed resumes from the parts.
     shutil.rmtree(work.folder)
     return written
 
@@ -476,6 +482,7 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             break
         file.close()  # the process that had the lock has deleted the file: lock a new one
+    # For the message of a process that comes meanwhile.
     try:
         file.truncate(0)
         file.write(str(os.getpid()))

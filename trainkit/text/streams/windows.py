@@ -117,6 +117,7 @@ def _choose_part(
     size = len(document)
     capacity = options.capacity
     next_document = attrs.evolve(position, document=position.document + 1, token=0)
+    # The window may grow beyond its size by this document: nothing is split in vain.
     if size <= capacity or (options.overlong == "split" and size <= options.window_tokens):
         return size, False, next_document
     if options.overlong == "split":
@@ -130,6 +131,7 @@ def _choose_part(
             got=size,
             want=capacity,
         )
+    # Truncated to a row, or dropped.
     take = capacity if options.overlong == "truncate" else 0
     return (
         take,
@@ -168,6 +170,7 @@ def note_document(
             yield document
             index += 1
     except Exception as error:
+        # The same object with a note, as callers handle exceptions of their own source.
         error.add_note(f"stream: while reading document {index}")
         raise
 

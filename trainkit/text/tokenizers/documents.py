@@ -37,6 +37,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
         >>> encode_documents(make_byte_tokenizer(), ["hi", ""])
         [array([256, 104, 105, 257]), array([256, 257])]
     """
+    # Optional; that of the `tokenizers` library uses all cores.
     encode_batch: Callable[[Sequence[str]], Sequence[Any]] | None
     encode_batch = getattr(tokenizer, "encode_batch", None)
     rows = map(tokenizer.encode, texts) if encode_batch is None else encode_batch(texts)
@@ -44,6 +45,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
 
 
 def _add_bos_eos(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArray:
+    # Of a tokenizer anything but `encode` and `decode` is optional.
     bos = getattr(tokenizer, "bos_id", None)
     eos = getattr(tokenizer, "eos_id", None)
     return np.concatenate(
@@ -123,6 +125,7 @@ class _SampleEncoder:
     vocab_size: int | None
 
     def __call__(self, record: Mapping[str, Any]) -> Sample:
+        # All of them first: the error of a missing one lists the record's fields.
         for field in filter(None, (self.tokens, self.loss_mask, *self.columns)):
             _check_field(record, field)
         ids = np.asarray(record[self.tokens])
