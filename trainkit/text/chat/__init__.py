@@ -3,6 +3,7 @@
 from trainkit.text.chat.encode import (
     check_mask,
     encode_chat,
+    encode_prompt,
     find_stop_ids,
     format_answers_warning,
     format_mask,
@@ -25,7 +26,6 @@ from trainkit.text.chat.preference import (
     mismatch_answers,
     pack_pairs,
 )
-from trainkit.text.chat.prompt import encode_prompt
 from trainkit.text.chat.sources import JINJA_SOURCES
 from trainkit.text.chat.templates import (
     CHATML_SPECIAL,

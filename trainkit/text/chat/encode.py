@@ -140,6 +140,30 @@ def encode_chat(
     return Sample(tokens[:length], loss_mask[:length])
 
 
+def encode_prompt(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, template: Template = chatml
+) -> list[int]:
+    r"""Encode a conversation up to the beginning of the assistant's answer.
+
+    Args:
+        messages: As in `encode_chat`; the last is not the assistant's.
+        tokenizer: As in `encode_chat`.
+        template: As in `encode_chat`.
+
+    Raises:
+        DataError: A message is wrong.
+
+    Examples:
+        >>> from trainkit.text.tokenizers import open_tokenizer
+        >>> tokenizer = open_tokenizer("bytes")
+        >>> ids = encode_prompt([{"role": "user", "content": "hi"}], tokenizer)
+        >>> bytes(ids[-10:])
+        b'assistant\n'
+    """
+    segments = template(messages, add_generation_prompt=True)
+    return list(tokenizer.encode("".join(segment.text for segment in segments)))
+
+
 def make_chat_encoder(
     tokenizer: Tokenizer,
     *,

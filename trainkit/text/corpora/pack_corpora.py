@@ -196,7 +196,7 @@ def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
         >>> others.corpus.tokens.tolist()
         [0, 7, 2, 5]
     """
-    # Only pairs of training rows: a held-out prompt must not be trained on.
+    # Only pairs that are in a row, neither dropped nor held out.
     corpus: Any = rows.corpus
     # Every row has whole pairs, chosen first, so the even places are the chosen halves.
     chosen = set(rows.bins.documents[::2].tolist())

@@ -190,7 +190,9 @@ def prepare_corpus(
     sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
     # A function of the files alone: the next run finds the same parts.
     chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
-    _log_unread_files(sources, (*suffixes, *RECORD_FORMATS), log)
+    for path in sources:
+        if message := describe_unread_files(path, (*suffixes, *RECORD_FORMATS)):
+            log(message)
     with lock_output(out), _make_parts_folder(work.folder):
         reused = _find_finished_parts(work, chunks, log)
         report = _ProgressReport(chunks, reused, progress, start_time)
@@ -301,12 +303,6 @@ def split_sources(
         if larger > _MIN_CHUNK_BYTES:
             return split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=larger)
     return chunks
-
-
-def _log_unread_files(sources: Sequence[Path], suffixes: Sequence[str], log: Log) -> None:
-    for path in sources:
-        if message := describe_unread_files(path, suffixes):
-            log(message)
 
 
 def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[int, Tally]:
