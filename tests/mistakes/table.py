@@ -1469,8 +1469,8 @@ MISTAKES = [
         (
             "documents.py",
             "every token of a record is trained on",
-            "        return Sample(ids, _read_mask(record, self.loss_mask), columns)",
-            "        return Sample(ids, np.ones_like(_read_mask(record, self.loss_mask)), columns)",
+            "        return Sample(ids, mask.astype(bool), columns)",
+            "        return Sample(ids, np.ones(ids.shape, bool), columns)",
             "tests/text/tokenizers tests/text/corpora/test_columns.py",
         ),
     ),

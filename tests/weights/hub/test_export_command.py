@@ -20,13 +20,13 @@ from trainkit.models.decoder import whole_logits
 from trainkit.post.evaluation.examples import encode_continuation
 from trainkit.text.chat import (
     JINJA_SOURCES,
-    TEMPLATES,
     encode_chat,
     find_stop_ids,
     make_jinja_template,
     read_stop_ids,
     read_template,
 )
+from trainkit.text.chat.templates import TEMPLATES
 from trainkit.text.tokenizers import (
     encode_document,
     open_tokenizer,
