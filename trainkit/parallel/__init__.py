@@ -6,7 +6,7 @@ A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel
 """
 
 from trainkit.parallel.attention import attention_line, set_attention
-from trainkit.parallel.check_layout import check_layout, problems, refuse
+from trainkit.parallel.check_layout import check_layout
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.ddp import average_parameters, ddp, vote_signs
 from trainkit.parallel.describe_run import describe_run
@@ -76,10 +76,8 @@ __all__ = [
     "mixed_precision",
     "offload_activations",
     "offload_state",
-    "problems",
     "read_hf_styles",
     "recompute",
-    "refuse",
     "resolve_precision",
     "sequence_parallel",
     "set_attention",

@@ -14,7 +14,7 @@ from torch import nn
 from trainkit.collectives import get_backends, get_comm_device
 from trainkit.mesh import solo_parallel
 from trainkit.models.experts import ExpertMlp
-from trainkit.parallel.check_layout import problems, refuse
+from trainkit.parallel.check_layout import check_layout
 from trainkit.parallel.check_modules import (
     refuse_container,
     refuse_empty_parameters,
@@ -105,7 +105,7 @@ def fsdp(
         hybrid = replicates(module, ps)
         if ps.fsdp.count == 1 and not hybrid:
             alone = Layout(cpu_offload=how.cpu_offload)
-            refuse(problems(alone, world=1, device=ps.device.type))
+            check_layout(alone, world=1, device=ps.device.type)
             return module
         needed_by = "fsdp" if ps.pp.count == 1 else ""
         units = [] if blocks is None else find_blocks(module, blocks, needed_by=needed_by)
