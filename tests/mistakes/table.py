@@ -943,8 +943,8 @@ MISTAKES = [
         (
             "tied_embeddings.py",
             "the owner of a tied embedding has the copy's gradient alone",
-            "local.copy_(local + twin if own < other else twin + local)",
-            "local.copy_(twin)",
+            "local.copy_(local + remote if own < other else remote + local)",
+            "local.copy_(remote)",
             "tests/parallel/test_pipeline.py",
         ),
         (
