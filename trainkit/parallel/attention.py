@@ -1,4 +1,4 @@
-"""The kernel of a model's attention, chosen once for each kind of layer."""
+"""The choice of a model's attention kernels, one for each kind of layer."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _KERNEL = Note[Chosen | None]("attention", default=None)
 
 
 def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
-    """Return the transform that gives a model the first of some attention kernels that fits.
+    """Return the transform that sets the first attention kernel that supports each layer.
 
-    Every submodule that holds an `Attend` in its attribute `attend` and says `head_size`, as the
-    decoder's attention does, gets that kernel which takes its head size, its `window` and its
-    `softcap`; layers of one kind share it. `attention_line` says what was taken.
+    It applies to every submodule with an `Attend` in its attribute `attend` and a `head_size`, such
+    as the decoder's attention. The kernel must support the layer's head size, `window` and
+    `softcap`; layers of one kind share it. `describe_run` reports the choice.
 
     Args:
         names: Kernels in order of preference; see `attention.choose_kernel`.
-        dtype: What is computed in.
+        dtype: The dtype of the computation.
 
     Returns:
-        A transform for `build_stages`. It renames nothing.
+        A transform for `build_stages`. Parameters keep their names.
 
     Raises:
-        ConfigError: When applied: no kernel takes a layer; there is no such submodule; or the
-            layout has a ring, which computes blocks by kernels of its own.
+        ConfigError: When applied: no kernel supports a layer; there is no such submodule; or the
+            layout has a ring, which has kernels of its own.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -83,7 +83,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
 
 
 def attention_line(stages: Sequence[nn.Module]) -> str:
-    """Return which kernels were chosen for how many layers, and why no others; "" without a choice.
+    """Describe the kernels chosen, with the numbers of layers and the reasons; "" without a choice.
 
     Args:
         stages: This rank's stages.
