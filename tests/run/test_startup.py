@@ -19,7 +19,8 @@ from threads import run_threads
 
 import trainkit as tk
 from trainkit import mesh
-from trainkit.mesh import open_gloo_axis, rendezvous, rendezvous_store
+from trainkit.mesh import rendezvous, rendezvous_store
+from trainkit.mesh.axes import open_gloo_axis
 from trainkit.mesh.launch import Launch
 from trainkit.mesh.rendezvous_store import Registration, find_trouble, missing_ranks
 from trainkit.run.startup import check_ranks_agree, find_difference, make_code_facts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainkit.collectives import any_rank
 from trainkit.mesh import axes
-from trainkit.mesh.launch import Launch, read_launch, require_torch
+from trainkit.mesh.launch import Launch, check_torch_version, read_launch
 from trainkit.mesh.rendezvous import first_words, open_world
 from trainkit.types import ConfigError, Layout, ParallelState
 
@@ -104,7 +104,7 @@ def parallel_session(
         1
     """
     existing = dist.is_available() and dist.is_initialized()
-    require_torch()
+    check_torch_version()
     launch = _find_launch()
     layout = attrs.evolve(layout or Layout(), **fields).over(launch.world)
     device = _get_local_device(launch)

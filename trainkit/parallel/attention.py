@@ -39,7 +39,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         >>> from trainkit.models import Decoder, make_decoder_config
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
         >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
-        >>> attention_line([made])
+        >>> describe_attention([made])
         'attention: 2 layers by flash (varlen: it runs only on CUDA)'
     """
 
@@ -82,14 +82,14 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     return Transform(apply, kind="attention")
 
 
-def attention_line(stages: Sequence[nn.Module]) -> str:
+def describe_attention(stages: Sequence[nn.Module]) -> str:
     """Describe the kernels chosen, with the numbers of layers and the reasons; "" without a choice.
 
     Args:
         stages: This rank's stages.
 
     Examples:
-        >>> attention_line([nn.Linear(1, 1)])
+        >>> describe_attention([nn.Linear(1, 1)])
         ''
     """
     chosen = [str(kernel) for stage in stages for kernel in _KERNEL.read_all(stage)]

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
-from trainkit.parallel.attention import attention_line
+from trainkit.parallel.attention import describe_attention
 from trainkit.parallel.linear_layers import describe_linears
 from trainkit.parallel.parameters import get_kind, get_named_parameters, is_tied_copy
 from trainkit.parallel.stage_forward import compute_device
@@ -74,5 +74,5 @@ def describe_run(
         f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * efficiency:.1f} % full; "
         f"{rows_per_step:,} rows a step ({rows_per_step * rows.capacity:,} tokens): "
         f"{f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps an epoch"
-        + "".join(f"\n{line}" for line in (linears, attention_line(stages)) if line)
+        + "".join(f"\n{line}" for line in (linears, describe_attention(stages)) if line)
     )

@@ -29,7 +29,7 @@ from trainkit.parallel.grad_reduction import (
     sum_gradients_,
 )
 from trainkit.parallel.parameters import canonical_name, find_blocks
-from trainkit.parallel.precision import compute_dtype
+from trainkit.parallel.precision import get_compute_dtype
 from trainkit.parallel.recompute import hide_hooks_
 from trainkit.parallel.transforms import Transform
 from trainkit.types import Axis, ConfigError, Layout, ParallelState
@@ -115,7 +115,7 @@ def fsdp(
         units = [] if blocks is None else find_blocks(module, blocks, needed_by=needed_by)
         names = {part: canonical_name(name) for name, part in module.named_modules()}
         _check_modules(module, units, names)
-        compute = compute_dtype(module)
+        compute = get_compute_dtype(module)
         summed_in = reduce_dtype if compute else None
         shard = _make_sharder(ps, compute, summed_in, cpu_offload=options.cpu_offload)
         # The innermost modules first: FSDP2 leaves those that are units already to themselves.

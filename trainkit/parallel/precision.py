@@ -152,7 +152,7 @@ def widen_gradients_(module: nn.Module) -> None:
     """
     # Frozen parameters too: they may be trained later.
     stored = [p for p in module.parameters() if p.dtype == torch.bfloat16]
-    if compute_dtype(module) and stored:
+    if get_compute_dtype(module) and stored:
         set_grad_dtype(stored)
         sum_in_grad_dtype_(module)
 
@@ -183,11 +183,11 @@ def autocast_call(call: Call, dtype: torch.dtype = torch.bfloat16) -> Call:
     return cast
 
 
-def compute_dtype(module: nn.Module) -> torch.dtype | None:
+def get_compute_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype in which `mixed_precision` lets a model compute, or None without it.
 
     Examples:
-        >>> compute_dtype(nn.Linear(2, 1))
+        >>> get_compute_dtype(nn.Linear(2, 1))
     """
     return _COMPUTE.read(module)
 
