@@ -12,6 +12,7 @@ import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import find_nonfinite
 from trainkit.parallel.parameters import mark_tied_copy_
+from trainkit.parallel.precision import set_grad_dtype
 from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, Axis, Share
 
@@ -648,7 +649,7 @@ def test_bf16_parameters_can_add_their_gradients_up_in_fp32(fused):
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        tk.parallel.set_grad_dtype([p], dtype)
+        set_grad_dtype([p], dtype)
         for scale in (1.0, *[1 / 512] * 256):
             (p * scale).sum().backward()
         assert p.grad.dtype == dtype
@@ -665,7 +666,7 @@ def test_bf16_parameters_can_add_their_gradients_up_in_fp32(fused):
 def summed_in_fp32():
     with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
         low = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
-        tk.parallel.set_grad_dtype(low[1:])
+        set_grad_dtype(low[1:])
         for p in low[:2] if ps.sp_unfolded.index else low:  # one rank lacks the third
             p.grad = torch.full((2,), 1 + 2.0**-8 if p is not low[0] else 1.0, dtype=p.grad_dtype)
         tk.sync_sp_grads(low, ps.sp_unfolded)

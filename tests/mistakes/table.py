@@ -929,8 +929,8 @@ MISTAKES = [
         (
             "packing_leaks.py",
             "a leak is looked for in the document that was changed",
-            "    seen = slice(half, half + quarter)",
-            "    seen = slice(half + quarter, None)",
+            "    compared = slice(half, half + quarter)",
+            "    compared = slice(half + quarter, None)",
             "tests/tools/testing/test_packing.py",
         ),
         (
@@ -943,8 +943,8 @@ MISTAKES = [
         (
             "tied_embeddings.py",
             "the owner of a tied embedding has the copy's gradient alone",
-            "local.copy_(local + twin if own < other else twin + local)",
-            "local.copy_(twin)",
+            "local.copy_(local + remote if own < other else remote + local)",
+            "local.copy_(remote)",
             "tests/parallel/test_pipeline.py",
         ),
         (
@@ -1529,10 +1529,10 @@ MISTAKES = [
             "tests/test_launch.py",
         ),
         (
-            "table.py",
+            "rendezvous_store.py",
             "two processes with one rank are taken for one",
-            "        if other != seat:",
-            "        if other.rank != seat.rank:",
+            "        if other != entry:",
+            "        if other.rank != entry.rank:",
             "tests/run/test_startup.py",
         ),
     ),

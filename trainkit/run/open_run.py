@@ -26,7 +26,8 @@ from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, say_on_stderr
-from trainkit.mesh import describe_launch, parallel_session
+from trainkit.mesh import parallel_session
+from trainkit.mesh.launch import describe_launch
 from trainkit.metrics import make_step_records, read_memory_stats
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
@@ -234,7 +235,7 @@ def open_run(
             layout or Layout(),
             timeout=timedelta(seconds=max(timeouts.start_timeout, 10 * timeouts.step_timeout)),
             start_timeout=timedelta(seconds=timeouts.start_timeout),
-            asked=stop_reason,
+            stop_reason=stop_reason,
         ) as ps,
     ):
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
