@@ -22,13 +22,13 @@ from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
 from trainkit.parallel.grad_reduction import (
     Reduce,
+    all_reduce_gradients_,
     check_dense,
     check_not_averaging,
     find_reducers,
     get_local,
     list_summed_at_end,
     sum_gradients_,
-    sum_grads_,
 )
 from trainkit.parallel.parameters import (
     canonical_name,
@@ -123,7 +123,7 @@ def sync_sp_grads(params: Params, axis: Axis) -> None:
     if axis.count > 1:
         assert axis.group is not None
         with torch.no_grad():
-            sum_grads_(_list_params("sync_sp_grads", params)[0], axis.group)
+            all_reduce_gradients_(_list_params("sync_sp_grads", params)[0], axis.group)
 
 
 # -------------------------------------------------------------------------------------------- norm

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ from torch import Tensor
 from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum, get_compute_device
 from trainkit.health import update_loss_scale
+from trainkit.models.config import DecoderConfig
 from trainkit.noise.hashing import MASK64, make_key
+from trainkit.parallel.split import decoder_costs
 from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
 
 
@@ -467,6 +470,35 @@ def model_flops(
     pairs = tokens * keys if attention == "full" else keys * (2 * tokens - keys + 1) / 2
     linear = 6.0 * linear_parameters * float(tokens.sum())
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
+
+
+def decoder_flops(config: DecoderConfig, lengths: Sequence[int] | IntArray) -> float:
+    """Return the floating-point operations of forward and backward of a decoder over documents.
+
+    As `model_flops` with the "causal" convention: of experts only those of a token count, and
+    layers with a sliding window have fewer pairs. All parameters are trained.
+
+    Args:
+        config: The architecture.
+        lengths: Tokens of each document.
+
+    Examples:
+        >>> from trainkit.models import make_decoder_config
+        >>> decoder_flops(make_decoder_config("tiny"), [256]) / 256
+        6116352.0
+    """
+    blocks, _, head = decoder_costs(config)
+    attention = partial(
+        model_flops,
+        heads=config.heads,
+        head_dim=(config.head_size + config.value_size) / 2,
+        lengths=lengths,
+    )
+    sliding = len(config.sliding_layers)
+    window = None if config.sliding is None else config.sliding.window
+    return attention(
+        linear_parameters=int(sum(blocks) + head), layers=config.layers - sliding
+    ) + attention(linear_parameters=0, layers=sliding, window=window)
 
 
 def model_flops_utilization(

@@ -1669,8 +1669,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
-            "self.stop_reason or self._is_save_due(state)",
+            "self._stop_reason or self._is_save_due(state) or self._best_step == state.step",
+            "self._stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (

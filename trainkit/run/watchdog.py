@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import attrs
 
@@ -55,8 +55,12 @@ from trainkit.types import (
 from trainkit.weights.checkpoint.background_save import list_save_threads
 from trainkit.weights.checkpoint.manifest import list_checkpoints, parse_step
 
-Announce = Callable[..., None]
-"""`Announce(name, allow=seconds)`: names the next phase, and how long it may take."""
+
+class Announce(Protocol):
+    """Name the next phase, and how many seconds it may take; by default as long as the last."""
+
+    def __call__(self, name: str, allow: float | None = None) -> None: ...
+
 
 _TICK = 0.2  # seconds between two samples of the main thread
 _PER_BEAT = 5  # ticks between two beats

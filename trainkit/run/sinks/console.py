@@ -103,8 +103,8 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
     Examples:
         >>> progress_text({"loss": 2.5, "tokens_per_second": 1234.5}, seconds_left=4000)
         'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
-        >>> progress_text({"loss": 2.5, "load_over_mean": 1.32}, seconds_left=9)
-        'loss 2.5000  - tok/s  lr -  norm -  load 1.32  left 0:00:09'
+        >>> progress_text({"loss": 2.5, "mfu": 0.4, "load_over_mean": 1.32}, seconds_left=9)
+        'loss 2.5000  - tok/s  mfu 40.0%  lr -  norm -  load 1.32  left 0:00:09'
         >>> skipped = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
         >>> progress_text({"loss": 2.5} | skipped, seconds_left=9)
         'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
@@ -116,8 +116,9 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
         norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
     speed = _format_thousands(values.get("tokens_per_second"))
     left = timedelta(seconds=round(max(0.0, seconds_left)))
+    mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
     load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
-    return f"loss {loss}  {speed} tok/s  lr {lr}  {norm}{load}  left {left}"
+    return f"loss {loss}  {speed} tok/s{mfu}  lr {lr}  {norm}{load}  left {left}"
 
 
 def _format_number(value: Any, form: str) -> str:
