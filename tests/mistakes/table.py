@@ -1576,8 +1576,9 @@ MISTAKES = [
         (
             "timing.py",
             "the hours in which nothing ran count",
-            '    return first["time"], min(end, max(last, first["time"] + worked))',
-            '    return first["time"], end if end < math.inf else max(last, first["time"] + worked)',
+            "        lives.append((start, min(next_start, max(last_event, start + worked))))",
+            "        end = next_start if next_start < math.inf else max(last_event, start + worked)\n"
+            "        lives.append((start, end))",
             "tests/run/sinks/test_goodput.py",
         ),
     ),

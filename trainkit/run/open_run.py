@@ -160,16 +160,16 @@ def open_run(
     ):
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
-            lock_run(folder, ps.world) as hold,
+            lock_run(folder, ps.world) as renew_lock,
             report_errors(folder),
             watch_ranks(
                 folder,
                 ps.world,
-                asked=stop_reason,
+                stop_reason=stop_reason,
                 allow=timeouts.start_timeout,
                 grace=timeouts.grace,
-                hold=hold,
-                written=lambda: progress.parts,
+                renew_lock=renew_lock,
+                count_written=lambda: progress.parts,
             ) as phase,
             open_stop_vote(stop_reason, ps.world) as stopping,
         ):
@@ -791,13 +791,13 @@ def gather_facts(
     Args:
         config: The record of the run's flags; which of them count, see `config.option`.
         model: The configuration of the model, an attrs record.
-        tokenizer: The tokenizer, of which a hash is kept.
-        rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
+        tokenizer: The tokenizer; checkpoints store its hash.
+        rows: The rows of the training data; checkpoints store hashes of corpus and packing.
         corpora: The corpora by name, if each is a part of a mixture under its name.
         first: Where the first weights are from, for the context.
         context: The longest text that the model is trained on; where a folder that the run begins
             with says that its model is for longer ones, that counts.
-        template: The name of the chat template, of which a hash is kept.
+        template: The name of the chat template; checkpoints store its hash.
         facts: Others by name, or a function that returns them from the number of global batches.
 
     Returns:

@@ -29,17 +29,6 @@ def escape_control_characters(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _drop_broken_pipe(stream: TextIO) -> Iterator[None]:
-    """Redirect a stream whose reader has gone to the null device, after one failure."""
-    try:
-        yield
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            redirect_to_devnull(stream)
-        raise
-
-
-@contextlib.contextmanager
 def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
@@ -76,8 +65,12 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
             if waiting is not None:
                 now, step, values = waiting
                 pace = (now - first[0]) / max(1, step - first[1])
-                with _drop_broken_pipe(stream):
+                try:
                     show(step, progress_text(values, seconds_left=pace * (total - step)))
+                except BrokenPipeError:  # raised once: what is written later goes nowhere
+                    with contextlib.suppress(OSError, ValueError):
+                        redirect_to_devnull(stream)
+                    raise
                 waiting = None
 
         def sink(step: int, values: Mapping[str, Any]) -> None:
