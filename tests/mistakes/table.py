@@ -1577,8 +1577,7 @@ MISTAKES = [
             "timing.py",
             "the hours in which nothing ran count",
             "        lives.append((start, min(next_start, max(last_event, start + worked))))",
-            "        end = next_start if next_start < math.inf else max(last_event, start + worked)\n"
-            "        lives.append((start, end))",
+            "        lives.append((start, max(last_event, start + worked)))",
             "tests/run/sinks/test_goodput.py",
         ),
     ),
