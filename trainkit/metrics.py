@@ -189,6 +189,7 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
     """
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     numbers: dict[str, Any] = {}
+    # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
     for device in {value.device for value in tensors.values()}:
         on_device = {name: value for name, value in tensors.items() if value.device == device}
         flat = [_to_bits(value.detach()).flatten() for value in on_device.values()]
@@ -296,23 +297,20 @@ def make_step_records(
     named = {f"{i} {name}": x for i, step in enumerate(steps) for name, x in step.items()}
     numbers = to_host(named)
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)
-    records = [
-        _make_record({name: numbers[f"{i} {name}"] for name in step}, seconds)
-        for i, step in enumerate(steps)
-    ]
+    records: list[dict[str, Any]] = []
+    for i, step in enumerate(steps):
+        record: dict[str, Any] = {}
+        for name in step:
+            value = numbers[f"{i} {name}"]
+            # 64 bits may be negative as int64, and lose digits as the float64 of a JSON reader.
+            record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
+            if name in ("loss", "grad_norm", "lr"):
+                record[f"{name}_hex"] = float(value).hex()
+        record["seconds"] = seconds
+        processed = record.get("tokens_processed", record["tokens"])
+        record["tokens_per_second"] = tokens_per_second(processed, seconds)
+        records.append(record)
     return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
-
-
-def _make_record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for name, value in numbers.items():
-        record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
-        if name in ("loss", "grad_norm", "lr"):
-            record[f"{name}_hex"] = float(value).hex()
-    record["seconds"] = seconds
-    processed = record.get("tokens_processed", record["tokens"])
-    record["tokens_per_second"] = tokens_per_second(processed, seconds)
-    return record
 
 
 def read_memory_stats(device: torch.device) -> dict[str, int]:
