@@ -1576,8 +1576,8 @@ MISTAKES = [
         (
             "timing.py",
             "the hours in which nothing ran count",
-            '    return first["time"], min(end, max(last, first["time"] + worked))',
-            '    return first["time"], end if end < math.inf else max(last, first["time"] + worked)',
+            "        lives.append((start, min(next_start, max(last_event, start + worked))))",
+            "        lives.append((start, max(last_event, start + worked)))",
             "tests/run/sinks/test_goodput.py",
         ),
     ),
@@ -1669,8 +1669,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
-            "self.stop_reason or self._is_save_due(state)",
+            "self._stop_reason or self._is_save_due(state) or self._best_step == state.step",
+            "self._stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (
