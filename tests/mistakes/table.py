@@ -870,13 +870,13 @@ MISTAKES = [
         (
             "muon.py",
             "Nesterov's momentum mixes the wrong way",
-            '        mixed = gradient.lerp(buffer, held.group["momentum"])',
-            '        mixed = buffer.lerp(gradient, held.group["momentum"])',
+            '        return gradient.lerp(buffer, matrix.group["momentum"])',
+            '        return buffer.lerp(gradient, matrix.group["momentum"])',
             "tests/optim/test_muon.py",
         ),
         (
             "muon.py",
-            "a tall matrix is orthogonalised as a wide one",
+            "a tall matrix is orthogonalized as a wide one",
             "    is_tall = x.shape[-2] > x.shape[-1]",
             "    is_tall = x.shape[-2] < x.shape[-1]",
             "tests/optim/test_muon.py",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.optim.storage import write_unless_skipped_
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.types import check_range
 
@@ -81,7 +82,7 @@ class Together(torch.optim.Optimizer):
                 state, now = self.state[p], p.data.to(torch.promote_types(p.dtype, torch.float32))
                 mean = get_local(state.setdefault("mean", now.clone()))
                 moved = torch.lerp(mean, get_local(now), 1 - stays)
-                mean.copy_(moved if refused is None else torch.where(refused > 0, mean, moved))
+                write_unless_skipped_(mean, moved, refused)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave; the parts go on sharing groups and state.
