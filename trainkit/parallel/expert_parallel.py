@@ -36,11 +36,11 @@ def expert_parallel(
     over expert_fsdp, by whole experts where they divide, else along each one's first dimension.
 
     Args:
-        dispatch: A function with the arguments of `models.ep_dispatch`, a faster kernel for
+        dispatch: A function with the arguments of `ep_dispatch`, a faster kernel for
             instance; its route is passed on to `combine` as it is. It need not take a `wire_dtype`
             that is not given.
-        combine: One with those of `models.ep_combine`; it comes with `dispatch`, or not at all.
-        dispatch_keys: One with those of `models.ep_dispatch_keys`, which comes with the pair where
+        combine: One with those of `ep_combine`; it comes with `dispatch`, or not at all.
+        dispatch_keys: One with those of `ep_dispatch_keys`, which comes with the pair where
             adapters of experts have dropout; nothing else calls it.
         wire_dtype: What rows travel in, if not in their own dtype.
 
