@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import trainkit as tk
-from trainkit import health
+from trainkit import health, optim
 from trainkit.grads import find_nonfinite
 from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.parameters import mark_tied_copy_
