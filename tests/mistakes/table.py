@@ -651,15 +651,15 @@ MISTAKES = [
         (
             "blocks.py",
             "a token attends to the one after it",
-            ".triu(keys - queries + 1)",
-            ".triu(keys - queries + 2)",
+            ".triu(columns - rows + 1)",
+            ".triu(columns - rows + 2)",
             "tests/attention/test_blocks.py tests/attention/test_attention.py",
         ),
         (
             "blocks.py",
             "a window is one token wider",
-            "        yield _Chunk(rows, seen, (before < 0) | (before >= block.window))",
-            "        yield _Chunk(rows, seen, (before < 0) | (before > block.window))",
+            "        yield _Chunk(queries, keys, (distance < 0) | (distance >= block.window))",
+            "        yield _Chunk(queries, keys, (distance < 0) | (distance > block.window))",
             "tests/attention/test_blocks.py tests/attention/test_attention.py",
         ),
         (
@@ -679,8 +679,8 @@ MISTAKES = [
         (
             "blocks.py",
             "the scale is missing from the gradient of scores",
-            "        d_scores = d_weights.sub_(means_).mul_(weights).mul_(block.scale)",
-            "        d_scores = d_weights.sub_(means_).mul_(weights)",
+            "        d_scores = d_weights.sub_(row_sums_).mul_(weights).mul_(block.scale)",
+            "        d_scores = d_weights.sub_(row_sums_).mul_(weights)",
             "tests/attention/test_blocks.py tests/attention/test_attention.py",
         ),
         (
