@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import find_nonfinite
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.parameters import mark_tied_copy_
 from trainkit.parallel.precision import set_grad_dtype
 from trainkit.tools.testing import count_collectives, run_ranks
@@ -171,7 +172,7 @@ def test_sparse_gradients_are_refused_in_words():
             function()
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_sparse_gradient_is_refused_by_the_name_of_its_parameter(name):
     model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "up": nn.Linear(2, 2)})
     optimizer = optim.make_optimizer([model], lr=0.1, optimizer=name)

@@ -20,14 +20,25 @@ from trainkit.batch import make_padding_batch
 from trainkit.losses import make_score_loss, next_token
 from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, init_weights, softmax_topk
+from trainkit.models.experts import balance_loss_sum, update_expert_bias
+from trainkit.models.routers import add_jitter, apply_capacity, expert_capacity
 from trainkit.noise import make_token_keys
-from trainkit.optim import ElementwiseOptimizer
+from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.parallel import offload_activations
 from trainkit.post.adapters import quantized
 from trainkit.post.generation import Sampling
 from trainkit.post.objectives import k3
 from trainkit.types import Hidden
 from trainkit.weights.checkpoint.retention import Retention
+
+NOT_LISTED = (
+    balance_loss_sum,
+    update_expert_bias,
+    add_jitter,
+    apply_capacity,
+    expert_capacity,
+)
+"""Functions of `models` that are not in its table of contents, but are tried too."""
 
 ROOMS = ("losses", "optim", "post.adapters", "post.objectives", "models", "schedules")
 BAD = (math.nan, math.inf, -1, 0)
@@ -41,7 +52,6 @@ SKIPPED_PARAMETERS = {
 
 SKIPPED = {
     "schedules.check_range": "the check itself",
-    "optim.ElementwiseOptimizer": "what optimizers share, which are tried",
     "losses.Shaping": "a tuple whose numbers are checked with the labels; see test_token_logprobs",
     "models.KVCache": "a record of slots, made by generation",
     "models.ExpertMlp": "a module of a decoder, whose Experts are tried",
@@ -296,6 +306,8 @@ def public_settings():
             is_one = inspect.isroutine(function) or inspect.isclass(function)
             if is_one and (found := settings_of(function)):
                 yield f"{module.__name__.rpartition('.')[-1]}.{name}", function, found
+    for function in NOT_LISTED:
+        yield f"models.{function.__name__}", function, settings_of(function)
 
 
 FUNCTIONS = {name: (function, found) for name, function, found in public_settings()}

@@ -16,7 +16,8 @@ from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
 from trainkit.mesh import solo_parallel
 from trainkit.noise.counters import make_token_keys
-from trainkit.optim import OPTIMIZERS, make_optimizer
+from trainkit.optim import make_optimizer
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.packing import pack_bins
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.expert_parallel import expert_parallel
