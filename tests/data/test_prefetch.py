@@ -10,7 +10,8 @@ import pytest
 import torch
 from strategies import corpus_of
 
-from trainkit.batch import batch_hash, make_padding_batch, map_tensors, to_device
+from trainkit.batch import batch_hash, make_padding_batch, to_device
+from trainkit.batch.batches import map_tensors
 from trainkit.data.packed import PackedCorpus
 from trainkit.data.prefetch import prefetch_batches
 from trainkit.data.steps import make_step_batch

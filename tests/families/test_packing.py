@@ -21,9 +21,8 @@ from trainkit.packing import (
     pack_bins,
     report_packing,
     row_costs,
-    with_version,
 )
-from trainkit.packing.fits import read_only
+from trainkit.packing.fits import read_only, with_version
 from trainkit.packing.pieces import survey, write_pieces
 from trainkit.sampling import assign_rows, buffer_sorted_order, permute, shuffle_blocks
 from trainkit.tools.pictures.packing import _THIN, _figure, plot_packing

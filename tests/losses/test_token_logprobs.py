@@ -10,9 +10,10 @@ from torch.nn.functional import cross_entropy
 from trainkit.batch import collate_bins
 from trainkit.collectives import sum_grad
 from trainkit.data import make_corpus
-from trainkit.losses import Shaping, logprobs, make_score_loss, token_logprobs
+from trainkit.losses import logprobs, make_score_loss, token_logprobs
 from trainkit.losses.linear import Factors
 from trainkit.losses.logprobs import compute_logprobs
+from trainkit.losses.shaping import Shaping
 from trainkit.mesh import axis_from_group
 from trainkit.packing import pack_bins
 from trainkit.post.generation import Sampling, shape_logits

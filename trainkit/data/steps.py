@@ -15,7 +15,8 @@ from trainkit.data.corpus import collect_documents
 from trainkit.data.documents import check_columns
 from trainkit.data.memory_map import check_unchanged
 from trainkit.noise.counters import make_token_keys
-from trainkit.packing import next_fit, pack_bins, row_costs, select_rows
+from trainkit.packing import next_fit, pack_bins, row_costs
+from trainkit.packing.bins import select_rows
 from trainkit.sampling import assign_rows
 from trainkit.sampling.integers import indices_below
 from trainkit.types import ConfigError, DataError, DataShard, StepBatch, check_choice, check_range

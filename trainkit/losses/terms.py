@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from trainkit.batch import get_divisor, make_divisors
+from trainkit.batch.denominators import get_divisor, make_divisors
 from trainkit.losses.linear import (
     Factors,
     LabelColumns,

@@ -17,6 +17,7 @@ from torch import nn
 from trainkit import losses, models
 from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
+from trainkit.losses.terms import NamedLoss
 from trainkit.mesh import solo_parallel
 from trainkit.noise.counters import make_token_keys
 from trainkit.optim import OPTIMIZERS, make_optimizer
@@ -376,7 +377,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     return attrs.evolve(batch, extra=extra)
 
 
-def loss_of_tokens(ps: Any) -> losses.NamedLoss:
+def loss_of_tokens(ps: Any) -> NamedLoss:
     """Return weighted cross entropy, a policy gradient of tokens and a distillation, as one.
 
     Effects:
@@ -389,7 +390,7 @@ def loss_of_tokens(ps: Any) -> losses.NamedLoss:
     return losses.add_terms((losses.weighted_next_token, 1.0), (policy, 0.5), (teacher, 0.7))
 
 
-def loss_of_answers(ps: Any) -> losses.NamedLoss:
+def loss_of_answers(ps: Any) -> NamedLoss:
     """Return every loss of pairs, a policy gradient of answers, and stored words, as one.
 
     Effects:
@@ -405,9 +406,7 @@ def loss_of_answers(ps: Any) -> losses.NamedLoss:
     return losses.add_terms(*pairs, (policy, 0.5), (objectives.stored_distillation(), 0.01))
 
 
-def _rename_terms(
-    make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis
-) -> losses.NamedLoss:
+def _rename_terms(make: Callable[..., NamedLoss], *beta: float, axis: Axis) -> NamedLoss:
     """Return a loss whose terms have its name as prefix, since losses share names of terms."""
     name, loss = make.__name__, make(*beta, axis=axis)
 
