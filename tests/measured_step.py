@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import OperatorMode
 from torch.utils._pytree import tree_iter
 
 import trainkit as tk
@@ -52,21 +52,19 @@ def make_batch(config, rows, length, documents):
     )
 
 
-class StorageCount(TorchDispatchMode):
+class StorageCount(OperatorMode):
     """Counts the bytes of every storage that an operator gives, while it lives."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.watch)
         self.sizes, self.now, self.peak = {}, 0, 0
         gc.collect()
         gc.freeze()  # the collections at every new peak need not walk what was there before
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor_ in tree_iter(out):
+    def watch(self, _, result):
+        for tensor_ in tree_iter(result):
             if isinstance(tensor_, torch.Tensor):
                 self.see(tensor_)
-        return out
 
     def see(self, seen):
         local = getattr(seen, "_local_tensor", seen)
