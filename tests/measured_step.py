@@ -140,9 +140,15 @@ def step_of(job, layout, ps, *, in_backward=False):
     if job.frozen:
         apply_freeze_(stages, job.frozen)
     params = tk.get_parameters(stages)
-    how = {"options": dict(job.optimizer_options), "offload": job.offload_optimizer}
-    how["mean"] = 0.9 if job.mean else None
-    optimizer = make_optimizer(stages, lr=1e-3, optimizer=job.optimizer, axis=ps.pp, **how)
+    optimizer = make_optimizer(
+        stages,
+        lr=1e-3,
+        optimizer=job.optimizer,
+        options=dict(job.optimizer_options),
+        offload=job.offload_optimizer,
+        mean=0.9 if job.mean else None,
+        axis=ps.pp,
+    )
     rows = job.rows // ps.dp.count
     whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
     batch = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
@@ -154,8 +160,9 @@ def step_of(job, layout, ps, *, in_backward=False):
         denominator = dict.fromkeys(("loss", "balance"), denominator)
 
     if in_backward:
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": str, "reduce": layout.reduce}
-        stepping = make_step_in_backward(stages, optimizer, **how)
+        stepping = make_step_in_backward(
+            stages, optimizer, axis=ps.pp, sp=ps.sp_unfolded, log=str, reduce=layout.reduce
+        )
 
     def backward(before_forward=lambda: None):
         def call(model, batch):

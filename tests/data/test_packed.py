@@ -1,5 +1,6 @@
 """Corpora mixed row by row: one global batch for every number of ranks, and where it comes from."""
 
+from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -20,15 +21,16 @@ ROWS = 13
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index", "source")
 
 
-def corpora(**changes):
+pack_32 = partial(pack_bins, capacity=32)
+
+
+def corpora(pack=pack_32):
     """Three corpora whose tokens tell which is which, packed alike."""
     packed = {}
     for number, (name, count) in enumerate({"web": 200, "code": 60, "old": 40}.items()):
         corpus = corpus_of(np.random.default_rng(number).integers(1, 50, count))
         corpus = attrs.evolve(corpus, tokens=corpus.tokens % 300 + 300 * number)
-        packed[name] = PackedCorpus(
-            corpus, pack_bins(corpus.lengths, **({"capacity": 32} | changes))
-        )
+        packed[name] = PackedCorpus(corpus, pack(corpus.lengths))
     return packed
 
 
@@ -89,7 +91,7 @@ def test_facts_follow_from_the_files_the_tokens_and_the_rows():
 
 
 def test_joined_rows_hold_the_tokens_of_their_own_corpus():
-    packed = corpora(multiple_of=4)
+    packed = corpora(partial(pack_32, multiple_of=4))
     mix = concat_packed(packed)
     row = 0
     for number, (name, part) in enumerate(packed.items()):
@@ -162,15 +164,18 @@ def test_every_row_of_each_corpus_comes_once_per_epoch():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("pack", "message"),
     [
-        ({"capacity": 48}, "one capacity: 'web' has 32, 'code' has 48"),
-        ({"multiple_of": 2}, "one multiple_of: 'web' has 1, 'code' has 2"),
-        ({"fit": next_fit}, None),
+        (partial(pack_bins, capacity=48), "one capacity: 'web' has 32, 'code' has 48"),
+        (
+            partial(pack_32, multiple_of=2),
+            "one multiple_of: 'web' has 1, 'code' has 2",
+        ),
+        (partial(pack_32, fit=next_fit), None),
     ],
 )
-def test_bins_of_different_measures_are_refused_by_name(changes, message):
-    packed = corpora() | {"code": corpora(**changes)["code"]}
+def test_bins_of_different_measures_are_refused_by_name(pack, message):
+    packed = corpora() | {"code": corpora(pack)["code"]}
     if message is None:
         assert len(concat_packed(packed).bins) > 0
         return
