@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ from trainkit import attention, config, losses, mesh, models, packing, sampling
 from trainkit.batch import count_tokens, count_valid_tokens, to_device
 from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
-from trainkit.parallel import stage_forward
-from trainkit.types import SOLO, Share, Spans
-from trainkit.weights.checkpoint import InitialWeights
+from trainkit.parallel import grad_reduction, stage_forward
+from trainkit.tools.testing import LayoutCase, builtin, ranks, train
+from trainkit.types import SOLO, ConfigError, Share, Spans
+from trainkit.weights.checkpoint.initial_weights import InitialWeights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device import fake_device
@@ -68,8 +70,10 @@ def session(rank, layout):
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     alike = mock.patch.object(stage_forward, "all_gather_objects", lambda x, axis: [x] * axis.count)
     unheard = mock.patch("trainkit.mesh.session.first_words")  # nobody would answer
+    # A fake all-reduce sums nothing, so that the order of this rank seems to be no other rank's.
+    unordered = mock.patch.object(grad_reduction._Order, "_raise_difference")
     try:
-        with unheard, mesh.parallel_session(layout) as ps, alike:
+        with unheard, unordered, mesh.parallel_session(layout) as ps, alike:
             yield ps
     finally:
         dist.destroy_process_group()
@@ -222,6 +226,64 @@ def test_experts_in_bf16_make_the_host_wait_nowhere_and_are_multiplied_at_once(b
 
 
 # --------------------------------------------------------------------------------- single functions
+
+
+CERTIFIED = {"alone": {}, "sharded": {"dp_shard": 2}, "tensor parallel": {"tp": 2}}
+
+
+@pytest.mark.parametrize("tier", ["fp32", "bf16"])
+@pytest.mark.parametrize("degrees", CERTIFIED.values(), ids=CERTIFIED)
+def test_the_certificate_of_a_device_trains_on_it(tier, degrees):
+    case = LayoutCase(tk.Layout(**degrees))
+    ((training, _),) = builtin.builtin_subjects(
+        tier, pick=lambda rows: [row for row in rows if row[0] == "decoder"][:1], steps=2
+    )
+    found = []
+
+    def get_shard(tensor):  # a fake tensor has no values to compare
+        found.append(tensor.device.type)
+        return train.Held(np.zeros(1), (0,))
+
+    with (
+        session(0, degrees) as ps,
+        mock.patch.object(train, "parallel_session", return_value=contextlib.nullcontext(ps)),
+        mock.patch.object(train, "_get_shard", get_shard),
+        mock.patch.object(
+            train, "batch_hash", side_effect=lambda _: torch.zeros(1, device="cuda:0")
+        ),
+        fake_device() as ledger,
+    ):
+        outcome = train.train_layout(training, case)
+    assert found
+    assert {*found} == {"cuda"}
+    assert len(outcome.norms) == 2
+    sent = {(device, dtype) for _, (device, dtype), _ in ledger.collectives}
+    assert bool(sent) == bool(degrees)
+    assert {device for device, _ in sent} <= {"cuda"}
+    assert {dtype for _, dtype in sent} <= NCCL
+
+
+def test_a_rank_of_the_certificate_of_a_device_opens_nccl(monkeypatch, tmp_path):
+    opened = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: opened.update(to=backend))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: opened.update(device=index))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    work = SimpleNamespace(
+        world=1,
+        environ=dict(os.environ),
+        threads=1,
+        device="cuda",
+        folder=tmp_path,
+        timeout=1.0,
+        sources=(),
+    )
+    ranks._set_up(0, work)
+    assert opened == {"device": 0, "to": "cpu:gloo,cuda:nccl"}
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    ranks.check_devices("certify", 1, "cuda")
+    with pytest.raises(ConfigError, match="finds 1"):
+        ranks.check_devices("certify", 2, "cuda")
 
 
 def axis_of_two(devices):

@@ -27,7 +27,7 @@ from trainkit.post.adapters import quantized
 from trainkit.post.generation import Sampling
 from trainkit.post.objectives import k3
 from trainkit.types import Hidden
-from trainkit.weights.checkpoint import Retention
+from trainkit.weights.checkpoint.retention import Retention
 
 ROOMS = ("losses", "optim", "post.adapters", "post.objectives", "models", "schedules")
 BAD = (math.nan, math.inf, -1, 0)

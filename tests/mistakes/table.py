@@ -982,7 +982,7 @@ MISTAKES = [
             "packing.py",
             "packed documents are compared with themselves",
             "            own = _compute_outputs(call, model, one)\n",
-            "            own = [x[document.row, document.places][None] for x in packed]\n",
+            "            own = [x[document.row, document.columns][None] for x in packed]\n",
             "tests/tools/testing/test_packing.py",
         ),
         (

@@ -66,9 +66,14 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights import checkpoint
+from trainkit.weights.checkpoint.emergency_save import UnsavedState
+from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
+from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_initial_weights
 from trainkit.weights.checkpoint.manifest import parse_step
-from trainkit.weights.checkpoint.save import Save
+from trainkit.weights.checkpoint.save import Save, write_final
+from trainkit.weights.checkpoint.snapshot import check_savable
+from trainkit.weights.checkpoint.write import SaveProgress
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 if TYPE_CHECKING:
@@ -165,7 +170,7 @@ class Run:
 
     finish: Callable[..., int]
     """`return finish(state, stages, optimizer, stop=stop)`: writes final.json
-    (`checkpoint.write_final`), plots the loss, and the load of experts if there are any, logs how
+    (`write_final`), plots the loss, and the load of experts if there are any, logs how
     the time was spent, and returns the exit code 0. If there is a reason to stop it does none of
     this and returns `EXIT_SAVED`: the same command resumes the run."""
 
@@ -219,7 +224,7 @@ def open_run(
     timeouts = timeouts or Timeouts()
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
-    progress = checkpoint.SaveProgress()
+    progress = SaveProgress()
     if numerics is not None:
         set_numerics(numerics)
     with (
@@ -267,11 +272,11 @@ def gather_facts(
     tokenizer: Any = None,
     rows: PackedCorpus | None = None,
     corpora: Mapping[str, Any] | None = None,
-    first: checkpoint.InitialWeights | None = None,
+    first: InitialWeights | None = None,
     context: int | None = None,
     template: str | None = None,
-    facts: checkpoint.Facts | None = None,
-) -> checkpoint.Facts:
+    facts: Facts | None = None,
+) -> Facts:
     """Return what a run must be continued with, as facts for its checkpoints.
 
     Args:
@@ -317,7 +322,7 @@ def gather_facts(
     return {**known, **(facts or {})}
 
 
-def _add_facts(facts: checkpoint.Facts, more: Mapping[str, Any]) -> checkpoint.Facts:
+def _add_facts(facts: Facts, more: Mapping[str, Any]) -> Facts:
     """Return the facts of a run and some that are the same in all of it."""
 
     def facts_at(batches: int) -> Mapping[str, Any]:
@@ -336,11 +341,11 @@ class _RunFunctions:
     stopping: StopReason
     timeouts: Timeouts
     config: Mapping[str, Any] | None
-    progress: checkpoint.SaveProgress
+    progress: SaveProgress
     logger: Logger = attrs.field(init=False)
     # Read once: a recipe may be edited while it runs.
     software: Mapping[str, str] = attrs.field(init=False, factory=make_code_facts)
-    facts: checkpoint.Facts | None = None
+    facts: Facts | None = None
     resume_messages: list[str] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -393,10 +398,10 @@ class _RunFunctions:
         tokenizer: Any = None,
         rows: PackedCorpus | None = None,
         corpora: Mapping[str, Any] | None = None,
-        first: checkpoint.InitialWeights | None = None,
+        first: InitialWeights | None = None,
         context: int | None = None,
         template: str | None = None,
-        facts: checkpoint.Facts | None = None,
+        facts: Facts | None = None,
         rules: checkpoint.ResumeRules | None = None,
     ) -> TrainState:
         stages = modules_of(stages)
@@ -413,7 +418,7 @@ class _RunFunctions:
         )
         of_start: dict[str, Any] = {_SOFTWARE: self.software}
         if first is not None:
-            of_start |= checkpoint.hash_initial_weights(first, stages, self.ps)
+            of_start |= hash_initial_weights(first, stages, self.ps)
         self.facts = _add_facts(gathered, of_start)
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
@@ -497,7 +502,7 @@ class _RunFunctions:
         if stop:
             return EXIT_SAVED
         self.phase("the end", allow=self.timeouts.start_timeout)
-        checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
+        write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
             picture = self.dir / "loss.png"
@@ -595,7 +600,7 @@ class _LoopFunctions:
         self.optimizer_steps_of_current = self.optimizer_steps
         return state
 
-    def find_unsaved(self, error: BaseException) -> checkpoint.UnsavedState | None:
+    def find_unsaved(self, error: BaseException) -> UnsavedState | None:
         """Return the state to save when an error ends the run; None if it is saved or torn.
 
         Nothing here communicates. After a `NumericsError` an earlier state is the right one.
@@ -616,7 +621,7 @@ class _LoopFunctions:
         except NumericsError:  # all ranks decide together about what follows from it
             return None
         scored_step, score = self.score or (None, None)
-        return checkpoint.UnsavedState(
+        return UnsavedState(
             state,
             say_on_stderr,
             score if scored_step == state.step else None,
@@ -657,7 +662,7 @@ class _LoopFunctions:
             self.pending.append((state, copies))
             return self.set_current(state)
         if is_first:  # a save that cannot succeed is refused here, not many steps later
-            checkpoint.check_savable(state, self.stages, self.optimizer, self.run.ps)
+            check_savable(state, self.stages, self.optimizer, self.run.ps)
         self.pending.append((state, metrics))
         # The time of the next steps starts here: these are queued on the device already.
         self.run.phase(
