@@ -411,8 +411,8 @@ MISTAKES = [
         (
             "shares.py",
             "rows that fill up a microbatch are the first one again",
-            "    positions = np.full(size, -1, np.int64)",
-            "    positions = np.zeros(size, np.int64)",
+            "    table = np.where(positions < bounds[1:, None], positions, -1)",
+            "    table = np.where(positions < bounds[1:, None], positions, 0)",
             "tests/test_sampling.py tests/data/test_steps.py",
         ),
         (
