@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.check_layout import problems
+from trainkit.parallel.check_layout import find_problems
 from trainkit.parallel.recompute import read_mode
 from trainkit.parallel.split import SCHEDULES, assign_stages
 from trainkit.types import (
@@ -66,7 +66,7 @@ class Job:
     """linear for `next_token_linear`, which computes logits in chunks; plain for `next_token`."""
 
     optimizer: str = "adamw"
-    """A name of `optim.OPTIMIZERS`."""
+    """A name of `optim.table.OPTIMIZERS`."""
 
     # Stored as pairs, which make a job comparable and hashable.
     optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(
@@ -168,7 +168,8 @@ def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 def explain_refusal(job: Job, layout: Layout) -> str | None:
     """Return the reason why a layout is impossible for a job, or None.
 
-    The rules are those of `parallel.problems`, for rows packed in multiples of 2 x ring, on GPUs.
+    The rules are those of `parallel.check_layout`, on GPUs, for rows packed in multiples of
+    2 x ring.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -185,8 +186,8 @@ def explain_refusal(job: Job, layout: Layout) -> str | None:
         multiple_of=2 * layout.ring,
     )
     layout = attrs.evolve(layout, reshard_after_forward=reshards(layout))
-    reasons = problems(layout, job.config, rows, world=layout.world, device="cuda")
-    return reasons[0].what if reasons else None
+    problems = find_problems(layout, job.config, rows, world=layout.world, device="cuda")
+    return problems[0].what if problems else None
 
 
 def reshards(layout: Layout) -> bool:

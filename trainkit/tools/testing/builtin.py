@@ -14,9 +14,11 @@ from torch import nn
 from trainkit import losses, models
 from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
+from trainkit.losses.terms import NamedLoss
 from trainkit.mesh import solo_parallel
 from trainkit.noise.counters import make_token_keys
-from trainkit.optim import OPTIMIZERS, make_optimizer
+from trainkit.optim import make_optimizer
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.packing import pack_bins
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.expert_parallel import expert_parallel
@@ -26,14 +28,12 @@ from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
 from trainkit.post import objectives
-from trainkit.post.adapters import (
-    Lora,
-    QuantizationFormat,
+from trainkit.post.adapters import Lora, lora, quantized
+from trainkit.post.adapters.formats import QuantizationFormat
+from trainkit.post.adapters.frozen import (
     QuantizationSpec,
     can_shard_bytes,
     get_quantizations,
-    lora,
-    quantized,
     round_weights,
 )
 from trainkit.sampling import shuffle_epochs
@@ -376,7 +376,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     return attrs.evolve(batch, extra=extra)
 
 
-def loss_of_tokens(ps: Any) -> losses.NamedLoss:
+def loss_of_tokens(ps: Any) -> NamedLoss:
     """Return the sum of weighted cross entropy, a policy gradient and a distillation.
 
     Effects:
@@ -389,7 +389,7 @@ def loss_of_tokens(ps: Any) -> losses.NamedLoss:
     return losses.add_terms((losses.weighted_next_token, 1.0), (policy, 0.5), (teacher, 0.7))
 
 
-def loss_of_answers(ps: Any) -> losses.NamedLoss:
+def loss_of_answers(ps: Any) -> NamedLoss:
     """Return the sum of all losses of pairs, a sequence policy gradient, and a distillation.
 
     Effects:
@@ -407,7 +407,7 @@ def loss_of_answers(ps: Any) -> losses.NamedLoss:
     )
 
 
-def _rename_terms(name: str, loss: losses.NamedLoss) -> losses.NamedLoss:
+def _rename_terms(name: str, loss: NamedLoss) -> NamedLoss:
     """Prefix a loss's terms with its name, since several losses share names of terms."""
 
     @losses.declare_terms(*(f"{name}_{term}" for term in loss.terms))
