@@ -30,7 +30,7 @@ from trainkit.tools.testing.certificate import (
     summary,
 )
 from trainkit.tools.testing.certify import certify
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
 from trainkit.tools.testing.train import certificate_weights, relative
 from trainkit.types import ConfigError, DataShard, Layout, Share
@@ -315,7 +315,7 @@ def test_dealt_rows_are_those_of_the_batch_and_blank_ones():
     batch = exact_batch(0)
     batch = attrs.evolve(batch, extra={"weight": torch.rand(8, 16)})
     shares = [Share(rank, 3) for rank in range(3)]
-    dealt = [deal_batch(batch, DataShard(share), rows_per_microbatch=1) for share in shares]
+    dealt = [distribute_batch(batch, DataShard(share), rows_per_microbatch=1) for share in shares]
     assert [len(microbatches) for microbatches in dealt] == [3, 3, 3]
     rows = [row for microbatches in dealt for row in microbatches]
     blank = [row for row in rows if (row.token_index < 0).all()]

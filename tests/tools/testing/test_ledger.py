@@ -14,7 +14,7 @@ from trainkit.models.config import parameter_shapes
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import ROWS, SHALLOW, decoder_batch, decoder_of, decoder_plan
 from trainkit.tools.testing.cases import LayoutCase
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.ledger import Collective, CollectiveLedger, count_collectives
 from trainkit.tools.testing.train import certificate_optimizer, certificate_weights
 from trainkit.types import Layout
@@ -54,7 +54,7 @@ def ledgers_of(case):
         run = tk.make_forward_backward(
             stages, next_token_linear, reduce=case.layout.reduce, call=tk.call_with_noise
         )
-        batches = deal_batch(decoder_batch(0), ps.data_shard, rows_per_microbatch=4 // case.world)
+        batches = distribute_batch(decoder_batch(0), ps.data_shard, rows_per_microbatch=4 // case.world)
 
         def finish():
             tk.sync_sp_grads(params, ps.sp_unfolded)
