@@ -174,6 +174,7 @@ def apply_retention(
     listing = [_read_listed(path) for path in paths]
     pinned = [path.name for path in paths if (directory / f"{path.name}{PIN}").exists()]
     good = set(known_good)
+    # Hashing is expensive: what this run has written is not read again, nor what will be deleted.
     while True:
         doomed = plan_retention(listing, policy, pinned=pinned)
         unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]

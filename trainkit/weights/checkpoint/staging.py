@@ -292,6 +292,7 @@ def _read_headers(
         )
 
         entries, changes = select_carried_over(index, stages, optimizer)
+    # Moments are allocated here, on the devices of their parameters, and filled later.
     is_cast = partial(compare.matches, patterns=tolerance.cast)
     moments = make_moment_targets(entries, stages, optimizer, is_cast)
     return Staged((), index, saved, weights | moments, changes)

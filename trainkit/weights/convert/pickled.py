@@ -125,11 +125,17 @@ def _convert_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         # Torch's reason alone: its message also advises to load the pickle all the same.
         text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-        reason = f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
         name = re.search(r"GLOBAL (\S+)", text)
         if name is not None:
-            reason = f"it mentions {make_printable(name[1])!r}, which no good file does"
-        raise refusal(path, f"is refused: {reason}; nothing of it was executed") from error
+            raise refusal(
+                path,
+                f"is refused: it mentions {make_printable(name[1])!r}, which no good file does; "
+                "nothing of it was executed",
+            ) from error
+        line = make_printable(text.strip().partition("\n")[0])
+        raise refusal(
+            path, f"is refused: {type(error).__name__}: {line}; nothing of it was executed"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------ torch.save

@@ -166,6 +166,7 @@ def read_decoder_config(
         fields |= _read_sliding(complete, family, local_theta, problems)
     if not problems:
         fixed = {k: x(complete) if callable(x) else x for k, x in family.fixed.items()}
+        # `DecoderConfig` checks keys against each other: key heads divide the heads, for instance.
         try:
             config = _make_config(fixed | fields)
             return config if context is None else set_context(config, context)
@@ -512,6 +513,7 @@ def write_decoder_config(
 
 
 def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
+    # The head size is written even where it follows from the width: families differ in its default.
     fields = _flatten(config) | {"head_dim": config.head_size}
     values: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -525,6 +527,7 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
                 raise ValueError(f"it has {key}")
             values[key] = field.write(fields[field.field], config)
         else:
+            # A key that sets two fields is written from the last, which always has an effect.
             values[key] = fields[field if isinstance(field, str) else field[-1]]
     if "query_pre_attn_scalar" in values:
         values["query_pre_attn_scalar"] = config.query_scalar or config.head_size

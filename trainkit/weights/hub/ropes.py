@@ -101,6 +101,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         >>> read_rope(values, get_family("llama"), [])["rope_scaling"]
         LinearScaling(factor=2.0)
     """
+    # A file may have the old form, the new one, or both with equal entries.
     forms = [values.get(key) for key in ("rope_scaling", "rope_parameters")]
     tables = [form for form in forms if form is not None]
     if not all(isinstance(table, dict) for table in tables):
@@ -121,6 +122,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
     if "longrope" in family.ropes and rope_type in ("su", "yarn"):  # its older names
         rope_type = "longrope"
     theta = rope.pop("rope_theta", values["rope_theta"])
+    # Wavelengths are powers of theta: at 1 they are all the same.
     if not is_number(theta) or not 1 < theta < 1e12:
         problems.append(f"rope_theta is {short_repr(theta)}")
         theta = 10_000.0
