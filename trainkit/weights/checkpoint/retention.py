@@ -172,6 +172,7 @@ def apply_retention(
     directory = Path(directory)
     paths = list_checkpoints(directory)
     listing = [_read_listed(path) for path in paths]
+    # Read at each save: a file that somebody creates now pins a checkpoint of a running run.
     pinned = [path.name for path in paths if (directory / f"{path.name}{PIN}").exists()]
     good = set(known_good)
     # Hashing is expensive: what this run has written is not read again, nor what will be deleted.

@@ -359,6 +359,7 @@ def save_checkpoint(
         Writes to disk and waits until it is durable; communicates on `ps.world`. The run is not
         changed.
     """
+    # A save that failed raises on leaving the block, so there is a path at the end.
     paths: list[Path] = []
     with open_saver(
         run_dir,

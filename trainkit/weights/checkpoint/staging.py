@@ -315,7 +315,7 @@ def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def _find_state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
-    """Return whether `state.json` lacks the structure that loading relies on, as problems."""
+    """Return the problems of a parsed `state.json`: a wrong structure, or another step."""
     not_a_state = ["state.json is not the state of a run"]
     try:
         state = saved["state"]

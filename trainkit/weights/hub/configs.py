@@ -257,6 +257,7 @@ def _is_own_code(auto_map: Any, family: Family) -> bool:
     own_classes = {f"{prefix}Config", f"{prefix}Model", family.architecture}
     if not auto_map or not isinstance(auto_map, dict):
         return False
+    # Values are like "modeling_phi3.Phi3Model". A tokenizer is read from tokenizer.json anyway.
     classes = [str(x).rpartition(".")[2] for key, x in auto_map.items() if key != "AutoTokenizer"]
     return own_classes.issuperset(classes)
 
@@ -379,6 +380,7 @@ def _read_layer_types(
     if types is not None:
         if not isinstance(types, list) or len(types) != layers or {*map(str, types)} - {*KINDS}:
             return None
+        # The list may differ from the family's default, but must be a pattern that `Sliding` has.
         listed = [i for i, layer_type in enumerate(types) if layer_type == KINDS[1]]
         if listed and listed != sliding:
             return _find_pattern(listed, layers) if family.windows else None
@@ -547,6 +549,7 @@ def _write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
         values["sliding_window"] = family.defaults["sliding_window"]
     if sliding is not None and "max_window_layers" in family.defaults:
         values["max_window_layers"] = sliding.first
+    # A family with windows in every layer (Mistral) has no list of types.
     if family.windows:
         sliding_layers = config.sliding_layers
         values["layer_types"] = [KINDS[i in sliding_layers] for i in range(config.layers)]

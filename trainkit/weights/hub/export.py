@@ -180,6 +180,7 @@ def stream_weights(
     links, shapes = make_export_links(family, config)
     gather = _make_gather(stages, config, dtype=dtype, axis=axis)
     read = map_weights(gather, links, shapes)
+    # A copy of each, as `read` returns views of what it has gathered.
     for name, shape in shapes.items():
         yield name, read(name, shape, (0,) * len(shape)).clone()
 

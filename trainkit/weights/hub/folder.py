@@ -379,6 +379,7 @@ def open_folder_weights(
         values = source(name, shape, offset)
         return values if dtype is None else values.to(dtype)
 
+    # With their shapes `build_stages` checks that the model takes every tensor of the folder.
     return listed(read_or_fill, get_decoder_shapes(folder.config))
 
 
@@ -441,6 +442,7 @@ def load_folder_weights(
         )
     for name, tensor in tensors:
         box = get_local_box(tensor)
+        # A rank has an empty shard where there are more ranks than rows.
         if box.local.numel() and name not in absent:
             box.local.copy_(read(name, tuple(box.local.shape), box.offset))
 
@@ -450,6 +452,7 @@ def _check_folder(
 ) -> tuple[Weights, set[str]]:
     """Return a function that reads our tensors, and the names of those that are incomplete."""
     links = make_family_links(folder.family, folder.config)
+    # Filled by `check`, which returns nothing: what it returned would travel to the other ranks.
     tensors: dict[str, Stored] = {}
     scales: dict[str, Stored] = {}
 

@@ -123,7 +123,7 @@ def open_model(
 
 
 def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderConfig:
-    """Return the model of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
+    """Return the decoder of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
 
     Args:
         path: The folder, the run (its newest checkpoint that verifies) or the checkpoint.
