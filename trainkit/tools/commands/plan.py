@@ -64,7 +64,7 @@ from trainkit.types import ConfigError, Layout, Precision
 
 if TYPE_CHECKING:
     from trainkit.models.config import DecoderConfig
-    from trainkit.tools.planning import Hardware
+    from trainkit.tools.planning.machines import Hardware
 
 
 _DEGREES = tuple(Layout().degrees)
