@@ -33,6 +33,9 @@ DTYPES = {
 }
 """The dtypes of a checkpoint: torch's name to safetensors' name and the bytes of an element."""
 
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtypes that weights may have and be cast to."""
+
 _TENSOR_NAME = re.compile("model/.+|optimizer/.*/.*")
 _MAX_DIMS = 16
 _MAX_ELEMENTS = 2**53
@@ -73,16 +76,6 @@ def overlap(
     return tuple(in_saved), tuple(in_local)
 
 
-def count_box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
-    """Return the bytes of one box of a tensor.
-
-    Examples:
-        >>> count_box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
-        12
-    """
-    return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
-
-
 def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     """Return the problems of a checkpoint's index, at most the first ten.
 
@@ -115,7 +108,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
                 return problems
             continue
         for box in entry["boxes"]:
-            used[box["file"]] += count_box_bytes(entry, box)
+            used[box["file"]] += math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
     # So no load allocates more memory than there are bytes on the disk.
     return problems + [
         f"{name} has {files[name]} bytes, too few for the {num_bytes} of its boxes"
