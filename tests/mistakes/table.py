@@ -1379,7 +1379,7 @@ MISTAKES = [
         (
             "rewards.py",
             "an answer that was cut is checked",
-            "        if answer.truncated:\n            continue\n",
+            "            if answer.truncated:\n                continue\n",
             "",
             "tests/post/generation/test_rollouts.py",
         ),
