@@ -392,7 +392,7 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         Reads the folder.
 
     Examples:
-        >>> from trainkit.weights.hub import match_family
+        >>> from trainkit.weights.hub.configs import match_family
         >>> from trainkit.models import make_decoder_config
         >>> tiny = make_decoder_config("tiny")
         >>> read_peft("/does/not/exist", match_family(tiny), tiny)

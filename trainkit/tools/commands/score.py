@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     """
     from trainkit import data, models, parallel  # noqa: PLC0415
     from trainkit.mesh import get_world_size, parallel_session  # noqa: PLC0415
+    from trainkit.parallel.precision import DTYPES  # noqa: PLC0415
     from trainkit.post import adapters, evaluation  # noqa: PLC0415 - torch
     from trainkit.text import corpora  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     temperature = options.temperature or 1.0
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")
     with parallel_session() as ps:
-        plan = [parallel.mixed_precision(parallel.DTYPES[compute])]
+        plan = [parallel.mixed_precision(DTYPES[compute])]
         stages = adapters.build_trained_stages(trained.path, make_model, ps, plan)
         columns = _make_columns(options, stages, temperature)
         parts_reused = evaluation.score_corpus(
