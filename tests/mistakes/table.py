@@ -1752,8 +1752,8 @@ MISTAKES = [
         (
             "checkpoint.py",
             "--dry-run deletes",
-            "log=say_on_stderr, dry_run=options.dry_run)",
-            "log=say_on_stderr)",
+            "log=print_to_stderr, dry_run=options.dry_run)",
+            "log=print_to_stderr)",
             "tests/tools/commands/test_checkpoint.py",
         ),
         (
