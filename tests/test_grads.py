@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import find_nonfinite
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.parameters import mark_tied_copy_
 from trainkit.parallel.precision import set_grad_dtype
 from trainkit.tools.testing import count_collectives, run_ranks
@@ -171,7 +172,7 @@ def test_sparse_gradients_are_refused_in_words():
             function()
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_sparse_gradient_is_refused_by_the_name_of_its_parameter(name):
     model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "up": nn.Linear(2, 2)})
     optimizer = optim.make_optimizer([model], lr=0.1, optimizer=name)
@@ -498,10 +499,15 @@ def clipped_by_group():
             for own in (None, 0.25):  # without a limit of its own, then with one
                 params, values = parameters_of_stage(ps)
                 groups = [{"params": params[:2]}, {"params": params[2:], "max_norm": own}]
-                how = {"axis": ps.pp, "norm_type": kind, "groups": groups}
-                ledger = count_collectives(
-                    lambda p=params, how=how: tk.clip_grads_(p, max_norm=1.0, **how), ps
+                clip = functools.partial(
+                    tk.clip_grads_,
+                    params,
+                    max_norm=1.0,
+                    axis=ps.pp,
+                    norm_type=kind,
+                    groups=groups,
                 )
+                ledger = count_collectives(clip, ps)
                 counts.append([(row.axis, row.kind, row.count) for row in ledger.rows])
             assert (
                 counts[0] == counts[1] == [("dp_shard", "all_reduce", 1), ("pp", "all_reduce", 1)]
@@ -633,8 +639,8 @@ def steps_without_values(*, fused):
             applies = health.make_finite_check(
                 torch.ones(()), memory, health.Policy(on_spike="skip"), tokens=torch.ones(())
             )
-            how = {"lr": 0.1, "max_norm": 1.0, "should_apply": applies}
-            _ = ~tk.clip_and_step(params, optimizer, **how).applied
+            update = tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, should_apply=applies)
+            _ = ~update.applied
 
 
 def test_with_a_fused_optimizer_the_host_waits_for_no_number():

@@ -109,8 +109,17 @@ def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
 
 @given(st.permutations([1, 1, 1, 2, 3, 2]), st.sampled_from(["all", "ring", "ulysses", "none"]))
 def test_every_axis_partitions_the_world(degrees, fold_sp):
-    named = dict(zip(NAMES, degrees, strict=True))
-    found = partitions_of(Layout(**named, fold_sp=fold_sp))
+    pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
+    layout = Layout(
+        pp=pp,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        ring=ring,
+        ulysses=ulysses,
+        tp=tp,
+        fold_sp=fold_sp,
+    )
+    found = partitions_of(layout)
     for name, lists in found.items():
         assert sorted(rank for ranks in lists for rank in ranks) == list(range(12)), name
     assert (

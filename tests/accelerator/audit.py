@@ -56,10 +56,14 @@ def rows_of(shortest, longest):
     return corpus, packing.pack_bins(corpus.lengths, LENGTH, multiple_of=8)
 
 
+ALONE, SHARDED = tk.Layout(), tk.Layout(dp_shard=2)
+UNFOLDED = tk.Layout(ring=2, fold_sp="none")
+
+
 @contextlib.contextmanager
-def session(rank, degrees):
+def session(rank, layout):
     """Open a layout of ranks that are not there, as one of them."""
-    world = int(np.prod([n for n in degrees.values() if isinstance(n, int)]))
+    world = layout.world
     if world == 1:
         yield mesh.solo_parallel("cuda:0")
         return
@@ -69,17 +73,17 @@ def session(rank, degrees):
     # A fake all-reduce sums nothing, so that the order of this rank seems to be no other rank's.
     unordered = mock.patch.object(grad_reduction._Order, "_raise_difference")
     try:
-        with unheard, unordered, mesh.parallel_session(**degrees) as ps, alike:
+        with unheard, unordered, mesh.parallel_session(layout) as ps, alike:
             yield ps
     finally:
         dist.destroy_process_group()
 
 
-def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, **degrees):
+def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, layout=ALONE):
     """Take two steps of a recipe; return the ledger of the second, and its microbatches."""
     recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
     cfg = config.load_config(recipe.Config, ["--compute", "bf16", *flags])
-    with session(rank, degrees) as ps, fake_device() as ledger:
+    with session(rank, layout) as ps, fake_device() as ledger:
         first = [InitialWeights(None)] if name == "pretrain" else []  # new weights
         stages, optimizer = recipe.build(cfg, ps, model, *first)
         run = tk.make_forward_backward(stages, next_token_linear, reduce=cfg.layout.reduce)
@@ -107,17 +111,15 @@ def batch_of(corpus, bins, cursor, ps):
 
 # ------------------------------------------------------------------------------------ whole steps
 
-ALONE, SHARDED = {}, {"dp_shard": 2}
-UNFOLDED = {"ring": 2, "fold_sp": "none"}
 LAYOUTS = [
     ("pretrain", 0, ALONE),
     ("pretrain", 0, SHARDED),
-    ("pretrain", 0, {"dp_replicate": 2, "dp_shard": 2}),
-    ("pretrain", 0, {"tp": 2}),
-    ("pretrain", 0, {"ulysses": 2}),
+    ("pretrain", 0, tk.Layout(dp_replicate=2, dp_shard=2)),
+    ("pretrain", 0, tk.Layout(tp=2)),
+    ("pretrain", 0, tk.Layout(ulysses=2)),
     ("pretrain", 0, UNFOLDED),
-    ("pretrain", 1, {"pp": 2}),
-    ("long_context", 0, {"ring": 2, "ulysses": 2}),
+    ("pretrain", 1, tk.Layout(pp=2)),
+    ("long_context", 0, tk.Layout(ring=2, ulysses=2)),
 ]
 MAY_WAIT: set[str] = set()
 """Where a step may make the host wait for the device, as "what in file:function"."""
@@ -128,12 +130,12 @@ NCCL |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @functools.cache
 def audited(number):
-    name, rank, degrees = LAYOUTS[number]
-    return step_of(name, rank=rank, **degrees)[0]
+    name, rank, layout = LAYOUTS[number]
+    return step_of(name, rank=rank, layout=layout)[0]
 
 
 each_layout = pytest.mark.parametrize(
-    "number", range(len(LAYOUTS)), ids=[f"{name} {degrees}" for name, _, degrees in LAYOUTS]
+    "number", range(len(LAYOUTS)), ids=[f"{name} {layout}" for name, _, layout in LAYOUTS]
 )
 
 
@@ -163,10 +165,10 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("degrees", [ALONE, SHARDED], ids=["alone", "sharded"])
+@pytest.mark.parametrize("layout", [ALONE, SHARDED], ids=["alone", "sharded"])
 @pytest.mark.parametrize("flags", MODES)
-def test_no_trick_makes_a_step_wait(flags, degrees):
-    ledger, _ = step_of("pretrain", *flags.split(), **degrees)
+def test_no_trick_makes_a_step_wait(flags, layout):
+    ledger, _ = step_of("pretrain", *flags.split(), layout=layout)
     assert not ledger.syncs, ledger.syncs
 
 
@@ -314,8 +316,8 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
     with fake_device() as ledger:
         ends = torch.zeros(3, dtype=torch.int32, device="cuda:0")
         spans = Spans(ends, np.array([5, 11]), 11)
-        shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
-        attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
+        q, k, v = torch.randn(3, 1, 16, 4, size, device="cuda:0", dtype=torch.bfloat16)
+        attention.varlen(q, k, v, spans=spans)
     assert bool(ledger.operators[VARLEN]) == taken
 
 

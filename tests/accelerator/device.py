@@ -140,9 +140,9 @@ def fake_device():
         return call
 
     name = "compute_local_shape_and_global_offset"
-    known = {x: really(getattr(utils, x)) for x in (name, f"_{name}")}
     with (
-        mock.patch.multiple(utils, **known),
+        mock.patch.object(utils, name, really(getattr(utils, name))),
+        mock.patch.object(utils, f"_{name}", really(getattr(utils, f"_{name}"))),
         mock.patch.object(torch.nn.Module, "to_empty", to_empty),
         mock.patch.object(torch.utils, "swap_tensors", swap_tensors),
         Fake(allow_non_fake_inputs=True),

@@ -7,7 +7,8 @@ from torch import nn
 
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, count_parameters, make_decoder_config
-from trainkit.packing import format_overlong_warning, pack_bins
+from trainkit.packing import pack_bins
+from trainkit.packing.report import format_overlong_warning
 from trainkit.parallel import describe_run
 from trainkit.parallel.parameters import mark_tied_copy_
 from trainkit.parallel.stage_ranks import attach_axes

@@ -36,12 +36,12 @@ def expert_parallel(
     own, sharded over expert_fsdp by whole experts if they divide, else along dimension 1.
 
     Args:
-        dispatch: A function with the arguments of `models.ep_dispatch`, for example a faster
+        dispatch: A function with the arguments of `ep_dispatch`, for example a faster
             kernel; its route is passed on to `combine` unchanged. It need not take `wire_dtype` if
             none is given.
-        combine: A function with the arguments of `models.ep_combine`, given if and only if
+        combine: A function with the arguments of `ep_combine`, given if and only if
             `dispatch` is.
-        dispatch_keys: A function with the arguments of `models.ep_dispatch_keys`, for adapters of
+        dispatch_keys: A function with the arguments of `ep_dispatch_keys`, for adapters of
             experts with dropout.
         wire_dtype: The dtype in which rows are sent; by default their own.
 

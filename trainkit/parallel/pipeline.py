@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import check_terms, divide_terms, make_divisors
+from trainkit.batch.denominators import check_terms, divide_terms, make_divisors
 from trainkit.parallel import grad_reduction, stage_forward
 from trainkit.parallel.check_layout import check_layout
 from trainkit.parallel.recompute import recomputes_selectively

@@ -122,16 +122,15 @@ def plain_facts(corpus, bins):
 
 @settings(max_examples=15)
 @given(packings(min_pieces=1), st.sampled_from([1, 2, 3]))
-def test_every_token_keeps_what_stands_beside_it_in_any_packing_and_any_shard(case, count):
-    sizes, arguments = case
-    corpus = corpus_of(sizes)
-    bins = pack_bins(corpus.lengths, **arguments)
+def test_every_token_keeps_what_stands_beside_it_in_any_packing_and_any_shard(packing, count):
+    corpus = corpus_of(packing.lengths)
+    bins = packing.pack()
     rows = [*range(len(bins)), *[-1] * (len(bins) % 2)]
     whole = collate_bins(corpus, bins, rows, pad_id=1, row_positions=rows)
     check(whole)
     want, parts = plain_facts(corpus, bins), split_batch(whole, 1)
     assert facts_of([whole]) == facts_of(parts) == want
-    ring = count if arguments["multiple_of"] % (2 * count) == 0 else 1
+    ring = count if packing.multiple_of % (2 * count) == 0 else 1
     ulysses = count if bins.capacity // ring % count == 0 else 1
     ranks = [(Share(r, ring), Share(u, ulysses)) for r in range(ring) for u in range(ulysses)]
     for cut in (

@@ -8,7 +8,8 @@ import numpy as np
 
 from trainkit.data.corpus import iterate_documents, make_corpus
 from trainkit.data.packed import PackedCorpus, concat_packed, split_held_out
-from trainkit.packing import format_overlong_warning, pack_bins, report_packing
+from trainkit.packing import pack_bins, report_packing
+from trainkit.packing.report import format_overlong_warning
 from trainkit.text.chat import mismatch_answers, pack_pairs
 from trainkit.text.corpora.open import held_out_documents, hold_out
 from trainkit.types import SOLO, Log, Sample, log_info

@@ -20,7 +20,8 @@ import numpy as np
 
 from trainkit.data.documents import Document, check_columns
 from trainkit.data.packed import PackedCorpus
-from trainkit.packing import best_fit, pack_bins, select_rows
+from trainkit.packing import best_fit, pack_bins
+from trainkit.packing.bins import select_rows
 from trainkit.text.streams.windows import (
     Position,
     Window,

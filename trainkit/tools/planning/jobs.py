@@ -71,7 +71,7 @@ class Job:
     """linear for `next_token_linear`, whose logits exist chunk by chunk; plain for `next_token`."""
 
     optimizer: str = "adamw"
-    """What steps, a name of `optim.OPTIMIZERS`: what it remembers."""
+    """What steps, a name of `optim.table.OPTIMIZERS`: what it remembers."""
 
     optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_make_items)
     """Its options, given as a mapping: {"moments": "bf16"}."""

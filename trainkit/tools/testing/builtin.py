@@ -14,9 +14,11 @@ from torch import nn
 from trainkit import losses, models
 from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
+from trainkit.losses.terms import NamedLoss
 from trainkit.mesh import solo_parallel
 from trainkit.noise.counters import make_token_keys
-from trainkit.optim import OPTIMIZERS, make_optimizer
+from trainkit.optim import make_optimizer
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.packing import pack_bins
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.expert_parallel import expert_parallel
@@ -374,7 +376,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     return attrs.evolve(batch, extra=extra)
 
 
-def loss_of_tokens(ps: Any) -> losses.NamedLoss:
+def loss_of_tokens(ps: Any) -> NamedLoss:
     """Return the sum of weighted cross entropy, a policy gradient and a distillation.
 
     Effects:
@@ -387,7 +389,7 @@ def loss_of_tokens(ps: Any) -> losses.NamedLoss:
     return losses.add_terms((losses.weighted_next_token, 1.0), (policy, 0.5), (teacher, 0.7))
 
 
-def loss_of_answers(ps: Any) -> losses.NamedLoss:
+def loss_of_answers(ps: Any) -> NamedLoss:
     """Return the sum of all losses of pairs, a sequence policy gradient, and a distillation.
 
     Effects:
@@ -405,7 +407,7 @@ def loss_of_answers(ps: Any) -> losses.NamedLoss:
     )
 
 
-def _rename_terms(name: str, loss: losses.NamedLoss) -> losses.NamedLoss:
+def _rename_terms(name: str, loss: NamedLoss) -> NamedLoss:
     """Prefix a loss's terms with its name, since several losses share names of terms."""
 
     @losses.declare_terms(*(f"{name}_{term}" for term in loss.terms))
