@@ -497,10 +497,15 @@ def clipped_by_group():
             for own in (None, 0.25):  # without a limit of its own, then with one
                 params, values = parameters_of_stage(ps)
                 groups = [{"params": params[:2]}, {"params": params[2:], "max_norm": own}]
-                how = {"axis": ps.pp, "norm_type": kind, "groups": groups}
-                ledger = count_collectives(
-                    lambda p=params, how=how: tk.clip_grads_(p, max_norm=1.0, **how), ps
+                clip = functools.partial(
+                    tk.clip_grads_,
+                    params,
+                    max_norm=1.0,
+                    axis=ps.pp,
+                    norm_type=kind,
+                    groups=groups,
                 )
+                ledger = count_collectives(clip, ps)
                 counts.append([(row.axis, row.kind, row.count) for row in ledger.rows])
             assert (
                 counts[0] == counts[1] == [("dp_shard", "all_reduce", 1), ("pp", "all_reduce", 1)]
@@ -632,8 +637,8 @@ def steps_without_values(*, fused):
             applies = health.make_finite_check(
                 torch.ones(()), memory, health.Policy(on_spike="skip"), tokens=torch.ones(())
             )
-            how = {"lr": 0.1, "max_norm": 1.0, "should_apply": applies}
-            _ = ~tk.clip_and_step(params, optimizer, **how).applied
+            update = tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, should_apply=applies)
+            _ = ~update.applied
 
 
 def test_with_a_fused_optimizer_the_host_waits_for_no_number():

@@ -269,7 +269,7 @@ def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
 @pytest.mark.case("L13")
 def test_sinks_are_opened_by_their_names(tmp_path, server):
     chosen = sinks.named_sinks(["wandb"], tmp_path, config={"lr": 0.1})
-    write_run(tmp_path, **chosen, patience=30)
+    write_run(tmp_path, wandb=chosen["wandb"], patience=30)
     assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]][-1] == STEPS
     with pytest.raises(ConfigError, match="no sink is called 'wandbb'"):
         sinks.named_sinks(["wandbb"], tmp_path)
