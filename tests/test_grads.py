@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import trainkit as tk
 from trainkit import health, optim
 from trainkit.grads import find_nonfinite
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.parameters import mark_tied_copy_
+from trainkit.parallel.precision import set_grad_dtype
 from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, Axis, Share
 
@@ -170,7 +172,7 @@ def test_sparse_gradients_are_refused_in_words():
             function()
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_sparse_gradient_is_refused_by_the_name_of_its_parameter(name):
     model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "up": nn.Linear(2, 2)})
     optimizer = optim.make_optimizer([model], lr=0.1, optimizer=name)
@@ -652,7 +654,7 @@ def test_bf16_parameters_can_add_their_gradients_up_in_fp32(fused):
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        tk.parallel.set_grad_dtype([p], dtype)
+        set_grad_dtype([p], dtype)
         for scale in (1.0, *[1 / 512] * 256):
             (p * scale).sum().backward()
         assert p.grad.dtype == dtype
@@ -669,7 +671,7 @@ def test_bf16_parameters_can_add_their_gradients_up_in_fp32(fused):
 def summed_in_fp32():
     with tk.parallel_session(dp_shard=1, ring=2, fold_sp="none") as ps:
         low = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
-        tk.parallel.set_grad_dtype(low[1:])
+        set_grad_dtype(low[1:])
         for p in low[:2] if ps.sp_unfolded.index else low:  # one rank lacks the third
             p.grad = torch.full((2,), 1 + 2.0**-8 if p is not low[0] else 1.0, dtype=p.grad_dtype)
         tk.sync_sp_grads(low, ps.sp_unfolded)

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import OperatorMode
 
 import trainkit as tk
 from trainkit import metrics
@@ -75,29 +75,18 @@ def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
     assert out["aux"].item() == pytest.approx(0.35)
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 def test_ranks_send_from_the_axis_s_device_whatever_they_have_and_no_number_is_copied(monkeypatch):
     # The device "meta" stands for an accelerator: nothing on it can be read by the host.
     axis = Axis("loss", Share(0, 2), mesh=SimpleNamespace(device_type="meta"))
     sent = []
     monkeypatch.setattr(metrics, "all_sum", lambda x, _: sent.append((x.device, x.shape)) or x)
     here, there = torch.ones(()), torch.ones((), device="meta")
-    with Operations() as operations:
+    names = []
+    with OperatorMode(lambda operator, _: names.append(str(operator))):
         for sums in ({}, {"a": here}, {"a": there}, {"a": here, "b": there}):
             reduce_metrics(sums, axis)
     assert sent == [(torch.device("meta"), (256,))] * 4
-    until = operations.names[: operations.names.index("aten.eq.Scalar")]
+    until = names[: names.index("aten.eq.Scalar")]
     assert "aten.fill_.Scalar" in until
     assert "aten.scalar_tensor.default" not in until
 
@@ -142,15 +131,15 @@ def test_reduce_metrics_lets_go_of_the_graph_and_takes_any_shape(monkeypatch):
         assert sums["loss"] == 2 * axis.count
 
 
-class Transfers(TorchDispatchMode):
+class Transfers(OperatorMode):
     """Counts the reads of a single element, each of which would wait for an accelerator."""
 
-    count = 0
+    def __init__(self):
+        super().__init__(self.watch)
+        self.count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        del types
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+    def watch(self, operator, _):
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
 
 
 def test_to_host_keeps_kinds_and_order_and_reads_no_tensor_alone():

@@ -14,14 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import (
-    check_terms,
-    count_valid_tokens,
-    divide_terms,
-    make_divisors,
-    make_padding_batch,
-    to_device,
-)
+from trainkit.batch import count_valid_tokens, make_padding_batch, to_device
+from trainkit.batch.denominators import check_terms, divide_terms, make_divisors
 from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_device
 from trainkit.losses import average_terms
 from trainkit.models.call import call_model

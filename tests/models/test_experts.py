@@ -9,13 +9,8 @@ import torch
 from torch import nn
 
 from trainkit import parallel
-from trainkit.batch import (
-    count_tokens,
-    count_valid_tokens,
-    divide_terms,
-    make_divisors,
-    make_padding_batch,
-)
+from trainkit.batch import count_tokens, count_valid_tokens, make_padding_batch
+from trainkit.batch.denominators import divide_terms, make_divisors
 from trainkit.losses import (
     add_router_losses,
     add_terms,
@@ -29,7 +24,6 @@ from trainkit.models import (
     Decoder,
     Experts,
     RoutingTape,
-    balance_loss_sum,
     build_decoder,
     call_model,
     call_routed,
@@ -39,6 +33,7 @@ from trainkit.models import (
     softmax_topk,
     update_routers_,
 )
+from trainkit.models.experts import balance_loss_sum
 from trainkit.parallel import make_call, make_stages, recompute
 from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward

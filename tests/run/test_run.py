@@ -28,11 +28,11 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor, DataError, DiskError, StepBatch
 from trainkit.weights.checkpoint import (
     CheckpointOptions,
-    InitialWeights,
     find_checkpoint,
     list_checkpoints,
     read_facts,
 )
+from trainkit.weights.checkpoint.initial_weights import InitialWeights
 from trainkit.weights.checkpoint.manifest import parse_step
 
 TIMEOUTS = Timeouts(start_timeout=60.0)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, reduce_scatter_bf16
-from trainkit.noise import make_key, to_int64
+from trainkit.noise import make_key
+from trainkit.noise.counters import to_int64
 from trainkit.parallel.notes import Note
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
@@ -132,8 +133,8 @@ def keep_gathered_if_returned_(module: Any) -> None:
 
     def check_output(unit: Any, inner: nn.Module, args: Any, output: Any) -> Any:
         del unit.post_forward
-        own = {_get_pointer(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
-        if any(_get_pointer(x) in own for x in _iterate_tensors(output)):
+        own = {_get_storage_id(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
+        if any(_get_storage_id(x) in own for x in _iterate_tensors(output)):
             module.set_reshard_after_forward(False, recurse=False)
         return unit.post_forward(inner, args, output)
 
@@ -141,8 +142,9 @@ def keep_gathered_if_returned_(module: Any) -> None:
         unit.post_forward = partial(check_output, unit)
 
 
-def _get_pointer(tensor: Any) -> int:
-    return get_local(tensor).untyped_storage().data_ptr()
+def _get_storage_id(tensor: Any) -> int:
+    # Not data_ptr(): it is 0 for every freed storage, and a FakeTensor has none.
+    return get_local(tensor).untyped_storage()._cdata  # noqa: SLF001 (as torch.multiprocessing does)
 
 
 def _iterate_tensors(output: Any) -> Iterator[Tensor]:

@@ -27,7 +27,8 @@ from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, say_on_stderr
-from trainkit.mesh import describe_launch, parallel_session
+from trainkit.mesh import parallel_session
+from trainkit.mesh.launch import describe_launch
 from trainkit.metrics import (
     decoder_flops,
     make_step_records,
@@ -74,9 +75,13 @@ from trainkit.types import (
 )
 from trainkit.weights import checkpoint
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
+from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
+from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_initial_weights
 from trainkit.weights.checkpoint.manifest import parse_step
-from trainkit.weights.checkpoint.save import Save
+from trainkit.weights.checkpoint.save import Save, write_final
+from trainkit.weights.checkpoint.snapshot import check_savable
+from trainkit.weights.checkpoint.write import SaveProgress
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 if TYPE_CHECKING:
@@ -145,7 +150,7 @@ def open_run(
     timeouts = timeouts or Timeouts()
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
-    progress = checkpoint.SaveProgress()
+    progress = SaveProgress()
     if numerics is not None:
         set_numerics(numerics)
     with (
@@ -223,10 +228,10 @@ class Run:
     software: Mapping[str, str]
     """Versions and hashes of the code at the start (`make_code_facts`)."""
 
-    progress: checkpoint.SaveProgress
+    progress: SaveProgress
     """How many parts of checkpoints this rank has written, for the watch."""
 
-    facts: checkpoint.Facts | None = None
+    facts: Facts | None = None
     """What checkpoints store, and what a resumed run has to agree with; `resume` sets it."""
 
     resume_messages: list[str] = attrs.field(factory=list)
@@ -265,10 +270,10 @@ class Run:
         tokenizer: Any = None,
         rows: PackedCorpus | None = None,
         corpora: Mapping[str, Any] | None = None,
-        first: checkpoint.InitialWeights | None = None,
+        first: InitialWeights | None = None,
         context: int | None = None,
         template: str | None = None,
-        facts: checkpoint.Facts | None = None,
+        facts: Facts | None = None,
         rules: checkpoint.ResumeRules | None = None,
     ) -> TrainState:
         """Resume from the last checkpoint, or start from scratch, and return the counters.
@@ -312,7 +317,7 @@ class Run:
         )
         of_start: dict[str, Any] = {_SOFTWARE: self.software}
         if first is not None:
-            of_start |= checkpoint.hash_initial_weights(first, stages, self.ps)
+            of_start |= hash_initial_weights(first, stages, self.ps)
         self.facts = (
             (lambda batches: {**gathered(batches), **of_start})
             if callable(gathered)
@@ -410,7 +415,7 @@ class Run:
     ) -> int:
         """Finish a run, and return the exit code: 0, or `EXIT_SAVED` if there is a reason to stop.
 
-        Without a reason it writes final.json (`checkpoint.write_final`), plots the loss, and the
+        Without a reason it writes final.json (`write_final`), plots the loss, and the
         load of experts if there are any, and logs how the time was spent. With one it does nothing:
         the same command resumes the run.
 
@@ -426,7 +431,7 @@ class Run:
         if stop:
             return EXIT_SAVED
         self.phase("the end", allow=self.timeouts.start_timeout)
-        checkpoint.write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
+        write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
             picture = self.dir / "loss.png"
@@ -576,7 +581,7 @@ class Loop:
             return self._set_current(state)
         run = self._run
         if is_first:  # a save that cannot succeed is refused here, not many steps later
-            checkpoint.check_savable(state, self._stages, self._optimizer, run.ps)
+            check_savable(state, self._stages, self._optimizer, run.ps)
         self._pending.append((state, metrics))
         # The time of the next steps starts here: these are queued on the device already.
         run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
@@ -781,11 +786,11 @@ def gather_facts(
     tokenizer: Any = None,
     rows: PackedCorpus | None = None,
     corpora: Mapping[str, Any] | None = None,
-    first: checkpoint.InitialWeights | None = None,
+    first: InitialWeights | None = None,
     context: int | None = None,
     template: str | None = None,
-    facts: checkpoint.Facts | None = None,
-) -> checkpoint.Facts:
+    facts: Facts | None = None,
+) -> Facts:
     """Return what a run must be continued with, as facts for its checkpoints.
 
     Args:

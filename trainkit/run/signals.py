@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from trainkit.collectives import all_gather_objects
 from trainkit.files import redirect_to_devnull
-from trainkit.mesh import open_gloo_axis
+from trainkit.mesh.axes import open_gloo_axis
 from trainkit.run.errors import format_last_words, get_exit_code
 from trainkit.run.peers import status_of
 from trainkit.types import (
