@@ -221,17 +221,17 @@ def _of_rows(layout: Layout, rows: BatchShape) -> Iterator[ConfigError]:
 
 def _of_reach(model: DecoderConfig, rows: BatchShape) -> Iterator[ConfigError]:
     """Yield why a document may be longer than positions reach."""
-    if model.reach is None or rows.row_length <= model.reach:
+    if model.max_length is None or rows.row_length <= model.max_length:
         return
     learned = model.positions is not None
-    has = f"{model.reach} learned positions" if learned else f"a context of {model.reach}"
+    has = f"{model.max_length} learned positions" if learned else f"a context of {model.max_length}"
     other = "take a model with rotary ones" if learned else "say that context (open_folder does)"
     yield ConfigError(
         f"a document may fill a row of {rows.row_length} tokens, and the model has {has}; set "
-        f"row_length to {model.reach}, or {other}",
+        f"row_length to {model.max_length}, or {other}",
         where="row_length",
         got=rows.row_length,
-        want=f"<= {model.reach}",
+        want=f"<= {model.max_length}",
     )
 
 

@@ -229,8 +229,8 @@ def _estimate_latent_attention(job: Job, layout: Layout, fused_norms: bool) -> _
 
 def _estimate_mlp(job: Job, tp: int) -> _Half:
     config = job.config
-    d, f, products = config.width, config.mlp_width // tp, 1 + config.how_fed.gated
-    after = [(f, d)] * config.how_normed.after  # without, nobody asks for the result
+    d, f, products = config.width, config.mlp_width // tp, 1 + config.feed_forward_config.gated
+    after = [(f, d)] * config.norm_config.after  # without, nobody asks for the result
     return _Half(
         saved=d + 2 * products * f,
         results=_make_products(job.itemsize, *[(d, f)] * products, *after),
