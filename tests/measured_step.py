@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import OperatorMode
 from torch.utils._pytree import tree_iter
 
 import trainkit as tk
@@ -20,7 +20,6 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import (
-    DTYPES,
     expert_parallel,
     fsdp,
     mixed_precision,
@@ -28,6 +27,7 @@ from trainkit.parallel import (
     recompute,
     recompute_budget,
 )
+from trainkit.parallel.precision import DTYPES
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.post.adapters import apply_freeze_
@@ -52,21 +52,19 @@ def make_batch(config, rows, length, documents):
     )
 
 
-class StorageCount(TorchDispatchMode):
+class StorageCount(OperatorMode):
     """Counts the bytes of every storage that an operator gives, while it lives."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.watch)
         self.sizes, self.now, self.peak = {}, 0, 0
         gc.collect()
         gc.freeze()  # the collections at every new peak need not walk what was there before
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor_ in tree_iter(out):
+    def watch(self, _, result):
+        for tensor_ in tree_iter(result):
             if isinstance(tensor_, torch.Tensor):
                 self.see(tensor_)
-        return out
 
     def see(self, seen):
         local = getattr(seen, "_local_tensor", seen)
@@ -142,9 +140,15 @@ def step_of(job, layout, ps, *, in_backward=False):
     if job.frozen:
         apply_freeze_(stages, job.frozen)
     params = tk.get_parameters(stages)
-    how = {"options": dict(job.optimizer_options), "offload": job.offload_optimizer}
-    how["mean"] = 0.9 if job.mean else None
-    optimizer = make_optimizer(stages, lr=1e-3, optimizer=job.optimizer, axis=ps.pp, **how)
+    optimizer = make_optimizer(
+        stages,
+        lr=1e-3,
+        optimizer=job.optimizer,
+        options=dict(job.optimizer_options),
+        offload=job.offload_optimizer,
+        mean=0.9 if job.mean else None,
+        axis=ps.pp,
+    )
     rows = job.rows // ps.dp.count
     whole = make_batch(job.config, job.microbatch, job.row_length, job.documents)
     batch = shard_sequence(whole, ring=ps.ring.share, ulysses=ps.ulysses.share)
@@ -156,8 +160,9 @@ def step_of(job, layout, ps, *, in_backward=False):
         denominator = dict.fromkeys(("loss", "balance"), denominator)
 
     if in_backward:
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": str, "reduce": layout.reduce}
-        stepping = make_step_in_backward(stages, optimizer, **how)
+        stepping = make_step_in_backward(
+            stages, optimizer, axis=ps.pp, sp=ps.sp_unfolded, log=str, reduce=layout.reduce
+        )
 
     def backward(before_forward=lambda: None):
         def call(model, batch):

@@ -41,10 +41,17 @@ def run(recipe, *flags, code=0, **options):
     return out if code == 0 else err
 
 
-def nano_config(_, **overrides):
+def nano_config(_, *, layers=1, width=32, heads=4, kv_heads=2, mlp_width=48, **overrides):
     """Return, for any size, the figures of a model that trains a step in milliseconds."""
-    nano = {"layers": 1, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
-    return make_decoder_config("tiny", **nano | overrides)
+    return make_decoder_config(
+        "tiny",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp_width=mlp_width,
+        **overrides,
+    )
 
 
 def load(recipe):
@@ -76,9 +83,11 @@ def with_short_texts():
 
         return short
 
-    names = ("generate", "sample_text", "answer_questions")
     return mock.patch.multiple(
-        "trainkit.post.generation", **{name: shortened(getattr(generation, name)) for name in names}
+        "trainkit.post.generation",
+        generate=shortened(generation.generate),
+        sample_text=shortened(generation.sample_text),
+        answer_questions=shortened(generation.answer_questions),
     )
 
 

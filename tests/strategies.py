@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import attrs
 import numpy as np
 from hypothesis import strategies as st
 
 from trainkit.batch import collate_bins
 from trainkit.data import TokenCorpus
 from trainkit.packing import best_fit, first_fit, next_fit, pack_bins
-from trainkit.types import Share
+from trainkit.types import Fit, Share
 
 
 def lengths(max_value=40, min_size=0, max_size=30):
@@ -16,23 +17,51 @@ def lengths(max_value=40, min_size=0, max_size=30):
     return st.lists(st.integers(0, max_value), min_size=min_size, max_size=max_size)
 
 
+@attrs.frozen
+class Packing:
+    """Lengths of documents, and the other arguments of `pack_bins`."""
+
+    lengths: list[int]
+    capacity: int
+    fit: Fit
+    group_size: int
+    overlong: str
+    multiple_of: int
+    max_documents: int | None
+    seed: int | None
+
+    def pack(self, function=pack_bins, **options):
+        """Pack the lengths with `pack_bins`, or with another function of its arguments."""
+        return function(
+            lengths=self.lengths,
+            capacity=self.capacity,
+            fit=self.fit,
+            group_size=self.group_size,
+            overlong=self.overlong,
+            multiple_of=self.multiple_of,
+            max_documents=self.max_documents,
+            seed=self.seed,
+            **options,
+        )
+
+
 @st.composite
 def packings(draw, *, multiple_of=None, min_pieces=0):
-    """(lengths, keyword arguments of pack_bins), as they make sense together."""
+    """A `Packing` whose arguments make sense together."""
     multiple_of = draw(st.sampled_from([1, 1, 2, 4, 6])) if multiple_of is None else multiple_of
     capacity = multiple_of * draw(st.integers(1, 12))
     chosen = draw(lengths(max_value=3 * capacity))
     chosen += draw(st.lists(st.integers(1, capacity), min_size=min_pieces, max_size=min_pieces))
-    arguments = {
-        "capacity": capacity,
-        "fit": draw(st.sampled_from([best_fit, first_fit, next_fit])),
-        "group_size": draw(st.sampled_from([0, 1, 3, 7, 100])),
-        "overlong": draw(st.sampled_from(["split", "truncate", "drop"])),
-        "multiple_of": multiple_of,
-        "max_documents": draw(st.sampled_from([None, None, 1, 2, 3])),
-        "seed": draw(st.sampled_from([None, None, 0, 1])),
-    }
-    return chosen, arguments
+    return Packing(
+        lengths=chosen,
+        capacity=capacity,
+        fit=draw(st.sampled_from([best_fit, first_fit, next_fit])),
+        group_size=draw(st.sampled_from([0, 1, 3, 7, 100])),
+        overlong=draw(st.sampled_from(["split", "truncate", "drop"])),
+        multiple_of=multiple_of,
+        max_documents=draw(st.sampled_from([None, None, 1, 2, 3])),
+        seed=draw(st.sampled_from([None, None, 0, 1])),
+    )
 
 
 def corpus_of(sizes, vocab_size=1000):
@@ -44,9 +73,8 @@ def corpus_of(sizes, vocab_size=1000):
 @st.composite
 def packed(draw, *, multiple_of=None, min_pieces=1):
     """(corpus, bins): at least one row."""
-    chosen, arguments = draw(packings(multiple_of=multiple_of, min_pieces=min_pieces))
-    corpus = corpus_of(chosen)
-    return corpus, pack_bins(corpus.lengths, **arguments)
+    packing = draw(packings(multiple_of=multiple_of, min_pieces=min_pieces))
+    return corpus_of(packing.lengths), packing.pack()
 
 
 @st.composite

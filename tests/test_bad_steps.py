@@ -82,9 +82,18 @@ def step_function(ps, stages, optimizer, *, policy, guilty=0, protected=True, wo
         sums = replay()
         terms = losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
         applies = health.make_finite_check(terms["loss"], state.health, policy, tokens=tokens)
-        how = {"lr": 1e-2, "max_norm": 0.5, "axis": ps.pp, "should_apply": applies, "world": world}
-        with contextlib.nullcontext() if protected else nothing_refused(how):
-            update = tk.clip_and_step(params, optimizer, **how)
+        if not protected:  # the check has to be switched off in two places
+            applies = functools.partial(torch.ones_like, dtype=torch.bool)
+        with contextlib.nullcontext() if protected else nothing_nonfinite():
+            update = tk.clip_and_step(
+                params,
+                optimizer,
+                lr=1e-2,
+                max_norm=0.5,
+                axis=ps.pp,
+                should_apply=applies,
+                world=world,
+            )
         told = {"grad_norm": update.norm, "skipped": ~update.applied}
         metrics = {**terms, **told, "tokens": tokens}
         return (
@@ -98,9 +107,8 @@ def step_function(ps, stages, optimizer, *, policy, guilty=0, protected=True, wo
     return train_step
 
 
-def nothing_refused(how):
-    """Take a step whatever its numbers are; it has to be done in two places."""
-    how["should_apply"] = functools.partial(torch.ones_like, dtype=torch.bool)
+def nothing_nonfinite():
+    """Take every norm for a finite one."""
     never = functools.partial(torch.zeros_like, dtype=torch.bool)
     return mock.patch.object(grads, "_is_nonfinite", never)
 
@@ -115,25 +123,45 @@ def changed(before, after):
     return [name for name, x in before.items() if not torch.equal(x, after[name])]
 
 
-def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
+@attrs.frozen(kw_only=True)
+class Visit:
+    """A run with faults at some sites of the rank `guilty`."""
+
+    sites: list
+    ranks: tk.Layout = attrs.field(factory=tk.Layout)
+    model: Layout = attrs.field(factory=Layout)
+    guilty: int = 1
+    protected: bool = True
+    alone: bool = False
+
+
+def visit(case):
     """Take a good step, then one for each site; return what became of each."""
-    layout, text = Layout(**rest), corpus()
+    layout, text = case.model, corpus()
     bins = tk.pack_bins(text.lengths, 24)
     policy = health.Policy(max_skips=2, max_rollbacks=99)
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session(case.ranks) as ps:
         stages, optimizer = build(layout, ps)
-        world = SOLO if alone else ps.world
-        options = {"policy": policy, "guilty": guilty, "protected": protected, "world": world}
-        step = step_function(ps, stages, optimizer, **options)
+        step = step_function(
+            ps,
+            stages,
+            optimizer,
+            policy=policy,
+            guilty=case.guilty,
+            protected=case.protected,
+            world=SOLO if case.alone else ps.world,
+        )
         state = TrainState()
         batch = functools.partial(input_of, ps=ps, layout=layout, text=text, bins=bins)
         state, _, _ = step(state, batch(state.cursor))
         found, before = [], bits_of(stages, optimizer)
-        for site in sites:
+        for site in case.sites:
             after, metrics, replay = step(state, batch(state.cursor), site)
             record = make_step_record(metrics, begin=0.0)
             damage = functools.partial(find_nonfinite_state, stages, optimizer, ps.world)
-            action, _ = health.judge_step(after, record, policy, damage=None if alone else damage)
+            action, _ = health.judge_step(
+                after, record, policy, damage=None if case.alone else damage
+            )
             told = find_nonfinite(replay, stages, ps.world)
             assert all(p.grad is None for p in tk.get_parameters(stages))
             now = bits_of(stages, optimizer)  # nor has blame moved anything
@@ -144,7 +172,7 @@ def visit(degrees, rest, sites, *, guilty=1, protected=True, alone=False):
 
 
 def visit_all(cases):
-    return [visit(*case, **options) for *case, options in cases]
+    return [visit(case) for case in cases]
 
 
 VALUES = (NAN, INF, -INF)
@@ -160,7 +188,7 @@ SITES = [
 BACKWARD = Site("backward")
 KINDS = [*SITES[::3], SITES[-1], BACKWARD]  # each once
 FEW = [SITES[0], SITES[6], BACKWARD]  # of a loss, after the sum, before it
-TENSOR = {"tp": 2, "vocab_size": 32}
+TENSOR = Layout(tp=2, vocab_size=32)
 
 
 def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
@@ -178,7 +206,7 @@ def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
 
 @pytest.mark.case("N1", "N2", "N3")
 def test_no_fault_of_one_process_poisons_a_parameter():
-    found, loss, skipped = visit({}, {}, [*SITES, BACKWARD], guilty=0)
+    found, loss, skipped = visit(Visit(sites=[*SITES, BACKWARD], guilty=0))
     for site, told in zip([*SITES, BACKWARD], found, strict=True):
         check_nothing_moved(site, [told], 0)
     assert math.isfinite(loss)
@@ -188,25 +216,24 @@ def test_no_fault_of_one_process_poisons_a_parameter():
 @pytest.mark.case("N1", "N2", "N3")
 def test_no_fault_of_two_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not_agree():
     cases = [
-        ({}, {}, KINDS, {"guilty": 1}),
-        ({"pp": 2}, {"pp": 2}, FEW, {"guilty": 1}),
-        ({"dp_replicate": 2}, {}, FEW, {"guilty": 0}),
-        ({}, {}, [SITES[0]], {"protected": False}),
-        ({"tp": 2}, TENSOR, [Site("gradient", NAN, NORM)], {"alone": True}),
-        ({"tp": 2}, TENSOR, FEW, {"guilty": 1}),
+        Visit(sites=KINDS),
+        Visit(ranks=tk.Layout(pp=2), model=Layout(pp=2), sites=FEW),
+        Visit(ranks=tk.Layout(dp_replicate=2), sites=FEW, guilty=0),
+        Visit(sites=[SITES[0]], protected=False),
+        Visit(ranks=tk.Layout(tp=2), model=TENSOR, sites=[Site("gradient", NAN, NORM)], alone=True),
+        Visit(ranks=tk.Layout(tp=2), model=TENSOR, sites=FEW),
     ]
     every = run_ranks(visit_all, 2, cases)
     for index in (0, 1, 2, 5):
-        degrees, _, sites, options = cases[index]
-        named = "ranks 0 and {}" if "tp" in degrees else "rank {}"  # who computes together
-        guilty = options["guilty"]
-        for number, site in enumerate(sites):
+        case = cases[index]
+        named = "ranks 0 and {}" if case.ranks.tp > 1 else "rank {}"  # who computes together
+        for number, site in enumerate(case.sites):
             ranks = [rank[index][0][number] for rank in every]
-            owns = "pp" not in degrees or site.name not in (NORM, "embedding.weight")
+            owns = case.ranks.pp == 1 or site.name not in (NORM, "embedding.weight")
             if owns:
-                check_nothing_moved(site, ranks, guilty, named=named)
-            if site.kind in ("loss", "report") and not {"pp", "tp"} & {*degrees}:
-                assert ranks[0][2][0] == f"the loss on rank {guilty}"
+                check_nothing_moved(site, ranks, case.guilty, named=named)
+            if site.kind in ("loss", "report") and case.ranks.pp == case.ranks.tp == 1:
+                assert ranks[0][2][0] == f"the loss on rank {case.guilty}"
         assert all(math.isfinite(rank[index][1]) and not rank[index][2] for rank in every)
     for rank in every:  # the control: applied all the same, parameters are no numbers any more
         found, loss, _ = rank[3]
@@ -222,9 +249,8 @@ def test_no_fault_of_two_ranks_poisons_a_parameter_and_ranks_part_if_they_do_not
 @pytest.mark.case("N1", "N2", "N3")
 @pytest.mark.only_all  # two ranks show replicas and tensor parallelism, each alone
 def test_no_fault_of_four_ranks_poisons_a_parameter():
-    every = run_ranks(
-        functools.partial(visit, guilty=2), 4, {"dp_replicate": 2, "tp": 2}, TENSOR, FEW
-    )
+    case = Visit(ranks=tk.Layout(dp_replicate=2, tp=2), model=TENSOR, sites=FEW, guilty=2)
+    every = run_ranks(visit, 4, case)
     for number, site in enumerate(FEW):
         ranks = [rank[0][number] for rank in every]  # tensor-parallel ranks compute together
         check_nothing_moved(site, ranks, 2, named="ranks {} and 3")

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from test_docs import blocks_of, problems_of_command
 
 import trainkit as tk
-from trainkit.mesh import (
+from trainkit.mesh import launch, read_launch
+from trainkit.mesh.launch import (
     Launch,
+    check_torch_version,
     describe_launch,
-    launch,
     launch_from_slurm,
     launch_from_torchrun,
-    read_launch,
-    require_torch,
 )
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
@@ -90,26 +90,28 @@ def test_the_page_names_the_variables_that_are_read_and_no_others(title, read, e
     assert set().union(*(found.asked for found in seen)) == named_in(title) == set(env)
 
 
+USUAL = Launch(rank=9, world=16, local_rank=1, address="gpu07", port=29501)
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "changed"),
+    ("name", "value", "expected"),
     [
-        ("SLURM_PROCID", "3", {"rank": 3}),
-        ("SLURM_NTASKS", "32", {"world": 32}),
-        ("SLURM_LOCALID", "3", {"local_rank": 3}),
-        ("SLURM_STEP_NODELIST", "a1,b2", {"address": "a1"}),
-        ("SLURM_STEP_NODELIST", "c1-r[2-3]-n[04-05],d7", {"address": "c1-r2-n04"}),
-        ("SLURM_STEP_NODELIST", "r[2,4]n[08]x,d[1-2]", {"address": "r2n08x"}),
-        ("SLURM_STEP_NODELIST", None, {"address": "gpu05"}),
-        ("SLURM_JOB_NODELIST", "elsewhere", {}),
-        ("SLURM_JOB_ID", "7", {}),
-        ("MASTER_PORT", "1234", {"port": 1234}),
-        ("MASTER_PORT", None, {"port": 15000 + 123456 % 20000}),
+        ("SLURM_PROCID", "3", attrs.evolve(USUAL, rank=3)),
+        ("SLURM_NTASKS", "32", attrs.evolve(USUAL, world=32)),
+        ("SLURM_LOCALID", "3", attrs.evolve(USUAL, local_rank=3)),
+        ("SLURM_STEP_NODELIST", "a1,b2", attrs.evolve(USUAL, address="a1")),
+        ("SLURM_STEP_NODELIST", "c1-r[2-3]-n[04-05],d7", attrs.evolve(USUAL, address="c1-r2-n04")),
+        ("SLURM_STEP_NODELIST", "r[2,4]n[08]x,d[1-2]", attrs.evolve(USUAL, address="r2n08x")),
+        ("SLURM_STEP_NODELIST", None, attrs.evolve(USUAL, address="gpu05")),
+        ("SLURM_JOB_NODELIST", "elsewhere", USUAL),
+        ("SLURM_JOB_ID", "7", USUAL),
+        ("MASTER_PORT", "1234", attrs.evolve(USUAL, port=1234)),
+        ("MASTER_PORT", None, attrs.evolve(USUAL, port=15000 + 123456 % 20000)),
     ],
 )
-def test_each_variable_of_slurm_does_what_the_page_says(name, value, changed):
-    usual = {"rank": 9, "world": 16, "local_rank": 1, "address": "gpu07", "port": 29501}
+def test_each_variable_of_slurm_does_what_the_page_says(name, value, expected):
     env = {key: text for key, text in {**SLURM, name: value}.items() if text is not None}
-    assert read_launch(env) == Launch(**(usual | changed))
+    assert read_launch(env) == expected
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_LOCALID"])
@@ -194,15 +196,15 @@ def test_a_torchrun_in_a_job_that_would_die_of_sigusr1_is_told_of():
 def test_an_old_torch_is_refused(found, monkeypatch):
     monkeypatch.setattr(launch, "_version", {"torch": found}.get)
     with pytest.raises(ConfigError, match=r"2\.11"):
-        require_torch()
+        check_torch_version()
 
 
 @pytest.mark.case("L15")
 def test_the_torch_that_is_here_is_recent_enough(monkeypatch):
-    require_torch()
+    check_torch_version()
     for found in ("2.11.0", "2.13.0+cpu", "3.0.0a0+git12"):
         monkeypatch.setattr(launch, "_version", {"torch": found}.get)
-        require_torch()
+        check_torch_version()
 
 
 def as_slurm_would(port):
@@ -265,7 +267,7 @@ def test_ray_s_processes_get_variables_that_make_a_launch(tmp_path, monkeypatch)
             def make():
                 one = kind()
                 names = {name: SimpleNamespace(remote=getattr(one, name)) for name in vars(kind)}
-                return SimpleNamespace(**{n: names[n] for n in ("meet", "train")})
+                return SimpleNamespace(meet=names["meet"], train=names["train"])
 
             return SimpleNamespace(remote=make)
 
@@ -300,7 +302,7 @@ def release(text):
 
 
 def test_the_torch_that_is_allowed_is_the_torch_that_was_tested():
-    """The bounds of pyproject.toml, what `require_torch` says, .ci's pin, and the page's table."""
+    """The bounds of pyproject.toml, of `check_torch_version`, .ci's pin, and the page's table."""
     root = Path(__file__).parents[1]
     bounds = re.search(r'"torch>=([\d.]+),<([\d.]+)"', (root / "pyproject.toml").read_text())
     least, below = map(release, bounds.groups())

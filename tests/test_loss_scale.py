@@ -21,8 +21,8 @@ from trainkit.tools.testing import run_ranks
 FP16 = tk.Precision(compute="fp16")
 MODEL = attrs.evolve(CONFIG, vocab_size=32)
 POLICY = health.Policy()
-LAYOUTS = ({"dp_shard": 1, "dp_replicate": 2}, {"pp": 2})
-MORE = ({"dp_shard": 2}, {"tp": 2})
+LAYOUTS = tk.Layout(dp_shard=1, dp_replicate=2), tk.Layout(pp=2)
+MORE = tk.Layout(dp_shard=2), tk.Layout(tp=2)
 
 
 def test_the_scale_moves_as_that_of_torch():
@@ -86,7 +86,7 @@ def steps_of(layout, spoiled=(1,), steps=4):
     """Train in fp16; in some steps the last rank has an infinite gradient. Return all decisions."""
     text = corpus()
     bins, told = tk.pack_bins(text.lengths, CAPACITY), []
-    with tk.parallel_session(**layout) as ps:
+    with tk.parallel_session(layout) as ps:
         plan, weights = make_decoder_plan(tk.Layout(), precision=FP16), init_weights(MODEL, seed=0)
         stages = tk.build_stages(lambda: Decoder(MODEL, head="hidden"), ps, plan, weights=weights)
         optimizer = make_optimizer(stages, lr=1e-2, precision=FP16, axis=ps.pp)
@@ -102,8 +102,15 @@ def steps_of(layout, spoiled=(1,), steps=4):
             if state.step in spoiled and ps.world.index == ps.world.count - 1:
                 get_local_box(params[0].grad).local.view(-1)[:1] = math.inf
             before = [get_local_box(p).local.clone() for p in params]
-            how = {"max_norm": 0.5, "axis": ps.pp, "world": ps.world, "scale": scale}
-            update = tk.clip_and_step(params, optimizer, lr=1e-2, **how)
+            update = tk.clip_and_step(
+                params,
+                optimizer,
+                lr=1e-2,
+                max_norm=0.5,
+                axis=ps.pp,
+                world=ps.world,
+                scale=scale,
+            )
             same = all(
                 torch.equal(x, get_local_box(p).local) for x, p in zip(before, params, strict=True)
             )
@@ -120,7 +127,7 @@ def in_every_layout(layouts):
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.only_all)])
 def test_an_overflow_on_one_rank_skips_on_all_and_all_have_one_scale(layouts):
-    alone, scale, held = steps_of({})
+    alone, scale, held = steps_of(tk.Layout())
     assert ([x[2] for x, _ in alone], scale, held) == (
         [2.0**16, 2.0**17, 2.0**16, 2.0**16],
         2.0**16,

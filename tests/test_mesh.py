@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit as tk
-from trainkit.mesh import get_world_size, launch_from_slurm, read_launch
+from trainkit.mesh import get_world_size, read_launch
 from trainkit.mesh.axes import partitions_of
+from trainkit.mesh.launch import launch_from_slurm
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout
 
@@ -34,9 +35,9 @@ def test_one_process_has_no_process_group():
             )
 
 
-def members(degrees):
+def members(layout):
     """Return for each axis (index, count, the ranks of its group)."""
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session(layout) as ps:
         found = {}
         for name in AXES:
             axis = getattr(ps, name)
@@ -56,8 +57,7 @@ def in_turn(function, *every):
 
 
 def test_axes_nest_in_the_order_of_the_design():
-    degrees = {"dp_replicate": 2, "dp_shard": 2, "ring": 2}
-    last = run_ranks(members, 8, degrees)[6]
+    last = run_ranks(members, 8, Layout(dp_replicate=2, dp_shard=2, ring=2))[6]
     assert last["dp_replicate"] == (1, 2, (2, 6))
     assert last["dp_shard"] == (1, 2, (4, 6))
     assert last["ring"] == (0, 2, (6, 7))
@@ -69,22 +69,22 @@ def test_axes_nest_in_the_order_of_the_design():
 
 def test_fold_sp_chooses_what_parameters_are_sharded_over():
     wanted = {"all": (4, 1), "ring": (2, 2), "ulysses": (2, 2), "none": (1, 4)}
-    every = [{"dp_shard": 1, "ring": 2, "ulysses": 2, "fold_sp": fold_sp} for fold_sp in wanted]
+    every = [Layout(dp_shard=1, ring=2, ulysses=2, fold_sp=fold_sp) for fold_sp in wanted]
     found = run_ranks(in_turn, 4, members, *every)[3]
     sizes = [(axes["fsdp"][1], axes["sp_unfolded"][1]) for axes in found]
     assert dict(zip(wanted, sizes, strict=True)) == wanted
 
 
 def test_experts_are_a_factor_of_what_parameters_are_sharded_over_and_may_be_strided():
-    every = {"ep": 2}, {"ep": 2, "ep_adjacent": False}
+    every = Layout(ep=2), Layout(ep=2, ep_adjacent=False)
     near, strided = run_ranks(in_turn, 4, members, *every)[2]
     assert (near["ep"], near["expert_fsdp"]) == ((0, 2, (2, 3)), (1, 2, (0, 2)))
     assert (strided["ep"], strided["expert_fsdp"]) == ((1, 2, (0, 2)), (0, 2, (2, 3)))
 
 
-def meshes_of_experts(degrees):
+def meshes_of_experts(layout):
     """Return the sizes of both meshes by name, and the ranks of this rank's slices."""
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session(layout) as ps:
         sizes = [
             dict(zip(m.mesh_dim_names, m.shape, strict=True)) for m in (ps.mesh, ps.expert_mesh)
         ]
@@ -93,8 +93,8 @@ def meshes_of_experts(degrees):
 
 
 def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
-    near = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}
-    strided = {"dp_shard": 4, "tp": 2, "ep": 2, "ep_adjacent": False}
+    near = Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2)
+    strided = Layout(dp_shard=4, tp=2, ep=2, ep_adjacent=False)
     found = run_ranks(in_turn, 8, meshes_of_experts, near, strided)[5]
     (mesh, experts), slices = found[0]
     assert mesh == {"dp_replicate": 2, "fsdp": 2, "tp": 2}
@@ -109,8 +109,17 @@ def test_experts_live_on_slices_of_one_mesh_that_has_ep_in_place_of_fsdp():
 
 @given(st.permutations([1, 1, 1, 2, 3, 2]), st.sampled_from(["all", "ring", "ulysses", "none"]))
 def test_every_axis_partitions_the_world(degrees, fold_sp):
-    named = dict(zip(NAMES, degrees, strict=True))
-    found = partitions_of(Layout(**named, fold_sp=fold_sp))
+    pp, dp_replicate, dp_shard, ring, ulysses, tp = degrees
+    layout = Layout(
+        pp=pp,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        ring=ring,
+        ulysses=ulysses,
+        tp=tp,
+        fold_sp=fold_sp,
+    )
+    found = partitions_of(layout)
     for name, lists in found.items():
         assert sorted(rank for ranks in lists for rank in ranks) == list(range(12)), name
     assert (
@@ -294,9 +303,12 @@ def groups_before_and_after():
     torch.distributed.all_reduce = listen
     torch.distributed.distributed_c10d._abort_process_group = note
     before, closed = len(world.pg_map), []
-    how = {"dp_replicate": 2, "timeout": timedelta(seconds=77)}
+    timeout = timedelta(seconds=77)
     for end in (lambda: None, fail):
-        with contextlib.suppress(KeyError), tk.parallel_session(**how) as ps:
+        with (
+            contextlib.suppress(KeyError),
+            tk.parallel_session(dp_replicate=2, timeout=timeout) as ps,
+        ):
             options = ps.dp_replicate.group._get_backend(torch.device("cpu")).options
             groups = {ps.dp_replicate.group, ps.dp_shard.group}
             connected = groups < set(spoken)

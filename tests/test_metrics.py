@@ -1,18 +1,22 @@
 """Metrics: one reduction, one transfer, and arithmetic that can be checked by hand."""
 
 import inspect
+import math
 import time
+from functools import partial
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import OperatorMode
 
 import trainkit as tk
 from trainkit import metrics
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import (
+    decoder_flops,
     expert_load_entropy,
     expert_load_ratio,
     make_expert_load_metrics,
@@ -25,6 +29,8 @@ from trainkit.metrics import (
     to_host,
     tokens_per_second,
 )
+from trainkit.models.config import Experts, Sliding, parameter_shapes
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.run.sinks.tensorboard import scalars
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Axis, Share
@@ -69,29 +75,18 @@ def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
     assert out["aux"].item() == pytest.approx(0.35)
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 def test_ranks_send_from_the_axis_s_device_whatever_they_have_and_no_number_is_copied(monkeypatch):
     # The device "meta" stands for an accelerator: nothing on it can be read by the host.
     axis = Axis("loss", Share(0, 2), mesh=SimpleNamespace(device_type="meta"))
     sent = []
     monkeypatch.setattr(metrics, "all_sum", lambda x, _: sent.append((x.device, x.shape)) or x)
     here, there = torch.ones(()), torch.ones((), device="meta")
-    with Operations() as operations:
+    names = []
+    with OperatorMode(lambda operator, _: names.append(str(operator))):
         for sums in ({}, {"a": here}, {"a": there}, {"a": here, "b": there}):
             reduce_metrics(sums, axis)
     assert sent == [(torch.device("meta"), (256,))] * 4
-    until = operations.names[: operations.names.index("aten.eq.Scalar")]
+    until = names[: names.index("aten.eq.Scalar")]
     assert "aten.fill_.Scalar" in until
     assert "aten.scalar_tensor.default" not in until
 
@@ -136,15 +131,15 @@ def test_reduce_metrics_lets_go_of_the_graph_and_takes_any_shape(monkeypatch):
         assert sums["loss"] == 2 * axis.count
 
 
-class Transfers(TorchDispatchMode):
+class Transfers(OperatorMode):
     """Counts the reads of a single element, each of which would wait for an accelerator."""
 
-    count = 0
+    def __init__(self):
+        super().__init__(self.watch)
+        self.count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        del types
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+    def watch(self, operator, _):
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
 
 
 def test_to_host_keeps_kinds_and_order_and_reads_no_tensor_alone():
@@ -224,14 +219,14 @@ def test_tokens_per_second():
     assert tokens_per_second(500, 0.0) == 0
 
 
-SHAPE = {"linear_parameters": 10, "layers": 2, "heads": 3, "head_dim": 4}
+small_flops = partial(model_flops, linear_parameters=10, layers=2, heads=3, head_dim=4)
 
 
 def test_model_flops_by_hand():
-    assert model_flops(**SHAPE, lengths=[2, 3], attention="full") == 6 * 10 * 5 + 12 * 24 * 13
-    assert model_flops(**SHAPE, lengths=[2, 3]) == 6 * 10 * 5 + 12 * 24 * (3 + 6)
-    assert model_flops(**SHAPE, lengths=[]) == 0
-    long = model_flops(**SHAPE, lengths=np.array([10**6] * 4), attention="full")
+    assert small_flops(lengths=[2, 3], attention="full") == 6 * 10 * 5 + 12 * 24 * 13
+    assert small_flops(lengths=[2, 3]) == 6 * 10 * 5 + 12 * 24 * (3 + 6)
+    assert small_flops(lengths=[]) == 0
+    long = small_flops(lengths=np.array([10**6] * 4), attention="full")
     assert long == 6 * 10 * 4e6 + 12 * 24 * 4e12
 
 
@@ -261,14 +256,34 @@ def test_model_flops_count_what_torch_counts(attention):
 
 def test_model_flops_refuses_an_unknown_convention():
     with pytest.raises(ValueError, match=r"model_flops: attention must be .* got 'half'"):
-        model_flops(**SHAPE, lengths=[1], attention="half")
+        small_flops(lengths=[1], attention="half")
+
+
+def test_flops_of_a_decoder_count_active_experts_and_windows():
+    config = make_decoder_config("tiny")
+    lengths = [5, 40]
+    heads = partial(model_flops, heads=config.heads, head_dim=config.head_size, lengths=lengths)
+    shapes = parameter_shapes(config).items()
+    trained = sum(math.prod(shape) for name, shape in shapes if name.startswith("layers."))
+    trained += config.vocab_size * config.width  # the output head; the embedding is looked up
+    assert decoder_flops(config, lengths) == heads(linear_parameters=trained, layers=config.layers)
+
+    sliding = attrs.evolve(config, sliding=Sliding(window=8, full_every=2))
+    windows = heads(linear_parameters=0, layers=2, window=8)
+    assert decoder_flops(sliding, lengths) == windows + heads(linear_parameters=trained, layers=2)
+
+    experts = Experts(count=4, chosen=1, renormalize=False, width=config.mlp_width)
+    one_of_four = decoder_flops(attrs.evolve(config, experts=experts), lengths)
+    routers = 6 * sum(lengths) * config.layers * 4 * config.width
+    assert one_of_four == decoder_flops(config, lengths) + routers
 
 
 def test_flops_utilization():
     assert model_flops_utilization(6e12, 3.0, peak=1e12, devices=4) == 0.5
-    for bad in ({"seconds": 0.0}, {"peak": -1.0}, {"devices": 0}, {"peak": float("nan")}):
+    wrong = [(0.0, 1.0, 1), (1.0, -1.0, 1), (1.0, 1.0, 0), (1.0, math.nan, 1)]
+    for seconds, peak, devices in wrong:
         with pytest.raises(ValueError, match="model_flops_utilization: seconds, peak and devices"):
-            model_flops_utilization(1.0, **{"seconds": 1.0, "peak": 1.0, "devices": 1} | bad)
+            model_flops_utilization(1.0, seconds, peak=peak, devices=devices)
 
 
 @pytest.mark.parametrize(

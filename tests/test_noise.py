@@ -1,5 +1,6 @@
 """Noise is a function of the step, the place and the feature of the whole model."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -17,8 +18,8 @@ X = torch.ones(2, 3, 12)
 KEYS = noise.make_token_keys(torch.arange(6).view(2, 3), seed=1, step=4)
 
 
-def dropped(x=X, keys=KEYS, *, name="layers.0.mlp", **options):
-    return noise.dropout(x, keys, name=name, p=0.5, **{"width": 12, **options})
+def dropped(x=X, keys=KEYS, *, name="layers.0.mlp", width=12, offset=None):
+    return noise.dropout(x, keys, name=name, p=0.5, width=width, offset=offset)
 
 
 def test_every_place_and_every_step_has_a_mask_of_its_own():
@@ -159,9 +160,10 @@ def test_what_bf16_can_hold_and_what_is_not_finite_stay():
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert noise.round_bf16_stochastic(nan, torch.tensor(3)).isnan().all()
     odd = torch.cat([nan, torch.tensor([torch.inf, -torch.inf])])
-    place = {"columns": len(odd), "begin": 0, "first": 0}
     for key in range(8):
-        found = noise.rounding.rounded_rows(odd, torch.tensor([key]), **place)
+        found = noise.rounding.rounded_rows(
+            odd, torch.tensor([key]), columns=len(odd), begin=0, first=0
+        )
         assert torch.equal(found.isnan(), odd.isnan())
         assert torch.equal(found[3:], odd[3:].bfloat16())
 
@@ -208,8 +210,8 @@ def test_a_compiled_function_is_kept_by_what_it_is_of():
 
 def test_a_hash_depends_on_where_each_element_is_and_on_the_name():
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    how = {"shape": (2, 3), "offset": (0, 0)}
+    hash_full = functools.partial(hash_box, shape=(2, 3), offset=(0, 0))
     others = [x[::-1].copy(), x[:, ::-1].copy(), x.reshape(3, 2).T.copy()]
-    found = {hash_box("x", one, **how) for one in (x, *others)}
-    found |= {hash_box("y", x, **how), hash_box("x", x, shape=(3, 3), offset=(1, 0))}
-    assert len(found) == 6
+    hashes = {hash_full("x", one) for one in (x, *others)}
+    hashes |= {hash_full("y", x), hash_box("x", x, shape=(3, 3), offset=(1, 0))}
+    assert len(hashes) == 6

@@ -1,7 +1,9 @@
 """Which rows make up a step: once per epoch, and the same whoever asks."""
 
 from collections import Counter
+from functools import partial
 from math import factorial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -102,8 +104,10 @@ def test_blocks_of_like_rows_give_ranks_the_same_work_though_they_have_few(rows)
     ranks, costs = 8, (np.random.default_rng(1).lognormal(0, 1, 4001) * 1000).astype(np.int64)
 
     def dearest(chosen):
-        deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
-        mine = [assign_rows(len(chosen), Share(r, ranks), **deal) for r in range(ranks)]
+        mine = [
+            assign_rows(len(chosen), Share(r, ranks), rows_per_microbatch=rows, costs=costs[chosen])
+            for r in range(ranks)
+        ]
         work = np.array([costs[chosen[table.ravel()]].sum() for table in mine])
         return work.max() / work.mean() - 1
 
@@ -154,11 +158,11 @@ def deal(costs, size, count):
     return tuple(
         np.stack(
             [
-                assign_rows(num_rows, Share(r, count), rows_per_microbatch=size, **more)
+                assign_rows(num_rows, Share(r, count), rows_per_microbatch=size, costs=row_costs)
                 for r in range(count)
             ]
         )
-        for more in ({"costs": costs}, {})
+        for row_costs in (costs, None)
     )
 
 
@@ -396,16 +400,17 @@ def test_temperature_moves_a_mixture_towards_equal_parts_and_keeps_zeros():
     assert mixture_weights({"a": 1e300, "b": 1e300}, temperature=0.1)["a"] == 0.5
 
 
-def one_step(**changes):
-    arguments = {
-        "step": 0,
-        "rows_per_step": 4,
-        "num_rows": {"a": 3, "b": 3},
-        "phases": [MixturePhase(0, {"a": 1, "b": 1})],
-        "seed": 0,
-    } | changes
-    step = arguments.pop("step")
-    return sample_mixture(**arguments)(step)
+EQUAL_PARTS = (MixturePhase(0, {"a": 1, "b": 1}),)
+
+
+def one_step(
+    *,
+    step=0,
+    rows_per_step=4,
+    num_rows=MappingProxyType({"a": 3, "b": 3}),
+    phases=EQUAL_PARTS,
+):
+    return sample_mixture(num_rows, phases, rows_per_step=rows_per_step, seed=0)(step)
 
 
 @pytest.mark.parametrize(
@@ -455,19 +460,20 @@ def test_mixtures_that_cannot_be_are_refused(call, message):
 # ----------------------------------------------------------------------------- sorted in buffers
 
 
-@st.composite
-def buffers(draw):
-    """(keys with many ties, keyword arguments of buffer_sorted_order)."""
-    keys = np.array(draw(st.lists(st.integers(0, 6), min_size=1, max_size=40)))
-    sizes = {name: draw(st.integers(1, 12)) for name in ("buffer_size", "pack_size")}
-    return keys, sizes | {"seed": draw(st.integers(0, 3))}
+# keys with many ties, the size of a buffer, that of a pack, and a seed
+in_buffers = given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=40).map(np.array),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
 
 
-@given(buffers())
-def test_a_buffer_is_sorted_into_packs_and_every_item_comes_once(case):
-    keys, arguments = case
-    buffer, pack = arguments["buffer_size"], arguments["pack_size"]
-    order = buffer_sorted_order(np.arange(keys.size), keys, **arguments)
+@in_buffers
+def test_a_buffer_is_sorted_into_packs_and_every_item_comes_once(keys, buffer, pack, seed):
+    order = buffer_sorted_order(
+        np.arange(keys.size), keys, buffer_size=buffer, pack_size=pack, seed=seed
+    )
     for first in range(0, keys.size, buffer):
         items = order[first : first + buffer]
         assert sorted(items.tolist()) == list(range(first, min(first + buffer, keys.size)))
@@ -478,17 +484,16 @@ def test_a_buffer_is_sorted_into_packs_and_every_item_comes_once(case):
         assert len(found[-1]) == len(packs[-1])  # a short one is the last
 
 
-@given(buffers(), st.data())
-def test_an_order_in_buffers_is_the_same_however_it_is_asked_for(case, data):
-    keys, arguments = case
-    whole = buffer_sorted_order(np.arange(keys.size), keys, **arguments)
-    places = data.draw(st.lists(st.integers(0, keys.size - 1), max_size=10))
-    assert buffer_sorted_order(places, keys, **arguments).tolist() == whole[places].tolist()
-    others = keys.copy()  # what lies in other buffers does not matter
-    begin = arguments["buffer_size"]
-    others[begin:] = -others[begin:]
-    first = np.arange(min(begin, keys.size))
-    assert (buffer_sorted_order(first, others, **arguments) == whole[: first.size]).all()
+@in_buffers
+def test_an_order_in_buffers_is_the_same_for_any_positions(keys, buffer, pack, seed):
+    order_of = partial(buffer_sorted_order, buffer_size=buffer, pack_size=pack, seed=seed)
+    whole = order_of(np.arange(keys.size), keys)
+    places = np.random.default_rng(seed).integers(0, keys.size, 10)
+    assert order_of(places, keys).tolist() == whole[places].tolist()
+    others = keys.copy()  # the keys of other buffers do not matter
+    others[buffer:] = -others[buffer:]
+    first = np.arange(min(buffer, keys.size))
+    assert (order_of(first, others) == whole[: first.size]).all()
 
 
 def test_packs_their_items_and_ties_are_shuffled_by_the_seed():
@@ -586,8 +591,7 @@ def test_steps_and_orders_that_cannot_be_are_refused(call, message):
         call()
 
 
-def sort_one(**changes):
-    arguments = {"index": [0], "keys": [1, 2, 3], "buffer_size": 1, "pack_size": 1} | changes
+def sort_one(*, index=(0,), keys=(1, 2, 3), buffer_size=1, pack_size=1):
     return buffer_sorted_order(
-        arguments.pop("index"), np.array(arguments.pop("keys")), seed=0, **arguments
+        index, np.array(keys), buffer_size=buffer_size, pack_size=pack_size, seed=0
     )

@@ -1,6 +1,7 @@
 """Schedules: goldens, what holds at the joints, bounds, and what is refused."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -100,8 +101,9 @@ def test_joints_are_exact(make, final):
 )
 def test_rates_stay_between_zero_and_the_peak_and_fall_after_warmup(make, lr, warmup, rest, final):
     total = max(1, warmup + rest)
-    more = {"decay": rest} if make is warmup_stable_decay else {}
-    rates = values(make(lr, warmup=warmup, total=total, final=final, **more), total + 3)
+    if make is warmup_stable_decay:
+        make = partial(make, decay=rest)
+    rates = values(make(lr, warmup=warmup, total=total, final=final), total + 3)
     slack = 1 + 1e-12
     assert all(0 <= rate <= lr * slack for rate in rates)
     assert all(a <= b * slack for a, b in pairwise(rates[:warmup]))
@@ -137,48 +139,52 @@ NAN, INFINITY = float("nan"), float("inf")
 
 @each
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("call", "message"),
     [
-        ({"lr": -1.0}, "lr must be .* got -1.0"),
-        ({"lr": NAN}, "lr must be .* got nan"),
-        ({"lr": INFINITY}, "lr must be .* got inf"),
-        ({"warmup": -1}, "warmup must be at least 0 steps, got -1"),
-        ({"warmup": 11}, "total must be .* warmup = 11, got 10"),
-        ({"warmup": 0, "total": 0}, "total must be at least 1 step"),
-        ({"final": -0.1}, "final must be .* got -0.1"),
-        ({"final": 1.1}, "final must be .* got 1.1"),
-        ({"final": NAN}, "final must be .* got nan"),
+        (lambda make: make(-1.0, warmup=2, total=10), "lr must be .* got -1.0"),
+        (lambda make: make(NAN, warmup=2, total=10), "lr must be .* got nan"),
+        (lambda make: make(INFINITY, warmup=2, total=10), "lr must be .* got inf"),
+        (
+            lambda make: make(1.0, warmup=-1, total=10),
+            "warmup must be at least 0 steps, got -1",
+        ),
+        (lambda make: make(1.0, warmup=11, total=10), "total must be .* warmup = 11, got 10"),
+        (lambda make: make(1.0, warmup=0, total=0), "total must be at least 1 step"),
+        (lambda make: make(1.0, warmup=2, total=10, final=-0.1), "final must be .* got -0.1"),
+        (lambda make: make(1.0, warmup=2, total=10, final=1.1), "final must be .* got 1.1"),
+        (lambda make: make(1.0, warmup=2, total=10, final=NAN), "final must be .* got nan"),
     ],
 )
-def test_bad_values_are_refused_by_name(make, changed, message):
-    arguments = {"lr": 1.0, "warmup": 2, "total": 10} | changed
+def test_bad_values_are_refused_by_name(make, call, message):
     with pytest.raises(ValueError, match=f"^{make.__name__}: {message}"):
-        make(arguments.pop("lr"), **arguments)
+        call(make)
+
+
+wsd = partial(warmup_stable_decay, 1.0, warmup=2, total=10)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("call", "message"),
     [
-        ({"decay": 1.5}, "decay must be a fraction .* got 1.5"),
-        ({"decay": -0.1}, "decay must be a fraction .* got -0.1"),
-        ({"decay": NAN}, "decay must be a fraction .* got nan"),
-        ({"decay": 11}, "decay must be .* between 0 and 10, got 11"),
-        ({"decay": -1}, "decay must be .* got -1"),
-        ({"decay": 9}, "must fit into total = 10 steps, got 2 and 9"),
-        ({"decay": 0.9}, "must fit into total = 10 steps, got 2 and 9"),
-        ({"shape": "cubic"}, "shape must be one of linear, cosine, sqrt, sqrt_late, got"),
+        (partial(wsd, decay=1.5), "decay must be a fraction .* got 1.5"),
+        (partial(wsd, decay=-0.1), "decay must be a fraction .* got -0.1"),
+        (partial(wsd, decay=NAN), "decay must be a fraction .* got nan"),
+        (partial(wsd, decay=11), "decay must be .* between 0 and 10, got 11"),
+        (partial(wsd, decay=-1), "decay must be .* got -1"),
+        (partial(wsd, decay=9), "must fit into total = 10 steps, got 2 and 9"),
+        (partial(wsd, decay=0.9), "must fit into total = 10 steps, got 2 and 9"),
+        (partial(wsd, shape="cubic"), "shape must be one of linear, cosine, sqrt, sqrt_late, got"),
     ],
 )
-def test_a_decay_that_does_not_fit_is_refused(changed, message):
+def test_a_decay_that_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=f"^warmup_stable_decay: .*{message}"):
-        warmup_stable_decay(1.0, warmup=2, total=10, **changed)
+        call()
 
 
-@pytest.mark.parametrize("make", [linear, cosine, warmup_stable_decay])
+@pytest.mark.parametrize("make", [linear, cosine, partial(warmup_stable_decay, decay=0.4)])
 def test_a_warm_up_that_does_not_fit_is_refused_with_both_flags(make):
-    how = {"decay": 0.4} if make is warmup_stable_decay else {}
     with pytest.raises(ConfigError) as error:
-        make(1.0, warmup=30, total=29, **how)
+        make(1.0, warmup=30, total=29)
     assert "--warmup" in error.value.hint
     assert "--schedule-steps" in error.value.hint
 
@@ -281,9 +287,11 @@ def test_the_factors_of_kempnerforge_are_ours_with_warmup_from_zero(name, warmup
 
 
 def test_power_refuses_bad_values():
-    for bad in ({"exponent": 0.0}, {"warmup_from": 1.5}, {"warmup_from": float("nan")}):
-        with pytest.raises(ValueError, match=f"power: {next(iter(bad))} must be"):
-            power(1.0, warmup=0, total=10, **bad)
+    with pytest.raises(ValueError, match="power: exponent must be"):
+        power(1.0, warmup=0, total=10, exponent=0.0)
+    for warmup_from in (1.5, NAN):
+        with pytest.raises(ValueError, match="power: warmup_from must be"):
+            power(1.0, warmup=0, total=10, warmup_from=warmup_from)
 
 
 def test_the_infinite_rate_is_the_paper_s():
@@ -298,15 +306,16 @@ def test_the_infinite_rate_is_the_paper_s():
         over = max(0, step - begin) / length
         return stable * (least / stable) ** over
 
-    how = {"warmup": warmup, "cooldown": cooldown, "stable": stable / peak, "warmup_from": 0.0}
-    anneal = {"anneal_from": begin, "anneal": length, "final": least / peak}
-    assert values(infinite(peak, **how, **anneal), 50) == pytest.approx(
-        [paper_s(step) for step in range(50)], rel=1e-12
+    without_end = partial(
+        infinite, peak, warmup=warmup, cooldown=cooldown, stable=stable / peak, warmup_from=0.0
     )
-    endless = infinite(peak, **how)
-    assert values(endless, begin) == values(infinite(peak, **how, **anneal), begin)
-    assert endless(10**9) == peak * how["stable"]
-    at_once = infinite(peak, **how, **anneal | {"anneal_from": warmup + cooldown})
+    annealed = partial(without_end, anneal=length, final=least / peak)
+    lr_at = annealed(anneal_from=begin)
+    assert values(lr_at, 50) == pytest.approx([paper_s(step) for step in range(50)], rel=1e-12)
+    endless = without_end()
+    assert values(endless, begin) == values(lr_at, begin)
+    assert endless(10**9) == peak * (stable / peak)
+    at_once = annealed(anneal_from=warmup + cooldown)
     assert at_once(warmup + cooldown + length) == pytest.approx(least)
 
 
@@ -325,20 +334,26 @@ def test_a_stable_rate_that_decays_by_its_reciprocal_is_that_of_wsd_s():
     assert values(lr_at, 8) == pytest.approx([1 / (p / 0.1 + 1 - p) for p in shares], rel=1e-14)
 
 
+usual_rate = partial(infinite, 1.0, warmup=2, cooldown=2, stable=0.5)
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("call", "message"),
     [
-        ({"stable": 1.5}, "stable must be .* got 1.5 and 2"),
-        ({"stable": NAN}, "stable must be .* got nan and 2"),
-        ({"cooldown": 0}, "stable must be .* got 0.5 and 0"),
-        ({"cooldown": -1}, "stable must be .* got 0.5 and -1"),
-        ({"stable": 1.0}, "stable must be .* got 1.0 and 2"),
-        ({"anneal_from": 3, "anneal": 5}, "annealing .* at step 4 or later .* got anneal_from=3"),
-        ({"anneal_from": 4}, "annealing .* 1 step, got anneal_from=4 and anneal=0"),
-        ({"warmup": -1}, "warmup must be"),
-        ({"final": 2.0}, "final must be"),
+        (partial(usual_rate, stable=1.5), "stable must be .* got 1.5 and 2"),
+        (partial(usual_rate, stable=NAN), "stable must be .* got nan and 2"),
+        (partial(usual_rate, cooldown=0), "stable must be .* got 0.5 and 0"),
+        (partial(usual_rate, cooldown=-1), "stable must be .* got 0.5 and -1"),
+        (partial(usual_rate, stable=1.0), "stable must be .* got 1.0 and 2"),
+        (
+            partial(usual_rate, anneal_from=3, anneal=5),
+            "annealing .* at step 4 or later .* got anneal_from=3",
+        ),
+        (partial(usual_rate, anneal_from=4), "annealing .* 1 step, got anneal_from=4 and anneal=0"),
+        (partial(usual_rate, warmup=-1), "warmup must be"),
+        (partial(usual_rate, final=2.0), "final must be"),
     ],
 )
-def test_an_infinite_rate_that_cannot_be_is_refused(changed, message):
+def test_an_infinite_rate_that_cannot_be_is_refused(call, message):
     with pytest.raises(ValueError, match=f"^infinite: {message}"):
-        infinite(1.0, **{"warmup": 2, "cooldown": 2, "stable": 0.5} | changed)
+        call()

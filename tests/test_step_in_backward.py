@@ -50,8 +50,14 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
 
         for p in params:
             p.register_post_accumulate_grad_hook(weigh)
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": told.append, "reduce": layout.reduce}
-        step_in_backward = make_step_in_backward(stages, optimizer, **how)
+        step_in_backward = make_step_in_backward(
+            stages,
+            optimizer,
+            axis=ps.pp,
+            sp=ps.sp_unfolded,
+            log=told.append,
+            reduce=layout.reduce,
+        )
         cursor, last, losses, norms = tk.Cursor(), 1.0, [], []
         for _ in range(3):
             batch = input_of(cursor, ps, layout, text=text, bins=bins)
@@ -95,9 +101,9 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
 @pytest.mark.parametrize("rows", [4, 1], ids=["one microbatch", "four"])
 def test_one_process_ends_bit_for_bit_where_clip_and_step_does(rows, exact):
     for tied in (False, True):
-        how = {"rows_per_microbatch": rows, "exact": exact}
         (found, most, largest), (wanted, whole, _) = (
-            train(Layout(tied=tied), in_backward=x, **how) for x in (True, False)
+            train(Layout(tied=tied), in_backward=x, rows_per_microbatch=rows, exact=exact)
+            for x in (True, False)
         )
         assert difference(found, wanted) == 0.0
         assert most <= (largest if rows == 4 else whole)
@@ -148,8 +154,10 @@ def train_experts(layout, *, in_backward):
         stages = tk.build_stages(make_model, ps, plan, weights=certificate_weights)
         optimizer, params = certificate_optimizer(stages, ps.pp), tk.get_parameters(stages)
         run = tk.make_forward_backward(stages, expert_loss, call=call_routed)
-        how = {"axis": ps.pp, "sp": ps.sp_unfolded, "log": lambda _: None}
-        step_in_backward, norms = make_step_in_backward(stages, optimizer, **how), []
+        step_in_backward = make_step_in_backward(
+            stages, optimizer, axis=ps.pp, sp=ps.sp_unfolded, log=lambda _: None
+        )
+        norms = []
         for step in range(3):
             batches = deal_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=1)
             tokens = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
@@ -191,10 +199,13 @@ def small(optimizer=torch.optim.AdamW, **options):
 )
 def test_a_norm_that_is_not_finite_steps_nothing_and_one_that_comes_late_does(make):
     model, _, step_in_backward = small(make)
-    for lr, norm, applied in ((None, None, False), (0.1, math.nan, False), (0.1, 1.0, True)):
+    for updating, applied in (
+        (step_in_backward(lr=None), False),
+        (step_in_backward(lr=0.1, norm=math.nan, max_norm=1.0), False),
+        (step_in_backward(lr=0.1, norm=1.0, max_norm=1.0), True),
+    ):
         before = [p.detach().clone() for p in model.parameters()]
-        how = {} if norm is None else {"norm": norm, "max_norm": 1.0}
-        with step_in_backward(lr=lr, **how) as updated:
+        with updating as updated:
             (model(torch.ones(1, 2)) * math.inf).sum().backward()
         assert not updated().norm.isfinite()
         assert bool(updated().applied) == applied
@@ -248,9 +259,9 @@ def test_more_gradients_than_announced_are_an_error_and_a_failed_block_gives_the
 def test_what_cannot_be_is_refused_by_name():
     model, optimizer, step_in_backward = small()
     two = Axis("pp", Share(0, 2), group=object())
-    for axes in ({"axis": two, "sp": SOLO}, {"axis": SOLO, "sp": two}):
+    for axis, sp in ((two, SOLO), (SOLO, two)):
         with pytest.raises(ConfigError, match="a layout with pp = 2; call clip_and_step"):
-            make_step_in_backward([model], optimizer, **axes, log=str)
+            make_step_in_backward([model], optimizer, axis=axis, sp=sp, log=str)
     for wrong in (
         torch.optim.SGD(list(model.parameters())[:1]),
         torch.optim.SGD([{"params": model.parameters(), "max_norm": 1.0}]),
@@ -259,10 +270,10 @@ def test_what_cannot_be_is_refused_by_name():
             ValueError, match=r"lacks 1 parameters, of shapes \[\(1, 2\)\]|clips by"
         ):
             make_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, log=str)
-    for how in (
-        {"lr": -1.0},
-        {"lr": 0.1, "max_norm": 1.0},
-        {"lr": 0.1, "max_norm": 0.0, "norm": 1.0},
+    for updating in (
+        step_in_backward(lr=-1.0),
+        step_in_backward(lr=0.1, max_norm=1.0),
+        step_in_backward(lr=0.1, max_norm=0.0, norm=1.0),
     ):
         with pytest.raises(ValueError, match=r"in_backward: (lr|max_norm) must"):
-            step_in_backward(**how).__enter__()
+            updating.__enter__()

@@ -81,8 +81,15 @@ def input_of(cursor, ps, layout, *, text, bins):
 
 
 def model_config(layout):
-    names = ("tied", "dropout", "layers", "vocab_size", "kv_heads", "qkv_bias")
-    return attrs.evolve(CONFIG, **{name: getattr(layout, name) for name in names})
+    return attrs.evolve(
+        CONFIG,
+        tied=layout.tied,
+        dropout=layout.dropout,
+        layers=layout.layers,
+        vocab_size=layout.vocab_size,
+        kv_heads=layout.kv_heads,
+        qkv_bias=layout.qkv_bias,
+    )
 
 
 def build(layout, ps):
@@ -138,9 +145,15 @@ def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
     """Train; return losses, norms, batch hashes, parameters and the state hash."""
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=layout.multiple_of)
-    rest = {"dp_replicate": layout.dp_replicate, "pp": layout.pp, "tp": layout.tp}
-    rest |= {"ring": layout.ring, "ulysses": layout.ulysses, "fold_sp": layout.fold_sp}
-    with tk.parallel_session(**rest) as ps:
+    ranks = tk.Layout(
+        dp_replicate=layout.dp_replicate,
+        pp=layout.pp,
+        tp=layout.tp,
+        ring=layout.ring,
+        ulysses=layout.ulysses,
+        fold_sp=layout.fold_sp,
+    )
+    with tk.parallel_session(ranks) as ps:
         stages, optimizer = build(layout, ps)
         state = tk.TrainState(cursor=Cursor())
         if resume_from is not None:

@@ -14,14 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.batch import (
-    check_terms,
-    count_valid_tokens,
-    divide_terms,
-    make_divisors,
-    make_padding_batch,
-    to_device,
-)
+from trainkit.batch import count_valid_tokens, make_padding_batch, to_device
+from trainkit.batch.denominators import check_terms, divide_terms, make_divisors
 from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_device
 from trainkit.losses import average_terms
 from trainkit.models.call import call_model
@@ -121,9 +115,11 @@ def forward_backward(
     reducers = find_reducers(model)
     divisors = make_divisors(denominator)
     sums: dict[str, Tensor] = {}
-    if not reducers:
+    if not reducers:  # a plain module: gradients accumulate on this rank
         for batch in microbatches:
             total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
+            # Only the gradients are divided: they have the size of a mean, while the sums that are
+            # returned can still be added over ranks.
             divide_terms(total, divisors).backward()
             _add(sums, terms)
         return sums

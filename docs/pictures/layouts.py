@@ -1,4 +1,4 @@
-"""Draw the meshes, zigzag.svg and pipeline.svg: where ranks sit, what a ring does, the bubble.
+"""Draw the pictures of meshes, of a ring's zigzag shards, and of pipeline schedules.
 
 python docs/pictures/layouts.py
 """
@@ -18,8 +18,7 @@ def main() -> None:
     """Draw the pictures."""
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
     pictures.plot_mesh(layout, FOLDER / "mesh.svg")
-    dealt = Layout(dp_shard=8, ep=4)
-    pictures.plot_mesh(dealt, FOLDER / "experts-mesh.svg")
+    pictures.plot_mesh(Layout(dp_shard=8, ep=4), FOLDER / "experts-mesh.svg")
     pictures.plot_zigzag([64, 32], 4, FOLDER / "zigzag.svg")
     schedules = ["1f1b", "interleaved_1f1b", "zero_bubble_v"]
     pictures.plot_pipeline(schedules, FOLDER / "pipeline.svg", pp=4, microbatches=8)

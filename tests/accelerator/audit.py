@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ from trainkit import attention, config, losses, mesh, models, packing, sampling
 from trainkit.batch import count_tokens, count_valid_tokens, to_device
 from trainkit.data import TokenCorpus
 from trainkit.losses import average_terms, next_token_linear
-from trainkit.parallel import stage_forward
-from trainkit.types import SOLO, Share, Spans
-from trainkit.weights.checkpoint import InitialWeights
+from trainkit.parallel import grad_reduction, stage_forward
+from trainkit.tools.testing import LayoutCase, builtin, ranks, train
+from trainkit.types import SOLO, ConfigError, Share, Spans
+from trainkit.weights.checkpoint.initial_weights import InitialWeights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from device import fake_device
@@ -54,28 +56,34 @@ def rows_of(shortest, longest):
     return corpus, packing.pack_bins(corpus.lengths, LENGTH, multiple_of=8)
 
 
+ALONE, SHARDED = tk.Layout(), tk.Layout(dp_shard=2)
+UNFOLDED = tk.Layout(ring=2, fold_sp="none")
+
+
 @contextlib.contextmanager
-def session(rank, degrees):
+def session(rank, layout):
     """Open a layout of ranks that are not there, as one of them."""
-    world = int(np.prod([n for n in degrees.values() if isinstance(n, int)]))
+    world = layout.world
     if world == 1:
         yield mesh.solo_parallel("cuda:0")
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     alike = mock.patch.object(stage_forward, "all_gather_objects", lambda x, axis: [x] * axis.count)
     unheard = mock.patch("trainkit.mesh.session.first_words")  # nobody would answer
+    # A fake all-reduce sums nothing, so that the order of this rank seems to be no other rank's.
+    unordered = mock.patch.object(grad_reduction._Order, "_raise_difference")
     try:
-        with unheard, mesh.parallel_session(**degrees) as ps, alike:
+        with unheard, unordered, mesh.parallel_session(layout) as ps, alike:
             yield ps
     finally:
         dist.destroy_process_group()
 
 
-def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, **degrees):
+def step_of(name, *flags, documents=(8, 40), rank=0, model=MODEL, layout=ALONE):
     """Take two steps of a recipe; return the ledger of the second, and its microbatches."""
     recipe, (corpus, bins) = recipe_of(name), rows_of(*documents)
     cfg = config.load_config(recipe.Config, ["--compute", "bf16", *flags])
-    with session(rank, degrees) as ps, fake_device() as ledger:
+    with session(rank, layout) as ps, fake_device() as ledger:
         first = [InitialWeights(None)] if name == "pretrain" else []  # new weights
         stages, optimizer = recipe.build(cfg, ps, model, *first)
         run = tk.make_forward_backward(stages, next_token_linear, reduce=cfg.layout.reduce)
@@ -103,17 +111,15 @@ def batch_of(corpus, bins, cursor, ps):
 
 # ------------------------------------------------------------------------------------ whole steps
 
-ALONE, SHARDED = {}, {"dp_shard": 2}
-UNFOLDED = {"ring": 2, "fold_sp": "none"}
 LAYOUTS = [
     ("pretrain", 0, ALONE),
     ("pretrain", 0, SHARDED),
-    ("pretrain", 0, {"dp_replicate": 2, "dp_shard": 2}),
-    ("pretrain", 0, {"tp": 2}),
-    ("pretrain", 0, {"ulysses": 2}),
+    ("pretrain", 0, tk.Layout(dp_replicate=2, dp_shard=2)),
+    ("pretrain", 0, tk.Layout(tp=2)),
+    ("pretrain", 0, tk.Layout(ulysses=2)),
     ("pretrain", 0, UNFOLDED),
-    ("pretrain", 1, {"pp": 2}),
-    ("long_context", 0, {"ring": 2, "ulysses": 2}),
+    ("pretrain", 1, tk.Layout(pp=2)),
+    ("long_context", 0, tk.Layout(ring=2, ulysses=2)),
 ]
 MAY_WAIT: set[str] = set()
 """Where a step may make the host wait for the device, as "what in file:function"."""
@@ -124,12 +130,12 @@ NCCL |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @functools.cache
 def audited(number):
-    name, rank, degrees = LAYOUTS[number]
-    return step_of(name, rank=rank, **degrees)[0]
+    name, rank, layout = LAYOUTS[number]
+    return step_of(name, rank=rank, layout=layout)[0]
 
 
 each_layout = pytest.mark.parametrize(
-    "number", range(len(LAYOUTS)), ids=[f"{name} {degrees}" for name, _, degrees in LAYOUTS]
+    "number", range(len(LAYOUTS)), ids=[f"{name} {layout}" for name, _, layout in LAYOUTS]
 )
 
 
@@ -159,10 +165,10 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("degrees", [ALONE, SHARDED], ids=["alone", "sharded"])
+@pytest.mark.parametrize("layout", [ALONE, SHARDED], ids=["alone", "sharded"])
 @pytest.mark.parametrize("flags", MODES)
-def test_no_trick_makes_a_step_wait(flags, degrees):
-    ledger, _ = step_of("pretrain", *flags.split(), **degrees)
+def test_no_trick_makes_a_step_wait(flags, layout):
+    ledger, _ = step_of("pretrain", *flags.split(), layout=layout)
     assert not ledger.syncs, ledger.syncs
 
 
@@ -222,6 +228,64 @@ def test_experts_in_bf16_make_the_host_wait_nowhere_and_are_multiplied_at_once(b
 # --------------------------------------------------------------------------------- single functions
 
 
+CERTIFIED = {"alone": {}, "sharded": {"dp_shard": 2}, "tensor parallel": {"tp": 2}}
+
+
+@pytest.mark.parametrize("tier", ["fp32", "bf16"])
+@pytest.mark.parametrize("degrees", CERTIFIED.values(), ids=CERTIFIED)
+def test_the_certificate_of_a_device_trains_on_it(tier, degrees):
+    case = LayoutCase(tk.Layout(**degrees))
+    ((training, _),) = builtin.builtin_subjects(
+        tier, pick=lambda rows: [row for row in rows if row[0] == "decoder"][:1], steps=2
+    )
+    found = []
+
+    def get_shard(tensor):  # a fake tensor has no values to compare
+        found.append(tensor.device.type)
+        return train.Held(np.zeros(1), (0,))
+
+    with (
+        session(0, degrees) as ps,
+        mock.patch.object(train, "parallel_session", return_value=contextlib.nullcontext(ps)),
+        mock.patch.object(train, "_get_shard", get_shard),
+        mock.patch.object(
+            train, "batch_hash", side_effect=lambda _: torch.zeros(1, device="cuda:0")
+        ),
+        fake_device() as ledger,
+    ):
+        outcome = train.train_layout(training, case)
+    assert found
+    assert {*found} == {"cuda"}
+    assert len(outcome.norms) == 2
+    sent = {(device, dtype) for _, (device, dtype), _ in ledger.collectives}
+    assert bool(sent) == bool(degrees)
+    assert {device for device, _ in sent} <= {"cuda"}
+    assert {dtype for _, dtype in sent} <= NCCL
+
+
+def test_a_rank_of_the_certificate_of_a_device_opens_nccl(monkeypatch, tmp_path):
+    opened = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: opened.update(to=backend))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: opened.update(device=index))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    work = SimpleNamespace(
+        world=1,
+        environ=dict(os.environ),
+        threads=1,
+        device="cuda",
+        folder=tmp_path,
+        timeout=1.0,
+        sources=(),
+    )
+    ranks._set_up(0, work)
+    assert opened == {"device": 0, "to": "cpu:gloo,cuda:nccl"}
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    ranks.check_devices("certify", 1, "cuda")
+    with pytest.raises(ConfigError, match="finds 1"):
+        ranks.check_devices("certify", 2, "cuda")
+
+
 def axis_of_two(devices):
     """Return an axis of two ranks whose group notes on which device it is given tensors."""
     return attrs.evolve(SOLO, share=Share(0, 2), group=SimpleNamespace(config=devices))
@@ -252,8 +316,8 @@ def test_what_the_kernel_does_not_take_goes_another_way(monkeypatch, size, archi
     with fake_device() as ledger:
         ends = torch.zeros(3, dtype=torch.int32, device="cuda:0")
         spans = Spans(ends, np.array([5, 11]), 11)
-        shape, how = (1, 16, 4, size), {"device": "cuda:0", "dtype": torch.bfloat16}
-        attention.varlen(*(torch.randn(shape, **how) for _ in "qkv"), spans=spans)
+        q, k, v = torch.randn(3, 1, 16, 4, size, device="cuda:0", dtype=torch.bfloat16)
+        attention.varlen(q, k, v, spans=spans)
     assert bool(ledger.operators[VARLEN]) == taken
 
 

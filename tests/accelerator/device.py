@@ -122,6 +122,11 @@ def to_empty(self, *, device):
     return self
 
 
+def swap_tensors(old, new):
+    """Change a parameter as torch.utils.swap_tensors does, which refuses weak references."""
+    old.data = new.data
+
+
 @contextlib.contextmanager
 def fake_device():
     """Yield the ledger of a block in which tensors are fake, on any device."""
@@ -135,10 +140,11 @@ def fake_device():
         return call
 
     name = "compute_local_shape_and_global_offset"
-    known = {x: really(getattr(utils, x)) for x in (name, f"_{name}")}
     with (
-        mock.patch.multiple(utils, **known),
+        mock.patch.object(utils, name, really(getattr(utils, name))),
+        mock.patch.object(utils, f"_{name}", really(getattr(utils, f"_{name}"))),
         mock.patch.object(torch.nn.Module, "to_empty", to_empty),
+        mock.patch.object(torch.utils, "swap_tensors", swap_tensors),
         Fake(allow_non_fake_inputs=True),
         ledger,
     ):

@@ -235,9 +235,14 @@ def deals(ranks=8, steps=200):
         figures = []
         for step in range(steps):
             chosen = rows_at(step)
-            deal = {"rows_per_microbatch": rows, "costs": costs[chosen]}
             shares = [
-                assign_rows(rows * ranks, Share(rank, ranks), **deal) for rank in range(ranks)
+                assign_rows(
+                    rows * ranks,
+                    Share(rank, ranks),
+                    rows_per_microbatch=rows,
+                    costs=costs[chosen],
+                )
+                for rank in range(ranks)
             ]
             figures.append(100 * imbalance(np.stack(shares), costs[chosen])[0])
         mean, most = np.mean(figures), max(figures)

@@ -52,11 +52,11 @@ def experts_of(count, width, inner):
     return filled(ExpertMlp(width, how, name="mlp", number=0, balance="batch"))
 
 
-def seconds(layer, x, known):
+def seconds(call, layer, x):
     x = x.detach().requires_grad_()
     layer.zero_grad()
     start = time.perf_counter()
-    y = layer(x, **known, tape=RoutingTape())[0] if known else layer(x)
+    y = call(layer, x)
     y.backward(torch.ones_like(y))
     return time.perf_counter() - start
 
@@ -75,10 +75,14 @@ class Products(nn.Module):
         return nn.functional.grouped_mm(rows, self.weight.transpose(-2, -1), offs=self.ends)
 
 
-def ratios_of(layers, x, known):
+def call_plain(layer, x):
+    return layer(x)
+
+
+def ratios_of(layers, x, call=call_plain):
     """Return the median times of all layers but the first over those of the first."""
     turns = [
-        [seconds(layer, x, known if i else {}) for i, layer in enumerate(layers)]
+        [seconds(call if i else call_plain, layer, x) for i, layer in enumerate(layers)]
         for _ in range(TURNS + 1)
     ][1:]
     found = range(1, len(layers))
@@ -90,12 +94,16 @@ def ratios(tokens, width, counts):
     x = torch.randn(1, tokens, width)
     ends = torch.tensor([0, tokens], dtype=torch.int32)
     is_token = torch.ones(1, tokens, dtype=torch.bool)
-    known = {"spans": Spans(ends, np.array([tokens]), tokens), "is_token": is_token}
+    spans = Spans(ends, np.array([tokens]), tokens)
+
+    def call_routed(layer, x):
+        return layer(x, spans=spans, is_token=is_token, tape=RoutingTape())[0]
+
     layers = [filled(Mlp(width, CHOSEN * width))]
-    whole = ratios_of([*layers, *(experts_of(n, width, width) for n in counts)], x, known)
+    whole = ratios_of([*layers, *(experts_of(n, width, width) for n in counts)], x, call_routed)
     rows = torch.randn(CHOSEN * tokens, width)
     products = [Products(width, n, len(rows)) for n in (CHOSEN, *counts)]
-    return whole, ratios_of(products, rows, {})
+    return whole, ratios_of(products, rows)
 
 
 class Bytes(TorchDispatchMode):

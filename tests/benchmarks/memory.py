@@ -11,10 +11,10 @@ turns. Exits with 1 where an estimate is not within 10 % of what was measured.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `import measured_step`
@@ -31,52 +31,57 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, Precision
 
 BOUND, PAIRS, ROWS = 0.1, 3, 1
+FP32 = Precision(compute="fp32")
 CONFIG = DecoderConfig(vocab_size=16_384, width=256, layers=4, heads=8, kv_heads=8, mlp_width=768)
+
+
+PLAIN = Job(config=CONFIG, row_length=512, rows=ROWS, microbatch=ROWS, precision=FP32)
+job_with = functools.partial(attrs.evolve, PLAIN)
 
 
 @attrs.frozen
 class Lever:
-    """A line: a layout, what is otherwise in the job, and the line that it is compared with."""
+    """A line: a layout, a job for one rank of it, and the line that it is compared with."""
 
     layout: Layout = attrs.field(factory=Layout)
-    job: dict = attrs.field(factory=dict)
-    beside: str = "none"
-    how: dict = attrs.field(factory=dict)  # of a step
+    job: Job = PLAIN
+    compared_with: str = "none"
+    in_backward: bool = False
 
     @property
     def work(self):
-        """The job, with a row on each rank if it says nothing else."""
-        rows = {"rows": ROWS * self.layout.count("dp"), "microbatch": ROWS}
-        told = {"row_length": 512, "precision": Precision(compute="fp32")} | rows | self.job
-        return Job(config=CONFIG, **told)
+        """The job, with as many rows on each data-parallel rank as it has."""
+        return attrs.evolve(self.job, rows=self.job.rows * self.layout.count("dp"))
 
 
-FEW, ON_TWO, ON_FOUR = {"moments": "bf16"}, "FSDP, 2 ranks", "FSDP, 4 ranks"
+ON_TWO, ON_FOUR = "FSDP, 2 ranks", "FSDP, 4 ranks"
 IN_FOUR = "4 microbatches, reduce last"
-LATER = {"rows": 8, "microbatch": 1}
+LATER = job_with(rows=4, microbatch=1)
 LEVERS = {
     "none": Lever(),
-    "logits whole, not in chunks": Lever(job={"loss": "plain"}),
-    "recompute selective": Lever(job={"recompute": "selective"}),
-    "recompute attention+products/2": Lever(job={"recompute": "attention+products/2"}),
-    "recompute 0.4": Lever(job={"recompute": "0.4"}),
-    "recompute full": Lever(job={"recompute": "full"}),
+    "logits whole, not in chunks": Lever(job=job_with(loss="plain")),
+    "recompute selective": Lever(job=job_with(recompute="selective")),
+    "recompute attention+products/2": Lever(job=job_with(recompute="attention+products/2")),
+    "recompute 0.4": Lever(job=job_with(recompute="0.4")),
+    "recompute full": Lever(job=job_with(recompute="full")),
     "the same, step in backward": Lever(
-        job={"recompute": "full"}, beside="recompute full", how={"in_backward": True}
+        job=job_with(recompute="full"), compared_with="recompute full", in_backward=True
     ),
-    "activation offload, 4 MiB stay": Lever(job={"offload_activations": 2**22}),
-    "moments in bf16": Lever(job={"optimizer_options": FEW}),
-    "moments in 8 bits": Lever(job={"optimizer_options": {"moments": "8bit"}}),
-    "a mean of the weights": Lever(job={"mean": True}),
-    "optimizer offload": Lever(job={"offload_optimizer": True}),
-    ON_TWO: Lever(Layout(dp_shard=2), beside=ON_TWO),
-    "ends apart": Lever(Layout(dp_shard=2, separate_ends=True), beside=ON_TWO),
-    "3 blocks ahead": Lever(Layout(dp_shard=2, prefetch=3), beside=ON_TWO),
-    "all offloaded": Lever(Layout(dp_shard=2, cpu_offload=True), beside=ON_TWO),
-    IN_FOUR: Lever(Layout(dp_shard=2), LATER, beside=IN_FOUR),
-    "4 microbatches, reduce each": Lever(Layout(dp_shard=2, reduce="each"), LATER, beside=IN_FOUR),
-    ON_FOUR: Lever(Layout(dp_shard=4), beside=ON_FOUR),
-    "reshard over 2 of 4": Lever(Layout(dp_shard=4, reshard_over=2), beside=ON_FOUR),
+    "activation offload, 4 MiB stay": Lever(job=job_with(offload_activations=2**22)),
+    "moments in bf16": Lever(job=job_with(optimizer_options={"moments": "bf16"})),
+    "moments in 8 bits": Lever(job=job_with(optimizer_options={"moments": "8bit"})),
+    "a mean of the weights": Lever(job=job_with(mean=True)),
+    "optimizer offload": Lever(job=job_with(offload_optimizer=True)),
+    ON_TWO: Lever(Layout(dp_shard=2), compared_with=ON_TWO),
+    "ends apart": Lever(Layout(dp_shard=2, separate_ends=True), compared_with=ON_TWO),
+    "3 blocks ahead": Lever(Layout(dp_shard=2, prefetch=3), compared_with=ON_TWO),
+    "all offloaded": Lever(Layout(dp_shard=2, cpu_offload=True), compared_with=ON_TWO),
+    IN_FOUR: Lever(Layout(dp_shard=2), LATER, compared_with=IN_FOUR),
+    "4 microbatches, reduce each": Lever(
+        Layout(dp_shard=2, reduce="each"), LATER, compared_with=IN_FOUR
+    ),
+    ON_FOUR: Lever(Layout(dp_shard=4), compared_with=ON_FOUR),
+    "reshard over 2 of 4": Lever(Layout(dp_shard=4, reshard_over=2), compared_with=ON_FOUR),
 }
 
 
@@ -86,7 +91,7 @@ def peaks(names):
     for name in names:
         lever = LEVERS[name]
         with tk.parallel_session(lever.layout) as ps:
-            one = measure_choices(lever.work, lever.layout, ps, **lever.how)
+            one = measure_choices(lever.work, lever.layout, ps, in_backward=lever.in_backward)
         found.append(one.peak)
     return found
 
@@ -96,7 +101,7 @@ def ratios(names):
     found = []
     for name in names:
         lever = LEVERS[name]
-        pair = lever, LEVERS[lever.beside]
+        pair = lever, LEVERS[lever.compared_with]
         if pair[0] is pair[1]:
             found.append(1.0)
             continue
@@ -109,7 +114,9 @@ def ratios(names):
 
 def one_step(lever, ps):
     """Return a function that takes a step as a line says."""
-    _, optimizer, backward, finish = step_of(lever.work, lever.layout, ps, **lever.how)
+    _, optimizer, backward, finish = step_of(
+        lever.work, lever.layout, ps, in_backward=lever.in_backward
+    )
     first_state(optimizer, finish)
 
     def step():
@@ -127,7 +134,7 @@ def seconds(step, ps):
     return time.perf_counter() - begin
 
 
-@cache
+@functools.cache
 def found_on(world):
     """Return (peak in bytes, ratio of times) of each line of so many ranks, by name."""
     names = [name for name, lever in LEVERS.items() if lever.layout.world == world]
@@ -142,8 +149,10 @@ def line_of(name):
     """Return the cells of a line, and the estimate over the peak."""
     lever = LEVERS[name]
     peak, times = found_on(lever.layout.world)[name]
-    planned = estimate_memory(lever.work, lever.layout, fused_norms=False, **lever.how)
-    return told(name, peak, planned.peak, "-" if name == lever.beside else f"{times:.2f}")
+    planned = estimate_memory(
+        lever.work, lever.layout, fused_norms=False, in_backward=lever.in_backward
+    )
+    return told(name, peak, planned.peak, "-" if name == lever.compared_with else f"{times:.2f}")
 
 
 def told(name, found, planned, times="-"):

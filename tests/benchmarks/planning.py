@@ -39,8 +39,13 @@ def peaks():
         f"{'model':<6} {'row':>5}  {'recompute':<9}  {'measured MB':>11}  {'planned MB':>10}  ratio"
     )
     for name, row_length, policy in product(SHAPES, (128, 1_024), ("none", "selective", "full")):
-        told = {"precision": Precision(compute="fp32"), "recompute": policy}
-        job = Job(config=SHAPES[name], row_length=row_length, rows=2, **told)
+        job = Job(
+            config=SHAPES[name],
+            row_length=row_length,
+            rows=2,
+            precision=Precision(compute="fp32"),
+            recompute=policy,
+        )
         found = measure(job).peak
         planned = estimate_memory(job, Layout(), fused_norms=False).peak
         print(

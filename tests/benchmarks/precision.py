@@ -41,9 +41,11 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Call an operation, or its like in fp32."""
-        if func.overloadpacket.__name__ in self.names and args[0].dtype == torch.float16:
-            return func(*(x.float() for x in args), **(kwargs or {})).half()
-        return func(*args, **(kwargs or {}))
+        is_half = func.overloadpacket.__name__ in self.names and args[0].dtype == torch.float16
+        if is_half:
+            args = [x.float() for x in args]
+        out = func(*args, **(kwargs or {}))
+        return out.half() if is_half else out
 
 
 # A row: flags of the recipe, and what stands around it; None for two ranks.

@@ -94,11 +94,10 @@ def reseal(plan, data=None, **changes):
 
 @given(packings())
 def test_a_kept_plan_is_what_packing_gives(tmp_path_factory, packing):
-    lengths, arguments = packing
     folder = tmp_path_factory.mktemp("cache")
-    want = pack_bins(lengths, **arguments)
+    want = packing.pack()
     for _ in range(2):
-        bins = load_or_pack_bins(folder, lengths, **arguments, content="x")
+        bins = packing.pack(load_or_pack_bins, cache_dir=folder, content="x")
         assert_same(bins, want)
         assert is_mapped(bins)
     assert len(names(folder)) == 1
@@ -124,40 +123,39 @@ def test_mapped_bins_serve_as_others_do(tmp_path):
 
 
 HELD_OUT = LENGTHS * (np.arange(len(LENGTHS)) != 7)
-OTHERS = {
-    "content": {"content": "c0ffee0"},
-    "lengths": {"lengths": HELD_OUT},
-    "order": {"lengths": LENGTHS[::-1]},
-    "capacity": {"capacity": 64},
-    "fit": {"fit": own_fit(name="other")},
-    "version": {"fit": own_fit(version=2)},
-    "rows": {"fit": make_balanced_fit(2)},
-    "more rows": {"fit": make_balanced_fit(3)},
-    "named version": {"fit": own_fit(version="2")},
-    "group_size": {"group_size": 7},
-    "overlong": {"overlong": "drop"},
-    "multiple_of": {"multiple_of": 2},
-    "max_documents": {"max_documents": 3},
-    "seed": {"seed": 0},
-    "another seed": {"seed": 1},
-}
+packed = functools.partial(pack_bins, LENGTHS, CAPACITY)
+own_packed = functools.partial(packed, fit=own_fit())
+own_kept = functools.partial(kept_bins, fit=own_fit())
+OTHERS = [  # each with the bins that it must have
+    (functools.partial(own_kept, content="c0ffee0"), own_packed()),
+    (functools.partial(own_kept, lengths=HELD_OUT), pack_bins(HELD_OUT, CAPACITY, fit=own_fit())),
+    (
+        functools.partial(own_kept, lengths=LENGTHS[::-1]),
+        pack_bins(LENGTHS[::-1], CAPACITY, fit=own_fit()),
+    ),
+    (functools.partial(own_kept, capacity=64), pack_bins(LENGTHS, 64, fit=own_fit())),
+    (functools.partial(kept_bins, fit=own_fit(name="other")), own_packed()),
+    (functools.partial(kept_bins, fit=own_fit(version=2)), own_packed()),
+    (functools.partial(kept_bins, fit=own_fit(version="2")), own_packed()),
+    (functools.partial(kept_bins, fit=make_balanced_fit(2)), packed(fit=make_balanced_fit(2))),
+    (functools.partial(kept_bins, fit=make_balanced_fit(3)), packed(fit=make_balanced_fit(3))),
+    (functools.partial(own_kept, group_size=7), own_packed(group_size=7)),
+    (functools.partial(own_kept, overlong="drop"), own_packed(overlong="drop")),
+    (functools.partial(own_kept, multiple_of=2), own_packed(multiple_of=2)),
+    (functools.partial(own_kept, max_documents=3), own_packed(max_documents=3)),
+    (functools.partial(own_kept, seed=0), own_packed(seed=0)),
+    (functools.partial(own_kept, seed=1), own_packed(seed=1)),
+]
 
 
 @pytest.mark.case("P4")
 def test_everything_that_shapes_a_plan_is_in_its_name_and_in_its_first_line(tmp_path, monkeypatch):
-    base = {"cache_dir": tmp_path, "fit": own_fit()}
-    kept_bins(**base)
-    for count, change in enumerate(OTHERS.values(), start=2):
-        assert_same(
-            kept_bins(**base | change),
-            pack_bins(
-                **{"lengths": LENGTHS, "capacity": CAPACITY, "fit": own_fit()}
-                | {name: x for name, x in change.items() if name != "content"}
-            ),
-        )
+    own_kept(tmp_path)
+    for count, (keep, bins) in enumerate(OTHERS, start=2):
+        assert_same(keep(tmp_path), bins)
         assert len(names(tmp_path)) == count
     monkeypatch.setattr(cache, "FORMAT", 0)
-    kept_bins(**base)
+    own_kept(tmp_path)
     assert len(names(tmp_path)) == len(OTHERS) + 2
     keys = [header_of(path)["key"] for path in tmp_path.iterdir()]
     parts = "content capacity fit fit_version group_size overlong multiple_of max_documents seed"
@@ -185,29 +183,32 @@ def test_no_documents_make_a_plan_of_no_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("keep", "message"),
     [
-        ({"capacity": 0}, "capacity must be an integer of at least 1, got 0"),
-        ({"capacity": 32.0}, "capacity must be an integer"),
-        ({"group_size": -1}, "group_size must be"),
-        ({"multiple_of": 5}, "no multiple of multiple_of=5"),
-        ({"max_documents": True}, "max_documents must be"),
-        ({"max_documents": float("nan")}, "max_documents must be"),
-        ({"overlong": "skip"}, "got 'skip'"),
-        ({"overlong": "error"}, "document 0 has 76 tokens"),
-        ({"lengths": [1.0]}, "lengths must be integers"),
-        ({"lengths": [[1]]}, "one dimension"),
-        ({"lengths": [[1], [1, 2]]}, "not a ragged one"),
-        ({"lengths": [3, -1]}, "document 1 has length -1"),
+        (
+            functools.partial(kept_bins, capacity=0),
+            "capacity must be an integer of at least 1, got 0",
+        ),
+        (functools.partial(kept_bins, capacity=32.0), "capacity must be an integer"),
+        (functools.partial(kept_bins, group_size=-1), "group_size must be"),
+        (functools.partial(kept_bins, multiple_of=5), "no multiple of multiple_of=5"),
+        (functools.partial(kept_bins, max_documents=True), "max_documents must be"),
+        (functools.partial(kept_bins, max_documents=float("nan")), "max_documents must be"),
+        (functools.partial(kept_bins, overlong="skip"), "got 'skip'"),
+        (functools.partial(kept_bins, overlong="error"), "document 0 has 76 tokens"),
+        (functools.partial(kept_bins, lengths=[1.0]), "lengths must be integers"),
+        (functools.partial(kept_bins, lengths=[[1]]), "one dimension"),
+        (functools.partial(kept_bins, lengths=[[1], [1, 2]]), "not a ragged one"),
+        (functools.partial(kept_bins, lengths=[3, -1]), "document 1 has length -1"),
     ],
 )
-def test_what_packing_refuses_is_refused_before_anything_is_written(tmp_path, arguments, message):
+def test_what_packing_refuses_is_refused_before_anything_is_written(tmp_path, keep, message):
     with pytest.raises(ValueError, match=message):
-        kept_bins(tmp_path / "new", **arguments)
+        keep(tmp_path / "new")
     assert names(tmp_path) == []
     kept_bins(tmp_path)
     with pytest.raises(ValueError, match=message):  # a plan that is there hides nothing
-        kept_bins(tmp_path, **arguments)
+        keep(tmp_path)
     assert len(names(tmp_path)) == 1
 
 

@@ -1,5 +1,6 @@
 """Corpora mixed row by row: one global batch for every number of ranks, and where it comes from."""
 
+from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -8,11 +9,11 @@ import pytest
 import torch
 from strategies import corpus_of
 
-from trainkit import packing
 from trainkit.batch import batch_hash, collate_bins, count_valid_tokens
 from trainkit.data.packed import PackedCorpus, concat_packed, make_data_facts, split_held_out
 from trainkit.data.steps import make_step_batch
 from trainkit.packing import next_fit, pack_bins
+from trainkit.packing.report import bins_hash
 from trainkit.sampling import MixturePhase, make_mixture_phases, sample_mixture
 from trainkit.types import Cursor, DataShard, Share
 
@@ -20,15 +21,16 @@ ROWS = 13
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index", "source")
 
 
-def corpora(**changes):
+pack_32 = partial(pack_bins, capacity=32)
+
+
+def corpora(pack=pack_32):
     """Three corpora whose tokens tell which is which, packed alike."""
     packed = {}
     for number, (name, count) in enumerate({"web": 200, "code": 60, "old": 40}.items()):
         corpus = corpus_of(np.random.default_rng(number).integers(1, 50, count))
         corpus = attrs.evolve(corpus, tokens=corpus.tokens % 300 + 300 * number)
-        packed[name] = PackedCorpus(
-            corpus, pack_bins(corpus.lengths, **({"capacity": 32} | changes))
-        )
+        packed[name] = PackedCorpus(corpus, pack(corpus.lengths))
     return packed
 
 
@@ -63,15 +65,18 @@ def tokens_of(batches):
 
 def test_rows_apart_are_the_plans_that_each_part_packs_into_and_share_no_document(tmp_path):
     corpus = corpus_of(np.arange(1, 31))
-    held_out, told = np.arange(30) % 7 == 2, []
-    how = {"multiple_of": 4, "seed": 5}
+    held_out = np.arange(30) % 7 == 2
+    messages = []
     for _ in range(2):
-        parts = split_held_out(corpus, held_out, 32, cache_dir=tmp_path, log=told.append, **how)
+        parts = split_held_out(
+            corpus, held_out, 32, multiple_of=4, seed=5, cache_dir=tmp_path, log=messages.append
+        )
         for part, out in zip(parts, (False, True), strict=True):
             assert set(part.bins.documents) == set(np.flatnonzero(held_out == out))
-            wanted = pack_bins(np.where(held_out == out, corpus.lengths, 0), 32, **how)
-            assert packing.bins_hash(part.bins) == packing.bins_hash(wanted)
-    assert len(told) == len(list(tmp_path.iterdir())) == 2  # the second time both are there
+            lengths = np.where(held_out == out, corpus.lengths, 0)
+            expected = pack_bins(lengths, 32, multiple_of=4, seed=5)
+            assert bins_hash(part.bins) == bins_hash(expected)
+    assert len(messages) == len(list(tmp_path.iterdir())) == 2  # the second time both are there
 
 
 def test_facts_follow_from_the_files_the_tokens_and_the_rows():
@@ -86,7 +91,7 @@ def test_facts_follow_from_the_files_the_tokens_and_the_rows():
 
 
 def test_joined_rows_hold_the_tokens_of_their_own_corpus():
-    packed = corpora(multiple_of=4)
+    packed = corpora(partial(pack_32, multiple_of=4))
     mix = concat_packed(packed)
     row = 0
     for number, (name, part) in enumerate(packed.items()):
@@ -159,15 +164,18 @@ def test_every_row_of_each_corpus_comes_once_per_epoch():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("pack", "message"),
     [
-        ({"capacity": 48}, "one capacity: 'web' has 32, 'code' has 48"),
-        ({"multiple_of": 2}, "one multiple_of: 'web' has 1, 'code' has 2"),
-        ({"fit": next_fit}, None),
+        (partial(pack_bins, capacity=48), "one capacity: 'web' has 32, 'code' has 48"),
+        (
+            partial(pack_32, multiple_of=2),
+            "one multiple_of: 'web' has 1, 'code' has 2",
+        ),
+        (partial(pack_32, fit=next_fit), None),
     ],
 )
-def test_bins_of_different_measures_are_refused_by_name(changes, message):
-    packed = corpora() | {"code": corpora(**changes)["code"]}
+def test_bins_of_different_measures_are_refused_by_name(pack, message):
+    packed = corpora() | {"code": corpora(pack)["code"]}
     if message is None:
         assert len(concat_packed(packed).bins) > 0
         return

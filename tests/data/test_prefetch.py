@@ -10,7 +10,8 @@ import pytest
 import torch
 from strategies import corpus_of
 
-from trainkit.batch import batch_hash, make_padding_batch, map_tensors, to_device
+from trainkit.batch import batch_hash, make_padding_batch, to_device
+from trainkit.batch.batches import map_tensors
 from trainkit.data.packed import PackedCorpus
 from trainkit.data.prefetch import prefetch_batches
 from trainkit.data.steps import make_step_batch
@@ -234,12 +235,12 @@ def test_batches_on_a_cuda_device_hold_what_they_hold_on_the_host():
             cursor = want.cursor
 
 
-@pytest.mark.parametrize("arguments", [{"ahead": 0}, {"timeout": 0.0}, {"timeout": float("nan")}])
-def test_bad_arguments_are_refused(arguments):
+@pytest.mark.parametrize(("ahead", "timeout"), [(0, 120.0), (2, 0.0), (2, float("nan"))])
+def test_bad_arguments_are_refused(ahead, timeout):
     make, made = counted(1)
     with (
         pytest.raises(ValueError, match="ahead must be at least 1"),
-        prefetch_batches(make, Cursor(), **arguments),
+        prefetch_batches(make, Cursor(), ahead=ahead, timeout=timeout),
     ):
         pass
     assert made == []

@@ -1,5 +1,7 @@
 """The rows of a step: a function of seed, step and corpus, never of who computes them."""
 
+from functools import partial
+
 import attrs
 import numpy as np
 import pytest
@@ -89,9 +91,9 @@ def work_of(batches):
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 3])
 def test_what_tokens_carry_does_not_depend_on_who_computes_them(count, size):
-    more = {"rows": 24, "noise_seed": 1, "packed": NAMED}
-    whole = global_batch(1, rows_per_microbatch=24, **more)
-    parts = global_batch(count, rows_per_microbatch=size, **more)
+    batches_of = partial(global_batch, rows=24, noise_seed=1, packed=NAMED)
+    whole = batches_of(1, rows_per_microbatch=24)
+    parts = batches_of(count, rows_per_microbatch=size)
     for name in ("noise_key", "source"):
         pairs = [
             sorted(
@@ -137,8 +139,12 @@ def test_rows_may_come_from_any_function_of_the_number_of_the_batch(count):
 def test_microbatches_are_those_collated_one_by_one():
     chosen = rows_of(7, seed=3)(5)
     parts = global_batch(2, rows=7, rows_per_microbatch=2)
-    deal = {"rows_per_microbatch": 2, "costs": row_costs(BINS)[chosen]}
-    places = [where for rank in (0, 1) for where in assign_rows(7, Share(rank, 2), **deal)]
+    costs = row_costs(BINS)[chosen]
+    places = [
+        where
+        for rank in (0, 1)
+        for where in assign_rows(7, Share(rank, 2), rows_per_microbatch=2, costs=costs)
+    ]
     for part, where in zip(parts, places, strict=True):
         mine = np.where(where < 0, -1, chosen[where])
         alone = collate_bins(CORPUS, BINS, mine, row_positions=where)
@@ -251,10 +257,12 @@ def test_every_token_of_an_evaluation_says_which_source_its_row_is_of(count):
 
 @given(shares())
 def test_microbatches_live_where_they_are_asked_to(share):
-    where = {"data_shard": DataShard(share), "device": "meta"}
-    batch = make_step_batch(NAMED, rows_of(8), Cursor(), rows_per_microbatch=2, **where)
+    data_shard = DataShard(share)
+    batch = make_step_batch(
+        NAMED, rows_of(8), Cursor(), data_shard=data_shard, rows_per_microbatch=2, device="meta"
+    )
     assert {b.input_ids.device.type for b in batch.microbatches} == {"meta"}
-    batches = make_eval_batches(NAMED, rows_per_batch=8, **where)
+    batches = make_eval_batches(NAMED, data_shard=data_shard, rows_per_batch=8, device="meta")
     assert {b[name].device.type for b in batches for name in ("labels", "source")} <= {"meta"}
 
 
@@ -267,21 +275,26 @@ def test_padding_has_the_id_that_was_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("rows", "more", "message"),
+    ("rows", "message"),
     [
-        (range(len(BINS) + 1), {}, f"takes {len(BINS) + 1} rows, the corpus has {len(BINS)}"),
-        ([1, 2], {"data_shard": DataShard(Share(0, 3))}, "more ranks than rows: 3 ranks .* 2 rows"),
-        ([1, 2], {"rows_per_microbatch": 0}, "rows_per_microbatch must be at least 1"),
-        ([], {}, "integers in one dimension"),
-        ([[1]], {}, r"integers in one dimension, got int64 \(1, 1\)"),
-        ([0.5], {}, "integers in one dimension, got float64"),
-        ([-1], {}, f"from 0 to {len(BINS) - 1}, got -1 to -1"),
-        ([len(BINS)], {}, "from 0 to"),
+        (range(len(BINS) + 1), f"takes {len(BINS) + 1} rows, the corpus has {len(BINS)}"),
+        ([], "integers in one dimension"),
+        ([[1]], r"integers in one dimension, got int64 \(1, 1\)"),
+        ([0.5], "integers in one dimension, got float64"),
+        ([-1], f"from 0 to {len(BINS) - 1}, got -1 to -1"),
+        ([len(BINS)], "from 0 to"),
     ],
 )
-def test_steps_that_cannot_be_are_refused(rows, more, message):
+def test_rows_that_cannot_be_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
-        make_microbatches(PACKED, rows, **{"rows_per_microbatch": 1} | more)
+        make_microbatches(PACKED, rows, rows_per_microbatch=1)
+
+
+def test_microbatches_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"more ranks than rows: 3 ranks .* 2 rows"):
+        make_microbatches(PACKED, [1, 2], data_shard=DataShard(Share(0, 3)), rows_per_microbatch=1)
+    with pytest.raises(ValueError, match="rows_per_microbatch must be at least 1"):
+        make_microbatches(PACKED, [1, 2], rows_per_microbatch=0)
 
 
 def test_evaluations_that_cannot_be_are_refused_at_once():
@@ -342,9 +355,9 @@ def strided(count, *, rows_per_microbatch, rows=8, step=2, dataset=None, **more)
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_read_strides_of_a_dataset_and_one_global_batch(rows, count, size):
     for step in range(5):  # one straddles two epochs
-        more = {"rows": rows, "step": step, "noise_seed": 1}
-        whole, [every] = strided(1, rows_per_microbatch=rows, **more)
-        parts, read = strided(count, rows_per_microbatch=size, **more)
+        of_step = partial(strided, rows=rows, step=step, noise_seed=1)
+        whole, [every] = of_step(1, rows_per_microbatch=rows)
+        parts, read = of_step(count, rows_per_microbatch=size)
         assert read == [every[rank::count] for rank in range(count)]
         assert {batch.input_ids.shape for batch in parts} == {(size, 12)}
         assert torch.equal(tokens_of(parts), tokens_of(whole))
@@ -391,28 +404,63 @@ def test_items_are_encoded_weighed_and_cut():
         ids = np.array(item["ids"])
         return Sample(ids, ids > 2, {"w": item["w"]})
 
-    more = {"encode": encode, "columns": {"w": Column("float32")}, "overlong": "truncate"}
-    [batch], _ = strided(1, rows_per_microbatch=4, rows=4, step=0, dataset=dataset, **more)
+    [batch], _ = strided(
+        1,
+        rows_per_microbatch=4,
+        rows=4,
+        step=0,
+        dataset=dataset,
+        encode=encode,
+        columns={"w": Column("float32")},
+        overlong="truncate",
+    )
     short = batch.input_ids[:, 0] == 1
     assert batch.labels[short][0].tolist()[:3] == [-100, 3, -100]
     assert batch["w"][short][0].tolist()[:3] == [0.5, 0.25, 0.0]
     assert batch.input_ids[~short].tolist() == [[5] * 12]
 
 
+one_row = partial(strided, 2, rows_per_microbatch=1, rows=4, step=0)
+
+
 @pytest.mark.parametrize(
-    ("dataset", "more", "error", "message"),
+    ("read", "error", "message"),
     [
-        ([[1] * 13] * 4, {}, DataError, "item [0-3] has 13 tokens; the capacity is 12"),
-        ([[0.5]] * 4, {}, DataError, "item [0-3] must be integers in one dimension"),
-        ([[7]] * 4, {"vocab_size": 7}, DataError, r"item [0-3] has token 7 at 0, outside \[0, 7\)"),
-        ([[1]] * 4, {"overlong": "split"}, ValueError, 'overlong must be "error" or "truncate"'),
-        ([[1]] * 4, {"rows": 1}, ValueError, "2 ranks read different items, and .* has 1;"),
-        ([[1]] * 4, {"rows_per_microbatch": 0}, ValueError, "rows_per_microbatch"),
+        (
+            partial(one_row, dataset=[[1] * 13] * 4),
+            DataError,
+            "item [0-3] has 13 tokens; the capacity is 12",
+        ),
+        (
+            partial(one_row, dataset=[[0.5]] * 4),
+            DataError,
+            "item [0-3] must be integers in one dimension",
+        ),
+        (
+            partial(one_row, dataset=[[7]] * 4, vocab_size=7),
+            DataError,
+            r"item [0-3] has token 7 at 0, outside \[0, 7\)",
+        ),
+        (
+            partial(one_row, dataset=[[1]] * 4, overlong="split"),
+            ValueError,
+            'overlong must be "error" or "truncate"',
+        ),
+        (
+            partial(one_row, dataset=[[1]] * 4, rows=1),
+            ValueError,
+            "2 ranks read different items, and .* has 1;",
+        ),
+        (
+            partial(one_row, dataset=[[1]] * 4, rows_per_microbatch=0),
+            ValueError,
+            "rows_per_microbatch",
+        ),
     ],
 )
-def test_a_dataset_that_cannot_be_read_is_refused_by_the_item(dataset, more, error, message):
+def test_a_dataset_that_cannot_be_read_is_refused_by_the_item(read, error, message):
     with pytest.raises(error, match=message):
-        strided(2, **{"rows_per_microbatch": 1, "rows": 4, "step": 0, "dataset": dataset} | more)
+        read()
 
 
 def test_what_a_dataset_raises_says_which_item_and_items_that_are_none_are_refused():

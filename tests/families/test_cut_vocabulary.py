@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operators import OperatorMode
 
 from trainkit import collectives, losses
 from trainkit.collectives import sum_grad
@@ -144,18 +144,16 @@ def test_values_and_gradients_are_those_of_the_whole_vocabulary(world):
         assert max(low.values()) < 2e-2, low  # a unit of bf16 is 8e-3
 
 
-class Sizes(TorchDispatchMode):
+class Sizes(OperatorMode):
     """The sizes of all tensors that are made as wide as a rank's vocabulary."""
 
     def __init__(self, words):
-        super().__init__()
+        super().__init__(self.watch)
         self.words, self.rows = words, []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.shape[1:] == (self.words,):
-            self.rows.append(len(out))
-        return out
+    def watch(self, _, result):
+        if isinstance(result, torch.Tensor) and result.shape[1:] == (self.words,):
+            self.rows.append(len(result))
 
 
 def cost():
@@ -166,7 +164,9 @@ def cost():
     reduce = collectives.dist.all_reduce
     with pytest.MonkeyPatch.context() as patch, Sizes(WORDS // axis.count) as sizes:
         patch.setattr(
-            collectives.dist, "all_reduce", lambda x, **k: (sent.append(x.numel()), reduce(x, **k))
+            collectives.dist,
+            "all_reduce",
+            lambda x, *, op, group: (sent.append(x.numel()), reduce(x, op=op, group=group)),
         )
         labels = drawn_labels()
         total = losses.linear_cross_entropy(hidden, weight, labels, axis=axis, chunk=4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import OperatorMode
 
 from trainkit.losses import (
     add_terms,
@@ -310,15 +311,24 @@ def test_linear_is_cross_entropy_of_the_product_for_every_chunk(chunk):
         assert close(a, b)
 
 
+def record_products(monkeypatch, products):
+    """Add an entry to a list for each call of `torch.mm`."""
+    multiply = torch.mm
+
+    def mm(*args, **kwargs):
+        products.append("mm")
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", mm)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 def test_linear_computes_only_the_gradients_that_are_needed(frozen, monkeypatch):
     hidden, weight = make_hidden(2, 5)
     labels = make_labels(2, 5)
     want = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight))
     products = []
-    monkeypatch.setattr(
-        torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
-    )
+    record_products(monkeypatch, products)
     hidden.requires_grad_(frozen == "weight")
     weight.requires_grad_(frozen == "hidden")
     total = linear_cross_entropy(hidden, weight, labels, chunk=10)
@@ -399,22 +409,19 @@ def test_linear_never_holds_more_than_a_chunk_of_logits(grad):
     hidden, weight = torch.randn(4096, 8), torch.randn(5000, 8, requires_grad=grad)
     labels = torch.zeros(4096, dtype=torch.int64)
 
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        elements = 0
+    sizes = []
 
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                Largest.elements = max(Largest.elements, out.untyped_storage().nbytes() // 4)
-            return out
+    def watch(_, result):
+        if isinstance(result, torch.Tensor):
+            sizes.append(result.untyped_storage().nbytes() // 4)
 
-    with Largest():
+    with OperatorMode(watch):
         linear_cross_entropy(hidden, weight, labels)
-    assert 5000 * 8 < Largest.elements <= 2**22
-    with Largest():
-        Largest.elements = 0
+    assert 5000 * 8 < max(sizes) <= 2**22
+    sizes.clear()
+    with OperatorMode(watch):
         linear_cross_entropy(hidden, weight, labels, chunk=16)
-    assert Largest.elements == 16 * 5000
+    assert max(sizes) == 16 * 5000
 
 
 # ------------------------------------------------------------------------------------- add_terms
@@ -496,9 +503,7 @@ def test_the_sum_by_source_is_the_plain_loss_to_the_last_bit(loss, make, tokens,
 
 def test_by_source_multiplies_no_more_than_the_plain_loss(monkeypatch):
     output, labels, products = make_hidden(2, 5), make_labels(2, 5), []
-    monkeypatch.setattr(
-        torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
-    )
+    record_products(monkeypatch, products)
     linear_by_threes(output, {"labels": labels})
     plain = len(products)
     report_by_source(["a"], linear_by_token)(output, {"labels": labels, "source": 0 * labels})
@@ -573,9 +578,7 @@ def test_losses_of_tokens_and_a_bias_are_those_of_the_product_and_can_be_differe
 def test_a_second_term_costs_no_second_pass(monkeypatch):
     monkeypatch.setattr(linear, "_SMALL", 1)
     output, batch, products = make_hidden(2, 5), {"labels": make_labels(2, 5)}, []
-    monkeypatch.setattr(
-        torch, "mm", lambda *a, f=torch.mm, **k: products.append("mm") or f(*a, **k)
-    )
+    record_products(monkeypatch, products)
     costs = []
     for loss in (
         next_token_linear,
@@ -710,14 +713,9 @@ def test_the_weight_gradient_of_bf16_factors_is_added_in_place():
     """On CUDA: no second fp32 matrix of the weight's size for each chunk."""
     seen = []
 
-    class Made(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     total = torch.zeros(V, D, device="meta")
     slopes, inputs = (torch.zeros(5, n, dtype=torch.bfloat16, device="meta") for n in (V, D))
-    with Made():
+    with OperatorMode(lambda operator, _: seen.append(str(operator))):
         linear.add_product_(total, slopes.t(), inputs)
     assert [name for name in seen if name != "aten.t.default"] == ["aten.addmm.dtype_out"]
 

@@ -6,6 +6,7 @@ import sys
 import tracemalloc
 from functools import partial
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,9 +22,8 @@ from trainkit.packing import (
     pack_bins,
     report_packing,
     row_costs,
-    with_version,
 )
-from trainkit.packing.fits import read_only
+from trainkit.packing.fits import read_only, with_version
 from trainkit.packing.pieces import survey, write_pieces
 from trainkit.sampling import assign_rows, buffer_sorted_order, permute, shuffle_blocks
 from trainkit.tools.pictures.packing import _THIN, _figure, plot_packing
@@ -43,13 +43,13 @@ def pieces_of(bins):
 @pytest.mark.case("P7")
 @given(packings())
 def test_every_token_is_packed_exactly_once(packing):
-    lengths, arguments = packing
+    lengths, capacity = packing.lengths, packing.capacity
     expected = {
         "split": lengths,
-        "truncate": [min(n, arguments["capacity"]) for n in lengths],
-        "drop": [n if n <= arguments["capacity"] else 0 for n in lengths],
-    }[arguments["overlong"]]
-    bins = pack_bins(lengths, **arguments)
+        "truncate": [min(n, capacity) for n in lengths],
+        "drop": [n if n <= capacity else 0 for n in lengths],
+    }[packing.overlong]
+    bins = packing.pack()
     seen = sorted((d, t) for d, start, n in pieces_of(bins) for t in range(start, start + n))
     assert seen == [(d, t) for d, n in enumerate(expected) for t in range(n)]
 
@@ -57,26 +57,24 @@ def test_every_token_is_packed_exactly_once(packing):
 @pytest.mark.case("P7")
 @given(packings())
 def test_no_row_is_over_capacity_or_empty(packing):
-    lengths, arguments = packing
-    bins = pack_bins(lengths, **arguments)
-    most = arguments["max_documents"] or len(bins.lengths)
+    bins = packing.pack()
+    most = packing.max_documents or len(bins.lengths)
     for row in range(len(bins)):
-        taken = aligned([n for _, _, n in bins[row]], arguments["multiple_of"])
-        assert 0 < taken.sum() <= arguments["capacity"]
+        taken = aligned([n for _, _, n in bins[row]], packing.multiple_of)
+        assert 0 < taken.sum() <= packing.capacity
         assert len(taken) <= most
     assert (bins.lengths > 0).all()
 
 
 @given(packings())
 def test_rows_keep_corpus_order_and_groups_stay_apart(packing):
-    lengths, arguments = packing
-    bins = pack_bins(lengths, **arguments)
+    bins = packing.pack()
     assert all(bins[row] == sorted(bins[row]) for row in range(len(bins)))
-    if arguments["seed"] is not None:
+    if packing.seed is not None:
         return  # what a group is then, the tests of the seed say
     numbers = {piece: number for number, piece in enumerate(sorted(pieces_of(bins)))}
     groups = [
-        {numbers[piece] // (arguments["group_size"] or len(numbers)) for piece in bins[row]}
+        {numbers[piece] // (packing.group_size or len(numbers)) for piece in bins[row]}
         for row in range(len(bins))
     ]
     assert all(len(group) == 1 for group in groups)
@@ -85,8 +83,8 @@ def test_rows_keep_corpus_order_and_groups_stay_apart(packing):
 
 @given(packings())
 def test_packing_twice_gives_the_same_bins(packing):
-    lengths, arguments = packing
-    one, two = pack_bins(lengths, **arguments), pack_bins(np.array(lengths, np.int64), **arguments)
+    array = np.array(packing.lengths, np.int64)
+    one, two = packing.pack(), attrs.evolve(packing, lengths=array).pack()
     for name in ("offsets", "documents", "starts", "lengths"):
         assert getattr(one, name).dtype == np.int64
         assert np.array_equal(getattr(one, name), getattr(two, name))
@@ -401,8 +399,9 @@ def test_a_capacity_beyond_int32_is_refused_by_name(fit, capacity):
 
 @pytest.mark.parametrize("fit", [best_fit, first_fit, next_fit, make_balanced_fit(1)])
 def test_other_arguments_may_be_beyond_64_bits(fit):
-    for arguments in ({"max_documents": 1 << 70}, {"group_size": 1 << 70}, {"seed": 1 << 70}):
-        assert len(pack_bins([5, 1, 2], 8, fit=fit, **arguments)) == 1
+    pack = partial(pack_bins, [5, 1, 2], 8, fit=fit)
+    for bins in (pack(max_documents=1 << 70), pack(group_size=1 << 70), pack(seed=1 << 70)):
+        assert len(bins) == 1
 
 
 @pytest.mark.parametrize(
@@ -468,23 +467,21 @@ def test_a_seed_shuffles_a_single_group_too():
 
 @given(packings())
 def test_the_report_adds_up(packing):
-    lengths, arguments = packing
-    bins = pack_bins(lengths, **arguments)
+    bins = packing.pack()
     report = report_packing(bins)
     places = report["tokens"] + report["alignment_padding"] + report["row_padding"]
-    assert places == report["rows"] * arguments["capacity"]
+    assert places == report["rows"] * packing.capacity
     assert report["pieces"] == len(pieces_of(bins))
-    assert 0 <= report["alignment_padding"] < arguments["multiple_of"] * max(report["pieces"], 1)
+    assert 0 <= report["alignment_padding"] < packing.multiple_of * max(report["pieces"], 1)
     assert report["efficiency"] == (report["tokens"] / places if places else 1.0)
 
 
 @given(packings())
 def test_the_report_counts_what_became_of_the_documents(packing):
-    lengths, arguments = packing
-    capacity, policy = arguments["capacity"], arguments["overlong"]
+    lengths, capacity, policy = packing.lengths, packing.capacity, packing.overlong
     overlong = [n for n in lengths if n > capacity]
     lost = {"split": 0, "truncate": capacity, "drop": 0}
-    report = report_packing(pack_bins(lengths, **arguments), lengths)
+    report = report_packing(packing.pack(), lengths)
     assert {name: report[name] for name in report if name.endswith(("documents", "ed_tokens"))} == {
         "documents": len(lengths),
         "empty_documents": lengths.count(0),
@@ -506,12 +503,11 @@ def test_the_report_refuses_other_lengths():
 
 @given(packings())
 def test_the_cost_of_a_row_is_the_sum_of_its_squares(packing):
-    lengths, arguments = packing
-    bins = pack_bins(lengths, **arguments)
+    bins = packing.pack()
     rows = [[n for _, _, n in bins[row]] for row in range(len(bins))]
     costs = row_costs(bins)
     assert costs.dtype == np.int64
-    assert costs.tolist() == [(aligned(row, arguments["multiple_of"]) ** 2).sum() for row in rows]
+    assert costs.tolist() == [(aligned(row, packing.multiple_of) ** 2).sum() for row in rows]
 
 
 def test_no_documents_make_no_rows():
@@ -519,29 +515,29 @@ def test_no_documents_make_no_rows():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "arguments", "message"),
+    ("call", "message"),
     [
-        ([1], {"capacity": 0}, "capacity must be an integer of at least 1, got 0"),
-        ([1], {"capacity": 8.0}, "capacity must be an integer"),
-        ([1], {"capacity": 10, "multiple_of": 4}, "take 8 or 12"),
-        ([1], {"capacity": 2, "multiple_of": 4}, "take 4"),
-        ([1], {"capacity": MOST, "multiple_of": 2}, "; take 2147483646$"),
-        ([1], {"capacity": 8, "multiple_of": 0}, "multiple_of must be"),
-        ([1], {"capacity": 8, "multiple_of": 1 << 70}, "multiple_of must be"),
-        ([1], {"capacity": 8, "group_size": -1}, "group_size must be"),
-        ([1], {"capacity": 8, "max_documents": 0}, "max_documents must be"),
-        ([1], {"capacity": 8, "overlong": "wrap"}, "overlong must be .*'wrap'"),
-        ([1], {"capacity": 8, "seed": 1.5}, "seed must be an integer, got 1.5"),
-        ([1, -2], {"capacity": 8}, "document 1 has length -2"),
-        ([1.5], {"capacity": 8}, "must be integers, got float64"),
-        ([True], {"capacity": 8}, "must be integers, got bool"),
-        ([[1]], {"capacity": 8}, r"one dimension, got shape \(1, 1\)"),
-        ([[1], [1, 2]], {"capacity": 8}, "ragged"),
+        (lambda: pack_bins([1], 0), "capacity must be an integer of at least 1, got 0"),
+        (lambda: pack_bins([1], 8.0), "capacity must be an integer"),
+        (lambda: pack_bins([1], 10, multiple_of=4), "take 8 or 12"),
+        (lambda: pack_bins([1], 2, multiple_of=4), "take 4"),
+        (lambda: pack_bins([1], MOST, multiple_of=2), "; take 2147483646$"),
+        (lambda: pack_bins([1], 8, multiple_of=0), "multiple_of must be"),
+        (lambda: pack_bins([1], 8, multiple_of=1 << 70), "multiple_of must be"),
+        (lambda: pack_bins([1], 8, group_size=-1), "group_size must be"),
+        (lambda: pack_bins([1], 8, max_documents=0), "max_documents must be"),
+        (lambda: pack_bins([1], 8, overlong="wrap"), "overlong must be .*'wrap'"),
+        (lambda: pack_bins([1], 8, seed=1.5), "seed must be an integer, got 1.5"),
+        (lambda: pack_bins([1, -2], 8), "document 1 has length -2"),
+        (lambda: pack_bins([1.5], 8), "must be integers, got float64"),
+        (lambda: pack_bins([True], 8), "must be integers, got bool"),
+        (lambda: pack_bins([[1]], 8), r"one dimension, got shape \(1, 1\)"),
+        (lambda: pack_bins([[1], [1, 2]], 8), "ragged"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(lengths, arguments, message):
+def test_bad_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=f"pack_bins: .*{message}"):
-        pack_bins(lengths, **arguments)
+        call()
 
 
 def test_packing_and_sampling_start_without_torch():

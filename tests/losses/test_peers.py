@@ -314,9 +314,13 @@ def test_distillation_is_trls(beta):
     batch, weight = make_answers(), weight_of()
     batch["teacher_hidden"] = batch["x"].flip(-1)
     logits = [x @ weight.T for x in (batch["x"], batch["teacher_hidden"])]
-    how = {"labels": batch["labels"], "beta": beta, "temperature": 1.7, "reduction": "sum"}
     total = of_trl("GKD", "experimental.gkd").generalized_jsd_loss(
-        logits[0], logits[1].detach(), **how
+        logits[0],
+        logits[1].detach(),
+        labels=batch["labels"],
+        beta=beta,
+        temperature=1.7,
+        reduction="sum",
     )
     loss = distillation(Hidden(torch.empty(0), weight_of()), beta=beta, temperature=1.7)
     close(ours(loss, batch, 1), theirs(total, weight))

@@ -10,9 +10,10 @@ from torch.nn.functional import cross_entropy
 from trainkit.batch import collate_bins
 from trainkit.collectives import sum_grad
 from trainkit.data import make_corpus
-from trainkit.losses import Shaping, logprobs, make_score_loss, token_logprobs
+from trainkit.losses import logprobs, make_score_loss, token_logprobs
 from trainkit.losses.linear import Factors
 from trainkit.losses.logprobs import compute_logprobs
+from trainkit.losses.shaping import Shaping
 from trainkit.mesh import axis_from_group
 from trainkit.packing import pack_bins
 from trainkit.post.generation import Sampling, shape_logits
@@ -22,12 +23,12 @@ from trainkit.types import Column, Hidden, Sample, apply_softcap
 
 V, D, T = 24, 5, 14
 SETTINGS = [
-    {},
-    {"temperature": 0.6},
-    {"top_k": 7},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"temperature": 1.4, "top_k": 15, "top_p": 0.9, "min_p": 0.02},
+    Shaping(),
+    Shaping(temperature=0.6),
+    Shaping(top_k=7),
+    Shaping(top_p=0.8),
+    Shaping(min_p=0.1),
+    Shaping(temperature=1.4, top_k=15, top_p=0.9, min_p=0.02),
 ]
 
 
@@ -43,11 +44,27 @@ def inputs(seed=0):
 def sampled(hidden, weight, labels, settings, softcap=None):
     """Return the log-probabilities and entropies of what a sampler draws from."""
     logits = apply_softcap(hidden @ weight.T, softcap).flatten(0, 1)
-    rows = shape_logits(logits, Sampling(**settings)).log_softmax(-1)
+    temperature, top_k, top_p, min_p = settings
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = shape_logits(logits, sampling).log_softmax(-1)
     chosen = rows.gather(-1, labels.flatten().clamp(min=0)[:, None])[:, 0]
     entropies = -(rows.exp() * rows.masked_fill(rows == -torch.inf, 0)).sum(-1)
     ignored = labels.flatten() == -100
     return tuple(x.masked_fill(ignored, 0).view(labels.shape) for x in (chosen, entropies))
+
+
+def shaped_logprobs(shaping, hidden, weight, labels, **options):
+    """Return `token_logprobs` with the settings of a `Shaping`."""
+    return token_logprobs(
+        hidden,
+        weight,
+        labels,
+        temperature=shaping.temperature,
+        top_k=shaping.top_k,
+        top_p=shaping.top_p,
+        min_p=shaping.min_p,
+        **options,
+    )
 
 
 STEPS = torch.linspace(0.5, 2, T, dtype=torch.float64).view(2, -1)
@@ -65,7 +82,7 @@ def in_one_pass(output, labels, settings):
         steps = columns["steps"]
         return (steps * scores.losses).square() + (steps * scores.entropies).sin()
 
-    loss = make_score_loss({"curve": (each, 1.0)}, shaping=Shaping(**settings))
+    loss = make_score_loss({"curve": (each, 1.0)}, shaping=settings)
     return loss(output, {"labels": labels, "steps": STEPS})[0]
 
 
@@ -77,7 +94,7 @@ def test_they_are_a_samplers_with_their_gradients(settings, softcap):
     loss = in_one_pass(Hidden(hidden, weight, softcap=softcap), labels, settings)
     pairs = [(loss, curve(want, entropies))]
     for chunk in (1, 4, None):  # tiles of some tokens and words, of all tokens, and one for all
-        found = token_logprobs(hidden, weight, labels, **settings, softcap=softcap, chunk=chunk)
+        found = shaped_logprobs(settings, hidden, weight, labels, softcap=softcap, chunk=chunk)
         torch.testing.assert_close(found, want)
         pairs.append(((STEPS * found).square().sum(), (STEPS * want).square().sum()))
     for pair in pairs:
@@ -148,7 +165,7 @@ def test_top_p_of_words_that_are_equal_leaves_as_many_as_have_p_together():
         assert int((found != -torch.inf).sum()) == count
 
 
-PLAIN = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0}
+PLAIN = Shaping(top_k=V)  # the settings that change nothing, in numbers
 
 
 def collated():
@@ -156,13 +173,14 @@ def collated():
 
     Prompts and padding have no label; there the columns are 0, as of every corpus.
     """
-    columns = {name: Column("int64" if name == "top_k" else "float32") for name in PLAIN}
+    columns = {name: Column("int64" if name == "top_k" else "float32") for name in PLAIN._fields}
 
     def sample(number):
-        settings, prompt = PLAIN | SETTINGS[number % len(SETTINGS)], 1 + number % 3
+        settings, prompt = SETTINGS[number % len(SETTINGS)], 1 + number % 3
+        settings = settings._replace(top_k=settings.top_k or V)
         ids = torch.randint(V, (5,), generator=torch.Generator().manual_seed(number)).numpy()
         trained = np.arange(5) >= prompt
-        values = {name: np.where(trained, settings[name], 0) for name in PLAIN}
+        values = {name: np.where(trained, x, 0) for name, x in settings._asdict().items()}
         return Sample(ids, trained, values)
 
     corpus = make_corpus((sample(n) for n in range(2 * len(SETTINGS))), columns=columns)
@@ -170,17 +188,27 @@ def collated():
     return collate_bins(corpus, bins, range(len(bins)))
 
 
+def with_setting(name, value):
+    """Return a `Shaping` of which one setting differs from the default."""
+    return Shaping(*(value if field == name else x for field, x in Shaping()._asdict().items()))
+
+
+def shaping_of(batch):
+    """Return the settings of each token, from the columns of a batch."""
+    return Shaping(*(batch[name] for name in Shaping._fields))
+
+
 def test_each_token_may_have_been_drawn_otherwise():
     batch = collated()
-    labels, each = batch["labels"], {name: batch[name] for name in PLAIN}
-    assert float(each["temperature"][labels == -100].max()) == 0
+    labels, each = batch["labels"], shaping_of(batch)
+    assert float(each.temperature[labels == -100].max()) == 0
     _, weight, _ = inputs()
     drawn = torch.randn(*labels.shape, D, generator=torch.Generator().manual_seed(3)).double()
     hidden = drawn.requires_grad_()
     wants = []
     for index in (labels != -100).nonzero().tolist():
         i, j = index
-        settings = {name: x[i, j].item() for name, x in each.items()}
+        settings = Shaping(*(x[i, j].item() for x in each))
         row = hidden[i : i + 1, j : j + 1], weight, labels[i : i + 1, j : j + 1]
         wants.append(sampled(*row, settings)[0].flatten())
     want = torch.cat(wants)
@@ -189,13 +217,13 @@ def test_each_token_may_have_been_drawn_otherwise():
     leaves = (hidden, weight)
     wanted = torch.autograd.grad(want[kept].sum(), leaves)
     for chunk in (4, None):
-        found = token_logprobs(hidden, weight, labels, **each, chunk=chunk)
+        found = shaped_logprobs(each, hidden, weight, labels, chunk=chunk)
         torch.testing.assert_close(found[labels != -100], want)
         assert (found[labels == -100] == 0).all()
         torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), wanted)
     one_pass = make_score_loss(
         {"nll": (lambda scores, _: scores.losses.masked_fill(scores.losses == torch.inf, 0), 1.0)},
-        shaping=lambda batch: Shaping(**{name: batch[name] for name in PLAIN}),
+        shaping=shaping_of,
     )
     for output in (Hidden(hidden, weight), hidden @ weight.T):
         total, _ = one_pass(output, batch)
@@ -209,9 +237,9 @@ def test_a_setting_without_a_label_may_be_anything(name, nothing):
     hidden, weight, _ = inputs()
     hidden, labels = hidden[0, :2], torch.tensor([1, -100])
     column = torch.tensor([0.7, nothing])
-    found = token_logprobs(hidden, weight, labels, **{name: column})
+    found = shaped_logprobs(with_setting(name, column), hidden, weight, labels)
     grads = torch.autograd.grad(found.sum(), weight)[0]
-    alone = token_logprobs(hidden[:1], weight, labels[:1], **{name: column[:1]})
+    alone = shaped_logprobs(with_setting(name, column[:1]), hidden[:1], weight, labels[:1])
     torch.testing.assert_close(found, torch.cat([alone, alone.new_zeros(1)]))
     torch.testing.assert_close(grads, torch.autograd.grad(alone.sum(), weight)[0])
 
@@ -228,10 +256,10 @@ def test_a_setting_without_a_label_may_be_anything(name, nothing):
 )
 def test_a_setting_of_a_trained_token_that_is_out_of_range_is_refused(name, bad, message):
     hidden, weight, labels = inputs()
-    column = torch.full(labels.shape, type(bad)(PLAIN[name]))
+    column = torch.full(labels.shape, type(bad)(getattr(PLAIN, name)))
     column.flatten()[1] = bad
     with pytest.raises(ValueError, match=f"token_logprobs: {message}"):
-        token_logprobs(hidden, weight, labels, **{name: column})
+        shaped_logprobs(with_setting(name, column), hidden, weight, labels)
 
 
 def test_a_label_that_no_sampler_draws_is_minus_infinity_without_a_gradient():
@@ -256,8 +284,8 @@ def test_a_word_that_is_left_out_by_now_breaks_no_policy_gradient(surrogate):
     labels[0, 1] = (hidden @ weight.T)[0, 1].argmin()
     old = torch.full(labels.shape, -1.0, dtype=torch.float64)
     batch = {"labels": labels, "advantages": -old, "old_logprobs": old, "reference_logprobs": old}
-    how = {"added": PolicyOptions(kl=k3, kl_weight=0.1), "shaping": Shaping(top_k=3)}
-    loss = policy_gradient(surrogate, **how)
+    added = PolicyOptions(kl=k3, kl_weight=0.1)
+    loss = policy_gradient(surrogate, added=added, shaping=Shaping(top_k=3))
     for output in (Hidden(hidden, weight), hidden @ weight.T):
         total, terms = loss(output, batch)
         assert all(x.isfinite() for x in (total, *terms.values()))
@@ -266,22 +294,36 @@ def test_a_word_that_is_left_out_by_now_breaks_no_policy_gradient(surrogate):
         assert (d_hidden[0, 1] == 0).all()
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}, {"min_p": -1}])
-def test_a_setting_out_of_its_range_is_refused(bad):
-    hidden, weight, labels = inputs()
-    (name,) = bad
-    with pytest.raises(ValueError, match=f"token_logprobs: {name} must be .* got {bad[name]}"):
-        token_logprobs(hidden, weight, labels, **bad)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Shaping(temperature=0.0), "temperature must be .* got 0.0"),
+        (Shaping(top_k=0), "top_k must be .* got 0"),
+        (Shaping(top_p=1.5), "top_p must be .* got 1.5"),
+        (Shaping(min_p=-1), "min_p must be .* got -1"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused(bad, message):
+    with pytest.raises(ValueError, match=f"token_logprobs: {message}"):
+        shaped_logprobs(bad, *inputs())
 
 
 def test_without_filters_nothing_is_sorted_and_it_costs_one_product_more(monkeypatch):
     hidden, weight, labels = inputs()
     calls = []
-    for home, name in ((torch, "mm"), (logprobs, "add_product_"), (torch, "sort")):
-        real = getattr(home, name)
-        monkeypatch.setattr(
-            home, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
-        )
+
+    def record(home, name):
+        function = getattr(home, name)
+
+        def recorded(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, recorded)
+
+    record(torch, "mm")
+    record(logprobs, "add_product_")
+    record(torch, "sort")
     found = token_logprobs(hidden, weight, labels, chunk=T)
     assert calls == ["mm"]
     found.sum().backward()
@@ -307,8 +349,7 @@ def over_a_cut_vocabulary():
         again = hidden.detach().requires_grad_()
         own = weight.detach().split(sizes)[axis.index].clone().requires_grad_()
         summed = sum_grad(again, axis)
-        how = {"axis": axis, "chunk": 4}
-        found = token_logprobs(summed, own, labels, **settings, **how)
+        found = shaped_logprobs(settings, summed, own, labels, axis=axis, chunk=4)
         one_pass = in_one_pass(Hidden(summed, own, axis), labels, settings)
         pairs = [((STEPS * found).square().sum(), (STEPS * want).square().sum())]
         pairs.append((one_pass, curve(want, entropies)))
@@ -334,7 +375,7 @@ def test_the_one_pass_of_entropies_has_their_gradient():
     total, terms = loss(Hidden(hidden, weight), {"labels": labels})
     logits = hidden @ weight.T
     rows = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, -1)
-    want = -0.7 * (rows * sampled(hidden, weight, labels, {})[1]).sum()
+    want = -0.7 * (rows * sampled(hidden, weight, labels, Shaping())[1]).sum()
     torch.testing.assert_close(total, want)
     torch.testing.assert_close(-0.7 * terms["bonus"], want.detach())
     grads = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (total, want))

@@ -411,8 +411,8 @@ MISTAKES = [
         (
             "shares.py",
             "rows that fill up a microbatch are the first one again",
-            "    positions = np.full(size, -1, np.int64)",
-            "    positions = np.zeros(size, np.int64)",
+            "    table = np.where(positions < bounds[1:, None], positions, -1)",
+            "    table = np.where(positions < bounds[1:, None], positions, 0)",
             "tests/test_sampling.py tests/data/test_steps.py",
         ),
         (
@@ -929,8 +929,8 @@ MISTAKES = [
         (
             "packing_leaks.py",
             "a leak is looked for in the document that was changed",
-            "    seen = slice(half, half + quarter)",
-            "    seen = slice(half + quarter, None)",
+            "    compared = slice(half, half + quarter)",
+            "    compared = slice(half + quarter, None)",
             "tests/tools/testing/test_packing.py",
         ),
         (
@@ -943,8 +943,8 @@ MISTAKES = [
         (
             "tied_embeddings.py",
             "the owner of a tied embedding has the copy's gradient alone",
-            "local.copy_(local + twin if own < other else twin + local)",
-            "local.copy_(twin)",
+            "local.copy_(local + remote if own < other else remote + local)",
+            "local.copy_(remote)",
             "tests/parallel/test_pipeline.py",
         ),
         (
@@ -982,7 +982,7 @@ MISTAKES = [
             "packing.py",
             "packed documents are compared with themselves",
             "            own = _compute_outputs(call, model, one)\n",
-            "            own = [x[document.row, document.places][None] for x in packed]\n",
+            "            own = [x[document.row, document.columns][None] for x in packed]\n",
             "tests/tools/testing/test_packing.py",
         ),
         (
@@ -1469,8 +1469,8 @@ MISTAKES = [
         (
             "documents.py",
             "every token of a record is trained on",
-            "        return Sample(ids, _read_mask(record, self.loss_mask), columns)",
-            "        return Sample(ids, np.ones_like(_read_mask(record, self.loss_mask)), columns)",
+            "        return Sample(ids, mask.astype(bool), columns)",
+            "        return Sample(ids, np.ones(ids.shape, bool), columns)",
             "tests/text/tokenizers tests/text/corpora/test_columns.py",
         ),
     ),
@@ -1529,10 +1529,10 @@ MISTAKES = [
             "tests/test_launch.py",
         ),
         (
-            "table.py",
+            "rendezvous_store.py",
             "two processes with one rank are taken for one",
-            "        if other != seat:",
-            "        if other.rank != seat.rank:",
+            "        if other != entry:",
+            "        if other.rank != entry.rank:",
             "tests/run/test_startup.py",
         ),
     ),
@@ -1576,8 +1576,8 @@ MISTAKES = [
         (
             "timing.py",
             "the hours in which nothing ran count",
-            '    return first["time"], min(end, max(last, first["time"] + worked))',
-            '    return first["time"], end if end < math.inf else max(last, first["time"] + worked)',
+            "        lives.append((start, min(next_start, max(last_event, start + worked))))",
+            "        lives.append((start, max(last_event, start + worked)))",
             "tests/run/sinks/test_goodput.py",
         ),
     ),
@@ -1669,8 +1669,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
-            "self.stop_reason or self._is_save_due(state)",
+            "self._stop_reason or self._is_save_due(state) or self._best_step == state.step",
+            "self._stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (

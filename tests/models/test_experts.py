@@ -9,13 +9,8 @@ import torch
 from torch import nn
 
 from trainkit import parallel
-from trainkit.batch import (
-    count_tokens,
-    count_valid_tokens,
-    divide_terms,
-    make_divisors,
-    make_padding_batch,
-)
+from trainkit.batch import count_tokens, count_valid_tokens, make_padding_batch
+from trainkit.batch.denominators import divide_terms, make_divisors
 from trainkit.losses import (
     add_router_losses,
     add_terms,

@@ -22,7 +22,7 @@ from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Layout, TrainState
-from trainkit.weights.checkpoint import diff_checkpoints
+from trainkit.weights.checkpoint.diff import diff_checkpoints
 from trainkit.weights.checkpoint.facts import ResumeRules
 from trainkit.weights.checkpoint.replica_check import find_nonfinite_state
 from trainkit.weights.checkpoint.run_state import get_run_tensors

@@ -99,12 +99,11 @@ def _attend_documents(
     q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, window: int | None
 ) -> Tensor:
     mask = None if window is None else _make_mask(q, window, longest=spans.max_length)
-    groups = q.shape[2] // k.shape[2]
     if not _has_fused_kernel(q, k, v, mask):
-        k_, v_ = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+        k_, v_ = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         if not _has_fused_kernel(q, k_, v_, mask):
             return written_out(q, k, v, spans=spans, scale=scale, window=window)
-        k, v, groups = k_, v_, 1
+        k, v = k_, v_
     lengths = spans.lengths.tolist()
     if mask is None and len(set(lengths)) == 1:
         parts = [tuple(_heads_first(x, len(lengths)) for x in (q, k, v))]
@@ -113,18 +112,28 @@ def _attend_documents(
         # whole row, 64 of them here (random lengths, 4,096 tokens: 217 ms against 80).
         parts = zip(*(_heads_first(x, 1).split(lengths, dim=2) for x in (q, k, v)), strict=True)
     outputs = [
-        nn.functional.scaled_dot_product_attention(
-            *qkv,
-            attn_mask=chunk_mask,
-            is_causal=chunk_mask is None,
-            scale=scale,
-            enable_gqa=groups > 1,
-        )
+        _call_torch(*chunk, scale=scale)
         for q_, k_, v_ in parts
-        for *qkv, chunk_mask in _split_chunks(q_, k_, v_, mask)
+        for chunk in _split_chunks(q_, k_, v_, mask)
     ]
     flat = [out.transpose(1, 2).flatten(0, 1) for out in outputs]
     return (torch.cat(flat) if len(flat) > 1 else flat[0]).view_as(q)
+
+
+def _call_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if q.is_cuda and k.shape[2] == 1 and groups > 1:
+        # cuDNN takes no single key, and the kernel that does takes no groups of heads (torch 2.13).
+        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
+    return nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=groups > 1,
+    )
 
 
 def _make_mask(q: Tensor, window: int, *, longest: int) -> Tensor:

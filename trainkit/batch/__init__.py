@@ -10,20 +10,15 @@ from trainkit.batch.batches import (
     find_padding_rows,
     make_padding_batch,
     make_spans,
-    map_tensors,
     shift_labels,
     split_batch,
     to_device,
 )
 from trainkit.batch.collate import collate_bins
 from trainkit.batch.denominators import (
-    check_terms,
-    divide_terms,
-    get_divisor,
-    make_divisors,
     scale_denominator,
 )
-from trainkit.batch.padded import TARGET_FIELDS, pad_stack, pooling_mask, shift_tokens
+from trainkit.batch.padded import pad_stack, pooling_mask, shift_tokens
 from trainkit.batch.shards import (
     contiguous_shard,
     shard_batch,
@@ -35,24 +30,18 @@ from trainkit.batch.shards import (
 from trainkit.batch.trees import Along, shard_tree, unshard_tree
 
 __all__ = [
-    "TARGET_FIELDS",
     "Along",
     "batch_from_rows",
     "batch_hash",
-    "check_terms",
     "collate_bins",
     "contiguous_shard",
     "count_documents",
     "count_tokens",
     "count_valid_tokens",
     "count_weights",
-    "divide_terms",
     "find_padding_rows",
-    "get_divisor",
-    "make_divisors",
     "make_padding_batch",
     "make_spans",
-    "map_tensors",
     "pad_stack",
     "pooling_mask",
     "scale_denominator",

@@ -413,17 +413,17 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         tensor(0)
     """
     _check_microbatches("batch_hash", microbatches)
-    return torch.stack([_hash_batch(batch) for batch in microbatches]).sum()
-
-
-def _hash_batch(batch: Mapping[str, Any]) -> Tensor:
-    index = batch["token_index"] * to_int64(GOLDEN)
-    total = torch.zeros_like(index)
-    for name in ("input_ids", "labels", "position_ids"):
-        total += mix_bits_tensor(mix_bits_tensor(index + to_int64(make_key(name))) + batch[name])
-    for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
-        total += _hash_column(name, batch[name], batch["token_index"])
-    return torch.where(batch["document_ids"] != -1, total, 0).sum()
+    hashes = []
+    for batch in microbatches:
+        index = batch["token_index"] * to_int64(GOLDEN)
+        total = torch.zeros_like(index)
+        for name in ("input_ids", "labels", "position_ids"):
+            key = to_int64(make_key(name))
+            total += mix_bits_tensor(mix_bits_tensor(index + key) + batch[name])
+        for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
+            total += _hash_column(name, batch[name], batch["token_index"])
+        hashes.append(torch.where(batch["document_ids"] != -1, total, 0).sum())
+    return torch.stack(hashes).sum()
 
 
 def _hash_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:

@@ -175,26 +175,25 @@ def _write_rows(
         multiple_of=bins.multiple_of,
     )
     if wrong >= 0:
-        _raise_for_row(corpus, bins, int(rows[wrong]))
+        row = int(rows[wrong])
+        for document, start, length in bins[row]:
+            is_known = 0 <= document < len(corpus.offsets) - 1
+            if (
+                not is_known
+                or start + length > corpus.offsets[document + 1] - corpus.offsets[document]
+            ):
+                raise ValueError(
+                    "collate_bins: bins do not fit the corpus, which does not have the "
+                    f"{length} tokens of document {document} from {start} on; pack the lengths of "
+                    "this corpus"
+                )
+        raise ValueError(
+            f"collate_bins: row {row} of bins, {bins[row]}, does not fit {bins.capacity} tokens in "
+            f"multiples of {bins.multiple_of}, or the corpus has fewer tokens than its offsets say"
+        )
     write_fields(fields.reshape(5, -1), table, rows, positions, pad_id)
     lengths = cut_padding(table[LENGTH], table[NUMBER] < 0, multiple_of=bins.multiple_of)
     return table, spans_of_lengths(lengths)
-
-
-def _raise_for_row(corpus: Corpus, bins: Bins, row: int) -> NoReturn:
-    """Raise the error of a row that cannot be collated."""
-    for document, start, length in bins[row]:
-        is_known = 0 <= document < len(corpus.offsets) - 1
-        if not is_known or start + length > corpus.offsets[document + 1] - corpus.offsets[document]:
-            raise ValueError(
-                "collate_bins: bins do not fit the corpus, which does not have the "
-                f"{length} tokens of document {document} from {start} on; pack the lengths of this "
-                "corpus"
-            )
-    raise ValueError(
-        f"collate_bins: row {row} of bins, {bins[row]}, does not fit {bins.capacity} tokens in "
-        f"multiples of {bins.multiple_of}, or the corpus has fewer tokens than its offsets say"
-    )
 
 
 def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, table: SpanTable) -> None:

@@ -83,8 +83,17 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
 @jit
 def write_fields(fields: Any, table: Any, rows: Any, positions: Any, pad_id: int) -> None:
     """Write everything that does not depend on tokens."""
-    _write_token_index(fields[4], rows, positions)
     write_spans(fields[:4], table, pad_id)
+    token_index = fields[4]
+    capacity = token_index.size // rows.size
+    for row in range(rows.size):
+        target = token_index[row * capacity : (row + 1) * capacity]
+        first = positions[row] * capacity
+        if rows[row] < 0:
+            target[:] = -1
+        else:
+            for i in range(target.size):
+                target[i] = first + i
 
 
 @jit
@@ -107,19 +116,6 @@ def write_spans(fields: Any, table: Any, pad_id: int) -> None:
         size = table[SIZE, span]
         ids[starts[span] + size : ends[span]] = pad_id
         labels[starts[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
-
-
-@jit
-def _write_token_index(token_index: Any, rows: Any, positions: Any) -> None:
-    capacity = token_index.size // rows.size
-    for row in range(rows.size):
-        target = token_index[row * capacity : (row + 1) * capacity]
-        first = positions[row] * capacity
-        if rows[row] < 0:
-            target[:] = -1
-        else:
-            for i in range(target.size):
-                target[i] = first + i
 
 
 @jit

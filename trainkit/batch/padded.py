@@ -139,18 +139,6 @@ def pad_stack(
 
     Packed rows waste next to nothing instead: `collate_bins`.
     """
-    _check_rows(rows, value)
-    check_choice(("left", "right"), "pad_stack", side=side)
-    check_range("pad_stack", at_least=1, multiple_of=multiple_of)
-    width = -(-max(len(row) for row in rows) // multiple_of) * multiple_of
-    gaps = [width - len(row) for row in rows]
-    pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
-    return torch.stack(
-        [functional.pad(row, pad, value=value) for row, pad in zip(rows, pads, strict=True)]
-    )
-
-
-def _check_rows(rows: Sequence[Tensor], value: float) -> None:
     if len(rows) == 0:
         raise ValueError("pad_stack: there must be at least one row")
     first = rows[0]
@@ -162,11 +150,20 @@ def _check_rows(rows: Sequence[Tensor], value: float) -> None:
                 f"{tuple(row.shape)} {row.dtype} on {row.device}"
             )
     dtype = first.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
-        raise ValueError(f"pad_stack: rows of {dtype} cannot be padded with {value}")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        low, high = 0, 1
+        if dtype != torch.bool:
+            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        if not math.isfinite(value) or value != int(value) or not low <= value <= high:
+            raise ValueError(f"pad_stack: rows of {dtype} cannot be padded with {value}")
+    check_choice(("left", "right"), "pad_stack", side=side)
+    check_range("pad_stack", at_least=1, multiple_of=multiple_of)
+    width = -(-max(len(row) for row in rows) // multiple_of) * multiple_of
+    gaps = [width - len(row) for row in rows]
+    pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
+    return torch.stack(
+        [functional.pad(row, pad, value=value) for row, pad in zip(rows, pads, strict=True)]
+    )
 
 
 def pooling_mask(mask: Tensor, kind: Literal["first", "last", "all"]) -> Tensor:

@@ -164,7 +164,14 @@ def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> B
         return _zigzag_batch(batch, share, ends)
     if split is contiguous_shard:
         return _contiguous_batch(batch, share, ends)
-    columns = _split_columns(batch.spans.lengths, last, length, share, split)
+    row_columns = torch.arange(length).unsqueeze(0)
+    shards = []
+    first = 0
+    for row, end in enumerate(last + 1):
+        bounds = np.append(0, ends[first:end] - row * length)
+        shards.append(split(row_columns, share, dim=1, cu_seqlens=bounds))
+        first = end
+    columns = torch.cat(shards)  # [B, S/N], on the host
     span_of = np.repeat(np.arange(len(batch.spans.lengths)), batch.spans.lengths)
     span_of = np.take_along_axis(span_of.reshape(rows, length), columns.numpy(), axis=1)
     device = batch.input_ids.device
@@ -382,21 +389,6 @@ def _find_last_spans(ends: IntArray, rows: int, length: int) -> IntArray:
             f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
         )
     return last
-
-
-def _split_columns(
-    lengths: IntArray, last: IntArray, length: int, share: Share, split: Split
-) -> Tensor:
-    """Return the columns of each row that a share holds, int64 `[B, S/N]` on the host."""
-    ends = np.cumsum(lengths)
-    columns = torch.arange(length).unsqueeze(0)
-    first = 0
-    shards: list[Tensor] = []
-    for row, end in enumerate(last + 1):
-        bounds = np.append(0, ends[first:end] - row * length)
-        shards.append(split(columns, share, dim=1, cu_seqlens=bounds))
-        first = end
-    return torch.cat(shards)
 
 
 def _copy_shard(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None:

@@ -97,27 +97,25 @@ def _split(tree: Any, count: int, spec: Any, even: bool, path: str) -> list[Any]
         return parts if isinstance(tree, dict) else [tuple(part.values()) for part in parts]
     _check_leaf("shard_tree", tree, path)
     if spec is not None and isinstance(tree, torch.Tensor) and tree.ndim > 0:
-        return _split_tensor(tree, count, spec, even, path)
+        if not -tree.ndim <= spec.dim < tree.ndim:
+            raise ValueError(
+                f"shard_tree: {path} has no dimension {spec.dim}, it is {tuple(tree.shape)}"
+            )
+        size = tree.shape[spec.dim]
+        if not spec.stack:
+            return list(tree.tensor_split(_get_ends(size, count, even, path)[:-1], spec.dim))
+        if size != count:
+            raise ValueError(
+                f"shard_tree: {path} is {tuple(tree.shape)}: dimension {spec.dim} must have one "
+                f"slice for each of the {count} parts"
+            )
+        return list(tree.unbind(spec.dim))
     if spec is None or not isinstance(tree, list):
         return [tree] * count
     if spec.stack:
         raise ValueError(f"shard_tree: {path} is a list, which stack=True cannot split")
     ends = _get_ends(len(tree), count, even, path)
     return [tree[first:end] for first, end in pairwise([0, *ends])]
-
-
-def _split_tensor(x: torch.Tensor, count: int, spec: Along, even: bool, path: str) -> list[Any]:
-    if not -x.ndim <= spec.dim < x.ndim:
-        raise ValueError(f"shard_tree: {path} has no dimension {spec.dim}, it is {tuple(x.shape)}")
-    size = x.shape[spec.dim]
-    if not spec.stack:
-        return list(x.tensor_split(_get_ends(size, count, even, path)[:-1], spec.dim))
-    if size != count:
-        raise ValueError(
-            f"shard_tree: {path} is {tuple(x.shape)}: dimension {spec.dim} must have one slice for "
-            f"each of the {count} parts"
-        )
-    return list(x.unbind(spec.dim))
 
 
 def _get_ends(size: int, count: int, even: bool, path: str) -> list[int]:

@@ -1,6 +1,5 @@
 # The table of contents, which __init__.py loads lazily: a corpus is opened without torch.
 from .cache import load_or_pack_bins as load_or_pack_bins
-from .concat import ConcatCorpus as ConcatCorpus
 from .concat import concat_corpora as concat_corpora
 from .concat import fingerprint as fingerprint
 from .corpus import TokenCorpus as TokenCorpus
@@ -8,7 +7,6 @@ from .corpus import iterate_documents as iterate_documents
 from .corpus import make_corpus as make_corpus
 from .dispatch import scatter_batches as scatter_batches
 from .dispatch import stop_at_shortest as stop_at_shortest
-from .memory_map import check_unchanged as check_unchanged
 from .packed import PackedCorpus as PackedCorpus
 from .packed import concat_packed as concat_packed
 from .packed import make_data_facts as make_data_facts

@@ -11,10 +11,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import orjson
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     _Key = dict[str, Any]
     _Plan = tuple[Bins, str]  # with the SHA-256 of its arrays
-    _Pack = Callable[[], _Plan]
+    _MakePlan = Callable[[], _Plan]
 
 FORMAT = 2
 """The version of the file format and of the results of `pack_bins`, without those of fits.
@@ -103,7 +103,8 @@ def load_or_pack_bins(
         >>> bins[0]
         [(2, 0, 2), (3, 0, 6)]
     """
-    options = _Options(
+    pack = partial(
+        pack_bins,
         capacity=capacity,
         fit=fit,
         group_size=group_size,
@@ -113,56 +114,44 @@ def load_or_pack_bins(
         seed=seed,
     )
     is_cached = cache_dir is not None
-    keys = run_on_all_ranks(lambda: _make_key(lengths, content, options, is_cached=is_cached), axis)
+    keys = run_on_all_ranks(lambda: _make_key(lengths, content, pack, is_cached=is_cached), axis)
     key = keys[0]
     for rank, other in enumerate(keys):
         if difference := _find_difference(other, key):
             raise DataError(
                 f"load_or_pack_bins: rank {rank} asks for another packing than rank 0: {difference}"
             )
-    path = Path(cache_dir) / f"{_hash_key(key)[:16]}.bins" if cache_dir is not None else None
+    path = None
+    if cache_dir is not None:
+        name = hashlib.sha256(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        path = Path(cache_dir) / f"{name[:16]}.bins"
 
-    def pack() -> _Plan:
-        bins = _pack(lengths, options)
-        return bins, _hash_arrays(bins)
+    def make_plan() -> _Plan:
+        bins = pack(lengths)
+        digest = hashlib.sha256()
+        for array in _get_arrays(bins):
+            digest.update(array.data)
+        return bins, digest.hexdigest()
 
-    return _load_on_all_ranks(path, key, pack, axis, log)
-
-
-@attrs.frozen(kw_only=True)
-class _Options:
-    """The options of `pack_bins`."""
-
-    capacity: int
-    fit: Fit
-    group_size: int
-    overlong: Overlong
-    multiple_of: int
-    max_documents: int | None
-    seed: int | None
+    return _load_on_all_ranks(path, key, make_plan, axis, log)
 
 
-def _pack(lengths: ArrayLike, options: _Options) -> Bins:
-    return pack_bins(
-        lengths,
-        options.capacity,
-        fit=options.fit,
-        group_size=options.group_size,
-        overlong=options.overlong,
-        multiple_of=options.multiple_of,
-        max_documents=options.max_documents,
-        seed=options.seed,
-    )
-
-
-def _make_key(lengths: ArrayLike, content: str, options: _Options, *, is_cached: bool) -> _Key:
-    """Return the fields that identify a packing, after a check of all options."""
-    name, version = _identify_fit(options.fit, needs_version=is_cached)
+def _make_key(lengths: ArrayLike, content: str, pack: partial[Bins], *, is_cached: bool) -> _Key:
+    """Return the fields that identify a packing, after a check of all arguments."""
+    options = pack.keywords
+    fit_name = getattr(options["fit"], "__name__", repr(options["fit"]))
+    version = getattr(options["fit"], "version", None)
+    if is_cached and not isinstance(version, int | str):
+        raise ValueError(
+            f"load_or_pack_bins: the fit {fit_name} has no attribute `version` that is an int or a "
+            "str, so a cached packing could be that of another version: add one, or use no cache "
+            "(cache_dir=None)"
+        )
     array = check_lengths(lengths)
-    _pack(array[:0], options)
+    pack(array[:0])  # without documents: it only checks
     fields = {
-        **attrs.asdict(options, recurse=False),
-        "fit": name,
+        **options,
+        "fit": f"{getattr(options['fit'], '__module__', None)}.{fit_name}",
         "fit_version": version,
         "format": FORMAT,
         "content": content,
@@ -172,20 +161,9 @@ def _make_key(lengths: ArrayLike, content: str, options: _Options, *, is_cached:
     return {name: int(x) if isinstance(x, np.integer) else x for name, x in fields.items()}
 
 
-def _identify_fit(fit: Fit, *, needs_version: bool) -> tuple[str, Any]:
-    """Return the dotted name and the version of a fit."""
-    name = getattr(fit, "__name__", repr(fit))
-    version = getattr(fit, "version", None)
-    if needs_version and not isinstance(version, int | str):
-        raise ValueError(
-            f"load_or_pack_bins: the fit {name} has no attribute `version` that is an int or a "
-            "str, so a cached packing could be that of another version: add one, or use no cache "
-            "(cache_dir=None)"
-        )
-    return f"{getattr(fit, '__module__', None)}.{name}", version
-
-
-def _load_on_all_ranks(path: Path | None, key: _Key, pack: _Pack, axis: Axis, log: Log) -> Bins:
+def _load_on_all_ranks(
+    path: Path | None, key: _Key, make_plan: _MakePlan, axis: Axis, log: Log
+) -> Bins:
     """Load or pack on rank 0, then on the others; raise DataError if bins differ."""
     local_bins: list[Bins] = []
 
@@ -193,7 +171,7 @@ def _load_on_all_ranks(path: Path | None, key: _Key, pack: _Pack, axis: Axis, lo
         if axis.index > 0:
             return None
         (bins, sha256), is_written = (
-            _load_or_write(path, key, pack, log) if path else (pack(), False)
+            _load_or_write(path, key, make_plan, log) if path else (make_plan(), False)
         )
         local_bins.append(bins)
         return sha256, is_written
@@ -211,9 +189,9 @@ def _load_on_all_ranks(path: Path | None, key: _Key, pack: _Pack, axis: Axis, lo
                     "packed in memory, since this rank does not see rank 0's packing in "
                     f"{path}: {error}"
                 )
-                bins, sha256 = pack()
+                bins, sha256 = make_plan()
         else:
-            bins, sha256 = pack()
+            bins, sha256 = make_plan()
         local_bins.append(bins)
         return sha256
 
@@ -228,7 +206,7 @@ def _load_on_all_ranks(path: Path | None, key: _Key, pack: _Pack, axis: Axis, lo
     return local_bins[0]
 
 
-def _load_or_write(path: Path, key: _Key, pack: _Pack, log: Log) -> tuple[_Plan, bool]:
+def _load_or_write(path: Path, key: _Key, make_plan: _MakePlan, log: Log) -> tuple[_Plan, bool]:
     """Return the bins of a path, packed and written if necessary, and whether they are on disk."""
     damage = ""
     try:
@@ -237,7 +215,7 @@ def _load_or_write(path: Path, key: _Key, pack: _Pack, log: Log) -> tuple[_Plan,
         pass
     except _UNUSABLE as error:
         damage = str(error)
-    plan = pack()
+    plan = make_plan()
     num_rows = len(plan[0])
     try:
         _write(path, key, *plan)
@@ -312,18 +290,7 @@ def _get_arrays(bins: Bins) -> list[np.ndarray[Any, Any]]:
     return [np.ascontiguousarray(array, "<i8") for array in arrays]
 
 
-def _hash_arrays(bins: Bins) -> str:
-    digest = hashlib.sha256()
-    for array in _get_arrays(bins):
-        digest.update(array.data)
-    return digest.hexdigest()
-
-
 # --------------------------------------------------------------------------------------- the key
-
-
-def _hash_key(key: _Key) -> str:
-    return hashlib.sha256(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _find_difference(got: _Key, want: _Key) -> str | None:

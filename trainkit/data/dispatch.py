@@ -172,23 +172,22 @@ def _serialize(batch: StepBatch) -> Tensor:
 
 def _deserialize(data: Tensor) -> StepBatch:
     size = int(data[:8].view(torch.int64))
-    tensors = load(data[8 : 8 + size].numpy().tobytes())
-    first, *stream = tensors.pop("cursor").tolist()
+    file = load(data[8 : 8 + size].numpy().tobytes())
+    first, *stream = file.pop("cursor").tolist()
     fields: dict[int, dict[str, Any]] = defaultdict(dict)
-    for path, x in tensors.items():
+    for path, x in file.items():
         i, name = path.split("/", 1)
         fields[int(i)][name] = x
-    microbatches = [_make_batch(fields[i]) for i in sorted(fields)]
+    microbatches = [
+        Batch(
+            input_ids=tensors.pop("input_ids"),
+            labels=tensors.pop("labels"),
+            position_ids=tensors.pop("position_ids"),
+            document_ids=tensors.pop("document_ids"),
+            token_index=tensors.pop("token_index"),
+            spans=spans_of_lengths(tensors.pop("spans").numpy()),
+            extra=tensors,  # those that remain
+        )
+        for _, tensors in sorted(fields.items())
+    ]
     return StepBatch(microbatches, Cursor(first, tuple(stream)))
-
-
-def _make_batch(tensors: dict[str, Any]) -> Batch:
-    return Batch(
-        input_ids=tensors.pop("input_ids"),
-        labels=tensors.pop("labels"),
-        position_ids=tensors.pop("position_ids"),
-        document_ids=tensors.pop("document_ids"),
-        token_index=tensors.pop("token_index"),
-        spans=spans_of_lengths(tensors.pop("spans").numpy()),
-        extra=tensors,  # those that remain
-    )

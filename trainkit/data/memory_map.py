@@ -96,32 +96,30 @@ def check_unchanged(corpus: Corpus) -> None:
     """
     for part in getattr(corpus, "parts", (corpus,)):
         file = getattr(part, "file", None)
-        if file is not None:
-            _check_file(file)
-
-
-def _check_file(file: MappedFile) -> None:
-    try:
-        stat = os.stat(file.path)  # noqa: PTH116 (half the time of Path.stat)
-    except OSError:
-        return  # moved or deleted: the mapping stays valid
-    if (stat.st_dev, stat.st_ino) != file.identity:
-        return
-    if stat.st_size != file.size:
-        raise DataError(
-            f"{file.path}: the file has {stat.st_size} bytes, but had {file.size} when it was "
-            "opened",
-            where=file.path,
-            got=stat.st_size,
-            want=file.size,
-            hint="replace a file by a rename instead of changing it while it is read",
-        )
-    if stat.st_mtime_ns != file.modified:
-        raise DataError(
-            f"{file.path}: the file was written to while it was open, so its content may have "
-            "changed",
-            where=file.path,
-            got=stat.st_mtime_ns,
-            want=file.modified,
-            hint="start again, which checks the content; write a new file and rename it instead",
-        )
+        if file is None:
+            continue
+        try:
+            stat = os.stat(file.path)  # noqa: PTH116 (half the time of Path.stat)
+        except OSError:
+            continue  # moved or deleted: the mapping stays valid
+        if (stat.st_dev, stat.st_ino) != file.identity:
+            continue  # replaced by a rename
+        if stat.st_size != file.size:
+            raise DataError(
+                f"{file.path}: the file has {stat.st_size} bytes, but had {file.size} when it was "
+                "opened",
+                where=file.path,
+                got=stat.st_size,
+                want=file.size,
+                hint="replace a file by a rename instead of changing it while it is read",
+            )
+        if stat.st_mtime_ns != file.modified:
+            raise DataError(
+                f"{file.path}: the file was written to while it was open, so its content may have "
+                "changed",
+                where=file.path,
+                got=stat.st_mtime_ns,
+                want=file.modified,
+                hint="start again, which checks the content; write a new file and rename it "
+                "instead",
+            )

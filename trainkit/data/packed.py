@@ -9,7 +9,8 @@ import numpy as np
 
 from trainkit.data.cache import load_or_pack_bins
 from trainkit.data.concat import ConcatCorpus, concat_corpora, fingerprint
-from trainkit.packing import bins_hash, report_packing
+from trainkit.packing import report_packing
+from trainkit.packing.report import bins_hash
 from trainkit.types import SOLO, Bins, Log, log_info
 
 if TYPE_CHECKING:

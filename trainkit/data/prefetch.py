@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import torch
 
-from trainkit.batch import map_tensors, to_device
+from trainkit.batch import to_device
+from trainkit.batch.batches import map_tensors
 from trainkit.types import DataError, StepBatch
 
 if TYPE_CHECKING:

@@ -1,16 +1,12 @@
 """Losses as sums over tokens, and their combinations for a training step."""
 
 from trainkit.losses.experts import add_router_losses
-from trainkit.losses.linear import LabelColumns, OfScores, TokenScores, linear_cross_entropy
+from trainkit.losses.linear import linear_cross_entropy
 from trainkit.losses.logits import cross_entropy, cross_entropy_per_token, z_loss
 from trainkit.losses.logprobs import token_logprobs
-from trainkit.losses.shaping import Shaping
 from trainkit.losses.softmax import make_vocabulary_axis
 from trainkit.losses.sources import report_by_source
 from trainkit.losses.terms import (
-    NamedLoss,
-    PerToken,
-    Terms,
     add_terms,
     average_terms,
     chunk_loss,
@@ -24,13 +20,6 @@ from trainkit.losses.terms import (
 from trainkit.losses.weights import weight_by_document, weight_by_microbatch
 
 __all__ = [
-    "LabelColumns",
-    "NamedLoss",
-    "OfScores",
-    "PerToken",
-    "Shaping",
-    "Terms",
-    "TokenScores",
     "add_router_losses",
     "add_terms",
     "average_terms",

@@ -72,13 +72,6 @@ def _gather_words(own: Tensor, words: int, axis: Axis) -> tuple[int, ...]:
     return counts
 
 
-def _get_first_and_total(words: int, axis: Axis) -> tuple[int, int]:
-    """Return the index of this rank's first word, and the size of the vocabulary."""
-    if isinstance(axis, VocabularyAxis):
-        return axis.first, axis.total
-    return axis.index * words, axis.count * words
-
-
 def gather_words(logits: Tensor, axis: Axis) -> Tensor:
     """All-gather logits `[..., V_r]` to `[..., V]`.
 
@@ -330,7 +323,10 @@ def own_words(
         (tensor([[0, 2]]), tensor([[False,  True]]))
     """
     first, end, _ = part.indices(words)
-    before, total = _get_first_and_total(words, axis)
+    if isinstance(axis, VocabularyAxis):
+        before, total = axis.first, axis.total
+    else:  # the words divide evenly
+        before, total = axis.index * words, axis.count * words
     local = ids - (before + first)
     own = (local >= 0) & (local < end - first)
     wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= total))

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from trainkit.batch import get_divisor, make_divisors
+from trainkit.batch.denominators import get_divisor, make_divisors
 from trainkit.losses.linear import (
     Factors,
     LabelColumns,
@@ -320,15 +320,15 @@ def output_logprobs(
     return logprobs, LabelColumns(select_columns(batch, labels))
 
 
-def _weigh_losses(scores: TokenScores, columns: LabelColumns) -> Tensor:
-    return columns["weights"].to(scores.losses.dtype) * scores.losses
-
-
-def _get_weights(_: TokenScores, columns: LabelColumns) -> Tensor:
-    return columns["weights"]
-
-
-_WEIGHTED = make_score_loss({"loss": (_weigh_losses, 1.0), "loss/count": (_get_weights, 0.0)})
+_WEIGHTED = make_score_loss(
+    {
+        "loss": (
+            lambda scores, columns: columns["weights"].to(scores.losses.dtype) * scores.losses,
+            1.0,
+        ),
+        "loss/count": (lambda _, columns: columns["weights"], 0.0),
+    }
+)
 
 
 @declare_terms(*_WEIGHTED.terms, per_token=_WEIGHTED.per_token, of_scores=_WEIGHTED.of_scores)
@@ -440,11 +440,25 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
         >>> bool(torch.isclose(total, terms["loss"] + 1e-4 * terms["z_loss"]))
         True
     """
-    _check_losses(weighted)
+    if not weighted:
+        raise ValueError("add_terms: at least one (loss, weight) pair is needed, got none")
+    for loss, weight in weighted:
+        if not hasattr(loss, "terms"):
+            raise ValueError(
+                f"add_terms: {loss!r} has no `terms`, the names that it reports; decorate it with "
+                "declare_terms(...)"
+            )
+        if not math.isfinite(weight):
+            raise ValueError(f"add_terms: the weight of {loss.terms} must be finite, got {weight}")
+    names = tuple(term for loss, _ in weighted for term in loss.terms)
+    repeated = sorted(term for term, count in Counter(names).items() if count > 1)
+    if repeated:
+        raise ValueError(
+            f"add_terms: every term must have its own name, got {repeated} more than once"
+        )
     scored = [(loss, weight) for loss, weight in weighted if loss.of_scores]
     others = [(loss, weight) for loss, weight in weighted if not loss.of_scores]
     of_scores = [(term, w * weight) for loss, weight in scored for term, w in loss.of_scores]
-    names = tuple(term for loss, _ in weighted for term in loss.terms)
 
     @declare_terms(*(term for loss, _ in scored for term in loss.terms), of_scores=of_scores)
     def scored_loss(output: Any, batch: Mapping[str, Any]) -> Terms:
@@ -492,22 +506,3 @@ def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, 
         return total / (get_divisor(name, divisors) if count is None else count)
 
     return {name: mean(name, total) for name, total in sums.items() if not name.endswith("/count")}
-
-
-def _check_losses(weighted: tuple[tuple[NamedLoss, float], ...]) -> None:
-    if not weighted:
-        raise ValueError("add_terms: at least one (loss, weight) pair is needed, got none")
-    for loss, weight in weighted:
-        if not hasattr(loss, "terms"):
-            raise ValueError(
-                f"add_terms: {loss!r} has no `terms`, the names that it reports; decorate it with "
-                "declare_terms(...)"
-            )
-        if not math.isfinite(weight):
-            raise ValueError(f"add_terms: the weight of {loss.terms} must be finite, got {weight}")
-    counts = Counter(term for loss, _ in weighted for term in loss.terms)
-    repeated = sorted(term for term, count in counts.items() if count > 1)
-    if repeated:
-        raise ValueError(
-            f"add_terms: every term must have its own name, got {repeated} more than once"
-        )

@@ -51,17 +51,14 @@ def round_bf16_stochastic(x: Tensor, key: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     chunks = zip(out.view(-1).split(_CHUNK), x.reshape(-1).split(_CHUNK), strict=True)
     for i, (rounded, chunk) in enumerate(chunks):
-        bits = chunk.view(torch.int32) + _draw_bits(chunk, key + i)
+        words = torch.arange(-(-chunk.numel() // 4), device=x.device) * to_int64(GOLDEN)
+        hashes = mix_bits_tensor(mix_bits_tensor(key + i) + words)  # each serves four elements
+        noise = hashes.view(torch.int16)[: chunk.numel()].to(torch.int32) & 0xFFFF
+        # Adding noise below the bits of bf16 carries into them with probability (low bits) / 2^16.
+        bits = chunk.view(torch.int32) + noise
         high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
         rounded.copy_(torch.where(chunk.isfinite(), high, chunk.to(torch.bfloat16)))
     return out
-
-
-def _draw_bits(chunk: Tensor, key: Tensor) -> Tensor:
-    """Return 16 random bits for each element, four elements from each hash."""
-    words = torch.arange(-(-chunk.numel() // 4), device=chunk.device) * to_int64(GOLDEN)
-    hashes = mix_bits_tensor(mix_bits_tensor(key) + words)
-    return hashes.view(torch.int16)[: chunk.numel()].to(torch.int32) & 0xFFFF
 
 
 # -------------------------------------------------------------------------------- by name and index

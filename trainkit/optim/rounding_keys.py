@@ -46,6 +46,7 @@ class Rows:
         shape, offset = tuple(box.local.shape) or (1,), tuple(box.offset) or (0,)
         own = rounding_keys(make_key(seed, "rounding", name), shape, offset)
         moments = rounding_keys(make_key(seed, "rounding of moments", name), shape, offset)
+        on_host = p.device.type == "cpu"  # where compiled loops read them as arrays
         return cls(
             p=p,
             shape=p.shape,
@@ -53,8 +54,8 @@ class Rows:
             name=name,
             own=own.to(p.device),
             moments=moments.to(p.device),
-            own_array=own.numpy().view(np.uint32),
-            moments_array=moments.numpy().view(np.uint32),
+            own_array=own.numpy().view(np.uint32) if on_host else None,
+            moments_array=moments.numpy().view(np.uint32) if on_host else None,
             columns=shape[-1],
             first=offset[-1],
         )

@@ -93,7 +93,13 @@ def pack_bins(
     """
     array = check_lengths(lengths)
     rule = _make_rule(capacity, multiple_of, overlong, max_documents)
-    _check_fit(fit)
+    if not callable(fit):
+        # A name, as a configuration has it, is the likely mistake.
+        name = {"first_fit": "first_fit", "next_fit": "next_fit"}.get(str(fit), "best_fit")
+        name = "make_balanced_fit(rows)" if "balanced" in str(fit) else name
+        raise ValueError(  # noqa: TRY004 -- as for all bad arguments
+            f"pack_bins: fit must be a function, got {fit!r}: give the function packing.{name}"
+        )
     check_whole("pack_bins", "group_size", group_size, least=0)
     if seed is not None:
         check_whole("pack_bins", "seed", seed)
@@ -165,16 +171,6 @@ def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:
         raise ValueError(
             f"pack_bins: document {int(lengths.argmax())} has {longest} tokens; the most are 2^40: "
             "look for a fault in lengths"
-        )
-
-
-def _check_fit(fit: Fit) -> None:
-    if not callable(fit):
-        # A name, as a configuration has it, is the likely mistake.
-        name = {"first_fit": "first_fit", "next_fit": "next_fit"}.get(str(fit), "best_fit")
-        name = "make_balanced_fit(rows)" if "balanced" in str(fit) else name
-        raise ValueError(  # noqa: TRY004 -- as for all bad arguments
-            f"pack_bins: fit must be a function, got {fit!r}: give the function packing.{name}"
         )
 
 
@@ -275,11 +271,24 @@ def _pack_groups(
         aligned = read_only(align(group_lengths, rule.multiple_of))
         arrival = None if seed is None else _shuffle(size, seed, "arrival", first)
         bin_of = _call_fit(fit, aligned, rule, arrival)
-        origin = start[0] if is_plain else -1
-        ends = _write_in_order(fit, bin_of, aligned, rule, origin, group_lengths, columns)
-        if ends is None:
+        # A guess: the bins are in order, and the last piece is in the last bin.
+        in_range = bin_of[0] == 0 <= bin_of[-1] < bin_of.size
+        ends = np.empty(int(bin_of[-1]) + 1 if in_range else 0, np.int64)
+        max_tokens, max_pieces = write_in_order(
+            bin_of,
+            aligned,
+            start[0] if is_plain else -1,
+            read_only(group_lengths),
+            ends,
+            columns[0],
+            columns[2],
+        )
+        if max_pieces == 0:  # a wrong one
             entries = np.empty((size, 4 if has_splits else 3), integer)
-            ends = _write_sorted(fit, bin_of, lengths, start, rule, entries, columns)
+            ends, max_tokens, max_pieces = _write_sorted(
+                bin_of, lengths, start, rule, entries, columns
+            )
+        _check_bins(fit, max_tokens, max_pieces, rule)
         ends += first
         offsets.append(ends)
         first += size
@@ -306,50 +315,30 @@ def _call_fit(fit: Fit, lengths: IntArray, rule: _Rule, arrival: IntArray | None
     return read_only(bin_of)
 
 
-def _write_in_order(  # noqa: PLR0917 (an array is a parameter)
-    fit: Fit,
-    bin_of: IntArray,
-    aligned: IntArray,
-    rule: _Rule,
-    origin: int,
-    lengths: IntArray,
-    columns: tuple[IntArray, IntArray, IntArray],
-) -> IntArray | None:
-    """Write the pieces and return the ends of bins; None if the bins are not in order."""
-    in_range = bin_of[0] == 0 <= bin_of[-1] < bin_of.size
-    ends = np.empty(int(bin_of[-1]) + 1 if in_range else 0, np.int64)
-    documents, _, pieces = columns
-    max_tokens, max_pieces = write_in_order(
-        bin_of, aligned, origin, read_only(lengths), ends, documents, pieces
-    )
-    if max_pieces == 0:
-        return None
-    _check_bins(fit, max_tokens, max_pieces, rule)
-    return ends
-
-
 def _write_sorted(  # noqa: PLR0917 (an array is a parameter)
-    fit: Fit,
     bin_of: IntArray,
     lengths: IntArray,
     start: tuple[int, int],
     rule: _Rule,
     entries: np.ndarray[Any, Any],
     columns: tuple[IntArray, IntArray, IntArray],
-) -> IntArray:
-    """Write the pieces from a position on, sorted by bin; return the ends of bins."""
+) -> tuple[IntArray, int, int]:
+    """Write the pieces from a position on, sorted by bin.
+
+    Returns:
+        The ends of bins, the maximum tokens and the maximum pieces of a bin; no ends, or zeros, if
+        bins are not numbered from 0 without gaps.
+    """
     places = np.zeros((bin_of.size >> SHELF_BITS) + 1, np.int64)
     ends = np.empty(count_shelves(bin_of, places), np.int64)
-    max_tokens = max_pieces = 0
-    if ends.size > 0:
-        places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
-        sort_into_shelves(bin_of, lengths, *start, rule.capacity, rule.max_tokens, places, entries)
-        order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
-        max_tokens, max_pieces = sort_shelves(
-            places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
-        )
-    _check_bins(fit, max_tokens, max_pieces, rule)
-    return ends
+    if ends.size == 0:
+        return ends, 0, 0
+    places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
+    sort_into_shelves(bin_of, lengths, *start, rule.capacity, rule.max_tokens, places, entries)
+    order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
+    return ends, *sort_shelves(
+        places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
+    )
 
 
 def _check_bins(fit: Fit, max_tokens: int, max_pieces: int, rule: _Rule) -> None:

@@ -184,6 +184,7 @@ class Task:
 def make_task(name: str, lengths: Any, capacity: int, max_documents: int | None) -> Task:
     """Check the arguments of the fit `name`, and return them as a `Task`."""
     lengths, limit = _check_arguments(name, lengths, capacity, max_documents)
+    # One pass; numpy's min, max and sum would take three.
     shortest, longest, total = compute_extent(lengths)
     _check_lengths(name, shortest, longest, capacity)
     if has_table(longest, lengths.size):
@@ -254,10 +255,9 @@ def count_by_length(task: Task) -> tuple[IntArray, np.ndarray[Any, Any]]:
 
     Bins are written for pieces sorted by length and, within a length, by arrival.
     """
-    ends = np.zeros(task.sizes.size, np.int64)
-    _count(task.keys, ends)
+    ends = np.cumsum(np.bincount(task.keys, minlength=task.sizes.size))
     size = task.keys.size
-    return np.cumsum(ends, out=ends), np.empty(size, np.int32 if size < INT32 else np.int64)
+    return ends, np.empty(size, np.int32 if size < INT32 else np.int64)
 
 
 def restore_arrival_order(task: Task, ends: IntArray, bins: np.ndarray[Any, Any]) -> IntArray:
@@ -324,12 +324,6 @@ def _next_fit(lengths: Any, capacity: int, limit: int, bin_of: Any) -> Any:
         current -= opens
         bin_of[piece] = current
     return shortest, longest
-
-
-@jit
-def _count(keys: Any, counts: Any) -> None:
-    for key in keys:
-        counts[key] += 1
 
 
 @jit

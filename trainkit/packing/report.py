@@ -56,7 +56,29 @@ def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
     }
     if lengths is None:
         return report
-    return report | _count_documents(bins, integers("report_packing", "lengths", lengths))
+    lengths = integers("report_packing", "lengths", lengths)
+    num_pieces = np.bincount(bins.documents, minlength=lengths.size)
+    # bincount sums in float64, which is exact up to 2^53 tokens of one document.
+    packed = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
+    if packed.size > lengths.size:
+        raise ValueError(
+            "report_packing: the bins were made from other lengths: they hold document "
+            f"{packed.size - 1}, and there are {lengths.size}"
+        )
+    if (packed > lengths).any():
+        document = int(np.argmax(packed > lengths))
+        raise ValueError(
+            f"report_packing: the bins were made from other lengths: they hold {packed[document]} "
+            f"tokens of document {document}, which has {lengths[document]}"
+        )
+    return report | {
+        "documents": lengths.size,
+        "empty_documents": int((lengths == 0).sum()),
+        "split_documents": int((num_pieces > 1).sum()),
+        "truncated_documents": int(((packed > 0) & (packed < lengths)).sum()),
+        "dropped_documents": int(((packed == 0) & (lengths > 0)).sum()),
+        "dropped_tokens": int(lengths.sum() - packed.sum()),
+    }
 
 
 def format_overlong_warning(
@@ -122,29 +144,3 @@ def bins_hash(bins: Bins) -> str:
     parts = [hash_box(name, x, shape=x.shape, offset=(0,)) for name, x in arrays.items()]
     parts.append(hash_counters({"capacity": bins.capacity, "multiple_of": bins.multiple_of}))
     return f"{sum(parts) & MASK64:016x}"
-
-
-def _count_documents(bins: Bins, lengths: IntArray) -> dict[str, int]:
-    """Count the documents that are empty, split, truncated or dropped."""
-    num_pieces = np.bincount(bins.documents, minlength=lengths.size)
-    # bincount sums in float64, which is exact up to 2^53 tokens of one document.
-    packed = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
-    if packed.size > lengths.size:
-        raise ValueError(
-            "report_packing: the bins were made from other lengths: they hold document "
-            f"{packed.size - 1}, and there are {lengths.size}"
-        )
-    if (packed > lengths).any():
-        document = int(np.argmax(packed > lengths))
-        raise ValueError(
-            f"report_packing: the bins were made from other lengths: they hold {packed[document]} "
-            f"tokens of document {document}, which has {lengths[document]}"
-        )
-    return {
-        "documents": lengths.size,
-        "empty_documents": int((lengths == 0).sum()),
-        "split_documents": int((num_pieces > 1).sum()),
-        "truncated_documents": int(((packed > 0) & (packed < lengths)).sum()),
-        "dropped_documents": int(((packed == 0) & (lengths > 0)).sum()),
-        "dropped_tokens": int(lengths.sum() - packed.sum()),
-    }

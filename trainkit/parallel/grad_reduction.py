@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, reduce_scatter_bf16
-from trainkit.noise import make_key, to_int64
+from trainkit.noise import make_key
+from trainkit.noise.counters import to_int64
 from trainkit.parallel.notes import Note
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
@@ -132,8 +133,8 @@ def keep_gathered_if_returned_(module: Any) -> None:
 
     def check_output(unit: Any, inner: nn.Module, args: Any, output: Any) -> Any:
         del unit.post_forward
-        own = {_get_pointer(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
-        if any(_get_pointer(x) in own for x in _iterate_tensors(output)):
+        own = {_get_storage_id(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
+        if any(_get_storage_id(x) in own for x in _iterate_tensors(output)):
             module.set_reshard_after_forward(False, recurse=False)
         return unit.post_forward(inner, args, output)
 
@@ -141,8 +142,9 @@ def keep_gathered_if_returned_(module: Any) -> None:
         unit.post_forward = partial(check_output, unit)
 
 
-def _get_pointer(tensor: Any) -> int:
-    return get_local(tensor).untyped_storage().data_ptr()
+def _get_storage_id(tensor: Any) -> int:
+    # Not data_ptr(): it is 0 for every freed storage, and a FakeTensor has none.
+    return get_local(tensor).untyped_storage()._cdata  # noqa: SLF001 (as torch.multiprocessing does)
 
 
 def _iterate_tensors(output: Any) -> Iterator[Tensor]:
@@ -371,7 +373,7 @@ class Reduction:
         self._drop_unused()
         self.order.compare(self.reducers)
         for _, module in self.reducers.ddp:
-            sum_grads_(_list_ddp_parameters(module), module.process_group)
+            all_reduce_gradients_(_list_ddp_parameters(module), module.process_group)
             # As after DDP's own reduction: the next forward pass broadcasts its buffers.
             module.require_forward_param_sync = True
 
@@ -682,8 +684,8 @@ def sum_partial_(model: nn.Module) -> None:
         model: Any module; modules that `mark_partial_` has marked are found.
 
     Effects:
-        Replaces the values of `.grad`; communicates over the marked axes, as `sum_grads_`. Nothing
-        if no parameter is marked.
+        Replaces the values of `.grad`; communicates over the marked axes, as
+        `all_reduce_gradients_`. Nothing if no parameter is marked.
 
     Examples:
         >>> sum_partial_(nn.Linear(1, 1))
@@ -692,11 +694,11 @@ def sum_partial_(model: nn.Module) -> None:
     for parameter, axis in _list_partial(model.modules()):
         groups.setdefault(axis.group, []).append(parameter)
     for group, parameters in groups.items():
-        sum_grads_(parameters, group)
+        all_reduce_gradients_(parameters, group)
 
 
 @torch.no_grad()
-def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def all_reduce_gradients_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of parameters over a process group, in a few flat buffers.
 
     A parameter without a gradient on this rank counts as zeros, so all ranks send buffers of equal

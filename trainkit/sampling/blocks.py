@@ -60,25 +60,19 @@ def shuffle_blocks(order: IntArray, *, block: int, rows_per_step: int, seed: int
 
     def rows_at(batch: int) -> IntArray:
         check_batch(batch)
-        positions = [
-            _permute_blocks(index, order.size, block, epoch, seed)
-            for epoch, index in split_by_epoch(batch * rows_per_step, rows_per_step, order.size)
-        ]
+        positions = []
+        for epoch, index in split_by_epoch(batch * rows_per_step, rows_per_step, order.size):
+            # The first draws fill the block that the previous epoch began.
+            head = min(-epoch * order.size % block, order.size)
+            num_blocks = (order.size - head) // block
+            num_left = order.size - num_blocks * block
+            number, member = np.divmod(index - head, block)
+            is_in_block = (number >= 0) & (number < num_blocks)
+            rows = np.where(index < head, index, index - num_blocks * block)
+            if is_in_block.any():
+                blocks = permute(number[is_in_block], num_blocks, make_key(seed, "block", epoch))
+                rows[is_in_block] = num_left + blocks * block + member[is_in_block]
+            positions.append(rows)
         return order[np.concatenate(positions)]
 
     return rows_at
-
-
-def _permute_blocks(index: IntArray, count: int, block: int, epoch: int, seed: int) -> IntArray:
-    """Return the positions in the order of some draws of an epoch."""
-    # The first draws fill the block that the previous epoch began.
-    head = min(-epoch * count % block, count)
-    num_blocks = (count - head) // block
-    num_left = count - num_blocks * block
-    number, member = np.divmod(index - head, block)
-    is_in_block = (number >= 0) & (number < num_blocks)
-    positions = np.where(index < head, index, index - num_blocks * block)
-    if is_in_block.any():
-        blocks = permute(number[is_in_block], num_blocks, make_key(seed, "block", epoch))
-        positions[is_in_block] = num_left + blocks * block + member[is_in_block]
-    return positions

@@ -83,19 +83,15 @@ def buffer_sorted_order(
             raise ValueError(
                 f"buffer_sorted_order: the key of item {item} is NaN; give it a number"
             )
-        order = _sort_buffer(buffer_keys, pack_size, seed, buffer)
+        size = buffer_keys.size
+        num_packs = size // pack_size
+        by_key = np.lexsort((_shuffle(size, seed, buffer, "ties"), buffer_keys))
+        # A short pack stays at the end, so that the others start at multiples of pack_size.
+        rank = np.append(_shuffle(num_packs, seed, buffer, "packs"), num_packs)
+        pack_of = np.arange(size) // pack_size
+        order = by_key[np.lexsort((_shuffle(size, seed, buffer, "items"), rank[pack_of]))]
         items[group] = start + order[positions[group] - start]
     return items
-
-
-def _sort_buffer(keys: np.ndarray[Any, Any], pack_size: int, seed: int, buffer: int) -> Any:
-    """Return the items of one buffer in order, counted from its first."""
-    num_packs = keys.size // pack_size
-    by_key = np.lexsort((_shuffle(keys.size, seed, buffer, "ties"), keys))
-    pack_of = np.arange(keys.size) // pack_size
-    # A short pack stays at the end, so that the others start at multiples of pack_size.
-    rank = np.append(_shuffle(num_packs, seed, buffer, "packs"), num_packs)
-    return by_key[np.lexsort((_shuffle(keys.size, seed, buffer, "items"), rank[pack_of]))]
 
 
 def _shuffle(count: int, seed: int, buffer: int, name: str) -> IntArray:

@@ -136,7 +136,7 @@ def add_phase_facts(
     """Return facts_at(batches): facts of a run, with the mixture phases that have started.
 
     A run must be resumed with the phases that it has drawn from; later ones may change. See
-    `checkpoint.Facts`.
+    `weights.checkpoint.facts.Facts`.
 
     Examples:
         >>> phases = make_mixture_phases(

@@ -13,7 +13,7 @@ from trainkit.types import check_range
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from trainkit.types import IntArray, Share
+    from trainkit.types import Share
 
 
 def assign_rows(
@@ -67,6 +67,9 @@ def assign_rows(
     rows_per_microbatch = min(rows_per_microbatch, num_rows)
     num_microbatches = -(-num_rows // (share.count * rows_per_microbatch))
     size = num_microbatches * rows_per_microbatch
+    bounds = -(-num_rows * np.arange(share.count + 1) // share.count)
+    positions = bounds[:-1, None] + np.arange(size)
+    table = np.where(positions < bounds[1:, None], positions, -1)  # [ranks, size]
     if costs is not None:
         costs = integers("assign_rows", "costs", costs)
         if costs.shape != (num_rows,) or costs.min() < 0:
@@ -75,27 +78,14 @@ def assign_rows(
                 f"assign_rows: costs must be [{num_rows}] integers of at least 0, one per row of "
                 f"the global batch, got {costs.dtype} {costs.shape}{minimum}"
             )
-        table = _balance_rows(costs, share.count, size, rows_per_microbatch)
-        return table[share.index].reshape(num_microbatches, rows_per_microbatch)
-    first = -(-num_rows * share.index // share.count)
-    end = -(-num_rows * (share.index + 1) // share.count)
-    positions = np.full(size, -1, np.int64)
-    positions[: end - first] = np.arange(first, end)
-    return positions.reshape(num_microbatches, rows_per_microbatch)
-
-
-def _balance_rows(costs: IntArray, num_ranks: int, size: int, width: int) -> np.ndarray[Any, Any]:
-    """Assign rows to ranks by cost: positions `[ranks, size]`, microbatch after microbatch."""
-    bounds = -(-len(costs) * np.arange(num_ranks + 1) // num_ranks)
-    room = np.diff(bounds)
-    table = np.full((num_ranks, size), -1)
-    totals = _assign_greedily(table, room, np.argsort(-costs, kind="stable"), costs, width)
-    _swap_rows(table, totals, costs, width)
-    # Greedy assignment can, rarely, be worse than contiguous runs.
-    if totals.max() >= np.add.reduceat(costs, bounds[:-1]).max():
-        positions = bounds[:-1, None] + np.arange(size)
-        return np.where(positions < bounds[1:, None], positions, -1)
-    return table
+        balanced = np.full_like(table, -1)
+        order = np.argsort(-costs, kind="stable")
+        totals = _assign_greedily(balanced, np.diff(bounds), order, costs, rows_per_microbatch)
+        _swap_rows(balanced, totals, costs, rows_per_microbatch)
+        # Greedy assignment can, rarely, be worse than contiguous runs.
+        if totals.max() < np.add.reduceat(costs, bounds[:-1]).max():
+            table = balanced
+    return table[share.index].reshape(num_microbatches, rows_per_microbatch)
 
 
 @jit

@@ -20,8 +20,9 @@ import trainkit as tk
 from trainkit.__main__ import main
 from trainkit.run.config import read_config
 from trainkit.types import CheckpointError, ConfigError
-from trainkit.weights.checkpoint import diff_checkpoints, list_checkpoints, manifest
+from trainkit.weights.checkpoint import list_checkpoints, manifest
 from trainkit.weights.checkpoint.describe import describe_checkpoint
+from trainkit.weights.checkpoint.diff import diff_checkpoints
 from trainkit.weights.checkpoint.manifest import make_manifest
 from trainkit.weights.checkpoint.retention import remove_checkpoint
 from trainkit.weights.checkpoint.safe_files import hash_file, write_durably

@@ -18,6 +18,7 @@ from trainkit.batch.shards import spans_of_runs, zigzag_shard
 from trainkit.mesh.axes import partitions_of
 from trainkit.parallel.split import SCHEDULES, assign_stages
 from trainkit.run.plots.drawing import check_picture
+from trainkit.tools.pictures.zigzag import ring_blocks, zigzag_chunks
 from trainkit.types import Axis, ConfigError, DiskError, Layout, Share
 
 NAMES = list(SCHEDULES)
@@ -101,7 +102,7 @@ def test_chunks_are_those_of_zigzag_shard(row):
     lengths, ring = lengths_of(row), row[1]
     bounds = np.append(0, np.cumsum(lengths))
     tokens = torch.arange(bounds[-1])
-    chunks = pictures.zigzag_chunks(lengths, ring)
+    chunks = zigzag_chunks(lengths, ring)
     for rank in range(ring):
         held = zigzag_shard(tokens, Share(rank, ring), dim=0, cu_seqlens=bounds).tolist()
         mine = [range(c.begin, c.end) for c in chunks if c.rank == rank]
@@ -111,7 +112,7 @@ def test_chunks_are_those_of_zigzag_shard(row):
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_blocks_are_causal_attention_and_every_rank_does_the_same_work_at_each_step(row):
     lengths, ring = lengths_of(row), row[1]
-    blocks = pictures.ring_blocks(lengths, ring)
+    blocks = ring_blocks(lengths, ring)
     assert sum(b.pairs for b in blocks) == sum(n * (n + 1) // 2 for n in lengths)
     seen = np.zeros((sum(lengths), sum(lengths)), int)
     for b in blocks:
@@ -132,7 +133,7 @@ def test_the_steps_are_those_of_ring_attention(ring):
     tokens, document = torch.arange(bounds[-1]), torch.repeat_interleave(torch.tensor(lengths))
     shares = [Share(rank, ring) for rank in range(ring)]
     held = [zigzag_shard(tokens, share, dim=0, cu_seqlens=bounds) for share in shares]
-    blocks = pictures.ring_blocks(lengths, ring)
+    blocks = ring_blocks(lengths, ring)
     for rank, share in enumerate(shares):
         spans = spans_of_runs(document[held[rank]].numpy()[None])
         for step, view in enumerate(_make_views(spans, Axis("ring", share), scale=1.0)):
@@ -157,9 +158,9 @@ def test_a_picture_of_a_zigzag_names_ranks_chunks_and_steps(tmp_path):
 
 def test_a_zigzag_that_does_not_divide_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(ValueError, match=r"12 tokens is no multiple of 8 .* multiple_of=8"):
-        pictures.zigzag_chunks([16, 12], 4)
+        zigzag_chunks([16, 12], 4)
     with pytest.raises(ValueError, match="no ring of 2 ranks over documents of"):
-        pictures.zigzag_chunks([], 2)
+        zigzag_chunks([], 2)
     with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
         pictures.plot_zigzag([18], 9, tmp_path / "zigzag.svg")
 

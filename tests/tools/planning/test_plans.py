@@ -10,20 +10,19 @@ from trainkit.__main__ import main
 from trainkit.models import DecoderConfig, Experts, count_parameters
 from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.tools.planning import (
-    Hardware,
     Job,
     estimate_memory,
     estimate_seconds,
-    estimate_traffic,
-    explain_refusal,
     format_estimates,
     get_hardware,
     list_layouts,
     rank_layouts,
 )
+from trainkit.tools.planning.jobs import explain_refusal
+from trainkit.tools.planning.machines import Hardware
 from trainkit.tools.planning.plans import _count_row_flops
 from trainkit.tools.planning.stages import Part, find_part
-from trainkit.tools.planning.traffic import Transfer
+from trainkit.tools.planning.traffic import Transfer, estimate_traffic
 from trainkit.tools.planning.weights import compute_units
 from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
 from trainkit.types import ConfigError, Layout, Precision

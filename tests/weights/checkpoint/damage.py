@@ -22,11 +22,11 @@ class Damage:
 
 
 def damage(path, other, detect, *, flips, truncations, pages, mixes, seed):
-    """Damage a checkpoint again and again, each time mended afterwards; count what is not seen.
+    """Damage a checkpoint again and again, each time restored afterwards; count what is not seen.
 
     `path` is a checkpoint of at least two tensor files, `other` one of the same run and layout at
-    another step. `detect(path)` says whether something is wrong. Every file, the manifest too, is
-    hit as often as any other; every damage changes at least one byte.
+    another step. `detect(path)` returns whether something is wrong. Every file, the manifest too,
+    is hit as often as any other; every damage changes at least one byte.
     """
     chance = random.Random(seed)
     counts = dict(zip(KINDS, (flips, truncations, pages, mixes), strict=True))
@@ -37,15 +37,15 @@ def damage(path, other, detect, *, flips, truncations, pages, mixes, seed):
         names = sorted(file.name for file in path.iterdir())
         for number in range(count):
             before = {file.name: file.read_bytes() for file in path.iterdir()}
-            told = _HURT[kind](path, names[number % len(names)], other, chance)
+            description = _HURT[kind](path, names[number % len(names)], other, chance)
             if not detect(path):
-                undetected.append(told)
-            _mend(path, before)
-    assert not detect(path), "the checkpoint was not mended"
+                undetected.append(description)
+            _restore(path, before)
+    assert not detect(path), "the checkpoint was not restored"
     return Damage(counts, undetected)
 
 
-def _mend(path, before):
+def _restore(path, before):
     for entry in path.iterdir():
         if entry.name not in before:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

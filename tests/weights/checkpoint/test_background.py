@@ -1,4 +1,4 @@
-"""Saves beside the training: true copies, one at a time, and no failure lost."""
+"""Saves during training: true copies, one at a time, and no failure lost."""
 
 import json
 import os
@@ -104,8 +104,8 @@ def test_a_save_beside_the_training_writes_what_one_at_once_writes(tmp_path):
 @pytest.mark.case("K8")
 def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
     gate = held_back(monkeypatch)
-    told, steps = [], []
-    with open_saver(tmp_path, *small_run(), log=told.append) as (save, saved):
+    messages, steps = [], []
+    with open_saver(tmp_path, *small_run(), log=messages.append) as (save, saved):
         save(at(1))
         assert saved() == saved() == []
         threading.Timer(0.3, gate.set).start()
@@ -117,7 +117,7 @@ def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path, monkeypatch):
         "step_00000001",
     ]
     assert steps[0] == 1
-    assert "step 2 waited" in told[0]
+    assert "step 2 waited" in messages[0]
 
 
 @pytest.mark.case("K8")
@@ -203,7 +203,7 @@ def test_leaving_fails_when_the_last_save_did(tmp_path, monkeypatch, collected):
 @pytest.mark.case("K7")
 def test_control_a_thread_that_nobody_asks_loses_its_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "_check_finite", lambda _: 1 / 0)
-    monkeypatch.setattr(flight, "all_max", lambda told, _: torch.zeros_like(told))
+    monkeypatch.setattr(flight, "all_max", lambda flags, _: torch.zeros_like(flags))
     monkeypatch.setattr(flight, "_share_result", lambda *_: ({"path": "nowhere"}, None))
     with open_saver(tmp_path, *small_run()) as (save, saved):
         save(at(1))
@@ -229,11 +229,11 @@ def test_a_state_that_is_not_finite_is_told_and_training_may_go_on(tmp_path):
 
 @pytest.mark.case("G9", "E5")
 def test_a_save_that_takes_longer_than_a_run_has_to_stop_is_told(tmp_path):
-    told = []
+    messages = []
     for grace in (60.0, 0.0):
-        with open_saver(tmp_path, *small_run(), grace=grace, log=told.append) as (save, _):
+        with open_saver(tmp_path, *small_run(), grace=grace, log=messages.append) as (save, _):
             save(at(1))
-    (line,) = told
+    (line,) = messages
     assert re.search(r"the save of step 1 took [\d.]+ s; .* has 0 s to save", line)
 
 

@@ -209,16 +209,16 @@ def test_too_many_open_files_are_named(tmp_path):
 
 @pytest.mark.case("F2")
 def test_a_pointer_that_cannot_be_written_does_not_undo_a_commit(tmp_path, monkeypatch):
-    told = []
+    messages = []
 
     def refused(_):
         raise OSError(errno.ENOSPC, "injected")
 
     monkeypatch.setattr(checkpoint_save, "point_to", refused)
-    with open_saver(tmp_path, *small_run(1)[1:], log=told.append) as (save, _):
+    with open_saver(tmp_path, *small_run(1)[1:], log=messages.append) as (save, _):
         save(tk.TrainState(step=1))
     assert committed(tmp_path) == ["step_00000001"]
-    assert "injected" in told[0]
+    assert "injected" in messages[0]
 
 
 @pytest.mark.case("F1", "F2")
@@ -262,7 +262,7 @@ def test_a_file_system_that_cannot_reserve_is_written_to_all_the_same(tmp_path, 
 @pytest.mark.case("F3")
 def test_room_for_one_is_told_and_room_for_none_is_refused(tmp_path, monkeypatch):
     needed = 3 * 41 * 40 * 4 * 1.1
-    told = []
+    messages = []
     for factor in (0.9, 1.1, 2.1):
         usage = os.terminal_size((0, int(needed * factor)))
         monkeypatch.setattr(
@@ -272,33 +272,33 @@ def test_room_for_one_is_told_and_room_for_none_is_refused(tmp_path, monkeypatch
             with pytest.raises(DiskError, match="needs about"):
                 check_disk_space(tmp_path, small_run(1)[1])
         else:
-            check_disk_space(tmp_path, small_run(1)[1], log=told.append)
-            assert len(told) == 1
-    assert "not for a second one" in told[0]
+            check_disk_space(tmp_path, small_run(1)[1], log=messages.append)
+            assert len(messages) == 1
+    assert "not for a second one" in messages[0]
 
 
 def test_the_disk_is_told_to_begin_with_every_byte_before_the_last_fsync(tmp_path, monkeypatch):
-    told, fsync = {}, os.fsync
+    flushed, fsync = {}, os.fsync
     monkeypatch.setattr(write, "_FLUSH_BYTES", 1000)
     monkeypatch.setattr(write, "_CHUNK", 300)
     monkeypatch.setattr(
         os,
         "posix_fadvise",
-        lambda handle, begin, size, _: told.setdefault(handle, []).append((begin, size)),
+        lambda handle, begin, size, _: flushed.setdefault(handle, []).append((begin, size)),
     )
 
     def synced(handle):
-        if handle in told:
-            spans = told.pop(handle)
+        if handle in flushed:
+            spans = flushed.pop(handle)
             ends = [begin + size for begin, size in spans]
             assert [begin for begin, _ in spans] == [0, *ends[:-1]]
             assert ends[-1] == os.fstat(handle).st_size > 3000
-            told["seen"] = len(spans)
+            flushed["seen"] = len(spans)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", synced)
     save_checkpoint(tmp_path, *small_run(1))
-    assert told == {"seen": 6}
+    assert flushed == {"seen": 6}
 
 
 @pytest.mark.case("F6")

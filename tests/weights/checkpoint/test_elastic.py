@@ -98,8 +98,14 @@ def running():
 
 
 def session(layout):
-    names = ("dp_replicate", "pp", "tp", "ring", "ulysses", "fold_sp")
-    return tk.parallel_session(**{name: getattr(layout, name) for name in names})
+    return tk.parallel_session(
+        dp_replicate=layout.dp_replicate,
+        pp=layout.pp,
+        tp=layout.tp,
+        ring=layout.ring,
+        ulysses=layout.ulysses,
+        fold_sp=layout.fold_sp,
+    )
 
 
 def go_on(layout, ps, state, stages, optimizer, *, until):

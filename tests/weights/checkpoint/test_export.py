@@ -66,7 +66,7 @@ def tree(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else None
 
 
-def beside(folder):
+def siblings(folder):
     return sorted(path.name for path in folder.parent.iterdir())
 
 
@@ -154,15 +154,15 @@ def test_a_checkpoint_of_two_ranks_is_exported_whole_and_built_from(tmp_path):
 def test_a_large_tensor_is_read_and_written_in_parts(tmp_path, monkeypatch):
     x = torch.arange(3 * 5 * 7, dtype=torch.float64).view(3, 5, 7)
     safetensors.torch.save_file({"x": x, "e": torch.zeros(0, 4)}, tmp_path / "a.safetensors")
-    asked = []
+    boxes = []
     read = reading.read_box
-    monkeypatch.setattr(reading, "read_box", lambda s, *box: asked.append(box) or read(s, *box))
+    monkeypatch.setattr(reading, "read_box", lambda s, *box: boxes.append(box) or read(s, *box))
     for chunk, parts in ((8 * 7 * 5 * 3, 1), (8 * 7 * 5, 3), (8 * 7 * 2, 9), (8 * 3, 45), (1, 105)):
-        asked.clear()
+        boxes.clear()
         monkeypatch.setattr(export, "_CHUNK", chunk)
         folder = tmp_path / f"w{chunk}"
         write_weights(safetensors_file(tmp_path / "a.safetensors"), folder)
-        assert len(asked) == parts
+        assert len(boxes) == parts
         assert same_bits(whole(open_weights(folder), "x", x), x)
 
 
@@ -255,7 +255,7 @@ def test_an_export_that_is_killed_leaves_no_half_folder(place, source, tmp_path)
     with pytest.raises(RankError):
         run_ranks(functools.partial(killed_at, path, folder, place), 1)
     left = tree(folder)
-    assert (left is None) == (place == ("rename", 1))  # between two renames the old one is beside
+    assert (left is None) == (place == ("rename", 1))  # the old one is next to it then
     # The second sync is that of the folder above, after the two have changed places.
     assert left is None or (left == old) == (place != ("sync", 1))
     assert left is None or verify_weights(folder) == []
@@ -263,11 +263,11 @@ def test_an_export_that_is_killed_leaves_no_half_folder(place, source, tmp_path)
         export_checkpoint(path, folder)
     # Where there was none it is back, and nothing of the killed one is left.
     assert tree(folder) == (left or old)
-    assert beside(folder) == ["weights"]
+    assert siblings(folder) == ["weights"]
     export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
     assert verify_weights(folder) == []
     assert tree(folder) != old
-    assert beside(folder) == ["weights"]
+    assert siblings(folder) == ["weights"]
 
 
 def test_a_folder_is_never_missing_while_another_takes_its_place(source, tmp_path, monkeypatch):
@@ -284,14 +284,14 @@ def test_a_folder_is_never_missing_while_another_takes_its_place(source, tmp_pat
     monkeypatch.setattr(files, "fsync_folder", syncing)
     for fails in (True, False):
         seen.clear()
-        if fails:  # what is told to have failed is not there
+        if fails:  # what is reported as failed is not there
             with pytest.raises(DiskError, match="Input/output error"):
                 export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
         else:
             export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
         assert None not in seen
         assert (tree(folder) == old) == fails
-        assert beside(folder) == ["weights"]
+        assert siblings(folder) == ["weights"]
     assert verify_weights(folder) == []
 
 
@@ -309,11 +309,11 @@ def test_a_folder_whose_successor_cannot_take_its_name_comes_back(source, tmp_pa
     with pytest.raises(DiskError, match="Input/output error"):
         export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
     assert tree(folder) == old
-    assert beside(folder) == ["weights"]
+    assert siblings(folder) == ["weights"]
     monkeypatch.setattr(files, "commit_folder", commit)
     export_checkpoint(path, folder, overwrite=True, shard_bytes=100)
     assert tree(folder) != old
-    assert beside(folder) == ["weights"]
+    assert siblings(folder) == ["weights"]
 
 
 @pytest.mark.case("M9")
@@ -331,7 +331,7 @@ def test_a_disk_that_is_full_at_any_byte_leaves_nothing(source, tmp_path):
                 export_checkpoint(path, folder, shard_bytes=100)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert beside(folder) == []
+        assert siblings(folder) == []
 
 
 @pytest.mark.case("M9")
@@ -341,7 +341,7 @@ def test_no_room_is_told_before_anything_is_written(source, tmp_path, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(DiskError, match=r"needs about \d+ bytes and 100 are free"):
         export_checkpoint(path, tmp_path / "out/weights")
-    assert beside(tmp_path / "out/weights") == []
+    assert siblings(tmp_path / "out/weights") == []
 
 
 @pytest.mark.case("M9")
@@ -356,7 +356,7 @@ def test_what_is_there_is_never_overwritten_unasked(source, tmp_path):
     with pytest.raises(ConfigError, match=r"also holds 'config.json', which would be lost"):
         export_checkpoint(path, folder, overwrite=True)
     assert tree(folder) == old | {"config.json": b"{}"}
-    assert verify_weights(folder) == []  # what others put beside is theirs
+    assert verify_weights(folder) == []  # what others put there is theirs
     for other in ("file", "directory"):
         target = tmp_path / other
         target.write_text("mine") if other == "file" else target.mkdir()
@@ -392,7 +392,7 @@ def test_a_damaged_checkpoint_is_not_exported(source, tmp_path):
 
 @pytest.mark.case("K17", "K18")
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "match"),
     [
         ({"file": "../outside.safetensors"}, "names a file that the manifest does not"),
         ({"file": "/etc/passwd"}, "names a file that the manifest does not"),
@@ -402,14 +402,14 @@ def test_a_damaged_checkpoint_is_not_exported(source, tmp_path):
         ({"file": "state.json"}, "state.json claims a header"),
     ],
 )
-def test_an_index_that_lies_is_refused_though_every_hash_is_right(change, said, source, tmp_path):
+def test_an_index_that_lies_is_refused_though_every_hash_is_right(change, match, source, tmp_path):
     path, _ = source
     index = orjson.loads((path / "index.json").read_bytes())
     index["tensors"]["model/out.weight"]["boxes"][0] |= change
     (path / "index.json").write_bytes(orjson.dumps(index))
     files = {file.name: hash_file(file) for file in path.iterdir() if file.name != "manifest.json"}
     (path / "manifest.json").write_bytes(make_manifest(3, files))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=match):
         export_checkpoint(path, tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
 
@@ -464,7 +464,7 @@ def entry(shape, begin, end, dtype="F32"):
 
 @pytest.mark.case("K17", "K18")
 @pytest.mark.parametrize(
-    ("header", "data", "said"),
+    ("header", "data", "match"),
     [
         ({"../../etc/x": entry([1], 0, 4)}, bytes(4), "odd name"),
         ({"a\0b": entry([1], 0, 4)}, bytes(4), "odd name"),
@@ -484,12 +484,12 @@ def entry(shape, begin, end, dtype="F32"):
         (b"\x80\x04cos\nsystem\n.", b"", "no good JSON"),
     ],
 )
-def test_a_safetensors_file_that_lies_is_refused(header, data, said, tmp_path):
+def test_a_safetensors_file_that_lies_is_refused(header, data, match, tmp_path):
     folder = tmp_path / "weights"
     folder.mkdir()
     header_file(folder / "model.safetensors", header, data)
     forged(folder)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=match):
         open_weights(folder)
 
 
@@ -516,18 +516,18 @@ def test_a_manifest_never_leads_out_of_its_folder(source, tmp_path):
     export_checkpoint(path, folder)
     outside = tmp_path / "outside.safetensors"
     shutil.copy(folder / "model.safetensors", outside)
-    said = hash_file(outside)
+    hashed = hash_file(outside)
     for name in ("../outside.safetensors", str(outside), "a\0b", "", ".", "..", "con/x"):
-        forged(folder, {name: said})
+        forged(folder, {name: hashed})
         assert "no plain file name" in verify_weights(folder)[0]
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(outside)
-    forged(folder, {"model.safetensors": said})
+    forged(folder, {"model.safetensors": hashed})
     assert "no regular file" in verify_weights(folder)[0]
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
     assert "no regular file" in verify_weights(folder)[0]
-    forged(folder, {"model.safetensors": said}, version=2)
+    forged(folder, {"model.safetensors": hashed}, version=2)
     assert "has version 2" in verify_weights(folder)[0]
     (tmp_path / "link").symlink_to(folder)
     assert "is not a directory" in verify_weights(tmp_path / "link")[0]
@@ -538,9 +538,9 @@ def test_an_index_that_lists_other_tensors_is_refused(source, tmp_path):
     folder = tmp_path / "weights"
     export_checkpoint(path, folder, shard_bytes=100)
     index = folder / "model.safetensors.index.json"
-    said = orjson.loads(index.read_bytes())
-    del said["weight_map"][next(iter(wanted))]
-    index.write_bytes(orjson.dumps(said))
+    record = orjson.loads(index.read_bytes())
+    del record["weight_map"][next(iter(wanted))]
+    index.write_bytes(orjson.dumps(record))
     forged(folder)
     with pytest.raises(CheckpointError, match="does not list the tensors that are there"):
         open_weights(folder)
@@ -569,9 +569,9 @@ def test_each_rank_hashes_its_share_and_all_refuse_alike(source, tmp_path):
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
     last.write_bytes(data)
-    said = run_threads(read, 3)
-    assert len(set(said)) == 1
-    assert f"{last.name} does not match its sha256" in said[0]
+    problems = run_threads(read, 3)
+    assert len(set(problems)) == 1
+    assert f"{last.name} does not match its sha256" in problems[0]
     shares = [verify_weights(folder, share=Share(rank, 3)) for rank in range(3)]
     assert sorted(map(len, shares)) == [0, 0, 1]
 

@@ -8,11 +8,12 @@ from weights.checkpoint.small import small_run
 import trainkit as tk
 from trainkit.tools.testing import faults
 from trainkit.types import ConfigError
-from trainkit.weights.checkpoint import InitialWeights, find_initial_weights, hash_initial_weights
+from trainkit.weights.checkpoint import find_initial_weights
+from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_initial_weights
 
 
 @pytest.fixture
-def begun(tmp_path):
+def started(tmp_path):
     """Return a run of two checkpoints that began with the first checkpoint of another."""
     first = tk.save_checkpoint(tmp_path / "base", *small_run())
     facts = {"config.init": str(first), "first weights": "1234"}
@@ -24,8 +25,8 @@ def begun(tmp_path):
 KNOWN = {"first weights": "1234"}
 
 
-def test_nothing_asked_for_is_what_the_run_has_recorded(begun):
-    run, first = begun
+def test_nothing_asked_for_is_what_the_run_has_recorded(started):
+    run, first = started
     found = find_initial_weights(None, run_dir=run)
     assert (found, found.path) == (InitialWeights(first, run, KNOWN), run)
     assert hash_initial_weights(found, *small_run()[1::2]) == KNOWN
@@ -35,8 +36,8 @@ def test_nothing_asked_for_is_what_the_run_has_recorded(begun):
     assert find_initial_weights(None, run_dir=run, request="never") == InitialWeights(None)
 
 
-def test_of_a_base_that_has_gone_on_the_same_checkpoint_is_compared(begun):
-    run, first = begun
+def test_of_a_base_that_has_gone_on_the_same_checkpoint_is_compared(started):
+    run, first = started
     base = first.parent.parent
     tk.save_checkpoint(base, *small_run(steps=2))
     assert find_initial_weights(base, run_dir=run) == InitialWeights(first)
@@ -47,15 +48,15 @@ def test_of_a_base_that_has_gone_on_the_same_checkpoint_is_compared(begun):
         find_initial_weights(run.parent / "typo", run_dir=run)
 
 
-def test_a_base_that_was_deleted_leaves_its_run_alone(begun):
-    run, first = begun
+def test_a_base_that_was_deleted_leaves_its_run_alone(started):
+    run, first = started
     shutil.rmtree(first)
     for named in (first, first.parent.parent):
         assert find_initial_weights(named, run_dir=run) == InitialWeights(first, run, KNOWN)
 
 
-def test_damage_is_passed_over_as_resume_does(begun):
-    run, first = begun
+def test_damage_is_passed_over_as_resume_does(started):
+    run, first = started
     faults.flip_bit(run / "checkpoints" / "step_00000002" / "state.json", 100)
     assert find_initial_weights(None, run_dir=run).source == first
     faults.flip_bit(run / "checkpoints" / "step_00000001" / "state.json", 100)

@@ -24,9 +24,9 @@ def replay_nothing(microbatches, *, denominator):
 
 
 def run(out, records, *, save_at=(), seen=None):
-    """Train steps whose records are given; return the state, and what was told and noted."""
+    """Train steps whose records are given; return the state, and its messages and events."""
     state, stages, optimizer, ps = small_run(steps=0)
-    told, events = [], []
+    messages, events = [], []
 
     def event(name, **facts):
         events.append((name, facts.get("step"), facts.get("reason", facts.get("error"))))
@@ -39,7 +39,7 @@ def run(out, records, *, save_at=(), seen=None):
         event=event,
         policy=Policy(max_skips=2),
         replay=replay_nothing,
-        log=told.append,
+        log=messages.append,
     ) as (save, guard):
         for cursor, record in enumerate(records, 1):
             if not record["skipped"]:
@@ -53,18 +53,18 @@ def run(out, records, *, save_at=(), seen=None):
                 seen.append(live(stages, optimizer))
             if state.step in save_at:
                 save(state)
-    return state, told, events
+    return state, messages, events
 
 
 @pytest.mark.case("N1", "N5")
 def test_a_bad_step_is_told_and_a_storm_goes_back_past_its_data(tmp_path):
     seen = []
     records = [GOOD, GOOD, BAD, GOOD, BAD, BAD, GOOD]
-    state, told, events = run(tmp_path, records, save_at=(2, 4), seen=seen)
+    state, messages, events = run(tmp_path, records, save_at=(2, 4), seen=seen)
     assert (state.step, state.cursor) == (5, Cursor(7))  # back from 6 to 4, and one step on
     assert state.health["rolled_back"] == [5.0]
-    assert "step 3: the loss is nan; the loss on rank 0; it was skipped" in told
-    assert any(line.startswith("rolled back from step 6") for line in told)
+    assert "step 3: the loss is nan; the loss on rank 0; it was skipped" in messages
+    assert any(line.startswith("rolled back from step 6") for line in messages)
     kinds = [(name, step) for name, step, _ in events if name != "save"]
     assert kinds == [("skip", 3), ("skip", 5), ("rollback", 6), ("rolled back", 4)]
     assert same(seen[5], seen[3])  # what it has gone back to
@@ -123,26 +123,26 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(write, "_reserve", no_room)
     state, stages, optimizer, ps = small_run(steps=1)
-    told = []
+    messages = []
     with open_guarded_saver(
         tmp_path,
         stages,
         optimizer,
         ps,
         background=False,
-        log=told.append,
+        log=messages.append,
         policy=Policy(),
         replay=replay_nothing,
         event=lambda *_, **__: None,
     ) as (save, guard):
         save(state)
         guard(attrs.evolve(state, step=2), GOOD, BATCH)
-        (line,) = told
+        (line,) = messages
         assert line.startswith("warning: step 1 was not saved: ")
         assert "ENOSPC" in line
         full[0] = False
         save(attrs.evolve(state, step=2))
-    assert len(told) == 1
+    assert len(messages) == 1
     full[0] = True
     with (
         pytest.raises(DiskError),
@@ -151,7 +151,7 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
             stages,
             optimizer,
             ps,
-            log=told.append,
+            log=messages.append,
             policy=Policy(),
             replay=replay_nothing,
             event=lambda *_, **__: None,

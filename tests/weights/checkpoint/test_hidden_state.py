@@ -31,7 +31,7 @@ class Both(torch.optim.Optimizer):
 
 
 class View(dict):
-    """The state of several optimizers, made anew whenever it is asked for, and written through."""
+    """The state of several optimizers, made anew at each access, and written through."""
 
     def __init__(self, parts):
         self.home = {
@@ -50,7 +50,7 @@ class View(dict):
 class Apart(torch.optim.Optimizer):
     """Momentum in an attribute of its own."""
 
-    def __init__(self, params, *, kept):
+    def __init__(self, params, *, stored):
         super().__init__(params, {"lr": 0.1})
         listed = self.param_groups[0]["params"]
         zeros = [torch.zeros_like(p) for p in listed]
@@ -59,7 +59,7 @@ class Apart(torch.optim.Optimizer):
             "table": dict(zip(listed, zeros, strict=True)),
             "flat": torch.zeros(sum(p.numel() for p in listed)),
             "constants": torch.tensor([3.4, -4.8, 2.0]),
-        }[kept]
+        }[stored]
 
     def step(self):
         pass
@@ -114,10 +114,10 @@ def test_moments_that_a_load_gives_to_a_copy_are_not_lost_in_silence(tmp_path):
         load_checkpoint(path, [model], Both(*parts, show="copies"))
 
 
-@pytest.mark.parametrize("kept", ["list", "table", "flat"])
-def test_a_tensor_for_each_parameter_outside_of_the_state_is_refused(kept, tmp_path):
+@pytest.mark.parametrize("stored", ["list", "table", "flat"])
+def test_a_tensor_for_each_parameter_outside_of_the_state_is_refused(stored, tmp_path):
     model = nn.Linear(5, 2)
-    optimizer = Apart(model.parameters(), kept=kept)
+    optimizer = Apart(model.parameters(), stored=stored)
     with pytest.raises(ValueError, match=r"Apart.*held"):
         tk.save_checkpoint(tmp_path, tk.TrainState(1), [model], optimizer, tk.solo_parallel())
 
@@ -128,7 +128,7 @@ def test_what_remembers_nothing_may_be_held(tmp_path):
     state = stepped(model, optimizer, tk.TrainState())
     optimizer.found_inf = torch.zeros(1)  # as clip_and_step leaves it
     tk.save_checkpoint(tmp_path, state, [model], optimizer, tk.solo_parallel())
-    constants = Apart(model.parameters(), kept="constants")
+    constants = Apart(model.parameters(), stored="constants")
     tk.save_checkpoint(tmp_path, state, [model], constants, tk.solo_parallel())
 
 
@@ -136,8 +136,8 @@ def test_an_object_in_the_state_is_refused_by_name(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["preconditioner"] = object()
-    told = "the optimizer keeps 'preconditioner' of weight as a `object`"
-    with pytest.raises(ValueError, match=told):
+    message = "the optimizer keeps 'preconditioner' of weight as a `object`"
+    with pytest.raises(ValueError, match=message):
         tk.checkpoint.save_checkpoint(
             tmp_path, tk.TrainState(), [model], optimizer, tk.mesh.solo_parallel()
         )
@@ -162,7 +162,7 @@ def test_a_module_with_an_extra_state_is_refused_before_the_first_step(tmp_path)
         with tk.checkpoint.open_saver(run, [model], optimizer, tk.solo_parallel()):
             pass
     model[0].extra = {"calls": 1}
-    told = r"0 \(Counting\) has an extra state, a `dict`"
+    message = r"0 \(Counting\) has an extra state, a `dict`"
     opening = tk.checkpoint.open_saver(run, [model], optimizer, tk.solo_parallel())
-    with pytest.raises(ValueError, match=told), opening:
+    with pytest.raises(ValueError, match=message), opening:
         pytest.fail("it was let in")

@@ -1,6 +1,7 @@
 """Hostile checkpoints: nothing outside is read or written, and no bomb goes off.
 
-What the manifest's seal keeps out is no protection here: whoever writes a directory can seal it.
+What the manifest's seal keeps out is no protection here:
+anybody who can write a directory can seal it.
 """
 
 import json
@@ -451,11 +452,11 @@ def test_whatever_the_json_says_it_is_refused_or_loaded_and_never_a_crash(name, 
     """What is sealed and says nonsense at any one place; what is loaded can be saved again."""
     state, stages, optimizer, ps = small_run()
     files = {file.name: file.read_bytes() for file in path.iterdir()}
-    said = json.loads(files[name])
-    said.pop("sha256", None)
+    record = json.loads(files[name])
+    record.pop("sha256", None)
     chance = random.Random(1)
-    hurts = [put(said, place, odd) for place in places(said) for odd in ODD if place]
-    hurts = [*ODD, deep(100), {**said, "a": deep(300)}, *chance.sample(hurts, 60)]
+    hurts = [put(record, place, odd) for place in places(record) for odd in ODD if place]
+    hurts = [*ODD, deep(100), {**record, "a": deep(300)}, *chance.sample(hurts, 60)]
     for hurt in hurts:
         for file, data in files.items():
             (path / file).write_bytes(data)

@@ -73,9 +73,16 @@ def test_no_damage_to_any_file_goes_unseen(detect, times, two_ranks, tmp_path):
     copies = [
         shutil.copytree(p, tmp_path / p.name) for p in list_checkpoints(two_ranks / "checkpoints")
     ]
-    counts = {"flips": 40, "truncations": 15, "pages": 15, "mixes": 15}
-    counts = {kind: times * count for kind, count in counts.items()}
-    assert damage(*copies, detect, **counts, seed=seed).undetected == []
+    result = damage(
+        *copies,
+        detect,
+        flips=40 * times,
+        truncations=15 * times,
+        pages=15 * times,
+        mixes=15 * times,
+        seed=seed,
+    )
+    assert result.undetected == []
 
 
 @pytest.mark.case("K3", "K4")
@@ -99,12 +106,12 @@ def test_the_newest_that_is_whole_is_taken_and_the_loss_is_told(tmp_path):
     (two / "rank_00000.safetensors").write_bytes(data)
     (tmp_path / "checkpoints/step_00000009").mkdir()  # as no save of ours leaves it
     (tmp_path / "checkpoints/.staging-0").mkdir()
-    told = []
-    state = tk.resume(tmp_path, tk.TrainState(), *small_run(steps=0)[1:], log=told.append)
+    messages = []
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run(steps=0)[1:], log=messages.append)
     assert state.step == 1
     names = ("step_00000009", "step_00000005", "step_00000002")
-    assert [line.split(":")[0][-13:] for line in told[:3]] == list(names)
-    assert told[3].endswith("step_00000001, 8 steps before step_00000009")
+    assert [line.split(":")[0][-13:] for line in messages[:3]] == list(names)
+    assert messages[3].endswith("step_00000001, 8 steps before step_00000009")
     assert not (tmp_path / "checkpoints/.staging-0").exists()
 
 
@@ -433,12 +440,14 @@ def test_a_checkpoint_of_another_run_is_refused_unless_it_is_asked_for(tmp_path)
     with pytest.raises(CheckpointError, match=f"run_id {run_of(foreign)}, this run has"):
         tk.resume(one, tk.TrainState(), stages, optimizer, ps, log=quiet)
     assert same(before, live(stages, optimizer))
-    told = []
+    messages = []
     assert (
-        tk.resume(one, tk.TrainState(), stages, optimizer, ps, request=copied, log=told.append).step
+        tk.resume(
+            one, tk.TrainState(), stages, optimizer, ps, request=copied, log=messages.append
+        ).step
         == 3
     )
-    assert f"forked from {run_of(foreign)}" in told[-1]
+    assert f"forked from {run_of(foreign)}" in messages[-1]
     after = tk.save_checkpoint(one, tk.TrainState(step=4), stages, optimizer, ps)
     manifest = json.loads((after / "manifest.json").read_text())
     assert manifest["run"] not in (run_of(foreign), run_of(one / "checkpoints/step_00000001"))
@@ -512,9 +521,9 @@ def test_who_else_may_write_a_checkpoint_is_told_or_refused(tmp_path):
     if os.geteuid() == 0:
         os.chown(path / "index.json", 12345, -1)
         assert "belongs to user 12345" in find_owner_problems(path)[0]
-    told, rest = [], small_run()[1:]
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 1
-    assert any("can be written by everybody" in line for line in told)
+    messages, rest = [], small_run()[1:]
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=messages.append).step == 1
+    assert any("can be written by everybody" in line for line in messages)
     with pytest.raises(CheckpointError, match=r"resume: .*json"):
         tk.resume(tmp_path, tk.TrainState(), *rest, strict_owner=True, log=quiet)
 
@@ -525,11 +534,12 @@ FACTS = {"config.seed": 0, "config.lr": 0.1, "config.microbatch": 2, "files of a
 RULES = ResumeRules(allow=["microbatch"], ask=["lr", "schedule-steps"])
 
 
-def resume_with(run_dir, rules=RULES, **facts):
-    told, run = [], small_run(steps=0)[1:]
-    facts = FACTS | facts
-    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, rules=rules, log=told.append)
-    return state, told
+def resume_with(run_dir, changes=(), rules=RULES):
+    """Resume with changed facts; return the state and the messages."""
+    messages, run = [], small_run(steps=0)[1:]
+    facts = FACTS | dict(changes)
+    state = tk.resume(run_dir, tk.TrainState(), *run, facts=facts, rules=rules, log=messages.append)
+    return state, messages
 
 
 @pytest.fixture
@@ -540,31 +550,31 @@ def with_facts(tmp_path):
 
 @pytest.mark.case("G5")
 def test_a_change_is_told_or_wants_leave_or_is_refused(with_facts):
-    state, told = resume_with(with_facts, **{"config.microbatch": 4})
+    state, messages = resume_with(with_facts, {"config.microbatch": 4})
     assert state.step == 1
-    assert told[-1] == "its config.microbatch is 2, the run's is 4"
+    assert messages[-1] == "its config.microbatch is 2, the run's is 4"
     with pytest.raises(CheckpointError) as error:
-        resume_with(with_facts, **{"config.lr": 0.2, "config.seed": 1})
+        resume_with(with_facts, {"config.lr": 0.2, "config.seed": 1})
     assert "config.lr is 0.1, the run's is 0.2 (--allow-change lr" in str(error.value)
     assert "its config.seed is 0, the run's is 1" in str(error.value)
     allowed = attrs.evolve(RULES, granted=["lr"])
-    state, told = resume_with(with_facts, allowed, **{"config.lr": 0.2})
-    assert told[-1] == "its config.lr is 0.1, the run's is 0.2"
+    state, messages = resume_with(with_facts, {"config.lr": 0.2}, allowed)
+    assert messages[-1] == "its config.lr is 0.1, the run's is 0.2"
     with pytest.raises(
         ConfigError, match="seed cannot change in a run; what can be allowed to is lr"
     ):
-        resume_with(with_facts, ResumeRules(ask=["lr"], granted=["seed"]))
+        resume_with(with_facts, rules=ResumeRules(ask=["lr"], granted=["seed"]))
 
 
 def test_a_checkpoint_that_is_loaded_by_its_path_tells_what_has_changed(with_facts, caplog):
     path, run = with_facts / "checkpoints" / "step_00000001", small_run(steps=0)[1:3]
-    facts, told = FACTS | {"config.microbatch": 4}, []
-    load_checkpoint(path, *run, facts=facts, rules=RULES, log=told.append)
-    assert told == ["its config.microbatch is 2, the run's is 4"]
+    facts, messages = FACTS | {"config.microbatch": 4}, []
+    load_checkpoint(path, *run, facts=facts, rules=RULES, log=messages.append)
+    assert messages == ["its config.microbatch is 2, the run's is 4"]
     load_checkpoint(path, *run, facts=facts, rules=RULES)
-    assert caplog.messages == told
+    assert caplog.messages == messages
     load_checkpoint(path, *run, facts=FACTS, rules=RULES)
-    assert caplog.messages == told
+    assert caplog.messages == messages
 
 
 def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts):
@@ -584,18 +594,18 @@ def test_where_facts_differ_tensors_that_follow_from_them_are_counted(with_facts
 def test_without_facts_another_configuration_would_go_on(with_facts, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(load, "compare_facts", lambda *_: ([], []))
-    assert resume_with(with_facts, **{"config.seed": 1})[0].step == 1
+    assert resume_with(with_facts, {"config.seed": 1})[0].step == 1
 
 
 @pytest.mark.case("X11")
 def test_another_machine_is_told(tmp_path):
     path = tk.save_checkpoint(tmp_path, *small_run())
-    told = []
-    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=told.append)
-    assert len(told) == 1
+    messages = []
+    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=messages.append)
+    assert len(messages) == 1
     rewrite(path, "state.json", lambda state: state["machine"].update(threads=77))
-    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=told.append)
-    assert f"written with threads 77, now {torch.get_num_threads()}" in told[-1]
+    tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=messages.append)
+    assert f"written with threads 77, now {torch.get_num_threads()}" in messages[-1]
 
 
 @pytest.mark.case("D5", "D6")
@@ -606,12 +616,14 @@ def test_data_that_changed_is_shown(with_facts):
         ({}, "files of a: a.bin was removed"),
     ):
         with pytest.raises(CheckpointError, match=word):
-            resume_with(with_facts, **{"files of a": files})
+            resume_with(with_facts, {"files of a": files})
 
 
 def test_a_fact_that_was_not_recorded_then_is_asked_for_only_where_it_must_not_change():
-    refused, told = compare_facts({}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, RULES)
-    assert (refused, told) == (["its seed is None, the run's is 1"], [])
+    refused, messages = compare_facts(
+        {}, {"config.lr": 1, "config.microbatch": 1, "seed": 1}, RULES
+    )
+    assert (refused, messages) == (["its seed is None, the run's is 1"], [])
 
 
 def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refused():
@@ -634,8 +646,10 @@ def test_a_free_field_frees_no_fact_of_its_name():
     moved = {"config.tokenizer": "b", "tokenizer": "12"}
     config = Config(allow_change=("tokenizer",))  # which allows the path
     for rules in (make_resume_rules(Config()), make_resume_rules(config)):
-        refused, told = compare_facts({"config.tokenizer": "a", "tokenizer": "12"}, moved, rules)
-        assert (refused, told) == ([], ["its config.tokenizer is a, the run's is b"])
+        refused, messages = compare_facts(
+            {"config.tokenizer": "a", "tokenizer": "12"}, moved, rules
+        )
+        assert (refused, messages) == ([], ["its config.tokenizer is a, the run's is b"])
         refused, _ = compare_facts({"config.tokenizer": "a", "tokenizer": "13"}, moved, rules)
         assert refused == ["its tokenizer is 13, the run's is 12"]
 
@@ -716,9 +730,9 @@ def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
 @pytest.mark.case("X13", "E8")
 def test_a_fork_that_is_requeued_with_the_same_command_goes_on(tmp_path):
     path = tk.save_checkpoint(tmp_path / "parent", *small_run(steps=2))
-    rest, child, told = small_run(steps=0)[1:], tmp_path / "child", []
-    tk.resume(child, tk.TrainState(), *rest, request=path, log=told.append)
+    rest, child, messages = small_run(steps=0)[1:], tmp_path / "child", []
+    tk.resume(child, tk.TrainState(), *rest, request=path, log=messages.append)
     tk.save_checkpoint(child, tk.TrainState(step=7), *rest)
-    assert tk.resume(child, tk.TrainState(), *rest, request=path, log=told.append).step == 7
-    assert any("was forked from" in line for line in told)
+    assert tk.resume(child, tk.TrainState(), *rest, request=path, log=messages.append).step == 7
+    assert any("was forked from" in line for line in messages)
     assert [p.name for p in list_checkpoints(child / "checkpoints")] == ["step_00000007"]

@@ -66,7 +66,7 @@ def test_reading_an_old_format_does_not_change_it(old):
 
 @pytest.mark.case("K15")
 def test_without_migration_an_old_format_could_not_be_read():
-    """The negative control: version 1 lacks what is asked of the present one."""
+    """The negative control: version 1 lacks what the present one requires."""
     state = json.loads((FIXTURES / "v1/step_00000003/state.json").read_text())
     assert "machine" not in state
     described = migrate(state, 1)

@@ -1,5 +1,7 @@
 """A bit that flips in one replica is found within 100 steps and named, in every layout."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -25,23 +27,23 @@ def flip(tensor, bit):
 
 
 def trained(layout, ps, steps):
-    """Return stages and optimizer after some steps, and what the canary said in them."""
+    """Return stages and optimizer after some steps, and the problems that the check found."""
     text = corpus()
     bins = tk.pack_bins(text.lengths, 24, multiple_of=layout.multiple_of)
     stages, optimizer = build(layout, ps)
     step, state = step_function(layout, ps, stages, optimizer), tk.TrainState()
-    look, told = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
+    look, problems = make_replica_check(stages, optimizer, ps, interval=1, within=3), []
     while state.step < steps:
         state, _ = step(state, input_of(state.cursor, ps, layout, text=text, bins=bins))
-        told += look(state.step)
-    return stages, optimizer, told
+        problems += look(state.step)
+    return stages, optimizer, problems
 
 
-def drifts(layout, degrees, names, guilty):
-    """Flip bits of named tensors on one rank in turn; return what is found, and when."""
-    with tk.parallel_session(**degrees) as ps:
-        stages, optimizer, told = trained(layout, ps, 3)
-        look, found = make_replica_check(stages, optimizer, ps), {"while training": told}
+def drifts(layout, session, names, guilty):
+    """Flip bits of named tensors on one rank in turn; return the problems by tensor, and when."""
+    with session() as ps:
+        stages, optimizer, problems = trained(layout, ps, 3)
+        look, found = make_replica_check(stages, optimizer, ps), {"while training": problems}
         found["before"] = [text for step in range(1, 111) for text in look(step)]
         tensors = replica_check._get_tensors(stages, optimizer)
         for name in names:
@@ -54,46 +56,64 @@ def drifts(layout, degrees, names, guilty):
 
 
 WEIGHT, MOMENT = "model/layers.1.mlp.down.weight", "optimizer/exp_avg/layers.1.mlp.down.weight"
-UNFOLDED = {"dp_shard": 1, "ring": 2, "fold_sp": "none"}
 TWO = {
-    "copies": ({"dp_replicate": 2}, {}, [WEIGHT, MOMENT, "optimizer/step/norm.weight"]),
-    "tensor": ({"tp": 2}, {"tp": 2, "vocab_size": 32}, ["model/norm.weight"]),
-    "ring": (UNFOLDED, {**UNFOLDED, "multiple_of": 4}, [WEIGHT]),
-    "tied": ({"pp": 2}, {"pp": 2, "tied": True}, ["model/embedding.weight"]),
+    "copies": (
+        partial(tk.parallel_session, dp_replicate=2),
+        Layout(),
+        [WEIGHT, MOMENT, "optimizer/step/norm.weight"],
+    ),
+    "tensor": (
+        partial(tk.parallel_session, tp=2),
+        Layout(tp=2, vocab_size=32),
+        ["model/norm.weight"],
+    ),
+    "ring": (
+        partial(tk.parallel_session, dp_shard=1, ring=2, fold_sp="none"),
+        Layout(ring=2, fold_sp="none", multiple_of=4),
+        [WEIGHT],
+    ),
+    "tied": (
+        partial(tk.parallel_session, pp=2),
+        Layout(pp=2, tied=True),
+        ["model/embedding.weight"],
+    ),
 }
 FOUR = {
-    "hybrid": ({"dp_replicate": 2, "dp_shard": 2}, {}, [WEIGHT, MOMENT]),
+    "hybrid": (
+        partial(tk.parallel_session, dp_replicate=2, dp_shard=2),
+        Layout(),
+        [WEIGHT, MOMENT],
+    ),
     "tensor": (
-        {"tp": 2, "dp_replicate": 2},
-        {"tp": 2, "vocab_size": 32},
+        partial(tk.parallel_session, tp=2, dp_replicate=2),
+        Layout(tp=2, vocab_size=32),
         [WEIGHT, "model/norm.weight"],
     ),
 }
 
 
 def all_drifts(cases, guilty):
-    """Return what is found in every case."""
-    found = {}
-    for name, (degrees, rest, names) in cases.items():
-        options = {key: value for key, value in rest.items() if key != "dp_shard"}
-        found[name] = drifts(Layout(**options), degrees, names, guilty)
-    return found
+    """Return the problems that are found in every case."""
+    return {
+        name: drifts(layout, session, names, guilty)
+        for name, (session, layout, names) in cases.items()
+    }
 
 
 def and_blind(cases, guilty):
-    """Return what is found in every case, and in the first one with hashes that tell nothing."""
+    """Return what is found in every case, and in the first one with hashes that are all zero."""
     found = all_drifts(cases, guilty)
-    degrees, _, names = next(iter(cases.values()))
+    session, _, names = next(iter(cases.values()))
     replica_check._hash_bits = lambda *_: torch.zeros((), dtype=torch.int64)
-    return found | {"blind": drifts(Layout(), degrees, names, guilty)}
+    return found | {"blind": drifts(Layout(), session, names, guilty)}
 
 
 def check_found(found, name, tensor, text):
     """Check that one drift was found once, within 100 steps, and in the words that are expected."""
     assert found[name]["while training"] == found[name]["before"] == [], name
-    ((step, said),) = found[name][tensor]
+    ((step, problem),) = found[name][tensor]
     assert step - ROUND.start < 100
-    assert text in said, said
+    assert text in problem, problem
 
 
 @pytest.mark.case("N9")
@@ -173,9 +193,9 @@ def test_a_period_that_cannot_be_kept_is_refused(every, within):
         make_replica_check([model], sgd, tk.solo_parallel(), interval=every, within=within)
 
 
-def damaged_state(degrees):
+def damaged_state():
     """Put a NaN into a moment on rank 1; return what is named before and after."""
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session() as ps:
         stages, optimizer, _ = trained(Layout(), ps, 1)
         before = find_nonfinite_state(stages, optimizer, ps.world)
         if ps.world.index == 1:
@@ -187,7 +207,7 @@ def damaged_state(degrees):
 
 @pytest.mark.case("N4")
 def test_a_moment_that_is_not_finite_is_named_with_its_rank():
-    assert run_ranks(damaged_state, 2, {}) == [([], [f"{MOMENT} on rank 1"])] * 2
+    assert run_ranks(damaged_state, 2) == [([], [f"{MOMENT} on rank 1"])] * 2
 
 
 class Reads(TorchDispatchMode):
@@ -206,6 +226,7 @@ def test_few_of_many_damaged_tensors_are_named():
     for p in model.parameters():
         nn.init.constant_(p, torch.inf)
     with Reads() as reads:
-        told = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO, max_names=2)
+        problems = find_nonfinite_state([model], torch.optim.SGD(model.parameters()), SOLO)
     assert reads.count <= 1  # the host waits for the device once, not for each tensor
-    assert told == ["model/0.weight on rank 0", "model/0.bias on rank 0", "and 4 more"]
+    named = [f"model/{name} on rank 0" for name in ("0.weight", "0.bias", "1.weight")]
+    assert problems == [*named, "and 3 more"]

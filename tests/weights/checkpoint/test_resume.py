@@ -121,9 +121,9 @@ def test_an_empty_run_directory_is_a_fresh_start(tmp_path):
 
 
 LOST = {
-    "both tell": lambda _: None,
-    "run.json tells": lambda run: (run / "events.jsonl").unlink(),
-    "events.jsonl tells": lambda run: (run / "run.json").unlink(),
+    "both marks": lambda _: None,
+    "run.json alone": lambda run: (run / "events.jsonl").unlink(),
+    "events.jsonl alone": lambda run: (run / "run.json").unlink(),
 }
 
 
@@ -203,11 +203,11 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path):
         tk.save_checkpoint(tmp_path, *small_run(steps=steps))
     damaged = tmp_path / "checkpoints/step_00000002/rank_00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    told = []
-    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=told.append)
+    messages = []
+    state = tk.resume(tmp_path, tk.TrainState(), *small_run()[1:], log=messages.append)
     assert state.step == 1
-    assert "step_00000002" in told[0]
-    assert "step_00000001" in told[1]
+    assert "step_00000002" in messages[0]
+    assert "step_00000001" in messages[1]
 
 
 def test_when_none_verifies_it_is_an_error_and_nothing_changes(tmp_path):
@@ -274,12 +274,14 @@ def test_no_pickle_is_written(tmp_path):
 def test_after_never_nothing_goes_back_to_the_abandoned_branch(tmp_path):
     for steps in (1, 3):
         tk.save_checkpoint(tmp_path, *small_run(steps=steps))
-    rest, told = small_run()[1:], []
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, request="never", log=told.append).step == 0
-    assert "set 2 checkpoints of another branch aside" in told[-1]
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 0
+    rest, messages = small_run()[1:], []
+    assert (
+        tk.resume(tmp_path, tk.TrainState(), *rest, request="never", log=messages.append).step == 0
+    )
+    assert "set 2 checkpoints of another branch aside" in messages[-1]
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=messages.append).step == 0
     tk.save_checkpoint(tmp_path, *small_run(steps=2))
-    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=told.append).step == 2
+    assert tk.resume(tmp_path, tk.TrainState(), *rest, log=messages.append).step == 2
     assert len(list((tmp_path / "checkpoints/abandoned-1").iterdir())) == 2
 
 
@@ -354,7 +356,7 @@ def save_with_one_rank_failing(run_dir):
         facts = {"bad": object()} if ps.world.index == 0 else {}
         try:
             tk.save_checkpoint(run_dir, tk.TrainState(), stages, optimizer, ps, facts=facts)
-        except Exception as error:  # noqa: BLE001 (any kind is told)
+        except Exception as error:  # noqa: BLE001 ((any kind is returned))
             return str(error)
 
 
@@ -369,8 +371,10 @@ def save_what_is_awkward(run_dir, kind):
     """Save and load with gathered parameters, or with a mesh that is a part of the world."""
     from whole_step import Layout, build
 
-    degrees = {} if kind == "gathered" else {"dp_shard": 2, "ring": 2, "fold_sp": "none"}
-    with tk.parallel_session(**degrees) as ps:
+    session = tk.parallel_session
+    if kind == "part":
+        session = functools.partial(session, dp_shard=2, ring=2, fold_sp="none")
+    with session() as ps:
         if kind == "gathered":
             stages, optimizer = build(Layout(), ps)
             batch = tk.batch.make_padding_batch(1, 4)
@@ -432,20 +436,22 @@ def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
     before = {f"{i}.txt": "a" for i in range(9)}
     tk.save_checkpoint(tmp_path, *run, facts={"data": before})
     live = {**before, "0.txt": "b", "new.txt": "c"}
-    quiet = {"log": lambda _: None}
     del live["1.txt"]
+
+    def resume(data):
+        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": data}, log=lambda _: None)
+
     with pytest.raises(CheckpointError) as error:
-        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": live}, **quiet)
-    for told in (
+        resume(live)
+    for message in (
         "data: 0.txt was changed from a to b",
         "data: 1.txt was removed",
         "data: new.txt was added",
     ):
-        assert told in str(error.value)
+        assert message in str(error.value)
     later = {**before, "an option": False, "another": None}  # that came after the checkpoint
-    tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": later}, **quiet)
-    facts = {"data": later | {"an option": True}}
+    resume(later)
     with pytest.raises(CheckpointError, match="data: an option was added"):
-        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts=facts, **quiet)
+        resume(later | {"an option": True})
     with pytest.raises(CheckpointError, match="and 4 more places in data"):
-        tk.resume(tmp_path, tk.TrainState(), *run[1:], facts={"data": {}}, **quiet)
+        resume({})

@@ -85,26 +85,26 @@ def history(chance):
 
 def broken_promises(listing, policy, pinned, plan):
     """Say what a plan deletes that it must not, or keeps without a reason."""
-    kept = [entry for entry in listing if entry.name not in plan]
+    retained = [entry for entry in listing if entry.name not in plan]
     good = [entry for entry in listing if entry.verified]
-    told = []
+    broken = []
     if not {entry.name for entry in good[: max(2, policy.last)]}.isdisjoint(plan):
-        told.append("one of the newest that verify")
+        broken.append("one of the newest that verify")
     if not pinned.isdisjoint(plan):
-        told.append("pinned")
+        broken.append("pinned")
     best = sorted((e for e in good if e.score is not None), key=lambda e: e.score)[: policy.best]
     if not {entry.name for entry in best}.isdisjoint(plan):
-        told.append("one of the best")
+        broken.append("one of the best")
     wanted = {1, 2, 4, 8, 16, 32, 64, 128} if policy.powers_of_two else set()
     wanted |= set(policy.milestones)
     wanted |= set(range(0, 200, policy.every)) if policy.every else set()
     if any(entry.step in wanted and entry.name in plan for entry in good):
-        told.append("a step to keep")
+        broken.append("a step to keep")
     if any(entry.verified is None and entry.name in plan for entry in listing):
-        told.append("one of a later format")
-    if plan and not any(entry.verified for entry in kept):
-        told.append("all that verify")
-    return told
+        broken.append("one of a later format")
+    if plan and not any(entry.verified for entry in retained):
+        broken.append("all that verify")
+    return broken
 
 
 @pytest.mark.case("K11")
@@ -124,20 +124,20 @@ def test_no_plan_deletes_what_must_stay():
 @pytest.mark.case("K11")
 @pytest.mark.parametrize("taken_away", ["torn ones count", "pins are not seen", "one is enough"])
 def test_control_without_a_rule_the_property_fails(taken_away):
-    chance, told = random.Random(0), []
+    chance, broken = random.Random(0), []
     for _ in range(300):
         listing, policy, pinned = history(chance)
-        seen, also = listing, {"pinned": pinned}
+        seen, pins = listing, pinned
         if taken_away == "torn ones count":
             seen = [Listed(entry.name, entry.step, True, entry.score) for entry in listing]
         elif taken_away == "pins are not seen":
-            also = {}
+            pins = ()
         else:
             with attrs.validators.disabled():
                 policy = Retention(last=1)
-        plan = plan_retention(seen, policy, **also)
-        told += broken_promises(listing, policy, pinned, plan)
-    assert told
+        plan = plan_retention(seen, policy, pinned=pins)
+        broken += broken_promises(listing, policy, pinned, plan)
+    assert broken
 
 
 @pytest.mark.case("G8")
@@ -148,15 +148,15 @@ def test_fewer_than_two_are_refused():
 
 def test_what_powers_of_two_keep_is_what_is_due():
     steps = range(70, 0, -1)
-    kept = set(steps) - {
+    retained = set(steps) - {
         int(name[5:])
         for name in plan_retention(
             [Listed(f"step_{step:08d}", step) for step in steps],
             Retention(last=2, powers_of_two=True),
         )
     }
-    assert kept == {70, 69} | {s for s in steps if is_due(s, 0, powers_of_two=True)}
-    assert kept == {70, 69, 1, 2, 4, 8, 16, 32, 64}
+    assert retained == {70, 69} | {s for s in steps if is_due(s, 0, powers_of_two=True)}
+    assert retained == {70, 69, 1, 2, 4, 8, 16, 32, 64}
 
 
 # --------------------------------------------------------------------------------- directories
@@ -178,17 +178,17 @@ def test_facts_that_a_reader_needs_are_named_where_they_are_not(tmp_path):
 
 
 def test_the_best_is_found_and_a_damaged_one_passed_over(tmp_path):
-    home, told = checkpoints(tmp_path, [1, 2, 3, 4], [3.0, 1.0, 2.0]), []
+    home, messages = checkpoints(tmp_path, [1, 2, 3, 4], [3.0, 1.0, 2.0]), []
     assert find_checkpoint(tmp_path).name == "step_00000004"
     assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
     damage(home / "step_00000002")
-    assert find_checkpoint(tmp_path, best=True, log=told.append).name == "step_00000003"
-    assert "skipped" in told[0]
+    assert find_checkpoint(tmp_path, best=True, log=messages.append).name == "step_00000003"
+    assert "skipped" in messages[0]
     assert find_checkpoint(home / "step_00000001", best=True).name == "step_00000001"
     for step in (1, 3):
         shutil.rmtree(home / f"step_0000000{step}")
     with pytest.raises(CheckpointError, match="none has a score and verifies"):
-        find_checkpoint(tmp_path, best=True, log=told.append)
+        find_checkpoint(tmp_path, best=True, log=messages.append)
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         find_checkpoint(tmp_path / "nowhere", best=True)
 
@@ -198,13 +198,13 @@ def test_torn_ones_do_not_count_as_kept_and_go_once_a_newer_one_is_good(tmp_path
     home = checkpoints(tmp_path, [1, 2, 3, 4])
     damage(home / "step_00000003")
     damage(home / "step_00000004")
-    told = []
-    report = apply_retention(home, Retention(last=2), log=told.append)
-    assert "step_00000004 is damaged" in told[0]
+    messages = []
+    report = apply_retention(home, Retention(last=2), log=messages.append)
+    assert "step_00000004 is damaged" in messages[0]
     assert report["deleted"] == []
     assert report["verified"] == ["step_00000002", "step_00000001"]
     checkpoints(tmp_path, [5])
-    report = apply_retention(home, Retention(last=2), log=told.append)
+    report = apply_retention(home, Retention(last=2), log=messages.append)
     assert report["deleted"] == ["step_00000004", "step_00000003", "step_00000001"]
     assert names(home) == report["kept"] == ["step_00000005", "step_00000002"]
 
@@ -310,14 +310,14 @@ def test_a_deletion_that_fails_is_told_and_the_save_stands(tmp_path, monkeypatch
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(retention, "remove_checkpoint", refused)
-    told = []
+    messages = []
     with open_saver(
-        tmp_path, *small_run(), retention=Retention(last=2), log=told.append, background=False
+        tmp_path, *small_run(), retention=Retention(last=2), log=messages.append, background=False
     ) as (save, saved):
         for step in (1, 2, 3):
             save(tk.TrainState(step=step))
         assert [outcome.error for outcome in saved()] == [None] * 3
-    assert "could not be deleted" in told[0]
+    assert "could not be deleted" in messages[0]
 
 
 @pytest.mark.case("F9")
@@ -356,12 +356,12 @@ def test_a_link_is_left_alone_and_what_it_leads_to_too(tmp_path, monkeypatch):
 @pytest.mark.case("K9")
 def test_a_pointer_that_cannot_be_written_does_not_keep_old_checkpoints(tmp_path):
     (tmp_path / "checkpoints/latest").mkdir(parents=True)
-    told = []
-    with open_saver(tmp_path, *small_run(), retention=Retention(last=2), log=told.append) as (
+    messages = []
+    with open_saver(tmp_path, *small_run(), retention=Retention(last=2), log=messages.append) as (
         save,
         _,
     ):
         for step in range(4):
             save(tk.TrainState(step=step))
     assert names(tmp_path / "checkpoints") == ["step_00000003", "step_00000002"]
-    assert "latest" in told[0]
+    assert "latest" in messages[0]

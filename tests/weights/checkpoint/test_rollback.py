@@ -18,7 +18,7 @@ from trainkit.weights.checkpoint.rollback import roll_back
 def run_to(run_dir, *, saves=(2, 4), until=7):
     """Train and save; the cursor is ahead of the step, as after an earlier rollback."""
     state, stages, optimizer, ps = small_run(steps=0)
-    kept = {}
+    states = {}
     for step in range(1, until + 1):
         for p in stages[0].parameters():
             p.grad = torch.full_like(p, step)
@@ -27,21 +27,21 @@ def run_to(run_dir, *, saves=(2, 4), until=7):
         state = attrs.evolve(state, health={"losses": [float(step)], "norms": [1.0]})
         if step in saves:
             tk.save_checkpoint(run_dir, state, stages, optimizer, ps)
-            kept[step] = live(stages, optimizer)
+            states[step] = live(stages, optimizer)
     memory = {**state.health, "skips": 3.0, "first_bad": 5.0, "bad_steps": [5.0, 6.0, 7.0]}
-    return attrs.evolve(state, health=memory), stages, optimizer, ps, kept
+    return attrs.evolve(state, health=memory), stages, optimizer, ps, states
 
 
 @pytest.mark.case("N5")
 def test_the_state_goes_back_and_the_data_does_not(tmp_path):
-    *run, kept = run_to(tmp_path, saves=(2, 4, 6))
-    told = []
-    found = roll_back(tmp_path, *run, before=4, log=told.append)
+    *run, states = run_to(tmp_path, saves=(2, 4, 6))
+    messages = []
+    found = roll_back(tmp_path, *run, before=4, log=messages.append)
     assert (found.step, found.tokens, found.cursor) == (4, 40, Cursor(12))
     assert found.health["losses"] == [4.0]
     assert (found.health["rollbacks"], found.health["rolled_back"]) == (1.0, [5.0])
-    assert same(live(run[1], run[2]), kept[4])
-    assert "rolled back from step 7 to" in told[0]
+    assert same(live(run[1], run[2]), states[4])
+    assert "rolled back from step 7 to" in messages[0]
     directory = tmp_path / "checkpoints"
     names = [path.name for path in list_checkpoints(directory)]
     assert names == ["step_00000004-1", "step_00000004", "step_00000002"]

@@ -77,8 +77,8 @@ def test_parameters_of_which_nothing_is_remembered_are_named(tmp_path):
     state, (model,), optimizer, ps = small_run()
     for names in ([], ["bias"]):
         path = save_checkpoint(tmp_path, state, [model], optimizer, ps)
-        said = orjson.loads((path / "state.json").read_bytes())["optimizer"]
-        assert said["untouched"] == names
+        saved = orjson.loads((path / "state.json").read_bytes())["optimizer"]
+        assert saved["untouched"] == names
         optimizer.state.pop(model.bias, None)
 
 
@@ -96,20 +96,20 @@ SAVED_DTYPES = [getattr(torch, name) for name in DTYPES]
 
 @pytest.mark.case("K25", "M1")
 @pytest.mark.parametrize(
-    "options",
+    "make_model",
     [
-        *({"dtype": dtype} for dtype in SAVED_DTYPES),
-        {"name": "größe é漢"},
-        {"name": "a/b"},
-        {"shape": ()},
-        {"shape": (0, 4)},
+        *(functools.partial(One, dtype=dtype) for dtype in SAVED_DTYPES),
+        functools.partial(One, name="größe é漢"),
+        functools.partial(One, name="a/b"),
+        functools.partial(One, shape=()),
+        functools.partial(One, shape=(0, 4)),
     ],
-    ids=str,
+    ids=lambda make_model: str(make_model.keywords),
 )
-def test_whatever_is_saved_is_read_back(options, tmp_path):
+def test_whatever_is_saved_is_read_back(make_model, tmp_path):
     ends = []
     for _ in range(2):
-        model = One(**options)
+        model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         rest = [model], optimizer, SOLO
         state = tk.resume(tmp_path, tk.TrainState(), *rest, log=lambda _: None)
@@ -125,12 +125,16 @@ def test_whatever_is_saved_is_read_back(options, tmp_path):
 
 @pytest.mark.case("K25")
 @pytest.mark.parametrize(
-    "options",
-    [{"name": "a\nb"}, {"name": "a" * 1200}, {"shape": (1,) * 17}, {"dtype": torch.complex64}],
+    "model",
+    [
+        One(name="a\nb"),
+        One(name="a" * 1200),
+        One(shape=(1,) * 17),
+        One(dtype=torch.complex64),
+    ],
     ids=["newline", "long", "dimensions", "complex"],
 )
-def test_what_could_not_be_read_back_is_not_saved(options, tmp_path):
-    model = One(**options)
+def test_what_could_not_be_read_back_is_not_saved(model, tmp_path):
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match=r"save_checkpoint: .*(named|valid shape|complex64)"):
         save_checkpoint(tmp_path, tk.TrainState(), [model], optimizer, SOLO)
@@ -453,10 +457,10 @@ def test_a_file_too_large_on_one_rank_fails_the_save_on_all(tmp_path):
 
 
 def fails_unseen(run_dir):
-    """Save while rank 1 cannot write and no rank is asked: what torch does (FAULTS.md, fact 7)."""
+    """Save while rank 1 cannot write, which no rank learns: what torch does (FAULTS.md, fact 7)."""
     with tk.parallel_session() as ps:
         stages, optimizer = build(Layout(), ps)
-        flight.all_max = lambda told, _: torch.zeros_like(told)
+        flight.all_max = lambda flags, _: torch.zeros_like(flags)
         if ps.world.index == 1:
             flight.write_rank = lambda *_: None
         write.find_index_problems = lambda *_: []

@@ -215,7 +215,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
 
 
 class Evil:
-    """What a pickle can be asked to do when it is loaded."""
+    """Attacks that a pickle can try when it is loaded."""
 
     def __init__(self, what, marker):
         self.what, self.marker = what, str(marker)
@@ -340,8 +340,8 @@ MEMORY_FORMAT = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
 @pytest.mark.case("K16")
 def test_a_member_of_an_enum_is_read_as_python_3_11_2_writes_it(sharded, tmp_path, monkeypatch):
     encoding = dcp.metadata._MEM_FORMAT_ENCODING
-    told = pickle.loads(b"\x80\x04" + member_of([*MEMORY_FORMAT, "TORCH_CHANNELS_LAST"]) + b".")
-    assert told is encoding.TORCH_CHANNELS_LAST
+    member = pickle.loads(b"\x80\x04" + member_of([*MEMORY_FORMAT, "TORCH_CHANNELS_LAST"]) + b".")
+    assert member is encoding.TORCH_CHANNELS_LAST
     monkeypatch.setattr(encoding, "__reduce_ex__", lambda x, _: (getattr, (encoding, x.name)))
     edit_metadata(sharded)
     written = (sharded / ".metadata").read_bytes()
@@ -398,11 +398,11 @@ def test_pickles_are_read_in_a_process_of_their_own(sharded, tmp_path, monkeypat
 def told_by(source):
     """Return what the process that reads pickles prints of a source, and how much it has grown."""
     pickled._allowed_names()  # what torch takes by itself is no matter
-    before, told = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, io.BytesIO()
-    with contextlib.redirect_stdout(SimpleNamespace(buffer=told)):
+    before, output = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, io.BytesIO()
+    with contextlib.redirect_stdout(SimpleNamespace(buffer=output)):
         pickled.main(source)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return orjson.loads(told.getvalue()), grown * 1024
+    return orjson.loads(output.getvalue()), grown * 1024
 
 
 @pytest.mark.usefixtures("apart")
@@ -411,9 +411,9 @@ def test_that_process_has_a_bounded_memory(sharded, tmp_path, monkeypatch):
     with (sharded / "sparse.distcp").open("wb") as file:
         file.truncate(2**30)
     (sharded / ".metadata").write_bytes(b"\x80\x04" + b"\x8f" * 4_000_000 + b".")  # 860 MB of sets
-    ((told, grown),) = run_ranks(told_by, 1, sharded)
+    ((report, grown),) = run_ranks(told_by, 1, sharded)
     assert grown < 500_000_000
-    answer = SimpleNamespace(returncode=0, stdout=orjson.dumps(told))
+    answer = SimpleNamespace(returncode=0, stdout=orjson.dumps(report))
     monkeypatch.setattr(foreign.subprocess, "run", lambda *_, **__: answer)
     with pytest.raises(CheckpointError, match=r"takes over \d+ bytes to describe"):
         convert_weights(sharded, tmp_path / "out")
@@ -487,11 +487,11 @@ def test_torch_itself_reads_outside(written, sharded, tmp_path):
 @pytest.mark.case("K17")
 def test_links_pipes_and_missing_files_are_refused(sharded, tmp_path):
     shard = sharded / "__0_0.distcp"
-    kept = tmp_path / "outside.distcp"
-    shard.rename(kept)
+    outside = tmp_path / "outside.distcp"
+    shard.rename(outside)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read"):
         convert_weights(sharded, tmp_path / "out")
-    shard.symlink_to(kept)
+    shard.symlink_to(outside)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp is no regular file"):
         convert_weights(sharded, tmp_path / "out")
     shard.unlink()
@@ -503,7 +503,7 @@ def test_links_pipes_and_missing_files_are_refused(sharded, tmp_path):
     with pytest.raises(CheckpointError, match=r"__0_0.distcp is no regular file"):
         convert_weights(sharded, tmp_path / "out")
     shard.unlink()
-    shutil.copy(kept, shard)
+    shutil.copy(outside, shard)
     convert_weights(sharded, tmp_path / "out")
 
 
@@ -583,12 +583,12 @@ def refuse_bombs(folder):
         begin = time.process_time()
         try:
             convert_weights(path, folder.with_name("out"))
-            said = "no error"
+            message = "no error"
         except CheckpointError as error:
-            said = error.what
+            message = error.what
         except MemoryError:
-            said = f"no memory for {path.name}"
-        found[path.name] = (time.process_time() - begin, said)
+            message = f"no memory for {path.name}"
+        found[path.name] = (time.process_time() - begin, message)
     return found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
@@ -616,8 +616,8 @@ def test_bombs_are_refused_in_no_time_and_little_memory(sharded, tmp_path):
     found, grown = run_ranks(functools.partial(refuse_bombs, folder), 1)[0]
     assert len(found) == 18
     print({name: f"{seconds:.2f} s" for name, (seconds, _) in found.items()}, grown)
-    for name, (seconds, said) in found.items():
-        assert name in said, (name, said)
+    for name, (seconds, message) in found.items():
+        assert name in message, (name, message)
         assert seconds < 2, name
     assert grown < 500_000_000
 
@@ -690,7 +690,7 @@ def test_any_other_damage_is_refused_or_harmless(sharded, tmp_path, monkeypatch)
 
 @pytest.mark.case("K4", "K17", "K18")
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "match"),
     [
         (lambda m: m.state_dict_metadata["model.0.weight"].chunks.pop(), "hold 20 of its 35"),
         (lambda m: m.storage_data.pop(next(iter(m.storage_data))), "says not where"),
@@ -713,8 +713,8 @@ def test_any_other_damage_is_refused_or_harmless(sharded, tmp_path, monkeypatch)
         (lambda m: setattr(m, "state_dict_metadata", {"x": 1}), "is refused: AttributeError"),
     ],
 )
-def test_a_metadata_that_lies_about_its_tensors_is_refused(edit, said, sharded, tmp_path):
+def test_a_metadata_that_lies_about_its_tensors_is_refused(edit, match, sharded, tmp_path):
     edit_metadata(sharded, edit=edit)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=match):
         convert_weights(sharded, tmp_path / "out")
     assert not (tmp_path / "out").exists()

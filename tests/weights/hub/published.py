@@ -555,16 +555,16 @@ SMALL = {
 
 def shrunk(name):
     """Return what a published `config.json` says, of a model as small as those of `tiny`."""
-    said = FORMS[name]
-    small = said | {key: value for key, value in SMALL.items() if key in said}
-    if "num_key_value_heads" in said:
-        alike = said["num_key_value_heads"] == said["num_attention_heads"]
+    values = FORMS[name]
+    small = values | {key: value for key, value in SMALL.items() if key in values}
+    if "num_key_value_heads" in values:
+        alike = values["num_key_value_heads"] == values["num_attention_heads"]
         small["num_key_value_heads"] = 4 if alike else 2
-    if said["model_type"] == "gemma3_text":
+    if values["model_type"] == "gemma3_text":
         small["num_hidden_layers"] = 7  # of which the sixth sees all
-    if "long_factor" in (said.get("rope_scaling") or {}):
+    if "long_factor" in (values.get("rope_scaling") or {}):
         small["rope_scaling"] = {
             key: value[:3] if isinstance(value, list) else value
-            for key, value in said["rope_scaling"].items()
+            for key, value in values["rope_scaling"].items()
         }
     return small

@@ -11,21 +11,22 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainkit import evaluation, hub
+from trainkit import hub
 from trainkit.__main__ import main
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, call_model, call_routed, make_decoder_config
 from trainkit.models.decoder import whole_logits
+from trainkit.post.evaluation.examples import encode_continuation
 from trainkit.text.chat import (
     JINJA_SOURCES,
-    TEMPLATES,
     encode_chat,
     find_stop_ids,
     make_jinja_template,
     read_stop_ids,
     read_template,
 )
+from trainkit.text.chat.templates import TEMPLATES
 from trainkit.text.tokenizers import (
     encode_document,
     open_tokenizer,
@@ -41,15 +42,19 @@ CONFIG = make_decoder_config("tiny", layers=2)
 GOLDEN = Path(__file__).parents[2] / "text" / "chat" / "golden"
 
 
-def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, **facts):
+def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, facts=()):
     """Save a run of a decoder as a recipe does; return its model."""
     model = build_decoder(config, seed=1)
     for name, x in model.named_buffers():
         if name.endswith("router.bias"):
             x.copy_(router_bias * torch.sin(torch.arange(x.numel())))
-    facts = {"config.tokenizer": str(tokenizer), "config.row_length": 256, **facts}
-    facts |= {"model": attrs.asdict(config)}
-    facts |= {"tokenizer": tokenizer_hash(open_tokenizer(tokenizer))}
+    facts = {
+        "config.tokenizer": str(tokenizer),
+        "config.row_length": 256,
+        "model": attrs.asdict(config),
+        "tokenizer": tokenizer_hash(open_tokenizer(tokenizer)),
+        **dict(facts),
+    }
     optimizer = torch.optim.SGD(model.parameters())
     save_checkpoint(home, TrainState(step=3), [model], optimizer, solo_parallel(), facts=facts)
     return model
@@ -62,7 +67,7 @@ def command(capsys, *words):
 
 
 def test_a_run_that_began_with_a_folder_keeps_its_context(tmp_path, capsys):
-    saved_run(tmp_path / "run", context=1024)
+    saved_run(tmp_path / "run", facts={"context": 1024})
     assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
     assert hub.open_folder(tmp_path / "there").values["max_position_embeddings"] == 1024
     flags = [tmp_path / "run", tmp_path / "there", "--overwrite", "--context", 512]
@@ -84,10 +89,10 @@ def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
     assert theirs.config.max_position_embeddings == 256
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 257
-    said = tokenizer("def naïve(): <|im_end|>", return_tensors="pt").input_ids
-    assert said[0].tolist() == [256, *open_tokenizer("bytes").encode("def naïve(): <|im_end|>")]
+    ids = tokenizer("def naïve(): <|im_end|>", return_tensors="pt").input_ids
+    assert ids[0].tolist() == [256, *open_tokenizer("bytes").encode("def naïve(): <|im_end|>")]
     with torch.no_grad():
-        got, want = call_model(model, batch_from_rows(said)), theirs(said).logits
+        got, want = call_model(model, batch_from_rows(ids)), theirs(ids).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert tokenizer.decode([256, 104, 105, 257], skip_special_tokens=True) == "hi"
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id] == [
@@ -130,8 +135,8 @@ def test_a_tokenizer_and_what_lies_beside_it_are_copied_through(tmp_path, capsys
     base.mkdir()
     pieces = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=["<s>", "<|eos|>"])
     save_tokenizer(pieces, base / "tokenizer.json")
-    said = '{"eos_token": "<|eos|>", "model_max_length": 9}'
-    (base / "tokenizer_config.json").write_text(said)
+    config = '{"eos_token": "<|eos|>", "model_max_length": 9}'
+    (base / "tokenizer_config.json").write_text(config)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.5}')
     (base / "pytorch_model.bin").write_text("not copied")
@@ -165,9 +170,9 @@ def like_gpt2(home):
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=special)
     save_tokenizer(made, home / "tokenizer.json")
-    said = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False}
-    said |= {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    (home / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False}
+    config |= {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (home / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     assert theirs("lowest").input_ids == open_tokenizer(home).encode("lowest")  # without
     return home
@@ -177,7 +182,7 @@ def test_what_names_a_bos_and_adds_none_has_it_after_texts_and_not_after_convers
     tmp_path, capsys
 ):
     home = like_gpt2(tmp_path / "base")
-    saved_run(tmp_path / "run", tokenizer=home, **{"config.template": "chatml"})
+    saved_run(tmp_path / "run", tokenizer=home, facts={"config.template": "chatml"})
     assert command(capsys, tmp_path / "run", tmp_path / "there")[0] == 0
     assert not hub.open_model(tmp_path / "run").adds_bos
     assert not hub.open_model(tmp_path / "there").adds_bos
@@ -198,7 +203,7 @@ def test_a_run_and_its_export_are_given_the_same_ids(name, tmp_path, capsys):
     assert folder.adds_bos
     for text in ("lowest é", ""):
         pairs = [
-            evaluation.encode_continuation(each.tokenizer, text, " more", add_bos=each.adds_bos)
+            encode_continuation(each.tokenizer, text, " more", add_bos=each.adds_bos)
             for each in (run, folder)
         ]
         assert pairs[0] == pairs[1]
@@ -219,18 +224,29 @@ def test_the_template_of_a_run_gives_the_same_ids_in_transformers(name, tmp_path
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer("bytes")
     again = read_template(tmp_path)
     for row in spoken(name):
-        how = {"add_generation_prompt": row.get("add_generation_prompt", False)}
-        how["tools"] = row.get("tools")
-        said, asked = row["messages"], row.get("arguments", {})
-        segments = TEMPLATES[name](said, **how, **asked)
+        messages, arguments = row["messages"], row.get("arguments", {})
+        segments = TEMPLATES[name](
+            messages,
+            add_generation_prompt=row.get("add_generation_prompt", False),
+            tools=row.get("tools"),
+            **arguments,
+        )
         want = ours.encode("".join(segment.text for segment in segments))
-        if "date" in asked:
-            asked = {"date_string": asked["date"]}
-        got = theirs.apply_chat_template(said, tokenize=True, return_dict=False, **how, **asked)
+        hf_names = {"date": "date_string"}  # the same argument is called otherwise there
+        got = theirs.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=row.get("add_generation_prompt", False),
+            tools=row.get("tools"),
+            **{hf_names.get(key, key): value for key, value in arguments.items()},
+        )
         assert got == want, row["name"]
-        if not asked and any(message["role"] == "assistant" for message in said):
+        if not arguments and any(message["role"] == "assistant" for message in messages):
             masks = [
-                encode_chat(said, ours, template=each, tools=row.get("tools")).loss_mask.tolist()
+                encode_chat(
+                    messages, ours, template=each, tools=row.get("tools")
+                ).loss_mask.tolist()
                 for each in (TEMPLATES[name], again)
             ]
             assert masks[0] == masks[1], row["name"]
@@ -267,25 +283,25 @@ def test_a_folders_template_goes_through_and_another_takes_its_place(tmp_path, c
     more.mkdir()
     (more / "tool_use.jinja").write_text("{{ 'y' + eos_token }}")
     (base / "generation_config.json").write_text('{"eos_token_id": [3, 257], "top_k": 5}')
-    saved_run(tmp_path / "run", tokenizer=base, **{"config.template": str(base)})
+    saved_run(tmp_path / "run", tokenizer=base, facts={"config.template": str(base)})
     base.rename(tmp_path / "moved")
     code, _ = command(
         capsys, tmp_path / "run", tmp_path / "there", "--tokenizer", tmp_path / "moved"
     )
     assert code == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there")
-    said = [{"role": "user", "content": "a"}]
+    messages = [{"role": "user", "content": "a"}]
     for tools, want in ((None, "x"), ([{"name": "f"}], "y")):
-        got = theirs.apply_chat_template(said, tools=tools, tokenize=False)
-        ours = read_template(tmp_path / "there")(said, tools=tools)
+        got = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        ours = read_template(tmp_path / "there")(messages, tools=tools)
         assert got == f"{want}<|eos|>" == "".join(segment.text for segment in ours)
     for template in (str(other), "qwen3"):
         files = hub.make_tokenizer_files(tmp_path / "moved", template=template)
         assert files["chat_template.jinja"].decode() == JINJA_SOURCES["qwen3"]
         assert b"chat_template" not in files["tokenizer_config.json"]
         ids = [3, 257, *find_stop_ids(open_tokenizer("bytes"), TEMPLATES["qwen3"])]
-        said = {"eos_token_id": ids, "top_k": 5}
-        assert orjson.loads(files["generation_config.json"]) == said
+        generation = {"eos_token_id": ids, "top_k": 5}
+        assert orjson.loads(files["generation_config.json"]) == generation
 
 
 def test_another_tokenizer_than_the_runs_is_refused(tmp_path, capsys):

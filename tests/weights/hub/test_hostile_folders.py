@@ -1,5 +1,6 @@
 """Folders that are not what a good one is: refused by name, before memory is taken."""
 
+import functools
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from weights.hub import tiny
 from trainkit import hub
 from trainkit.models import DecoderConfig, init_weights
 from trainkit.types import CheckpointError, ConfigError
+from trainkit.weights.hub.configs import match_family
 from trainkit.weights.hub.folder import make_family_links
 from trainkit.weights.hub.links import get_foreign_shapes
 
@@ -24,10 +26,10 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
 INDEX = "model.safetensors.index.json"
 
 
-def make_folder(home, config=CONFIG, **changes):
-    """Write a good folder, without `transformers`; return it."""
-    family = hub.match_family(config)
-    values = hub.write_decoder_config(config, context=64) | changes
+def make_folder(home, config=CONFIG, *, changes=()):
+    """Write a good folder, but for changes of its `config.json`, without `transformers`."""
+    family = match_family(config)
+    values = hub.write_decoder_config(config, context=64) | dict(changes)
     home.mkdir()
     (home / "config.json").write_text(json.dumps(values))
     shapes = get_foreign_shapes(make_family_links(family, config))
@@ -110,10 +112,10 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
     (folder / "config.json").write_text(json.dumps(values | wrong))
     with pytest.raises(ConfigError) as caught:
         hub.open_folder(folder)
-    told = "; ".join(caught.value.got)
+    problems = "; ".join(caught.value.got)
     for what in [*wrong, "vocab_size is missing"]:
-        assert what.replace("rope_parameters", "rope_type is 'longrope'") in told, what
-    assert "which is never run" in told
+        assert what.replace("rope_parameters", "rope_type is 'longrope'") in problems, what
+    assert "which is never run" in problems
 
 
 @pytest.mark.parametrize(
@@ -148,11 +150,12 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         ({"layer_types": ["chunked_attention"]}, "layer_types is .*llama has no windows"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*llama has no windows"),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
+        ({"sliding_window": "32"}, "sliding_window is '32', no number"),
     ],
 )
 def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
     with pytest.raises(ConfigError, match=match):
-        hub.open_folder(make_folder(tmp_path / "folder", **changes))
+        hub.open_folder(make_folder(tmp_path / "folder", changes=changes))
 
 
 LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
@@ -283,7 +286,7 @@ def test_a_header_longer_than_any_is_refused(folder):
 
 
 def test_half_precision_of_the_other_kind_is_refused(tmp_path):
-    folder = make_folder(tmp_path / "folder", torch_dtype="bfloat16")
+    folder = make_folder(tmp_path / "folder", changes={"torch_dtype": "bfloat16"})
     whole = load_file(folder / "model.safetensors")
     save_file({name: x.half() for name, x in whole.items()}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"is of float16, and config\.json says bfloat16"):
@@ -353,7 +356,7 @@ def test_all_that_is_missing_or_left_over_or_of_another_shape_is_named(folder):
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 1 << 30}, {"intermediate_size": 1 << 30}])
 def test_sizes_that_the_tensors_have_not_are_refused_before_a_model_is_made(tmp_path, changes):
-    folder = make_folder(tmp_path / "large", **changes)
+    folder = make_folder(tmp_path / "large", changes=changes)
     with pytest.raises(CheckpointError, match=r"sizes differ from config\.json"):
         hub.read_init_config(folder, vocab_size=64)
 
@@ -363,11 +366,11 @@ def test_what_may_be_missing_comes_from_elsewhere(folder):
     del whole["lm_head.weight"]
     whole["score.weight"] = torch.ones(2)
     save_file(whole, folder / "model.safetensors")
-    may = {"allow_missing": ["lm_head.*"], "allow_extra": ["score.*"]}
+    read = functools.partial(weights_of, allow_missing=["lm_head.*"], allow_extra=["score.*"])
     with pytest.raises(ConfigError, match=r"lacks tensors for head\.weight"):
-        weights_of(folder, **may)
+        read(folder)
     drawn = init_weights(CONFIG, seed=0)
-    weights = weights_of(folder, missing=drawn, dtype=torch.float64, **may)
+    weights = read(folder, missing=drawn, dtype=torch.float64)
     head = weights("head.weight", (64, 16), (0, 0))
     assert torch.equal(head, drawn("head.weight", (64, 16), (0, 0)).double())
     assert weights("norm.weight", (16,), (0,)).dtype == torch.float64
@@ -389,7 +392,7 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(tmp_path):
 
 
 def test_matrices_in_fp8_without_their_scales_are_refused_by_name(tmp_path):
-    folder = make_folder(tmp_path / "folder", quantization_config=FP8)
+    folder = make_folder(tmp_path / "folder", changes={"quantization_config": FP8})
     whole = load_file(folder / "model.safetensors")
     scale, spare = f"{NAME}_scale_inv", "model.norm.weight_scale_inv"
     wrong = {None: None, "shape": torch.ones(2, 1), "dtype": torch.ones(1, 1, dtype=torch.int8)}

@@ -111,14 +111,14 @@ def test_a_folder_goes_into_a_layout_and_out_of_it_bit_for_bit(world, tmp_path):
         same(again.state_dict(), model.state_dict())
 
 
-def written(tmp_path, row, **how):
+def written(tmp_path, row, dtype=None):
     """Return what is left of a model that has gone through ours, and the model."""
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path / "a")
     _in_and_out(tmp_path, solo_parallel(), Layout())
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")
     family = hub.open_folder(tmp_path / "a").family.model_type
-    hub.export_folder(checkpoint, tmp_path / "c", context=128, family=family, **how)
+    hub.export_folder(checkpoint, tmp_path / "c", context=128, family=family, dtype=dtype)
     auto = tiny.load_transformers().AutoModelForCausalLM
     return auto.from_pretrained(tmp_path / "c"), theirs
 
@@ -155,32 +155,32 @@ def test_bfloat16_is_written_where_it_is_asked_for_and_read_into_fp32(tmp_path):
 
 
 def status(field):
-    said = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+)", said)[1]) * 1024
+    status_file = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+)", status_file)[1]) * 1024
 
 
 def peaks_of_reading(folders, share, ranks):
-    """Read one of so many parts of each folder; return the bytes at the peak and those kept.
+    """Read one rank's part of each folder; return the bytes at the peak, and those of the result.
 
     It is a rank of its own, whose peak nothing else has raised. What is freed goes back at once
     (else the heap that it was forked with decides), and code has run once before it is measured:
     the kernel counts the pages of libraries as it maps them.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
-    kept, found = [], []
+    tensors, found = [], []
     for folder in folders:
         weights = hub.open_folder_weights(hub.open_folder(folder))
         for name, shape in weights.shapes.items():
             torch.empty(1, *shape[1:]).copy_(weights(name, (1, *shape[1:]), (0,) * len(shape)))
         Path("/proc/self/clear_refs").write_text("5")
-        before, begun = status("VmHWM"), len(kept)
+        before, first_new = status("VmHWM"), len(tensors)
         for name, shape in weights.shapes.items():
             rows = -(-shape[0] // ranks)
             first = min(share * rows, shape[0])
             part = (min(rows, shape[0] - first), *shape[1:])
-            kept.append(torch.empty(part))
-            kept[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
-        found.append((status("VmHWM") - before, sum(x.nbytes for x in kept[begun:])))
+            tensors.append(torch.empty(part))
+            tensors[-1].copy_(weights(name, part, (first, *(0 for _ in shape[1:]))))
+        found.append((status("VmHWM") - before, sum(x.nbytes for x in tensors[first_new:])))
     return found
 
 
@@ -192,7 +192,8 @@ def test_reading_takes_the_memory_of_one_file_beside_the_local_parameters(tmp_pa
         kind, changes = tiny.ROWS[row]
         sizes = {"hidden_size": 512, "intermediate_size": 1024}
         sizes |= {"vocab_size": 16_384} if row == "mixtral" else {"num_hidden_layers": 10}
-        made = getattr(transformers, f"{kind}Config")(**tiny.SIZES | changes | sizes)
+        make_config = getattr(transformers, f"{kind}Config").from_dict
+        made = make_config(tiny.SIZES | changes | sizes)
         theirs = getattr(transformers, f"{kind}ForCausalLM")(made).to(torch.bfloat16)
         theirs.save_pretrained(tmp_path / row, max_shard_size="20MB")
         wide[row] = theirs.num_parameters() * 4
@@ -227,10 +228,10 @@ def in_blocks_of_fp8(folder):
 
 
 def exported(home, faults):
-    """Write a folder with all ranks for each fault, which the second has; return what is said."""
+    """Write a folder with all ranks for each fault, which the second has; return the outcomes."""
     from trainkit.weights.checkpoint import export
 
-    own, said = export._write_shard, []
+    own, outcomes = export._write_shard, []
     with parallel_session(Layout(dp_shard=2)) as ps:
         for fault in faults:
 
@@ -248,10 +249,10 @@ def exported(home, faults):
                 hub.export_folder(
                     f"{home}/run", there, context=128, shard_bytes=9_000, axis=ps.world
                 )
-                said.append("written")
+                outcomes.append("written")
             except DiskError as error:
-                said.append(str(error))
-    return said
+                outcomes.append(str(error))
+    return outcomes
 
 
 def test_where_a_rank_cannot_write_no_folder_appears_and_every_rank_says_so(tmp_path):

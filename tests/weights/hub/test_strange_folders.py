@@ -19,11 +19,12 @@ from trainkit.types import CheckpointError, ConfigError, DataError, TrainState
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def folder_of(home, *, kind="ForCausalLM", words=60, **how):
+def folder_of(home, *, kind="ForCausalLM", words=60, shard_size="5GB"):
     """Write a tiny Llama and a tokenizer of fewer ids than it has rows."""
     transformers, changes = tiny.load_transformers(), tiny.ROWS["llama"][1]
-    config = transformers.LlamaConfig(**tiny.SIZES | changes | {"pad_token_id": 0})
-    getattr(transformers, f"Llama{kind}")(config).save_pretrained(home, **how)
+    config = transformers.LlamaConfig.from_dict(tiny.SIZES | changes | {"pad_token_id": 0})
+    model = getattr(transformers, f"Llama{kind}")(config)
+    model.save_pretrained(home, max_shard_size=shard_size)
     vocabulary = {letter: i for i, letter in enumerate(sorted(map_letters_to_bytes())[:words])}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,8 +73,8 @@ def with_older_names(home):
 
 def with_added_tokens(home):
     (home / "added_tokens.json").write_text(json.dumps({"<|x|>": 60}))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (home / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (home / "tokenizer_config.json").write_text(json.dumps(config))
     (home / "chat_template.jinja").write_text(TEMPLATE)
 
 
@@ -86,8 +87,8 @@ def with_a_file_twice(home):
     "change", [with_nothing_said, with_older_names, with_added_tokens, with_a_file_twice]
 )
 def test_what_is_said_in_other_words_is_trained_and_exported(change, tmp_path):
-    many = {"max_shard_size": "20KB"} if change is with_a_file_twice else {}
-    home = folder_of(tmp_path / "folder", **many)
+    size = "20KB" if change is with_a_file_twice else "5GB"
+    home = folder_of(tmp_path / "folder", shard_size=size)
     change(home)
     theirs, ours = through(home, tmp_path)
     text = "AB<|x|>A"
@@ -123,7 +124,7 @@ def that_lists_added_tokens(home):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "match"),
     [
         (with_rope_of_another_kind, ConfigError, "rope_type is 'ntk', not default or linear"),
         (in_a_pickle, CheckpointError, "pytorch_model.bin, a pickle, .* checkpoint convert"),
@@ -133,16 +134,16 @@ def that_lists_added_tokens(home):
         (that_lists_added_tokens, DataError, "added_tokens.json: no JSON object of tokens"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_what_it_is(change, error, told, tmp_path):
-    many = {"max_shard_size": "20KB"} if "shard" in change.__name__ else {}
-    home = folder_of(tmp_path / "folder", **many)
+def test_what_cannot_be_read_is_refused_by_what_it_is(change, error, match, tmp_path):
+    size = "20KB" if "shard" in change.__name__ else "5GB"
+    home = folder_of(tmp_path / "folder", shard_size=size)
     change(home)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=match):
         adapters.open_base_weights(hub.open_model(home).path)
 
 
 def test_a_model_with_another_head_is_called_what_it_is(tmp_path):
     home = folder_of(tmp_path / "folder", kind="ForSequenceClassification")
-    told = r"says \['LlamaForSequenceClassification'\], but LlamaForCausalLM is supported; lm_h"
-    with pytest.raises(CheckpointError, match=told):
+    match = r"says \['LlamaForSequenceClassification'\], but LlamaForCausalLM is supported; lm_h"
+    with pytest.raises(CheckpointError, match=match):
         hub.open_folder_weights(hub.open_folder(home))

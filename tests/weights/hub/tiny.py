@@ -214,7 +214,8 @@ def make_theirs(row):
     transformers = load_transformers()
     kind, changes = ROWS[row]
     sizes = OF_GPT2 if kind == "GPT2" else SIZES
-    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(sizes | changes))  # it writes
+    make_config = getattr(transformers, f"{kind}Config").from_dict
+    config = make_config(copy.deepcopy(sizes | changes))  # it writes into its argument
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     name = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}

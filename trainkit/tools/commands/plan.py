@@ -64,7 +64,7 @@ from trainkit.types import ConfigError, Layout, Precision
 
 if TYPE_CHECKING:
     from trainkit.models.config import DecoderConfig
-    from trainkit.tools.planning import Hardware
+    from trainkit.tools.planning.machines import Hardware
 
 
 _DEGREES = tuple(Layout().degrees)
@@ -290,7 +290,7 @@ def _read_config(options: argparse.Namespace) -> DecoderConfig:
     import attrs  # noqa: PLC0415 -- see run
 
     from trainkit.models.decoder_sizes import make_decoder_config  # noqa: PLC0415 -- see run
-    from trainkit.weights.hub import read_model_info  # noqa: PLC0415 -- see run
+    from trainkit.weights.hub.trained import read_model_info  # noqa: PLC0415 -- see run
 
     if options.init is not None and options.size is not None:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Where each rank of a layout sits: on which axes, with which tokens, with which parameters."""
+"""The position of each rank of a layout on the axes, and its shards of tokens and parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,10 +36,10 @@ class RankPlace:
 
 
 def mesh_places(layout: Layout) -> list[RankPlace]:
-    """Return where each rank of a layout sits.
+    """Return the position of each rank of a layout.
 
-    Tokens differ over dp_replicate, dp_shard, ring and ulysses. Parameters differ over pp, tp and
-    what they are sharded over: dp_shard and the part of ring and ulysses that `fold_sp` names.
+    Tokens differ over dp_replicate, dp_shard, ring and ulysses. Parameters differ over pp, tp, and
+    the axes that they are sharded over: dp_shard, and ring and ulysses as `fold_sp` says.
 
     Args:
         layout: The layout; a dp_shard of -1 counts 1.
@@ -52,19 +52,21 @@ def mesh_places(layout: Layout) -> list[RankPlace]:
     sizes = {name: layout.count(name) for name in axes["world"]}
     places: list[RankPlace] = []
     for rank in range(layout.world):
-        found = np.unravel_index(rank, tuple(sizes.values()))
-        index = dict(zip(sizes, map(int, found), strict=True))
-        tokens = _number(index, sizes, axes["loss"])
-        parameters = _number(index, sizes, ("pp", *axes["fsdp"], "tp"))
-        if layout.ep > 1:
+        indices = np.unravel_index(rank, tuple(sizes.values()))  # the last axis is innermost
+        index = dict(zip(sizes, map(int, indices), strict=True))
+        tokens = _flatten_index(index, sizes, axes["loss"])
+        parameters = _flatten_index(index, sizes, ("pp", *axes["fsdp"], "tp"))
+        if layout.ep > 1:  # ep and expert_fsdp divide the same ranks as fsdp
             shape = tuple(layout.expert_axes.values())
-            found = np.unravel_index(_number(index, sizes, axes["fsdp"]), shape)
-            index |= zip(layout.expert_axes, map(int, found), strict=True)
+            indices = np.unravel_index(_flatten_index(index, sizes, axes["fsdp"]), shape)
+            index |= zip(layout.expert_axes, map(int, indices), strict=True)
         places.append(RankPlace(rank, index, tokens, parameters))
     return places
 
 
-def _number(index: Mapping[str, int], sizes: Mapping[str, int], names: tuple[str, ...]) -> int:
+def _flatten_index(
+    index: Mapping[str, int], sizes: Mapping[str, int], names: tuple[str, ...]
+) -> int:
     shape = tuple(sizes[name] for name in names)
     return int(np.ravel_multi_index(tuple(index[name] for name in names), shape))
 
@@ -82,11 +84,11 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
 
     Args:
         layout: The layout; a dp_shard of -1 counts 1.
-        path: The picture; the name says the format (.png, .svg, .pdf).
+        path: The file to write; its suffix sets the format (.png, .svg, .pdf).
 
     Raises:
         ConfigError: matplotlib is missing.
-        ValueError: There are more than 64 ranks, or the name says no format.
+        ValueError: There are more than 64 ranks, or the suffix is no known format.
         DiskError: The picture cannot be written.
 
     Effects:
@@ -102,75 +104,70 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     places = mesh_places(layout)
     if len(places) > _LIMIT:
         raise ValueError(f"plot_mesh: {len(places)} ranks are more than the {_LIMIT} drawn legibly")
-    shown = [name for name in layout.axes["world"] if layout.count(name) > 1]
-    rows = [*shown, "rank", "tokens", "parameters"]
+    names = [name for name in layout.axes["world"] if layout.count(name) > 1]
+    rows = [*names, "rank", "tokens", "parameters"]
     rows += ["ep", "expert_fsdp"] if layout.ep > 1 else []
     figure = drawing.new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
     axes = figure.subplots()
-    _draw_axes(axes, places, shown)
-    for row, name in enumerate(rows[len(shown) :], len(shown)):
+    _draw_axes(axes, places, names)
+    for row, name in enumerate(rows[len(names) :], len(names)):
         _draw_leaves(axes, places, row + 0.25 * (name != "rank"), name)
-    heights = [at + 0.5 + 0.25 * (at > len(shown)) for at in range(len(rows))]
+    # A gap below the ranks separates the axes from what their ranks hold.
+    heights = [row + 0.5 + 0.25 * (row > len(names)) for row in range(len(rows))]
     axes.set_yticks(heights, rows)
     axes.set_ylim(len(rows) + 0.3, 0)
     axes.set_xlim(0, len(places))
     axes.set_xticks([])
     axes.tick_params(axis="y", labelcolor=drawing.INK)
     axes.set_title(
-        f"{_count(len(places), 'rank')}: {layout}" if shown else "1 rank",
+        f"{_format_count(len(places), 'rank')}: {layout}" if names else "1 rank",
         loc="left",
         fontsize=11,
         color=drawing.INK,
     )
-    parts = [len({getattr(p, kind) for p in places}) for kind in ("tokens", "parameters")]
-    label = f"{_count(parts[0], 'part')} of the tokens, {parts[1]} of the parameters"
+    num_tokens = len({place.tokens for place in places})
+    num_parameters = len({place.parameters for place in places})
+    label = f"{_format_count(num_tokens, 'part')} of the tokens, {num_parameters} of the parameters"
     axes.set_xlabel(label, loc="left", color=drawing.GREY)
     drawing.bare(axes)
     axes.tick_params(axis="y", labelcolor=drawing.INK)
     return drawing.save_picture("plot_mesh", figure, path)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _draw_axes(axes: Axes, places: list[RankPlace], shown: list[str]) -> None:
-    """Draw each axis as a row of boxes, cut where an axis above is cut."""
-    for row in range(len(shown)):
-        above = shown[: row + 1]
+def _draw_axes(axes: Axes, places: list[RankPlace], names: list[str]) -> None:
+    """Draw each axis as a row of boxes, divided where an axis above it is."""
+    for row in range(len(names)):
 
-        def branch(place: RankPlace, above: list[str] = above) -> tuple[int, ...]:
-            return tuple(place.index[axis] for axis in above)
+        def get_indices(place: RankPlace, depth: int = row + 1) -> tuple[int, ...]:
+            return tuple(place.index[name] for name in names[:depth])
 
-        for key, group in groupby(places, branch):
+        for indices, group in groupby(places, get_indices):
             ranks = [place.rank for place in group]
-            colour = ("#dbe4ee", "#b6c8db")[key[-1] % 2]
-            _box(axes, ranks, row, str(key[-1]), colour)
+            colour = ("#dbe4ee", "#b6c8db")[indices[-1] % 2]
+            _draw_box(axes, ranks, row, str(indices[-1]), colour)
 
 
 def _draw_leaves(axes: Axes, places: list[RankPlace], row: float, name: str) -> None:
-    """Draw the ranks, or what they hold: one box for neighbours with the same content."""
-    content: dict[str, Callable[[RankPlace], int]] = {
-        "rank": lambda place: place.rank,
-        "tokens": lambda place: place.tokens,
-        "parameters": lambda place: place.parameters,
-        "ep": lambda place: place.index["ep"],
-        "expert_fsdp": lambda place: place.index["expert_fsdp"],
-    }
-    for value, group in groupby(places, content[name]):
-        ranks = [place.rank for place in group]
-        text = _letters(value) if name == "tokens" else str(value)
+    """Draw ranks, tokens, parameters or experts, with one box for neighbors of equal value."""
+    values = (x.index[name] if name in x.index else getattr(x, name) for x in places)
+    for value, group in groupby(enumerate(values), lambda pair: pair[1]):
+        ranks = [rank for rank, _ in group]
+        text = _format_letters(value) if name == "tokens" else str(value)
         colour = "#ffffff" if name == "rank" else drawing.colour_of(value)
-        _box(axes, ranks, row, text, colour)
+        _draw_box(axes, ranks, row, text, colour)
 
 
-def _letters(value: int) -> str:
+def _format_letters(value: int) -> str:
     """Return A to Z, then AA, AB, and so on."""
-    before = _letters(value // 26 - 1) if value >= len(_LETTERS) else ""
+    before = _format_letters(value // 26 - 1) if value >= len(_LETTERS) else ""
     return before + _LETTERS[value % 26]
 
 
-def _box(axes: Axes, ranks: list[int], row: float, text: str, colour: str) -> None:
+def _draw_box(axes: Axes, ranks: list[int], row: float, text: str, colour: str) -> None:
     edge = "#c4c8cf" if colour == "#ffffff" else "white"
     sides, width = (row + 0.05, 0.9), len(ranks)
     axes.broken_barh([(ranks[0] + 0.03, width - 0.06)], sides, facecolor=colour, edgecolor=edge)

@@ -1,4 +1,4 @@
-"""The zigzag shards of a packed row, and the blocks of attention that each rank computes."""
+"""The zigzag shards of a packed row, and the blocks of ring attention of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class ZigzagChunk:
-    """One of the 2N chunks of a document: tokens `begin` to `end` of the row, held by `rank`."""
+    """One of the 2N chunks of a document: tokens `begin` to `end` of the row, on `rank`."""
 
     document: int
     index: int
@@ -28,10 +28,10 @@ class ZigzagChunk:
 
 @attrs.frozen
 class RingBlock:
-    """A pair of chunks whose queries see keys: `rank` computes it at `step` of the ring.
+    """A chunk of queries and one of keys, which `rank` computes at `step` of the ring.
 
-    `pairs` counts the queries and keys that see each other: half a block and a little more where
-    queries and keys are the same chunk.
+    `pairs` counts the pairs of query and key under the causal mask: n^2 of chunks of n tokens, or
+    n (n + 1) / 2 where both are the same chunk.
     """
 
     query: ZigzagChunk
@@ -44,7 +44,7 @@ class RingBlock:
 def zigzag_chunks(lengths: Sequence[int], ring: int) -> list[ZigzagChunk]:
     """Return the chunks of a packed row in the order of its tokens.
 
-    Rank r of N holds chunks r and 2N-1-r of each document, as `batch.zigzag_shard` cuts it.
+    Rank r of N has chunks r and 2N-1-r of each document, as by `batch.zigzag_shard`.
 
     Args:
         lengths: The documents of the row, in tokens; each a multiple of 2N.
@@ -66,22 +66,22 @@ def zigzag_chunks(lengths: Sequence[int], ring: int) -> list[ZigzagChunk]:
             f" for each of {ring} ranks); pack with multiple_of={2 * ring}"
         )
     chunks: list[ZigzagChunk] = []
-    begin = 0
+    start = 0
     for document, length in enumerate(lengths):
         size = length // (2 * ring)
         for index in range(2 * ring):
             rank = min(index, 2 * ring - 1 - index)
-            chunks.append(ZigzagChunk(document, index, rank, begin, begin + size))
-            begin += size
+            chunks.append(ZigzagChunk(document, index, rank, start, start + size))
+            start += size
     return chunks
 
 
 def ring_blocks(lengths: Sequence[int], ring: int) -> list[RingBlock]:
-    """Return the blocks of causal attention of a packed row that hold anything to compute.
+    """Return the blocks of causal attention of a packed row that are not entirely masked.
 
-    At step s of the ring, rank r has the keys and values of rank r - s. Of each document's two
-    chunks against two it computes those that can be seen, which come to the same work on all ranks
-    at every step (Zhu, "Ring flash attention", 2024).
+    At step s of the ring, rank r has the keys and values of rank r - s. Of each document's two by
+    two blocks it computes those that are not masked, which is equal work on all ranks at every step
+    (Zhu, "Ring flash attention", 2024).
 
     Args:
         lengths: The documents of the row, in tokens; each a multiple of 2N.
@@ -108,20 +108,20 @@ def ring_blocks(lengths: Sequence[int], ring: int) -> list[RingBlock]:
 
 
 def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
-    """Draw a packed row cut for a ring, and the attention that each rank computes; return where.
+    """Draw the shards of a packed row, and the attention that each rank computes; return the path.
 
-    Above, the row in its order and what each rank holds of it, coloured by rank. Below on the left,
-    which queries see which keys: the colour is the rank that computes a block, the number the step
-    of the ring at which its keys arrive. On the right, the work of each rank, step by step.
+    At the top are the row, and each rank's shard of it, colored by rank. At the bottom left is the
+    attention mask: the color of a block is the rank that computes it, the number the step of the
+    ring at which its keys arrive. At the bottom right is the work of each rank by step.
 
     Args:
         lengths: The documents of the row, in tokens; each a multiple of 2N.
         ring: The number of ranks N, at most 8.
-        path: The picture; the name says the format (.png, .svg, .pdf).
+        path: The file to write; its suffix sets the format (.png, .svg, .pdf).
 
     Raises:
-        ValueError: A length does not divide by 2N, there are more than 8 ranks, or the name says no
-            format.
+        ValueError: A length does not divide by 2N, there are more than 8 ranks, or the suffix is no
+            known format.
         ConfigError: matplotlib is missing.
         DiskError: The picture cannot be written.
 
@@ -138,9 +138,9 @@ def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
     if ring > 8:
         raise ValueError(f"plot_zigzag: there are colors for at most 8 ranks, got {ring}")
     chunks, blocks = zigzag_chunks(lengths, ring), ring_blocks(lengths, ring)
-    top = 0.24 * (ring + 1) + 0.2
-    figure = drawing.new_figure(9, top + 5.2)
-    grid = figure.add_gridspec(2, 2, height_ratios=[top, 4.6], width_ratios=[4.6, 2.6])
+    height = 0.24 * (ring + 1) + 0.2  # inches of the shards, a row for each rank
+    figure = drawing.new_figure(9, height + 5.2)
+    grid = figure.add_gridspec(2, 2, height_ratios=[height, 4.6], width_ratios=[4.6, 2.6])
     _draw_shards(figure.add_subplot(grid[0, :]), chunks, ring)
     _draw_blocks(figure.add_subplot(grid[1, 0]), blocks, lengths)
     _draw_work(figure.add_subplot(grid[1, 1]), blocks, ring)
@@ -148,12 +148,12 @@ def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
 
 
 def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
-    """Draw the row, and below it what each rank holds of it."""
-    taken = [0] * ring
+    """Draw the row, and below it each rank's shard, with the numbers of chunks where they fit."""
+    filled = [0] * ring  # tokens of each rank that are drawn
     for chunk in chunks:
         size = chunk.end - chunk.begin
         color = drawing.colour_of(chunk.rank)
-        for row, start in ((0.0, chunk.begin), (chunk.rank + 1.3, taken[chunk.rank])):
+        for row, start in ((0.0, chunk.begin), (chunk.rank + 1.3, filled[chunk.rank])):
             axes.broken_barh(
                 [(start, size)],
                 (row + 0.06, 0.88),
@@ -163,9 +163,8 @@ def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
             )
             if size * 60 > chunks[-1].end:
                 _write(axes, start + size / 2, row + 0.52, str(chunk.index), color)
-        taken[chunk.rank] += size
-    for chunk in chunks:
-        if chunk.index == 0:
+        filled[chunk.rank] += size
+        if chunk.index == 0:  # a line where a document starts
             axes.plot(
                 [chunk.begin] * 2, [-0.15, 1.1], color=drawing.INK, linewidth=1.6, clip_on=False
             )
@@ -185,29 +184,28 @@ def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]
     """Draw the causal blocks, those on the diagonal as triangles."""
     from matplotlib.collections import PolyCollection  # noqa: PLC0415 -- an extra, there by now
 
-    whole = sum(lengths)
+    total = sum(lengths)
     shapes: list[list[tuple[int, int]]] = []
     for block in blocks:
-        (left, right), (top, bottom) = (
-            (chunk.begin, chunk.end) for chunk in (block.key, block.query)
-        )
+        left, right = block.key.begin, block.key.end
+        top, bottom = block.query.begin, block.query.end
         corners = [(left, top), (left, bottom), (right, bottom)]
         shapes.append(corners if block.key is block.query else [*corners, (right, top)])
-        middle = (left + right) / 2, (top + bottom) / 2
+        x, y = (left + right) / 2, (top + bottom) / 2
         room = 28
-        if block.key is block.query:  # the middle of a triangle
-            middle, room = (left + (right - left) / 3, top + (bottom - top) * 2 / 3), 22
-        if (right - left) * room > whole:
-            _write(axes, *middle, str(block.step), drawing.colour_of(block.rank))
+        if block.key is block.query:  # the centroid of a triangle
+            x, y, room = left + (right - left) / 3, top + (bottom - top) * 2 / 3, 22
+        if (right - left) * room > total:  # otherwise the number is larger than the block
+            _write(axes, x, y, str(block.step), drawing.colour_of(block.rank))
     colours = [drawing.colour_of(block.rank) for block in blocks]
     axes.add_collection(
         PolyCollection(shapes, facecolors=colours, edgecolor="white", linewidth=0.6)
     )
     ends = np.cumsum(lengths)
-    for begin, end in zip(ends - lengths, ends, strict=True):
-        axes.plot([begin, begin, end], [begin, end, end], color=drawing.INK, linewidth=0.8)
-    axes.set_xlim(0, whole)
-    axes.set_ylim(whole, 0)
+    for start, end in zip(ends - lengths, ends, strict=True):
+        axes.plot([start, start, end], [start, end, end], color=drawing.INK, linewidth=0.8)
+    axes.set_xlim(0, total)
+    axes.set_ylim(total, 0)
     axes.set_aspect("equal")
     axes.set_xlabel("keys", fontsize=9, color=drawing.GREY)
     axes.set_ylabel("queries", fontsize=9, color=drawing.GREY)
@@ -222,18 +220,18 @@ def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]
 
 
 def _draw_work(axes: Axes, blocks: Sequence[RingBlock], ring: int) -> None:
-    """Draw the work of each rank, one bar over the other for the steps."""
+    """Draw the work of each rank as a stacked bar of its steps."""
     pairs = np.zeros((ring, ring))
     for block in blocks:
         pairs[block.step, block.rank] += block.pairs
-    share = 100 * pairs / pairs.sum()
+    percent = 100 * pairs / pairs.sum()
     below = np.zeros(ring)
+    colours = [drawing.colour_of(rank) for rank in range(ring)]
     for step in range(ring):
-        colours = [drawing.colour_of(rank) for rank in range(ring)]
-        axes.bar(range(ring), share[step], 0.8, below, color=colours, edgecolor="white")
+        axes.bar(range(ring), percent[step], 0.8, below, color=colours, edgecolor="white")
         for rank in range(ring):
-            _write(axes, rank, below[rank] + share[step, rank] / 2, str(step), colours[rank])
-        below += share[step]
+            _write(axes, rank, below[rank] + percent[step, rank] / 2, str(step), colours[rank])
+        below += percent[step]
     axes.set_xticks(
         range(ring), [f"rank {rank}" if ring < 5 else str(rank) for rank in range(ring)]
     )

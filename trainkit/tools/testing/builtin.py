@@ -1,7 +1,4 @@
-"""The certificate of what trainkit brings: a small decoder, tied, with dropout, and exact.
-
-And of a model that has nothing of trainkit in it.
-"""
+"""The models that trainkit certifies: decoders, an exact model of integers, and a foreign one."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from torch import nn
 from trainkit import losses, models
 from trainkit.batch import collate_bins
 from trainkit.data.corpus import TokenCorpus
+from trainkit.losses.terms import NamedLoss
 from trainkit.mesh import solo_parallel
 from trainkit.noise.counters import make_token_keys
 from trainkit.optim import make_optimizer
@@ -30,14 +28,12 @@ from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
 from trainkit.post import objectives
-from trainkit.post.adapters import (
-    Lora,
-    QuantizationFormat,
+from trainkit.post.adapters import Lora, lora, quantized
+from trainkit.post.adapters.formats import QuantizationFormat
+from trainkit.post.adapters.frozen import (
     QuantizationSpec,
     can_shard_bytes,
     get_quantizations,
-    lora,
-    quantized,
     round_weights,
 )
 from trainkit.sampling import shuffle_epochs
@@ -48,20 +44,21 @@ from trainkit.tools.testing.certificate import Certificate, tier_called
 from trainkit.tools.testing.certify import certify_together
 from trainkit.tools.testing.foreign import ForeignModel, call_foreign, foreign_plan, split_foreign
 from trainkit.tools.testing.train import Training, certificate_weights
-from trainkit.types import Axis, Batch, Hidden, Layout, Log, Weights
+from trainkit.types import Axis, Batch, Hidden, Layout, Log
 
 CONFIG = models.DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
 )
-# What is in no case of four stages has two layers: a row of it takes half the time.
+# A model that no case splits into four stages has two layers: its rows take half the time.
 SHALLOW = attrs.evolve(CONFIG, layers=2)
 ROWS = 4
+"""Rows of a global batch, and most ranks that they serve; above, a batch has twice as many."""
 CAPACITY = 64
 TIMEOUT = 180.0  # compiling takes some seconds a rank, and more where other work wants the cores
 
 
 def decoder_of(config: models.DecoderConfig) -> nn.Module:
-    """Return a decoder for the fused loss, as a recipe makes it.
+    """Return a decoder for the fused loss, as in a recipe.
 
     Examples:
         >>> with torch.device("meta"):
@@ -73,7 +70,7 @@ def decoder_of(config: models.DecoderConfig) -> nn.Module:
 
 
 def half_frozen(config: models.DecoderConfig) -> nn.Module:
-    """Return a decoder that trains the upper half of its blocks alone: fine-tuning.
+    """Return a decoder whose lower half is frozen, embedding included, as for fine-tuning.
 
     Examples:
         >>> with torch.device("meta"):
@@ -103,13 +100,14 @@ EXPERTS = models.Experts(
 
 
 def with_experts(config: models.DecoderConfig) -> nn.Module:
-    """Return a decoder with experts whose routers have loads and biases, as after some steps.
+    """Return a decoder with experts whose routers have loads and biases, as after a few steps.
 
     Examples:
         >>> with_experts(CONFIG).layers["1"].mlp.router.bias[0].item()
         0.10000000149011612
     """
     model: Any = decoder_of(attrs.evolve(config, experts=EXPERTS))
+    # Zero biases would hide a router that forgets them, or shards them wrongly.
     for i in model.config.expert_layers:
         router = model.layers[str(i)].mlp.router
         router.load.copy_(torch.linspace(0.02, 0.23, EXPERTS.count))
@@ -119,16 +117,16 @@ def with_experts(config: models.DecoderConfig) -> nn.Module:
 
 _ATTENTION = r"layers\.\d+\.attention\.(w[qkvo]|wkv)"
 _MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
-_OF_EXPERTS_OWN = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
+_EXPERT_MATRICES = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
 
 
 def with_adapters(
     config: models.DecoderConfig, *, form: QuantizationFormat | None = None
 ) -> nn.Module:
-    """Return a decoder that trains adapters of both kinds, with dropout, and its embedding.
+    """Return a decoder that trains LoRA and DoRA adapters, with dropout, and its embedding.
 
-    With experts theirs too, with dropout as well, and the head in place of the embedding. With a
-    format its matrices are held in few bits.
+    If the configuration has experts, these have adapters too, and the head is trained in place of
+    the embedding. With a format, the frozen matrices are quantized.
 
     Examples:
         >>> with torch.device("meta"):
@@ -136,23 +134,24 @@ def with_adapters(
         >>> model.layers["0"].mlp.up.lora["default"].b.shape
         torch.Size([48, 4])
     """
-    experts = config.experts is not None
-    model = with_experts(config) if experts else decoder_of(config)
+    has_experts = config.experts is not None
+    model = with_experts(config) if has_experts else decoder_of(config)
     if form is not None:
         model = quantized(form)(model, solo_parallel())
     # A larger alpha amplifies rounding, no more: at 32 tp2 is 4.6e-13 from one rank, and one rank
     # that adds up each product in two halves 1.8e-12; in fp32 they are 4.4e-4 and 4.7e-4.
-    loras = [Lora(_ATTENTION, rank=3, alpha=1.0, dropout=0.3)]
-    inner, rank, dropout = (_OF_EXPERTS_OWN, 2, 0.2) if experts else (_MLP, 4, 0.0)
-    loras.append(Lora(inner, rank=rank, alpha=1.0, dora=True, dropout=dropout))
-    add = lora(*loras, trained="head" if experts else "embedding", values=_match_ranks)
+    if has_experts:
+        inner = Lora(_EXPERT_MATRICES, rank=2, alpha=1.0, dora=True, dropout=0.2)
+    else:
+        inner = Lora(_MLP, rank=4, alpha=1.0, dora=True)
+    add = lora(
+        Lora(_ATTENTION, rank=3, alpha=1.0, dropout=0.3),
+        inner,
+        trained="head" if has_experts else "embedding",
+        # LoRA's own B is zero, so that A would have no gradient in the first step.
+        values=lambda _, name, shape, offset: certificate_weights(name, shape, offset),
+    )
     return add(model, solo_parallel())
-
-
-def _match_ranks(
-    _: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
-) -> torch.Tensor:
-    return certificate_weights(name, shape, offset)
 
 
 def as_held(
@@ -162,17 +161,17 @@ def as_held(
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    """Return the weights of a certificate as a decoder with adapters holds them in few bits.
+    """Return `certificate_weights`, with those of a decoder's frozen matrices quantized.
 
     Examples:
         >>> as_held(CONFIG, "int8", "norm.weight", (1,), (0,)).shape
         torch.Size([1])
     """
-    return round_weights(certificate_weights, _make_packings(config, form))(name, shape, offset)
+    return round_weights(certificate_weights, _get_quantizations(config, form))(name, shape, offset)
 
 
-@cache
-def _make_packings(
+@cache  # one model serves for the weights of all its parameters
+def _get_quantizations(
     config: models.DecoderConfig, form: QuantizationFormat
 ) -> dict[str, QuantizationSpec]:
     with torch.device("meta"):
@@ -183,7 +182,7 @@ _EPS = {"adamw": {"eps": 1e-4}, "schedule-free": {"eps": 1e-4}}  # see `certific
 
 
 def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
-    """Return the optimizer of a certificate of that name in `OPTIMIZERS`.
+    """Return one of `OPTIMIZERS` by name, with the hyperparameters of a certificate.
 
     Effects:
         Communicates on `axis`.
@@ -204,7 +203,7 @@ def stepped_by(name: str, stages: Sequence[nn.Module], axis: Axis) -> torch.opti
 
 
 def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
-    """Return every optimizer that steps elements alone, as one, with a mean of the parameters.
+    """Return all elementwise optimizers combined, each with some parameters, and their average.
 
     Effects:
         Communicates on `axis`.
@@ -215,15 +214,12 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
         >>> sorted({group["optimizer"] for group in optimizer.param_groups if group["params"]})
         ['Lion', 'LowPrecisionAdamW', 'Momentum', 'ScheduleFree', 'SignSGD']
     """
-    steppers = {
-        "embedding.*": "signsgd",
-        r".*\.attention\..*": "schedule-free",
-        r".*\.experts\..*": "lion",
-        ".*router.*": "momentum",
-    }
+    schedule_free = {"optimizer": "schedule-free", "cautious": True, **_EPS["schedule-free"]}
     groups = {
-        pattern: {"optimizer": name, "cautious": True, **_EPS.get(name, {})}
-        for pattern, name in steppers.items()
+        "embedding.*": {"optimizer": "signsgd", "cautious": True},
+        r".*\.attention\..*": schedule_free,
+        r".*\.experts\..*": {"optimizer": "lion", "cautious": True},
+        ".*router.*": {"optimizer": "momentum", "cautious": True},
     }
     return make_optimizer(
         stages,
@@ -244,7 +240,7 @@ LATENT = attrs.evolve(
 )
 NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_rank=None))
 
-# What Gemma, OLMo 2 and GPT-2 do otherwise, as much of it as goes together.
+# Features of Gemma, OLMo 2 and GPT-2 that the other models lack, as many as can be combined.
 GEMMA_LIKE = attrs.evolve(
     SHALLOW,
     tied=True,
@@ -282,7 +278,7 @@ IN_FEW_BITS: dict[str, tuple[models.DecoderConfig, QuantizationFormat]] = {
     "decoder with adapters and latents, in int8": (NO_QUERY_RANK, "int8"),
     "decoder with experts and adapters, in fp8": (attrs.evolve(SHALLOW, experts=EXPERTS), "fp8"),
 }
-"""Models whose frozen matrices are in few bits, by name; they are compared with plain ones."""
+"""Models whose frozen matrices are quantized; each is compared with a plain one of equal values."""
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": partial(decoder_of, CONFIG),
@@ -311,13 +307,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": exact.ExactModel,
 }
-"""What makes the models of the built-in certificate, by name; the last is for its own tier."""
+"""The models of the built-in certificate, by name; the last is for the tier "exact" alone."""
 
 
 def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
-    """Return the global batch of a step: packed documents, and labels masked unequally by row.
+    """Return the global batch of a step: packed documents, with unequal numbers of labels per row.
 
-    Documents have 1 to 60 tokens, aligned to 16. Of every 4 rows one has no label, two have few.
+    Documents have 1 to 60 tokens, aligned to 16. Of 4 rows one has no label, and two have few: a
+    mean per rank or per microbatch in place of one denominator would show.
 
     Examples:
         >>> batch = decoder_batch(0)
@@ -337,11 +334,12 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
 
-_KNOWN, _TEACHER_WIDTH = 3, 8
+_TEACHER_TOP_K = 3
+_TEACHER_WIDTH = 8
 
 
 def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
-    """Return the global batch of a step: pairs of answers, and a column for every loss of them.
+    """Return the global batch of a step: pairs of answers, with the columns that objectives read.
 
     Examples:
         >>> batch = answers_batch(0)
@@ -356,12 +354,13 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     batch = collate_bins(corpus, bins, shuffle_epochs(len(bins), rows_per_step=rows, seed=0)(step))
     at = batch.token_index.double() + 1000 * step
 
+    # Smooth functions of the token's index in the step: equal values in every layout.
     def waves(phase: int, *sizes: int) -> torch.Tensor:
         count = int(np.prod(sizes, dtype=np.int64))
         last = (at.unsqueeze(-1) * (1.3 + torch.arange(count)) + phase).sin()
         return last.view(*at.shape, *sizes)
 
-    ids = (batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_KNOWN)) % CONFIG.vocab_size
+    ids = batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_TEACHER_TOP_K)
     extra = {
         "noise_key": make_token_keys(batch.token_index, seed=0, step=step),
         "desirable": (batch.document_ids % 2 == 0).double(),
@@ -371,46 +370,45 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
         "old_logprobs": waves(2) - 4,
         "reference_logprobs": waves(3) - 4,
         "teacher_hidden": waves(4, _TEACHER_WIDTH),
-        "teacher_ids": ids,
-        "teacher_logprobs": waves(5, _KNOWN) - 3,
+        "teacher_ids": ids % CONFIG.vocab_size,
+        "teacher_logprobs": waves(5, _TEACHER_TOP_K) - 3,
     }
     return attrs.evolve(batch, extra=extra)
 
 
-def loss_of_tokens(ps: Any) -> losses.NamedLoss:
-    """Return weighted cross entropy, a policy gradient of tokens and a distillation, as one.
+def loss_of_tokens(ps: Any) -> NamedLoss:
+    """Return the sum of weighted cross entropy, a policy gradient and a distillation.
 
     Effects:
         None here; the loss communicates on `ps.tp`.
     """
-    whole = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
-    words = whole.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
+    full = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
+    shard = full.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
     policy = objectives.policy_gradient(objectives.ppo_clip(), entropy_weight=0.1)
-    teacher = objectives.distillation(Hidden(torch.empty(0), words, ps.tp), beta=0.5)
+    teacher = objectives.distillation(Hidden(torch.empty(0), shard, ps.tp), beta=0.5)
     return losses.add_terms((losses.weighted_next_token, 1.0), (policy, 0.5), (teacher, 0.7))
 
 
-def loss_of_answers(ps: Any) -> losses.NamedLoss:
-    """Return every loss of pairs, a policy gradient of answers, and stored words, as one.
+def loss_of_answers(ps: Any) -> NamedLoss:
+    """Return the sum of all losses of pairs, a sequence policy gradient, and a distillation.
 
     Effects:
         None here; the loss communicates on `ps.sp` and `ps.tp`.
     """
     policy = objectives.sequence_policy_gradient(objectives.ppo_clip(), axis=ps.sp)
-    scaled = [
-        _rename_terms(make, 0.5, axis=ps.sp)
-        for make in (objectives.dpo, objectives.ipo, objectives.kto)
-    ]
-    others = [_rename_terms(make, axis=ps.sp) for make in (objectives.simpo, objectives.orpo)]
-    pairs = [(loss, 1.0) for loss in scaled + others]
-    return losses.add_terms(*pairs, (policy, 0.5), (objectives.stored_distillation(), 0.01))
+    return losses.add_terms(
+        (_rename_terms("dpo", objectives.dpo(0.5, axis=ps.sp)), 1.0),
+        (_rename_terms("ipo", objectives.ipo(0.5, axis=ps.sp)), 1.0),
+        (_rename_terms("kto", objectives.kto(0.5, axis=ps.sp)), 1.0),
+        (_rename_terms("simpo", objectives.simpo(axis=ps.sp)), 1.0),
+        (_rename_terms("orpo", objectives.orpo(axis=ps.sp)), 1.0),
+        (policy, 0.5),
+        (objectives.stored_distillation(), 0.01),
+    )
 
 
-def _rename_terms(
-    make: Callable[..., losses.NamedLoss], *beta: float, axis: Axis
-) -> losses.NamedLoss:
-    """Return a loss whose terms have its name as prefix, since losses share names of terms."""
-    name, loss = make.__name__, make(*beta, axis=axis)
+def _rename_terms(name: str, loss: NamedLoss) -> NamedLoss:
+    """Prefix a loss's terms with its name, since several losses share names of terms."""
 
     @losses.declare_terms(*(f"{name}_{term}" for term in loss.terms))
     def named(output: Any, batch: Mapping[str, Any]) -> Any:
@@ -420,17 +418,18 @@ def _rename_terms(
     return named
 
 
-_OF_EXPERTS = losses.add_router_losses(losses.next_token_linear, balance=0.5, router_z=0.1)
+_ROUTED_LOSS = losses.add_router_losses(losses.next_token_linear, balance=0.5, router_z=0.1)
 
 
-@losses.declare_terms(*_OF_EXPERTS.terms)
+@losses.declare_terms(*_ROUTED_LOSS.terms)
 def expert_loss(output: Any, batch: Mapping[str, Any]) -> Any:
     """Return the loss of a decoder with experts, with all terms of its routers."""
-    return _OF_EXPERTS(output, batch)
+    # A function at the top level, because `_ROUTED_LOSS` is a closure and cannot be sent to a rank.
+    return _ROUTED_LOSS(output, batch)
 
 
 def decoder_plan(ps: Any, case: LayoutCase) -> list[Transform]:
-    """Return the plan of a recipe: every transform, each of which does nothing where it need not.
+    """Return the plan of a recipe: all transforms, which do nothing on axes of size 1.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -439,12 +438,18 @@ def decoder_plan(ps: Any, case: LayoutCase) -> list[Transform]:
     """
     del ps
     blocks = [compile_blocks(backend="aot_eager")] if case.compiled else []
-    apart = [tensor_parallel(), sequence_parallel(), expert_parallel()]
-    return [*apart, recompute(case.recompute), *blocks, fsdp(case.layout)]
+    return [
+        tensor_parallel(),
+        sequence_parallel(),
+        expert_parallel(),
+        recompute(case.recompute),
+        *blocks,
+        fsdp(case.layout),
+    ]
 
 
 def exact_plan(ps: Any, case: LayoutCase) -> list[Transform]:
-    """Return the plan of the exact model: its blocks hold a column- and a row-parallel matrix.
+    """Return the plan of the exact model, whose blocks are a column- and a row-parallel matrix.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -452,33 +457,29 @@ def exact_plan(ps: Any, case: LayoutCase) -> list[Transform]:
         ['tensor', 'sequence', 'recompute', 'fsdp']
     """
     del ps
-    cut = tensor_parallel({"layers.*.up": "column", "layers.*.down": "row"})
-    # No token sees another.
-    apart = Transform(lambda module, _: module, kind="sequence", axes=("ring", "ulysses"))
-    return [cut, apart, recompute(case.recompute), fsdp(case.layout)]
+    return [
+        tensor_parallel({"layers.*.up": "column", "layers.*.down": "row"}),
+        # No token sees another, so a sharded sequence needs no communication.
+        Transform(lambda module, _: module, kind="sequence", axes=("ring", "ulysses")),
+        recompute(case.recompute),
+        fsdp(case.layout),
+    ]
 
 
 def cases_of_model(name: str) -> list[LayoutCase]:
-    """Return the cases in which one of `MODELS` is trained: the decoder in all, others in some.
+    """Return the cases of one of `MODELS`: all for the decoder, some for the others.
 
     Examples:
         >>> LayoutCase(Layout(pp=2)) in cases_of_model("tied decoder")
         True
     """
-    return (
-        exact_cases()
-        if name == "exact model"
-        else [*(_CASES.get(name) or _CASES[_strip_optimizer(name)])]
-    )
-
-
-def _strip_optimizer(name: str) -> str:
-    """Return a model's name without that of its optimizer."""
-    return name.partition(", by ")[0]
+    if name == "exact model":
+        return exact_cases()
+    return [*(_CASES.get(name) or _CASES[name.partition(", by ")[0]])]
 
 
 def expert_cases() -> list[LayoutCase]:
-    """Return the cases of expert parallelism: alone, and with everything else.
+    """Return the cases of expert parallelism: alone, and combined with every other axis.
 
     Examples:
         >>> {case.layout.ep for case in expert_cases()}, {case.world for case in expert_cases()}
@@ -510,7 +511,7 @@ def expert_cases() -> list[LayoutCase]:
     ]
 
 
-_ZERO_BUBBLE: dict[str, Any] = {"schedule": "zero_bubble_v", "reshard_after_forward": False}
+_ZERO_BUBBLE = Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)
 _PIPELINES = [LayoutCase(Layout(pp=2)), LayoutCase(Layout(pp=2, dp_shard=2))]
 _ENDS = [LayoutCase(Layout(dp_shard=2)), LayoutCase(Layout(tp=2)), LayoutCase(Layout(pp=2, tp=2))]
 _CASES: dict[str, list[LayoutCase]] = {
@@ -524,7 +525,7 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(ulysses=2)),
         LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
     ],
-    # Ranks with nothing to train; and a rank with a frozen stage and another.
+    # Some ranks have nothing to train; interleaved, a rank has a frozen and a trained stage.
     "decoder with frozen blocks": [
         *_PIPELINES,
         LayoutCase(Layout(pp=2, schedule="interleaved_zero_bubble")),
@@ -583,8 +584,8 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(ring=2, ulysses=2)),
     ],
     "decoder with experts in four stages": [
-        LayoutCase(Layout(pp=2, dp_shard=2, **_ZERO_BUBBLE)),
-        LayoutCase(Layout(pp=2, dp_shard=2, ep=2, **_ZERO_BUBBLE)),
+        LayoutCase(_ZERO_BUBBLE),
+        LayoutCase(attrs.evolve(_ZERO_BUBBLE, ep=2)),
     ],
     "decoder with experts and latents": [
         *_ENDS,
@@ -625,12 +626,10 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(pp=2, dp_shard=2)),
     ],
     "foreign model, a part for some": [
-        *(
-            LayoutCase(),
-            LayoutCase(Layout(tp=2)),
-            LayoutCase(Layout(pp=2)),
-            LayoutCase(Layout(dp_shard=2)),
-        ),
+        LayoutCase(),
+        LayoutCase(Layout(tp=2)),
+        LayoutCase(Layout(pp=2)),
+        LayoutCase(Layout(dp_shard=2)),
         LayoutCase(Layout(dp_shard=2, reduce="each")),
         LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
     ],
@@ -638,7 +637,7 @@ _CASES: dict[str, list[LayoutCase]] = {
 
 
 def exact_cases() -> list[LayoutCase]:
-    """Return the cases of the exact model: those in which its arithmetic is spread over ranks.
+    """Return the cases of the exact model: those that change the order of its sums.
 
     Examples:
         >>> LayoutCase(Layout(dp_shard=2, tp=2)) in exact_cases()
@@ -667,14 +666,14 @@ def exact_cases() -> list[LayoutCase]:
 
 
 def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
-    """Return which of `MODELS` a tier is about; the first is trained in most cases.
+    """Return the names of the models that a tier trains; the first has the most cases.
 
-    In bf16 none has experts, as rounding to 8 bits turns the choices of a router, and none has the
-    losses that subtract log-probabilities, of which rounding is all that is left.
+    In bf16 none has experts, because rounding to 8 bits changes a router's choices, and none has a
+    loss of differences of log-probabilities, which are smaller than their rounding.
 
     Args:
         tier: See `certify`.
-        optimizers: Also one that each of `OPTIMIZERS` trains.
+        optimizers: Whether to add one model for each of `OPTIMIZERS`.
 
     Examples:
         >>> models_of_tier("exact"), models_of_tier("fp64")[0]
@@ -697,13 +696,13 @@ def certify_builtin(
 ) -> list[Certificate]:
     """Return the certificates of the built-in models in one tier.
 
-    That is the exact model in the tier "exact", else the decoder in all default layouts, and in
-    some each other one of `MODELS`.
+    That is the exact model in the tier "exact". In the others it is the decoder in all default
+    cases, and every other one of `MODELS` in some.
 
     Args:
         tier: See `certify`.
-        chosen: Which of the cases to run.
-        optimizers: Also a decoder with experts by each of `OPTIMIZERS`.
+        chosen: Whether to run a case.
+        optimizers: See `models_of_tier`.
         log: Called with a line after every layout.
         device: "cpu" or "cuda"; see `certify`.
 
@@ -726,12 +725,12 @@ def builtin_subjects(
     optimizers: bool = False,
     steps: int = 3,
 ) -> list[tuple[Training, list[LayoutCase]]]:
-    """Return how the built-in models are trained in one tier, and their cases, if they have some.
+    """Return the trainings of the built-in models in one tier, each with its cases.
 
     Args:
         tier: See `certify`.
-        chosen: Which of the cases to run.
-        pick: Takes some of the chosen (name of a model, case); all by default.
+        chosen: Whether to run a case.
+        pick: Selects some of the chosen (name of a model, case); all by default.
         optimizers: See `models_of_tier`.
         steps: How many optimizer steps to take.
 
@@ -763,46 +762,51 @@ def builtin_subjects(
     ]
 
 
-_DECODER = {"plan": decoder_plan, "loss": losses.next_token_linear, "call": models.call_with_noise}
-_EXPERTS = {"plan": decoder_plan, "loss": expert_loss, "call": models.call_routed}
-_ANSWERS = {
-    "decoder and losses of tokens": {"loss": loss_of_tokens},
-    "decoder and losses of answers": {"loss": loss_of_answers},
-}
-_FOREIGN = {
-    "plan": foreign_plan,
-    "loss": losses.next_token,
-    "call": call_foreign,
-    "split": split_foreign,
-}
-_EXACT = {
-    "plan": exact_plan,
-    "loss": exact.squares,
-    "call": exact.call_exact,
-    "weights": exact.exact_weights,
-    "split": exact.split_exact,
-    "optimizer": exact.integer_steps,
-    "lr": 64.0,  # the number of valid tokens: gradients become integers
-    "max_norm": None,
-}
-
-
 def _make_training(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: int) -> Training:
-    """Return how one of `MODELS` is trained: on 4 rows a step, or 8 on more ranks than 4."""
-    kind = name.partition(" ")[0]
-    how: Any = {"exact": _EXACT, "foreign": _FOREIGN}.get(kind, _DECODER)
-    if name.startswith("decoder with experts"):
-        how = _EXPERTS
-    if by := name.partition(", by ")[2]:
-        several = by == "several optimizers"
-        how = how | {"optimizer": several_optimizers if several else partial(stepped_by, by)}
+    """Return the training of one of `MODELS`, with at least as many rows as a case has ranks."""
+    model_name, _, optimizer = name.partition(", by ")
+    make_training = partial(
+        Training, title=name, make_model=MODELS[model_name], tier=tier_called(tier), steps=steps
+    )
+    rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
+    if name == "exact model":
+        return make_training(
+            make_batches=exact.exact_batch,
+            plan=exact_plan,
+            loss=exact.squares,
+            call=exact.call_exact,
+            weights=exact.exact_weights,
+            split=exact.split_exact,
+            optimizer=exact.integer_steps,
+            lr=64.0,  # the number of valid tokens: gradients become integers
+            max_norm=None,
+        )
+    if name.startswith("foreign"):
+        return make_training(
+            make_batches=partial(decoder_batch, rows=rows),
+            plan=foreign_plan,
+            loss=losses.next_token,
+            call=call_foreign,
+            split=split_foreign,
+        )
+    has_experts = name.startswith("decoder with experts")
+    loss: Any = expert_loss if has_experts else losses.next_token_linear
+    objective = {
+        "decoder and losses of tokens": loss_of_tokens,
+        "decoder and losses of answers": loss_of_answers,
+    }.get(name)
+    training = make_training(
+        make_batches=partial(answers_batch if objective else decoder_batch, rows=rows),
+        plan=decoder_plan,
+        loss=objective or loss,
+        call=models.call_routed if has_experts else models.call_with_noise,
+    )
+    if optimizer:
+        several = optimizer == "several optimizers"
+        make = several_optimizers if several else partial(stepped_by, optimizer)
+        training = attrs.evolve(training, optimizer=make)
     if name in IN_FEW_BITS:
         config, form = IN_FEW_BITS[name]
-        plain = partial(with_adapters, config)
-        how = how | {"alone": (plain, partial(as_held, config, form))}
-    rows = ROWS if all(case.world <= ROWS for case in cases) else 2 * ROWS
-    make = answers_batch if name in _ANSWERS else decoder_batch
-    batches = exact.exact_batch if kind == "exact" else partial(make, rows=rows)
-    how = how | _ANSWERS.get(name, {}) | {"make_batches": batches}
-    model = MODELS[_strip_optimizer(name)]
-    return Training(title=name, make_model=model, tier=tier_called(tier), steps=steps, **how)
+        plain = partial(with_adapters, config), partial(as_held, config, form)
+        training = attrs.evolve(training, alone=plain)
+    return training

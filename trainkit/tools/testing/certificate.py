@@ -1,18 +1,16 @@
-"""What a certificate says, and how it is printed: one row per layout, one bound per tier."""
+"""The records of a certificate and their tables: one row per layout, one set of bounds per tier."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import attrs
 
 
 @attrs.frozen
 class Tier:
-    """In which numbers a certificate computes, and how far a layout may be from one process.
+    """The dtype of a certificate, and the largest differences that it allows.
 
-    `bound` holds for every parameter, `state_bound` for every buffer and what the optimizer
-    remembers, `norm_bound` for the gradient norm, `loss_bound` for every term of the loss.
+    `bound` holds for every parameter, `state_bound` for every buffer and optimizer state,
+    `norm_bound` for the gradient norm, `loss_bound` for every term of the loss.
     """
 
     name: str
@@ -39,18 +37,18 @@ TIERS = {
 }
 """The tiers by name.
 
-exact: a linear model of small integers, in which every partial sum is representable, so that no
-order of summation may change a bit. fp64: rounding stays below 1e-12, and no wrong factor, missing
-reduction or lost label does. fp32 and bf16: what rounding does in practice; parameters,
-activations and gradients all have that type.
+exact: a linear model of small integers, whose partial sums are all representable, so the order of
+summation must not change a bit. fp64: differences by rounding stay below 1e-12; those by a wrong
+factor, a missing reduction or a lost label do not. fp32 and bf16: parameters, activations and
+gradients all have that dtype, and the bounds allow for its rounding.
 """
 
 
 def tier_called(name: str) -> Tier:
-    """Return one of `TIERS`.
+    """Return one of `TIERS` by name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no such tier.
 
     Examples:
         >>> tier_called("fp64").bound
@@ -63,13 +61,12 @@ def tier_called(name: str) -> Tier:
 
 @attrs.frozen
 class CertificateRow:
-    """One layout against one process: the largest differences, max|a - b| / max|b| per tensor.
+    """The largest differences of one layout from one process, max|a - b| / max|b| per tensor.
 
-    `loss` is the largest over steps and terms, `grad_norm` over steps, `parameters` and `state`
-    (buffers, and "PARAMETER/KEY" of the optimizer) over all tensors after the last step, of which
-    `worst` names the one. `batches` says whether every step
-    trained on the very same tokens. `error` is empty unless the layout failed; `traceback` is the
-    rank's.
+    `loss` is the maximum over steps and terms, `grad_norm` over steps, `parameters` and `state`
+    (buffers, and "PARAMETER/KEY" of the optimizer) over all tensors after the last step. `worst`
+    names the tensor with the largest difference. `batches` is whether every step trained on the
+    same tokens. `error` is empty unless the layout failed; `traceback` is the rank's.
     """
 
     layout: str
@@ -87,11 +84,11 @@ class CertificateRow:
 
 @attrs.frozen
 class Certificate:
-    """The rows of some layouts in one tier; `title` says of which model.
+    """The rows of some layouts in one tier; `title` names the model.
 
-    `packing` is the first row of the table: packed documents against each document alone, mostly in
-    fp64; its `loss` is how far outputs are off, its `parameters` how far gradients are. An `error`
-    makes it red, whatever the tier: see `check_packing`.
+    `packing` compares packed documents with each document alone, in fp64 where the model allows it:
+    its `loss` is the difference of outputs, its `parameters` that of gradients. It has the bounds
+    of `check_packing`, not those of the tier, and is red if it has an `error`.
     """
 
     title: str
@@ -102,35 +99,40 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a row of a layout, and every row is within the bound."""
+        """Whether there are layouts, and every row is within its bounds."""
         return bool(self.rows) and not self.red
 
     @property
     def red(self) -> tuple[CertificateRow, ...]:
-        """The rows that are not within the bound."""
+        """The rows that are not within their bounds."""
         return tuple(row for row in self.all_rows if self.is_red(row))
 
     @property
     def all_rows(self) -> tuple[CertificateRow, ...]:
-        """The row of packed documents, and those of the layouts."""
+        """The row of packed documents, and the rows of the layouts."""
         return self.rows if self.packing is None else (self.packing, *self.rows)
 
     def is_red(self, row: CertificateRow) -> bool:
-        """Whether one of the rows is not within the bound."""
+        """Return whether one of the rows is not within its bounds."""
         return bool(row.error) if row is self.packing else not is_within(row, self.tier)
 
 
 def is_within(row: CertificateRow, tier: Tier) -> bool:
-    """Return whether a layout gave the numbers of one process, as exactly as the tier asks.
+    """Return whether the differences of a layout are within the bounds of a tier.
 
     Examples:
         >>> row = CertificateRow("dp2", 2, 1e-16, 0.0, 2e-15, state=0.0, batches=True)
         >>> is_within(row, TIERS["fp64"]), is_within(row, TIERS["exact"])
         (True, False)
     """
-    far = [(row.loss, tier.loss_bound), (row.grad_norm, tier.norm_bound)]
-    far += [(row.parameters, tier.bound), (row.state, tier.state_bound)]
-    return all(x <= bound for x, bound in far) and row.batches and not row.error
+    return (
+        row.loss <= tier.loss_bound
+        and row.grad_norm <= tier.norm_bound
+        and row.parameters <= tier.bound
+        and row.state <= tier.state_bound
+        and row.batches
+        and not row.error
+    )
 
 
 # --------------------------------------------------------------------------------------- rendering
@@ -139,7 +141,7 @@ _COLUMNS = ("layout", "ranks", "loss", "gradient norm", "parameters", "state", "
 
 
 def format_text(certificate: Certificate) -> str:
-    """Return a certificate as a table for a terminal, and a last line that says whether it holds.
+    """Format a certificate as a table for a terminal, with failures and a summary below.
 
     Examples:
         >>> row = CertificateRow("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
@@ -149,15 +151,17 @@ def format_text(certificate: Certificate) -> str:
         a model, fp64: 1 of 1 layouts give the numbers of one process, to 1e-12, after 3 steps
     """
     lines = [_COLUMNS, *map(_format_cells, certificate.all_rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [line[0].ljust(widths[0]) + _align_right(line[1:], widths[1:]) for line in lines]
+    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     marks = ["", *("  RED" if certificate.is_red(row) else "" for row in certificate.all_rows)]
-    table = [row + mark for row, mark in zip(rows, marks, strict=True)]
+    table = []
+    for (name, *cells), mark in zip(lines, marks, strict=True):
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        table.append("  ".join([name.ljust(first), *aligned]) + mark)
     return "\n".join([*table, *_list_failures(certificate), summary(certificate)])
 
 
 def format_markdown(certificate: Certificate) -> str:
-    """Return a certificate as a Markdown table, and a sentence that says whether it holds.
+    """Format a certificate as a Markdown table, with failures and a summary below.
 
     Examples:
         >>> row = CertificateRow("dp2", 2, 0.0, 1e-16, 2e-15, state=0.0, worst="w", batches=True)
@@ -176,18 +180,18 @@ def format_markdown(certificate: Certificate) -> str:
 
 
 def summary(certificate: Certificate) -> str:
-    """Return one sentence: how many layouts hold, and to what bound.
+    """Return a sentence: how many layouts equal one process, and within what bound.
 
     Examples:
         >>> summary(Certificate("a model", TIERS["exact"], 2, ()))
         'a model, exact: 0 of 0 layouts give the numbers of one process, bit for bit, after 2 steps'
     """
-    tier, total = certificate.tier, len(certificate.rows)
-    right = sum(not certificate.is_red(row) for row in certificate.rows)
-    how = f"to {tier.bound:.0e}".replace("e-0", "e-") if tier.bound else "bit for bit"
+    tier = certificate.tier
+    num_equal = sum(not certificate.is_red(row) for row in certificate.rows)
+    precision = f"to {tier.bound:.0e}".replace("e-0", "e-") if tier.bound else "bit for bit"
     return (
-        f"{certificate.title}, {tier.name}: {right} of {total} layouts give "
-        f"the numbers of one process, {how}, after {certificate.steps} steps"
+        f"{certificate.title}, {tier.name}: {num_equal} of {len(certificate.rows)} layouts give "
+        f"the numbers of one process, {precision}, after {certificate.steps} steps"
     )
 
 
@@ -200,15 +204,8 @@ def _list_failures(certificate: Certificate) -> list[str]:
 
 
 def _format_cells(row: CertificateRow) -> tuple[str, ...]:
-    numbers = [_number(x) for x in (row.loss, row.grad_norm, row.parameters, row.state)]
-    if row.error:
-        numbers = ["-"] * len(numbers)
+    numbers = [
+        "-" if row.error else "0" if x == 0 else f"{x:.1e}"
+        for x in (row.loss, row.grad_norm, row.parameters, row.state)
+    ]
     return (row.layout, str(row.world), *numbers, row.worst, f"{row.seconds:.1f}")
-
-
-def _number(x: float) -> str:
-    return "0" if x == 0 else f"{x:.1e}"
-
-
-def _align_right(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

@@ -1,8 +1,8 @@
-"""The certificate: any layout gives the numbers of one process, shown for a model of your own.
+"""The certificate of a model: every layout gives the numbers of one process.
 
 A model is trained for a few steps on one process, as a plain module, and then in each layout, from
-the same weights on the same tokens. What comes out is compared: the loss and the gradient norm of
-every step, and every parameter, buffer and number of the optimizer after the last.
+the same weights on the same tokens. The results are compared: the loss and the gradient norm of
+every step, and every parameter, buffer and optimizer state after the last.
 """
 
 from __future__ import annotations
@@ -72,56 +72,56 @@ def certify(
 ) -> Certificate:
     """Train a model for some steps in each layout, and compare it with one process.
 
-    Every function given is sent to other processes by name, so it stands at the top level of a
-    module (or is a `functools.partial` of such a function), and a script guards what it starts with
-    `if __name__ == "__main__"`. For that reason `plan` is a function, not a list: transforms are
+    All functions are sent to other processes by name, so each must be a function at the top level
+    of a module, or a `functools.partial` of one, and a script must guard its code by
+    `if __name__ == "__main__"`. This is why `plan` is a function, not a list: transforms are
     closures, which cannot be sent.
 
-    The certificate deals the rows of a step to the ranks, cuts microbatches, and shards sequences,
-    as `make_step_batch` does for a recipe. Layouts of the same number of ranks share one start of
-    processes; one that fails or hangs is a red row and the others go on in a new start.
+    Rows are assigned to ranks, and microbatches and sequence shards made, as by `make_step_batch`.
+    Layouts with the same number of ranks share one start of processes. A layout that fails or hangs
+    gives a red row, and the remaining ones run in a new start.
 
     Args:
-        make_model: Makes the whole model; called under the meta device, and twice for real, for
-            what layouts are compared with. What a plan would change of a model belongs in here.
-        make_batches: From a step, 0 to `steps` - 1, to the `Batch` of the whole global batch
-            `[R, S]`, always the same. For ring degree N every document must divide by 2N (pack with
-            `multiple_of`).
-        cases: What to compare; see `make_default_cases`.
+        make_model: Makes the whole model; called on the meta device, and twice on a real one, for
+            the reference.
+        make_batches: `make_batches(step)` returns the global batch `[R, S]` of a step, 0 to
+            `steps` - 1, always the same. For ring degree N every document must divide by 2N (pack
+            with `multiple_of`).
+        cases: The layouts to compare; see `make_default_cases`.
         plan: The transforms of a layout, as a recipe lists them.
-        loss: A `Loss` that says its `terms`, or a function of the `ParallelState` that gives one,
-            for a loss that communicates.
+        loss: A `Loss` with `terms`, or, for a loss that communicates, a function from the
+            `ParallelState` to one.
         call: How a batch enters the model.
-        weights: The initial values, but for adapters that `make_model` adds by `lora(...)`, which
-            bring their own; its `values=` gives them others.
+        weights: The initial values. Adapters that `make_model` adds by `lora(...)` have their own,
+            which its `values=` replaces.
         optimizer: From the stages and the pipeline's axis to an optimizer; by default
             `certificate_optimizer`, and `integer_steps` in the tier "exact".
-        split: How the model is cut into pipeline stages, as for `build_stages`.
-        steps: How many optimizer steps to take.
-        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. The model is cast to its dtype; one
-            that is made in several dtypes keeps them, of which the lowest must be that of the tier:
-            "bf16" for a model in bf16 with norms in fp32. For "exact" the model must keep
-            integers integers, and the number of valid tokens of a step must be a power of two.
-        lr: The learning rate: 0.01 by default. `integer_steps` wants the number of valid tokens.
-        max_norm: What gradients are clipped to; never in the tier "exact".
-        title: What the certificate calls the model; the name of `make_model` by default.
-        timeout: Seconds a layout may take before it counts as hung.
-        log: Called with a line after every layout: how it went, and the time left.
-        alone: What makes the model of the one process, and its weights, where matrices in few bits
-            are compared with plain ones of the same values; see `adapters.round_weights`.
-        device: "cpu", or "cuda" for one rank on each GPU, with NCCL between them. The bounds of the
-            tiers were measured on CPUs.
+        split: How to split the model into pipeline stages, as for `build_stages`.
+        steps: The number of optimizer steps.
+        tier: "fp64", "fp32", "bf16" or "exact"; see `TIERS`. The model is cast to its dtype, unless
+            it is made in several: then the lowest precision must be that of the tier, as "bf16" for
+            a model in bf16 with norms in fp32. For "exact" the model must map integers to integers,
+            and the number of valid tokens of a step must be a power of two.
+        lr: The learning rate. `integer_steps` needs the number of valid tokens.
+        max_norm: Clip gradients to this norm; unused in the tier "exact".
+        title: Name of the model in the certificate; that of `make_model` by default.
+        timeout: Seconds after which a layout counts as hung.
+        log: Called with a line after every layout: its result, and the time left.
+        alone: `make_model` and `weights` of the reference, where quantized matrices are compared
+            with plain ones of the same values; see `adapters.frozen.round_weights`.
+        device: "cpu", or "cuda" for one rank on each GPU, with NCCL. The bounds of the tiers were
+            measured on CPUs.
 
     Returns:
-        The certificate, its rows in the order of `cases`, and before them that of `check_packing`,
+        The certificate, with rows in the order of `cases`, and with the result of `check_packing`
         on the batch of the first step: a model that computes one packed document from another makes
         the certificate red.
 
     Raises:
         ValueError: An argument is wrong, two cases have one name, a function cannot be sent, or
-            the numbers of one process alone are not finite.
-        ConfigError: A case has more ranks than this machine has GPUs, on "cuda".
-        RankError: One process alone cannot train the model.
+            the reference is not finite.
+        ConfigError: On "cuda", a case has more ranks than this machine has GPUs.
+        RankError: The model cannot be trained on one process.
 
     Effects:
         Starts processes, which have ended when it returns; see `run_ranks`.
@@ -172,43 +172,42 @@ def certify_together(
 ) -> list[Certificate]:
     """Return the certificates of several models, whose layouts share the starts of processes.
 
-    What a process does when it first trains in a layout, it does once for all models: that takes
-    less time than one `certify` after the other.
+    That is faster than calling `certify` for each, because a process warms up once for all models.
 
     Args:
-        subjects: What is trained, and the cases to compare.
-        timeout: As for `certify`; the models on one process have as much each, together.
-        log: As for `certify`; those of fewer ranks come first.
+        subjects: The trainings, each with its cases.
+        timeout: As for `certify`; the references have this much each, together.
+        log: As for `certify`; layouts with fewer ranks come first.
         device: As for `certify`.
 
     Raises:
         ValueError: As for `certify`.
         ConfigError: As for `certify`.
-        RankError: One process alone cannot train one of the models.
+        RankError: One of the models cannot be trained on one process.
 
     Effects:
         Those of `certify`.
     """
     for training, cases in subjects:
-        _check(training, cases)
+        _check_training(training, cases)
         check_devices("certify", max(case.world for case in cases), device)
     trainings = [training for training, _ in subjects]
-    (alone,) = run_ranks(
-        _train_alone, 1, *trainings, timeout=timeout * len(subjects), device=device
+    (references,) = run_ranks(
+        _train_references, 1, *trainings, timeout=timeout * len(subjects), device=device
     )
-    every: list[_Job] = []
-    for (training, cases), (wanted, _) in zip(subjects, alone, strict=True):
-        if wanted is not None:
-            _check_finite(wanted, training.title)
-            every += [_Job(training, case, wanted) for case in cases]
+    jobs: list[_Job] = []
+    for (training, cases), (reference, _) in zip(subjects, references, strict=True):
+        if reference is not None:
+            _check_finite(reference, training.title)
+            jobs += [_Job(training, case, reference) for case in cases]
     found: dict[int, CertificateRow] = {}
-    report = partial(_report_progress, log, every, found, begin=time.monotonic())
-    for world in sorted({job.case.world for job in every}):
-        jobs = {index: job for index, job in enumerate(every) if job.case.world == world}
-        while jobs:  # a layout that fails ends its start; those after it go on in the next
-            found |= _run_jobs(jobs, timeout, report, device)
-            jobs = {index: job for index, job in jobs.items() if index not in found}
-    rows = iter(found[index] for index in range(len(every)))
+    report = partial(_report_progress, log, jobs, found, start=time.monotonic())
+    for world in sorted({job.case.world for job in jobs}):
+        remaining = {index: job for index, job in enumerate(jobs) if job.case.world == world}
+        while remaining:  # a layout that fails ends its start; those after it run in the next
+            found |= _run_jobs(remaining, timeout, report, device)
+            remaining = {index: job for index, job in remaining.items() if index not in found}
+    rows = iter(found[index] for index in range(len(jobs)))
     untrained = "not trained, because the model computes a packed document from others"
     return [
         Certificate(
@@ -216,37 +215,37 @@ def certify_together(
             training.tier,
             training.steps,
             tuple(CertificateRow(case.name, case.world, error=untrained) for case in cases)
-            if wanted is None
+            if reference is None
             else (*islice(rows, len(cases)),),
             packing=packing,
         )
-        for (training, cases), (wanted, packing) in zip(subjects, alone, strict=True)
+        for (training, cases), (reference, packing) in zip(subjects, references, strict=True)
     ]
 
 
-def _check(training: Training, cases: Sequence[LayoutCase]) -> None:
+def _check_training(training: Training, cases: Sequence[LayoutCase]) -> None:
     if training.steps < 1:
         raise ValueError(f"certify: steps must be at least 1, got {training.steps}")
-    names = [case.name for case in cases]
-    loss = training.loss
-    if not names:
+    if not cases:
         raise ValueError("certify: there must be at least one case, got none")
+    names = [case.name for case in cases]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ValueError(
             f"certify: names of cases must differ, but two are called {duplicates[0]!r}; "
             "distinguish them by `note`"
         )
+    loss = training.loss
     if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
         raise ValueError(
-            f"certify: {loss} is neither a Loss that says its terms nor a function of the "
+            f"certify: {loss} is neither a Loss with its terms nor a function of the "
             "ParallelState; decorate it with losses.declare_terms(...)"
         )
 
 
-def _check_finite(alone: Outcome, title: str) -> None:
+def _check_finite(reference: Outcome, title: str) -> None:
     """Raise ValueError for numbers that are not finite: NaN would equal NaN."""
-    for name, values in {**alone.terms, "gradient norm": alone.norms}.items():
+    for name, values in {**reference.terms, "gradient norm": reference.norms}.items():
         for step, value in enumerate(values):
             if not math.isfinite(value):
                 raise ValueError(
@@ -261,29 +260,29 @@ def _check_finite(alone: Outcome, title: str) -> None:
 
 @attrs.frozen(eq=False)
 class _Job:
-    """One layout of one model, and what it is compared with."""
+    """One layout of one model, with the outcome on one process."""
 
     training: Training
     case: LayoutCase
-    wanted: Outcome
+    reference: Outcome
 
 
-def _train_alone(*trainings: Training) -> list[tuple[Outcome | None, CertificateRow | None]]:
-    """Compare packed documents, and train what does not mix them up; a leaking model is None."""
-    found: list[tuple[Outcome | None, CertificateRow | None]] = []
+def _train_references(*trainings: Training) -> list[tuple[Outcome | None, CertificateRow | None]]:
+    """Return each model's outcome on one process, or None if it leaks, and its row of packing."""
+    results: list[tuple[Outcome | None, CertificateRow | None]] = []
     for training in trainings:
         packing = _make_packing_row(training)
         leaks = packing is not None and packing.error
-        found.append((None if leaks else train_plain(training), packing))
-    return found
+        results.append((None if leaks else train_plain(training), packing))
+    return results
 
 
 def _make_packing_row(training: Training) -> CertificateRow | None:
     """Compare the packed documents of the first step with each document alone.
 
-    None where a model returns nothing of each token, a loss for one.
+    Returns None for a model without an output per token, such as one that returns its loss.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = plain_model(training).to(device)
     batch = to_device(training.make_batches(0), torch.device(device))
@@ -294,7 +293,7 @@ def _make_packing_row(training: Training) -> CertificateRow | None:
     try:
         found = check_packing(model, training.call, batch=batch)
     except PackingError as error:
-        return attrs.evolve(row, error=str(error), seconds=time.monotonic() - begin)
+        return attrs.evolve(row, error=str(error), seconds=time.monotonic() - start)
     return attrs.evolve(
         row,
         loss=found.output,
@@ -302,7 +301,7 @@ def _make_packing_row(training: Training) -> CertificateRow | None:
         parameters=found.gradient,
         state=0.0,
         worst=found.worst,
-        seconds=time.monotonic() - begin,
+        seconds=time.monotonic() - start,
     )
 
 
@@ -312,47 +311,56 @@ def _run_jobs(
     report: Callable[[dict[int, CertificateRow]], None],
     device: str,
 ) -> dict[int, CertificateRow]:
-    """Run layouts of one number of ranks until all are done or one fails: its row and those before.
+    """Run layouts of one number of ranks until all are done or one fails, and return their rows.
 
-    What ranks find goes into files, so that it survives the rank that fails after it.
+    Ranks write their results to files, which survive the failure of a later layout.
     """
     world = next(iter(jobs.values())).case.world
     with tempfile.TemporaryDirectory(prefix="trainkit_certify_") as folder:
-        known: dict[int, CertificateRow] = {}
+        rows: dict[int, CertificateRow] = {}
 
-        def meanwhile() -> bool:
-            fresh = _read_rows(jobs, Path(folder), skip=known)
-            known.update(fresh)
-            if fresh:
-                report(known)
-            return bool(fresh)
+        def update_rows() -> bool:
+            new_rows = _read_rows(jobs, Path(folder), skip=rows)
+            rows.update(new_rows)
+            if new_rows:
+                report(rows)
+            return bool(new_rows)
 
-        # Beside the jobs what they train: `run_ranks` looks there for functions of a script.
-        given = (folder, jobs, *{id(job.training): job.training for job in jobs.values()}.values())
+        # `run_ranks` looks for functions of a script in its arguments, but not inside jobs, so the
+        # trainings are arguments too.
+        trainings = {id(job.training): job.training for job in jobs.values()}.values()
         try:
             run_ranks(
-                _compare_all, world, *given, timeout=timeout, device=device, meanwhile=meanwhile
+                _compare_layouts,
+                world,
+                folder,
+                jobs,
+                *trainings,
+                timeout=timeout,
+                device=device,
+                meanwhile=update_rows,
             )
         except RankError as error:
-            meanwhile()
-            failed = next((index for index in jobs if index not in known), None)
+            update_rows()
+            failed = next((index for index in jobs if index not in rows), None)
             if failed is None:
                 raise
-            what, _, traceback = str(error).partition("\n")
-            what, name = what.removeprefix("run_ranks: "), jobs[failed].case.name
-            known[failed] = CertificateRow(name, world, error=what, traceback=traceback)
-            report(known)
+            message, _, traceback = str(error).partition("\n")
+            message, name = message.removeprefix("run_ranks: "), jobs[failed].case.name
+            rows[failed] = CertificateRow(name, world, error=message, traceback=traceback)
+            report(rows)
         else:
-            meanwhile()
-        return known
+            update_rows()
+        return rows
 
 
-def _compare_all(folder: str, jobs: Mapping[int, _Job], *_: Training) -> None:
+def _compare_layouts(folder: str, jobs: Mapping[int, _Job], *_: Training) -> None:
     for index, job in jobs.items():
-        dist.barrier()  # so that all have written what they found before one can fail in the next
-        found = compare_layout(job.training, job.case, job.wanted)
+        dist.barrier()  # so that all ranks have written a result before one can fail in the next
+        result = compare_layout(job.training, job.case, job.reference)
         path = Path(folder) / f"{index}_{dist.get_rank()}"
-        path.with_suffix(".part").write_text(json.dumps(attrs.asdict(found)))
+        # Renamed when it is complete, because the parent reads whatever exists.
+        path.with_suffix(".part").write_text(json.dumps(attrs.asdict(result)))
         path.with_suffix(".part").rename(path)
 
 
@@ -363,61 +371,61 @@ def _read_rows(
     rows: dict[int, CertificateRow] = {}
     for index, job in jobs.items():
         paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
-        if index not in skip and all(path.exists() for path in paths):
-            ranks = [Differences(**json.loads(path.read_text())) for path in paths]
-            rows[index] = _make_row(job.case, job.wanted, ranks)
+        if index in skip or not all(path.exists() for path in paths):
+            continue
+        ranks = [Differences(**json.loads(path.read_text())) for path in paths]
+        reference = job.reference
+        parameters = _find_largest_differences(
+            reference.parameters, ranks, [rank.parameters for rank in ranks]
+        )
+        state = _find_largest_differences(reference.state, ranks, [rank.state for rank in ranks])
+        differences = parameters | state
+        rows[index] = CertificateRow(
+            job.case.name,
+            job.case.world,
+            loss=max(difference for rank in ranks for difference in rank.terms.values()),
+            grad_norm=max(rank.norm for rank in ranks),
+            parameters=max(parameters.values()),
+            state=max(state.values(), default=0.0),
+            worst=max(differences, key=lambda name: differences[name]),
+            batches=all(rank.batches for rank in ranks),
+            seconds=max(rank.seconds for rank in ranks),
+            error=_describe_other_parameters(reference, ranks),
+        )
     return rows
-
-
-def _make_row(case: LayoutCase, wanted: Outcome, ranks: Sequence[Differences]) -> CertificateRow:
-    parameters = _find_largest_differences(
-        wanted.parameters, ranks, [rank.parameters for rank in ranks]
-    )
-    state = _find_largest_differences(wanted.state, ranks, [rank.state for rank in ranks])
-    far = parameters | state
-    return CertificateRow(
-        case.name,
-        case.world,
-        loss=max(far for rank in ranks for far in rank.terms.values()),
-        grad_norm=max(rank.norm for rank in ranks),
-        parameters=max(parameters.values()),
-        state=max(state.values(), default=0.0),
-        worst=max(far, key=lambda name: far[name]),
-        batches=all(rank.batches for rank in ranks),
-        seconds=max(rank.seconds for rank in ranks),
-        error=_describe_other_parameters(wanted, ranks),
-    )
 
 
 def _find_largest_differences(
     wanted: Mapping[str, Held],
     ranks: Sequence[Differences],
-    found: Sequence[Mapping[str, float]],
+    by_rank: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
     """Return the largest difference over ranks by name; infinity if the shards have gaps."""
-    far = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
-    for rank in found:
-        far |= {name: max(distance, far.get(name, 0.0)) for name, distance in rank.items()}
-    return far
+    result = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
+    for differences in by_rank:
+        for name, difference in differences.items():
+            result[name] = max(difference, result.get(name, 0.0))
+    return result
 
 
-def _describe_other_parameters(wanted: Outcome, ranks: Sequence[Differences]) -> str:
+def _describe_other_parameters(reference: Outcome, ranks: Sequence[Differences]) -> str:
     """Describe a parameter that only the ranks or only one process has, and its ties."""
     problems = {
         name: f"the ranks do not hold all of {name!r}"
-        for name, whole in wanted.parameters.items()
-        if not _is_covered(name, whole, ranks)
+        for name, full in reference.parameters.items()
+        if not _is_covered(name, full, ranks)
     }
     held = sorted({name for rank in ranks for name in rank.parameters})
     problems |= {
         name: f"one process does not hold {name!r}"
         for name in held
-        if name not in wanted.parameters
+        if name not in reference.parameters
     }
     if not problems:
         return ""
     name, problem = next(iter(problems.items()))
-    ties = {"one process": wanted.ties, "the ranks": [tie for x in ranks for tie in x.ties]}
+    ties = {"one process": reference.ties, "the ranks": [tie for x in ranks for tie in x.ties]}
+    # JSON has made the ranks' ties lists, which cannot be keys.
     notes = [
         f"; on {where} {' and '.join(map(repr, tie))} are one tensor"
         for where, found in ties.items()
@@ -427,9 +435,9 @@ def _describe_other_parameters(wanted: Outcome, ranks: Sequence[Differences]) ->
     return problem + "".join(notes)
 
 
-def _is_covered(name: str, whole: Held, ranks: Sequence[Differences]) -> bool:
+def _is_covered(name: str, full: Held, ranks: Sequence[Differences]) -> bool:
     """Return whether the shards of all ranks cover a tensor."""
-    covered = np.zeros(whole.values.shape, bool)
+    covered = np.zeros(full.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
         sizes = zip(offset, shape, strict=True)
         covered[tuple(slice(start, start + size) for start, size in sizes)] = True
@@ -440,18 +448,18 @@ def _report_progress(
     log: Log | None,
     jobs: Sequence[_Job],
     found: Mapping[int, CertificateRow],
-    fresh: Mapping[int, CertificateRow],
+    new_rows: Mapping[int, CertificateRow],
     *,
-    begin: float,
+    start: float,
 ) -> None:
     """Log the result of the newest layout, and the time left, estimated by numbers of ranks."""
     if log is None:
         return
-    done = {**found, **fresh}
-    newest = list(fresh)[-1]
+    done = {**found, **new_rows}
+    newest = list(new_rows)[-1]
     job = jobs[newest]
     ranks = sum(jobs[index].case.world for index in done)
-    left = (time.monotonic() - begin) * (sum(job.case.world for job in jobs) / ranks - 1)
+    left = (time.monotonic() - start) * (sum(job.case.world for job in jobs) / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
     log(
         f"{verdict} {job.training.title}: {job.case.name} ({len(done)} of {len(jobs)}, about "

@@ -1,8 +1,8 @@
-"""Shard a global batch over the ranks of a layout, for batches that do not come from a corpus."""
+"""Shard a global batch over the ranks of a layout, for batches without a corpus."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import attrs
 import numpy as np
@@ -38,24 +38,25 @@ def deal_batch(
         (2, torch.Size([1, 8]))
     """
     total, length = batch.input_ids.shape
-    rows = rows_per_microbatch or -(-total // data_shard.rows.count)
+    # Spans of a ring of N ranks must divide by 2N, those of padding too.
     padding = make_padding_batch(1, length, multiple_of=2 * data_shard.ring.count)
     zeros = {name: torch.zeros_like(batch[name][:1]) for name in batch.extra}
     # assign_rows uses the index -1 for padding rows.
     singles = [*split_batch(batch, 1), attrs.evolve(padding, extra=zeros)]
+    rows_per_microbatch = rows_per_microbatch or math.ceil(total / data_shard.rows.count)
     microbatches = []
-    for indices in assign_rows(total, data_shard.rows, rows_per_microbatch=rows):
-        microbatch = _concat_rows([singles[index] for index in indices])
+    for indices in assign_rows(total, data_shard.rows, rows_per_microbatch=rows_per_microbatch):
+        rows = [singles[index] for index in indices]
+        tensors = {
+            name: torch.cat([row[name] for row in rows]) for name in (*BATCH_TENSORS, *batch.extra)
+        }
+        own = [tensors.pop(name) for name in BATCH_TENSORS]
+        spans = spans_of_lengths(np.concatenate([row.spans.lengths for row in rows]))
         microbatches.append(
-            shard_sequence(microbatch, ring=data_shard.ring, ulysses=data_shard.ulysses)
+            shard_sequence(
+                Batch(*own, spans=spans, extra=tensors),
+                ring=data_shard.ring,
+                ulysses=data_shard.ulysses,
+            )
         )
     return microbatches
-
-
-def _concat_rows(rows: Sequence[Batch]) -> Batch:
-    tensors = {
-        name: torch.cat([row[name] for row in rows]) for name in (*BATCH_TENSORS, *rows[0].extra)
-    }
-    lengths = np.concatenate([row.spans.lengths for row in rows])
-    own = [tensors.pop(name) for name in BATCH_TENSORS]
-    return Batch(*own, spans=spans_of_lengths(lengths), extra=tensors)

@@ -1,8 +1,8 @@
-"""A model that computes with integers only, so that no order of summation may change a bit.
+"""A model of integers, for which the order of summation must not change a bit.
 
 Weights, inputs and targets are small integers, the loss is a square, and the number of valid tokens
-is a power of two: every partial sum of a loss or a gradient is then an integer over that power, and
-fp64 holds it exactly. The optimizer keeps weights among -1, 0 and 1.
+is a power of two. Every partial sum of a loss or a gradient is then an integer over that power,
+which fp64 represents exactly. The optimizer keeps weights at -1, 0 or 1.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class ExactModel(nn.Module):
         return x if self.head is None else self.head(x)
 
     def boundary(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return what a pipeline stage passes on: `[B, S, D]`, on the meta device."""
+        """Return the shape and dtype of a pipeline stage's output, as a tensor on meta."""
         shape = (*batch["labels"].shape, WIDTH)
         return torch.empty(shape, dtype=torch.float64, device="meta")
 
 
 def split_exact(model: Any, num_stages: int) -> list[ExactModel]:
-    """Cut the model into pipeline stages, with equally many blocks in each.
+    """Split the model into pipeline stages with the same number of blocks.
 
     Examples:
         >>> [list(stage.layers) for stage in split_exact(ExactModel(), 2)]
@@ -85,7 +85,7 @@ def split_exact(model: Any, num_stages: int) -> list[ExactModel]:
 
 
 def call_exact(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into the model: by its ids alone.
+    """Call the model with a batch's ids.
 
     Examples:
         >>> call_exact(lambda ids: ids, {"input_ids": 3})
@@ -96,7 +96,7 @@ def call_exact(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 @declare_terms("loss")
 def squares(output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the summed squared distance of outputs `[B, S, V]` from 4 at the label, else 0.
+    """Return the squared error of outputs `[B, S, V]`, whose targets are 4 at the label and else 0.
 
     Examples:
         >>> total, _ = squares(torch.zeros(1, 2, 8), {"labels": torch.tensor([[1, -100]])})
@@ -111,17 +111,18 @@ def squares(output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str,
 
 
 def exact_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Return -1, 0 or 1 for every element, by the parameter's name and the element's index.
+    """Return -1, 0 or 1 for every element, a function of the parameter's name and the index.
 
     Examples:
         >>> exact_weights("w", (8, 8), (0, 0)).unique()
         tensor([-1.,  0.,  1.])
     """
+    # `+ 0.0` turns -0.0 into 0.0.
     return counters.normal(make_key(0, name), shape, offset).mul_(0.6).round_().clamp_(-1, 1) + 0.0
 
 
 def exact_batch(step: int) -> Batch:
-    """Return the global batch of a step: 8 rows of 16 tokens, 64 of them with a label.
+    """Return the global batch of a step: 8 rows of 16 tokens, 64 of which have a label.
 
     Examples:
         >>> [int((row >= 0).sum()) for row in exact_batch(0).labels]
@@ -136,10 +137,10 @@ def exact_batch(step: int) -> Batch:
 
 
 class IntegerSteps(torch.optim.Optimizer):
-    """Moves weights among -1, 0 and 1, around the clock: by the rounded gradient, modulo 3.
+    """Moves weights cyclically through -1, 0 and 1: by the rounded gradient, modulo 3.
 
-    It does not descend. It shows every unit of every gradient in the weights, and keeps them small,
-    where descent would need ever more bits.
+    It does not descend, which would need more bits at every step. But any unit of any gradient
+    changes a weight, and weights stay small.
     """
 
     def __init__(self, params: Any) -> None:
@@ -151,13 +152,13 @@ class IntegerSteps(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:  # of this rank's part: no element depends on another
-                    own, grad = get_local_box(p).local, get_local_box(p.grad).local
-                    own.copy_((own - (grad * group["lr"]).round() + 1).remainder(3) - 1)
+                if p.grad is not None:  # the update is elementwise, so local shards suffice
+                    local, grad = get_local_box(p).local, get_local_box(p.grad).local
+                    local.copy_((local - (grad * group["lr"]).round() + 1).remainder(3) - 1)
 
 
 def integer_steps(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
-    """Return an optimizer that keeps integers integers; the rate makes integers of gradients.
+    """Return an optimizer of integer weights; the learning rate scales gradients to integers.
 
     Effects:
         None, but those of its steps.

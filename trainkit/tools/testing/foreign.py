@@ -1,7 +1,7 @@
-"""A model as others write theirs, for the certificate: of GPT-2's kind, in plain torch.
+"""A model without any trainkit in it, for the certificate: like GPT-2, in plain torch.
 
-Biases and layer norms everywhere, learned positions, a head that is the embedding, a buffer, and
-(in one variant) a part that only some microbatches use.
+It has biases and layer norms, learned positions, a head tied to the embedding, a buffer, and in one
+variant a layer that only some microbatches use.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class ForeignBlock(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`; `mask` `[B, 1, S, S]` says who sees whom."""
+        """Map `[B, S, D]` to `[B, S, D]`; `mask` `[B, 1, S, S]` is true where queries attend."""
         y = self.norm(x)
         q, k, v = (
             project(y).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        x = x + self.out(seen.transpose(1, 2).flatten(-2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
 
 
 class ForeignModel(nn.Module):
-    """The whole model, or a pipeline stage of it, of which the parts of other stages are None.
+    """The whole model, or a pipeline stage, in which the layers of other stages are None.
 
-    With `sometimes` a further matrix works on rows that begin with certain tokens: a quarter of
-    them, so that most microbatches of one row do not use it, and whole ranks may not.
+    With `sometimes` one more matrix is applied to rows that start with certain tokens. They are a
+    quarter, so most microbatches of one row do not use it, and some ranks may not at all.
     """
 
     def __init__(self, *, sometimes: bool = False) -> None:
@@ -78,10 +78,10 @@ class ForeignModel(nn.Module):
     def forward(self, x: Tensor, *, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         """Map ids `[B, S]` to logits `[B, S, V]`; a pipeline stage does its part of that."""
         if self.positions is not None:
-            some = (x[:, :1, None] % 7 == 1).to(self.scale)
+            is_used = (x[:, :1, None] % 7 == 1).to(self.scale)
             x = self.embedding(x) * self.scale + self.positions(position_ids)
-            if self.sometimes is not None and some.any():
-                x = x + some * self.sometimes(x)
+            if self.sometimes is not None and is_used.any():
+                x = x + is_used * self.sometimes(x)
         same = document_ids.unsqueeze(1) == document_ids.unsqueeze(2)
         mask = same.tril().unsqueeze(1)
         for block in self.layers.values():
@@ -89,13 +89,13 @@ class ForeignModel(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def boundary(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return what a pipeline stage passes on: `[B, S, D]`, on the meta device."""
+        """Return the shape and dtype of a pipeline stage's output, as a tensor on meta."""
         shape = (*batch["labels"].shape, WIDTH)
         return torch.empty(shape, dtype=next(self.parameters()).dtype, device="meta")
 
 
 def split_foreign(model: Any, num_stages: int) -> Sequence[nn.Module]:
-    """Cut the model into two stages; the last has a copy of the embedding, which its head is.
+    """Split the model into two stages; the last has a copy of the embedding, tied to its head.
 
     Examples:
         >>> [list(stage.layers) for stage in split_foreign(ForeignModel(), 2)]
@@ -103,25 +103,29 @@ def split_foreign(model: Any, num_stages: int) -> Sequence[nn.Module]:
     """
     assert num_stages == 2
     first, last = model, copy.deepcopy(model)
+    # The last stage keeps `embedding`: two stages with one tied parameter are what it is here for.
     first.norm = first.head = last.positions = last.sometimes = None
     del first.layers["1"], last.layers["0"]
     return [first, last]
 
 
 def call_foreign(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into the model: its ids, positions and documents.
+    """Call the model with a batch's ids, positions and documents.
 
     Examples:
         >>> batch = {"input_ids": 1, "position_ids": 2, "document_ids": 3}
-        >>> call_foreign(lambda ids, **rest: (ids, *rest.values()), batch)
-        (1, 2, 3)
+        >>> call_foreign(lambda ids, position_ids, document_ids: ids + position_ids, batch)
+        3
     """
-    names = ("position_ids", "document_ids")
-    return model(batch["input_ids"], **{name: batch[name] for name in names})
+    return model(
+        batch["input_ids"],
+        position_ids=batch["position_ids"],
+        document_ids=batch["document_ids"],
+    )
 
 
 def foreign_plan(ps: Any, case: LayoutCase) -> list[Transform]:
-    """Return the plan of the model: `tensor_parallel` gets styles by name.
+    """Return the plan of the model, which gives `tensor_parallel` styles by name.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel

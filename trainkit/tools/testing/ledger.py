@@ -1,8 +1,8 @@
-"""The ledger of a step: how many collectives of which kind it issues on which axis, and how large.
+"""Count the collectives of a step and their bytes, by axis and kind.
 
-Counted is what reaches torch's dispatcher: calls of `torch.distributed`, of FSDP2 and DTensor,
-sends and receives, in forward and in backward. Compiled code runs past the dispatcher, so what is
-compiled together with its collectives is not seen; trainkit compiles blocks, which have none.
+The counts are of operators that pass torch's dispatcher: those of `torch.distributed`, FSDP2 and
+DTensor, sends and receives, in forward and in backward. Compiled code bypasses the dispatcher, so
+collectives inside it are not counted; trainkit compiles blocks, which have none.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""By how the names of their operators begin, without underscores."""
+"""Kinds by the start of their operators' names, without underscores."""
 _FIRST = (*Layout().axes["world"], "fsdp", "sp", "sp_unfolded")
-"""The names that come first for a group that several axes share."""
+"""Names that take precedence for a group of several axes."""
 
 
 @attrs.frozen
 class Collective:
-    """Calls of one kind on one axis of `size` ranks, by one rank: how many, and how many bytes.
+    """The calls of one kind on one axis of `size` ranks, by one rank, and their bytes.
 
-    Bytes are those of the whole tensor that a call is about: what is summed, sent or received, what
-    an all-gather gives, what a reduce-scatter takes.
+    The bytes of a call are those of its full tensor: the one that is summed, sent or received, the
+    output of an all-gather, the input of a reduce-scatter.
     """
 
     axis: str
@@ -54,7 +54,7 @@ class Collective:
 
 @attrs.frozen
 class CollectiveLedger:
-    """All collectives of one call, one row per axis and kind, in the order of their first use."""
+    """The collectives of a function, one row per axis and kind, in the order of their first use."""
 
     rows: tuple[Collective, ...]
 
@@ -68,13 +68,13 @@ class CollectiveLedger:
 
 
 def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> CollectiveLedger:
-    """Call a function, and return what this rank communicated meanwhile.
+    """Call a function, and return the collectives that this rank issued.
 
     Args:
         fn: Called once, without arguments: a step, for instance.
-        axes: A `ParallelState`, or some `Axis`, that give groups their names; a group that is none
-            of them counts as "other". Of several axes over the same ranks the first gives the name,
-            those of a layout's degrees first of all.
+        axes: A `ParallelState`, or several `Axis`, to name groups by; other groups are named
+            "other". Of several axes over the same ranks the first gives the name, and in a
+            `ParallelState` those of the layout's degrees come first.
 
     Returns:
         The ledger of this rank.
@@ -90,31 +90,32 @@ def count_collectives(fn: Callable[[], Any], axes: Any = ()) -> CollectiveLedger
         >>> count_collectives(lambda: all_sum(torch.ones(2), ps.loss), ps)
         CollectiveLedger(rows=())
     """
-    named = [(axis.group, axis.name) for axis in reversed(_list_axes(axes))]
-    names = {str(group.group_name): name for group, name in named if group is not None}
-    counts: dict[tuple[str, int, str], list[int]] = {}
-    with _Counting(counts, names):
+    if isinstance(axes, ParallelState):
+        values = attrs.astuple(axes, recurse=False)
+        axes = [value for value in values if isinstance(value, Axis)]
+        axes.sort(key=lambda axis: (*_FIRST, axis.name).index(axis.name))
+    # Reversed, so that the first axis of a group overwrites the names of later ones.
+    names = {
+        str(axis.group.group_name): axis.name
+        for axis in reversed([*axes])
+        if axis.group is not None
+    }
+    sizes_by_key: dict[tuple[str, int, str], list[int]] = {}
+    with _Counting(sizes_by_key, names):
         fn()
     return CollectiveLedger(
-        tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in counts.items())
+        tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in sizes_by_key.items())
     )
 
 
-def _list_axes(axes: Any) -> list[Axis]:
-    if not isinstance(axes, ParallelState):
-        return list(axes)
-    found = [value for value in attrs.astuple(axes, recurse=False) if isinstance(value, Axis)]
-    return sorted(found, key=lambda axis: (*_FIRST, axis.name).index(axis.name))
-
-
 class _Counting(TorchDispatchMode):
-    """Notes the operators that communicate; a mode, because all of them pass the dispatcher."""
+    """Collects the tensor sizes of collectives, which all pass the dispatcher."""
 
     def __init__(
-        self, counts: dict[tuple[str, int, str], list[int]], names: Mapping[str, str]
+        self, sizes: dict[tuple[str, int, str], list[int]], names: Mapping[str, str]
     ) -> None:
         super().__init__()
-        self.counts, self.names = counts, names
+        self.sizes, self.names = sizes, names
 
     def __torch_dispatch__(
         self,
@@ -126,21 +127,20 @@ class _Counting(TorchDispatchMode):
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # a DTensor: its own operators come past here one by one
         out = func(*args, **(kwargs or {}))
-        kind = _find_kind(func)
-        if kind is not None:
-            everything = [*args, *(kwargs or {}).values()]
-            group = next(found for found in map(_find_group, everything) if found is not None)
-            sizes = [sum(x.nbytes for x in _iterate_tensors(value)) for value in (*everything, out)]
+        if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
+            return out
+        operator = func.overloadpacket.__name__.replace("_", "")
+        for start, kind in _KINDS.items():
+            if not operator.startswith(start):
+                continue
+            values = [*args, *(kwargs or {}).values()]
+            group = next(x for x in map(_find_group, values) if x is not None)
+            # Of its inputs and outputs the largest is the full tensor, which some are shards of.
+            sizes = [sum(x.nbytes for x in _iterate_tensors(value)) for value in (*values, out)]
             name = self.names.get(str(group.group_name), "other")
-            self.counts.setdefault((name, group.size(), kind), []).append(max(sizes))
+            self.sizes.setdefault((name, group.size(), kind), []).append(max(sizes))
+            break
         return out
-
-
-def _find_kind(func: Any) -> str | None:
-    if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
-        return None
-    name = func.overloadpacket.__name__.replace("_", "")
-    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
 
 
 def _find_group(value: Any) -> dist.ProcessGroup | None:

@@ -1,6 +1,6 @@
-"""What the forkserver of `run_ranks` imports once, so that no rank pays for it again.
+"""Imports of the forkserver of `run_ranks`, which the ranks then need not repeat.
 
-On two cores a process takes 5 s to import all of this, and a rank forked from one that has 0.05 s.
+On two cores they take a process 5 s, and a rank that is forked after them 0.05 s.
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ import_module("trainkit.tools.testing.train").certificate_weights("warm", (2, 2)
 with import_module("torch._subclasses").FakeTensorMode():  # DTensor's: 0.1 s in each rank
     import_module("torch").empty(1)
 gc.collect()
-gc.freeze()  # a rank's garbage collector need not walk through what is there for good
+gc.freeze()  # a rank's garbage collector need not walk through these objects

@@ -1,8 +1,8 @@
-"""Run a function on several ranks of one machine, as a test wants it: quick, bounded, explained.
+"""Run a function on several ranks of one machine, for tests.
 
-The ranks are forked from a server that has torch loaded already (multiprocessing's forkserver), so
-they start in a tenth of a second and inherit no threads. The first cause of a failure is reported,
-with its traceback; a hang says where; nothing is left behind.
+Ranks are forked from a server that has loaded torch (multiprocessing's forkserver), so they start
+in a tenth of a second and inherit no threads. A failure is reported with its first cause and the
+traceback, a hang with the stack of each rank. No process and no file is left behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from multiprocessing.context import (
 )
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 import torch
@@ -42,7 +42,8 @@ from trainkit.types import ConfigError, check_choice
 
 T = TypeVar("T")
 
-# A rank that fails closes its sockets, and its peers then fail too: these are the echo's words.
+# A rank that fails closes its sockets, and its peers fail too, with these words: an echo, which may
+# arrive before its cause.
 _ECHO = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/transport", re.IGNORECASE)
 _ECHO_GRACE = 1.0  # seconds in which the cause behind an echo may still arrive
 _LOOK_EVERY = 0.2  # seconds between two looks at how far the ranks are
@@ -50,7 +51,7 @@ _EXIT_GRACE = 5.0  # seconds a rank has to leave after its function has returned
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank; `rank` is the first that did, `text` its traceback there."""
+    """A function failed on a rank: `rank` is the first that failed, `text` its traceback."""
 
     def __init__(self, message: str, *, rank: int, text: str = "") -> None:
         super().__init__(f"{message}\n{text}" if text else message)
@@ -75,7 +76,7 @@ class _Failed:
 
 @attrs.frozen
 class _Work:
-    """What a rank is to do; `sources` are (module, file) of modules that must be loaded by path."""
+    """The work of a rank; `sources` are (module, file) of modules that must be loaded by path."""
 
     call: bytes
     sources: tuple[tuple[str, str], ...]
@@ -103,18 +104,18 @@ def run_ranks(
     device: str = "cpu",
     meanwhile: Callable[[], bool] | None = None,
 ) -> list[T]:
-    """Return `[fn(*args) on rank 0, on rank 1, ...]`, each run in a process of its own.
+    """Run a function on several ranks, each in its own process, and return the results by rank.
 
-    The default process group (gloo, over a file) stands when `fn` begins, and RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE are set. Ranks see no GPU, of which a machine may have fewer,
-    unless `device` is "cuda": then each has one to itself, and the group sends what is on it by
-    NCCL. Arguments and results travel as copies in memory.
+    When `fn` starts, the default process group is initialized (gloo, over a file), and RANK,
+    LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set. On "cpu" ranks see no GPU. On "cuda" each
+    rank has one GPU, and the group sends CUDA tensors by NCCL. Arguments and results are copied.
 
     Args:
         fn: A function of a module, or `functools.partial` of one; its file need not be importable.
         world: The number of ranks.
-        *args: What every rank is given; functions among them, or in a record of attrs, as `fn`.
-        timeout: Seconds until the ranks that still run are stopped, each with its stack shown.
+        *args: Arguments of `fn` on every rank. Functions among them, or in attrs records among
+            them, must be like `fn`.
+        timeout: Seconds after which ranks that still run are stopped, and their stacks shown.
         threads: Threads per rank inside torch's operators.
         device: "cpu", or "cuda" for one rank on each GPU.
         meanwhile: Called in this process a few times a second while ranks run, to report progress.
@@ -127,13 +128,12 @@ def run_ranks(
         RankError: A rank raised, died or hung. All others are stopped at once; the error has the
             first cause, not the broken connections that follow from it.
         ValueError: `world` is below 1, or `fn` or `args` cannot be sent to another process.
-        ConfigError: This machine has fewer GPUs than there are ranks on "cuda".
+        ConfigError: This machine has fewer GPUs than ranks on "cuda".
 
     Effects:
-        Starts multiprocessing's forkserver at the first call (5 s, once), then `world` processes;
-        when it returns or raises, these have ended and their files are gone. On "cuda" processes
-        are not forked but started anew, which takes each 10 s: a fork cannot use CUDA if the
-        process that it was forked from has.
+        Starts multiprocessing's forkserver at the first call (5 s, once), then `world` processes.
+        When it returns or raises, these have ended and their files are deleted. On "cuda" processes
+        are spawned, at 10 s each, because CUDA does not survive a fork.
 
     Examples:
         >>> import torch.distributed
@@ -144,8 +144,15 @@ def run_ranks(
         raise ValueError(f"run_ranks: world must be at least 1, got {world}")
     check_devices("run_ranks", world, device)
     with tempfile.TemporaryDirectory(prefix="trainkit_ranks_") as folder:
+        try:
+            call = _pack((fn, args))
+        except Exception as error:
+            raise ValueError(
+                f"run_ranks: {fn} and its arguments must be sendable to another process: functions"
+                f" at the top level of a module, plain values, tensors; {error}"
+            ) from error
         work = _Work(
-            call=_pack_call(fn, args),
+            call=call,
             sources=_list_sources((fn, *args)),
             world=world,
             folder=Path(folder),
@@ -155,17 +162,24 @@ def run_ranks(
             environ=dict(os.environ),
         )
         with _start_ranks(work) as ranks:
-            returned = _raise_first_cause(_gather(ranks, timeout, meanwhile), world)
-            _raise_hang([rank for rank in ranks if rank.index not in returned], work)
+            reports = _gather_reports(ranks, timeout, meanwhile)
+            returned = {i: x.value for i, x in reports.items() if isinstance(x, _Returned)}
+            failed = {i: x for i, x in reports.items() if isinstance(x, _Failed)}
+            if failed:
+                rank = min(failed, key=lambda i: (failed[i].is_echo, failed[i].when, i))
+                message = f"run_ranks: rank {rank} of {world}: {failed[rank].summary}"
+                raise RankError(message, rank=rank, text=failed[rank].text)
+            if len(returned) < world:
+                _raise_hang([rank for rank in ranks if rank.index not in returned], work)
             _release(ranks)
-        return [_unpack(returned[index].value) for index in range(world)]
+        return [_unpack(returned[index]) for index in range(world)]
 
 
 def check_devices(function: str, world: int, device: str) -> None:
-    """Refuse more ranks on "cuda" than this machine has GPUs.
+    """Raise ConfigError if there are more ranks on "cuda" than GPUs on this machine.
 
     Raises:
-        ConfigError: It has fewer; says how many.
+        ConfigError: The machine has fewer GPUs.
         ValueError: `device` is neither "cpu" nor "cuda".
 
     Examples:
@@ -193,7 +207,7 @@ def _start_ranks(work: _Work) -> Iterator[list[_Child]]:
     context: ForkServerContext | SpawnContext = (
         SpawnContext() if work.device == "cuda" else multiprocessing.get_context("forkserver")
     )
-    # What costs a rank 4 s to import, where this process works with it: a model of transformers.
+    # A model of transformers costs each rank 4 s to import; preload it if this process uses it.
     used = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
     context.set_forkserver_preload(
         ["pytest", "hypothesis", "trainkit.tools.testing.preload", *used]
@@ -201,9 +215,9 @@ def _start_ranks(work: _Work) -> Iterator[list[_Child]]:
     ranks: list[_Child] = []
     try:
         for index in range(work.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(index, work, theirs))
-            ranks.append(_Child(index, process, ours))
+            pipe, rank_pipe = context.Pipe()
+            process = context.Process(target=_rank_main, args=(index, work, rank_pipe))
+            ranks.append(_Child(index, process, pipe))
             try:
                 process.start()
             except ConnectionError as error:
@@ -213,7 +227,7 @@ def _start_ranks(work: _Work) -> Iterator[list[_Child]]:
                     "runs, because ranks import it",
                     rank=index,
                 ) from error
-            theirs.close()  # so that the death of the rank is the end of the pipe
+            rank_pipe.close()  # the rank has the other copy; if it dies, recv raises EOFError
         yield ranks
     finally:
         for rank in ranks:
@@ -224,10 +238,10 @@ def _start_ranks(work: _Work) -> Iterator[list[_Child]]:
                 rank.process.close()
 
 
-def _gather(
+def _gather_reports(
     ranks: Sequence[_Child], timeout: float, meanwhile: Callable[[], bool] | None
 ) -> dict[int, _Returned | _Failed]:
-    """Return the reports by rank, all of them, or what there is after a failure or `timeout`."""
+    """Return the reports by rank: all of them, or those until a failure or `timeout`."""
     deadline = time.monotonic() + timeout
     patience = timeout if meanwhile is None else _LOOK_EVERY
     reports: dict[int, _Returned | _Failed] = {}
@@ -235,7 +249,7 @@ def _gather(
         failures = [report for report in reports.values() if isinstance(report, _Failed)]
         if not all(failure.is_echo for failure in failures):
             break
-        if failures:
+        if failures:  # echoes only: their cause may still arrive
             deadline = min(deadline, failures[0].when + _ECHO_GRACE)
         pipes = [rank.pipe for rank in ranks if rank.index not in reports]
         ready = wait(pipes, min(patience, max(0.0, deadline - time.monotonic())))
@@ -243,41 +257,29 @@ def _gather(
             deadline = time.monotonic() + timeout
         if not ready and time.monotonic() >= deadline:
             break
-        reports |= {rank.index: _receive(rank) for rank in ranks if rank.pipe in ready}
+        for rank in ranks:
+            if rank.pipe not in ready:
+                continue
+            try:
+                reports[rank.index] = rank.pipe.recv()
+            except (EOFError, ConnectionError):
+                rank.process.join()
+                summary = f"{_describe_exit(rank)} before it returned"
+                reports[rank.index] = _Failed(time.monotonic(), summary)
     return reports
 
 
-def _receive(rank: _Child) -> _Returned | _Failed:
-    try:
-        return rank.pipe.recv()
-    except (EOFError, ConnectionError):
-        rank.process.join()
-        return _Failed(time.monotonic(), f"{_describe_end(rank)} before it returned")
-
-
-def _describe_end(rank: _Child) -> str:
+def _describe_exit(rank: _Child) -> str:
     code = rank.process.exitcode or 0
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _raise_first_cause(reports: dict[int, _Returned | _Failed], world: int) -> dict[int, _Returned]:
-    """Return the reports of ranks that returned, if none failed."""
-    failed = {i: report for i, report in reports.items() if isinstance(report, _Failed)}
-    if failed:
-        rank = min(failed, key=lambda i: (failed[i].is_echo, failed[i].when, i))
-        message = f"run_ranks: rank {rank} of {world}: {failed[rank].summary}"
-        raise RankError(message, rank=rank, text=failed[rank].text)
-    return {i: report for i, report in reports.items() if isinstance(report, _Returned)}
-
-
-def _raise_hang(ranks: Sequence[_Child], work: _Work) -> None:
-    if not ranks:
-        return
+def _raise_hang(ranks: Sequence[_Child], work: _Work) -> NoReturn:
     for rank in ranks:
         assert rank.process.pid is not None
         with contextlib.suppress(ProcessLookupError):  # it may have ended just now
             os.kill(rank.process.pid, signal.SIGUSR1)  # it writes its stack, see _rank_main
-    time.sleep(0.2)
+    time.sleep(0.2)  # a signal handler gives no sign when it has written
     stacks = [f"rank {r.index}: {_stack_file(work, r.index).read_text()}" for r in ranks]
     names = ", ".join(str(rank.index) for rank in ranks)
     raise RankError(
@@ -295,24 +297,14 @@ def _release(ranks: Sequence[_Child]) -> None:
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         if rank.process.exitcode != 0:
-            end = "did not exit" if rank.process.exitcode is None else _describe_end(rank)
-            raise RankError(f"run_ranks: rank {rank.index} returned, but {end}", rank=rank.index)
-
-
-def _pack_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return _pack((fn, args))
-    except Exception as error:
-        raise ValueError(
-            f"run_ranks: {fn} and its arguments must be sendable to another process: functions at"
-            f" the top level of a module, plain values, tensors; {error}"
-        ) from error
+            exited = "did not exit" if rank.process.exitcode is None else _describe_exit(rank)
+            raise RankError(f"run_ranks: rank {rank.index} returned, but {exited}", rank=rank.index)
 
 
 def _list_sources(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """Return (module, file) of functions whose module another process may be unable to import.
 
-    They are looked for among the values, and in the fields of records among these.
+    The functions are those among the values, and in the fields of attrs records among these.
     """
     sources: dict[str, str] = {}
     fields = [x for y in values if attrs.has(type(y)) for x in attrs.astuple(y, recurse=False)]
@@ -323,6 +315,7 @@ def _list_sources(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         name = getattr(fn, "__module__", None) or "builtins"
         top = sys.modules.get(name.partition(".")[0])
         file = getattr(sys.modules.get(name), "__file__", None)
+        # Test files and scripts belong to no package that a rank could import.
         is_packaged = "." in name and getattr(top, "__file__", None) is not None
         if callable(fn) and file is not None and not is_packaged:
             sources[name] = file
@@ -333,8 +326,8 @@ def _stack_file(work: _Work, index: int) -> Path:
     return work.folder / f"stack_{index}.txt"
 
 
-# torch registers shared memory with multiprocessing's pickler; a test wants plain copies, which
-# torch.save makes. The bytes come from this process or one it started, never from a file.
+# torch makes multiprocessing's pickler share memory; `torch.save` makes plain copies instead. The
+# bytes come from this process or one that it started, so loading them runs no foreign code.
 def _pack(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -351,7 +344,15 @@ def _unpack(data: bytes) -> Any:
 def _rank_main(index: int, work: _Work, pipe: Connection) -> None:
     with _stack_file(work, index).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        pipe.send(_report(index, work))
+        try:
+            _set_up(index, work)
+            fn, args = _unpack(work.call)
+            report = _Returned(_pack(fn(*args)))
+        except BaseException as error:  # noqa: BLE001 -- the parent reports whatever ends a rank
+            when = time.monotonic()  # one clock for all processes of a machine
+            summary = f"{type(error).__name__}: {error}"
+            report = _Failed(when, summary, traceback.format_exc())
+        pipe.send(report)
         with contextlib.suppress(EOFError):
             pipe.recv()  # the others have returned too
         if dist.is_initialized():
@@ -359,21 +360,11 @@ def _rank_main(index: int, work: _Work, pipe: Connection) -> None:
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _report(index: int, work: _Work) -> _Returned | _Failed:
-    try:
-        _set_up(index, work)
-        fn, args = _unpack(work.call)
-        return _Returned(_pack(fn(*args)))
-    except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is told to the parent
-        when = time.monotonic()  # one clock for all processes of a machine
-        return _Failed(when, f"{type(error).__name__}: {error}", traceback.format_exc())
-
-
 def _set_up(index: int, work: _Work) -> None:
-    rank, world = str(index), str(work.world)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.clear()  # the forkserver's is as old as the first call
-    os.environ.update(work.environ | own)
+    os.environ.update(work.environ)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(index)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(work.world)
     torch.set_num_threads(work.threads)
     if work.device == "cuda":
         torch.cuda.set_device(index)
@@ -394,7 +385,7 @@ def _set_up(index: int, work: _Work) -> None:
 
 
 def _load_module(name: str, file: str) -> None:
-    """Load a file under a dotted name whose parents need not be importable either."""
+    """Load a file under a dotted name, with stand-ins for parents that cannot be imported."""
     folder, parent = Path(file).parent, name.rpartition(".")[0]
     while parent:
         package = ModuleType(parent)

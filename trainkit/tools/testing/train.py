@@ -1,7 +1,7 @@
-"""One layout of a certificate: train a model for some steps, and say what came out.
+"""One layout of a certificate: train a model for some steps, and compare the results.
 
-What layouts are compared with, `train_plain`, makes and fills the model without `build_stages`: a
-plain module with plain parameters, so that nothing is compared with itself.
+The reference, `train_plain`, makes and fills the model without `build_stages`: a plain module with
+plain parameters, so that the code under test is not compared with itself.
 """
 
 from __future__ import annotations
@@ -48,21 +48,18 @@ from trainkit.types import (
 )
 
 MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
-"""`MakePlan(ps, case) -> transforms`: what `build_stages` shall do to the model in a case."""
+"""`MakePlan(ps, case) -> transforms`: the plan of `build_stages` in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
 
-MakeStages = Callable[[ParallelState], Stages]
-"""From a layout to this rank's stages, filled."""
-
 Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
-"""From a rank's stages, and the axis of the pipeline, to the optimizer that steps them."""
+"""`Optimizers(stages, pp) -> optimizer` of a rank's stages, with the pipeline's axis."""
 
 
 @attrs.frozen(eq=False)
 class Held:
-    """The part of a tensor that a rank holds, in fp64, and where it begins in the whole."""
+    """A rank's box of a tensor: its values in fp64, and its offset in the full tensor."""
 
     values: np.ndarray[Any, Any]
     offset: tuple[int, ...]
@@ -70,11 +67,11 @@ class Held:
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What a training came to: terms and norms of every step, and all tensors after the last.
+    """The results of a training: terms and norms of every step, and all tensors after the last.
 
-    `state` holds buffers by name, and what the optimizer remembers as "PARAMETER/KEY". `ties` are
-    names of one tensor. `hashes` are those of each step's global batch. `norm_dtype` is fp32 on a
-    pipeline stage of an fp64 model that has nothing to train; see `grad_norm`.
+    `state` holds buffers by name, and optimizer state as "PARAMETER/KEY". `ties` are the names of
+    shared tensors. `hashes` are those of each step's global batch. `norm_dtype` is fp32 on a
+    pipeline stage of an fp64 model without trainable parameters; see `grad_norm`.
     """
 
     terms: dict[str, list[float]]
@@ -88,10 +85,10 @@ class Outcome:
 
 @attrs.frozen
 class Differences:
-    """An outcome against another: max|a - b| / max|b| of each tensor, terms and norms over steps.
+    """The differences of two outcomes: max|a - b| / max|b| of each tensor, term and norm.
 
-    `parameters` and `state` are those of this rank, of which it holds the boxes (offset, shape) of
-    `held`; what the other outcome does not have is infinitely far.
+    `parameters` and `state` are those of this rank; `held` has the (offset, shape) of their boxes.
+    The difference is infinite where the other outcome lacks a tensor.
     """
 
     terms: dict[str, float]
@@ -107,8 +104,8 @@ class Differences:
 def certificate_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Return initial values for any model: 0.2 x normal, and 1 + 0.2 x normal for vectors.
 
-    That serves matrices of some dozens of columns, and norms. An element is a function of the
-    parameter's name and its index in the whole, in every layout.
+    The scale suits matrices of some dozens of columns, and the weights of norms. In every layout an
+    element is a function of the parameter's name and its index in the full tensor.
 
     Examples:
         >>> whole = certificate_weights("w", (4, 8), (0, 0))
@@ -122,8 +119,8 @@ def certificate_weights(name: str, shape: Sequence[int], offset: Sequence[int]) 
 def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices.
 
-    Its epsilon is 1e-4: Adam divides by the gradient's own size, so with a small one a factor on
-    all gradients would leave no trace in the parameters.
+    Epsilon is 1e-4. Adam divides by the gradient's own size, so with a small epsilon a wrong factor
+    on all gradients would not change the parameters.
 
     Effects:
         Communicates on `axis`.
@@ -139,7 +136,7 @@ def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.opti
 
 @attrs.frozen(eq=False, kw_only=True)
 class Training:
-    """What is trained, and how: all that is the same in every layout; see `certify`."""
+    """The arguments of `certify` that are equal in every layout."""
 
     title: str
     tier: Tier
@@ -158,9 +155,9 @@ class Training:
 
 
 def train_plain(training: Training) -> Outcome:
-    """Train a plain module on one process, all rows of a step at once; see `certify`.
+    """Train a plain module on one process, with all rows of a step in one microbatch.
 
-    The plan is not applied, for a plan must not change a number.
+    The plan is not applied, because a plan must not change a number.
 
     Effects:
         Opens the process group of one rank and closes it.
@@ -174,19 +171,19 @@ def train_plain(training: Training) -> Outcome:
 
 
 def plain_model(training: Training) -> nn.Module:
-    """Return the whole model as a plain module, with its weights."""
+    """Return the full model as a plain module, with its weights."""
     make_model, weights = training.alone or (training.make_model, training.weights)
     model = _make_typed_model(make_model, training.tier)
-    fills = fills_of(model)
+    fills = fills_of(model)  # adapters bring initial values of their own
     with torch.no_grad():
         for name, p in model.named_parameters():
-            give = partial(fills[name], weights) if name in fills else weights
-            p.copy_(give(name, tuple(p.shape), (0,) * p.ndim))
+            fill = partial(fills[name], weights) if name in fills else weights
+            p.copy_(fill(name, tuple(p.shape), (0,) * p.ndim))
     return model
 
 
 def train_layout(training: Training, case: LayoutCase) -> Outcome:
-    """Train in one layout, on every rank of the default process group; see `certify`.
+    """Train in one layout, on every rank of the default process group.
 
     Effects:
         Opens the layout's process groups and closes them.
@@ -205,26 +202,34 @@ def train_layout(training: Training, case: LayoutCase) -> Outcome:
     )
 
 
-def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Outcome:
+def _train(
+    training: Training, case: LayoutCase, make_stages: Callable[[ParallelState], Stages]
+) -> Outcome:
     with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
-        named, ties = get_named_parameters(stages), [tie for x in stages for tie in find_ties(x)]
+        named = get_named_parameters(stages)
+        ties = [tie for stage in stages for tie in find_ties(stage)]
         optimizer = training.optimizer(stages, ps.pp)
         loss: Any = training.loss
-        run = make_forward_backward(
+        forward_backward = make_forward_backward(
             stages,
             loss if hasattr(loss, "terms") else loss(ps),
             call=training.call,
             reduce=case.layout.reduce,
         )
-        terms, norms, hashes = dict[str, list[float]](), list[Tensor](), list[int]()
+        terms: dict[str, list[float]] = {}
+        norms: list[Tensor] = []
+        hashes: list[int] = []
         for step in range(training.steps):
-            whole = training.make_batches(step)
-            batches = deal_batch(whole, ps.data_shard, rows_per_microbatch=case.rows_per_microbatch)
-            hashes.append(int(all_sum(batch_hash(batches), ps.loss)))
-            batches = [to_device(batch, ps.device) for batch in batches]
-            tokens = all_sum(count_valid_tokens(batches), ps.loss)
-            sums = run(batches, denominator=tokens)
+            microbatches = deal_batch(
+                training.make_batches(step),
+                ps.data_shard,
+                rows_per_microbatch=case.rows_per_microbatch,
+            )
+            hashes.append(int(all_sum(batch_hash(microbatches), ps.loss)))
+            microbatches = [to_device(batch, ps.device) for batch in microbatches]
+            tokens = all_sum(count_valid_tokens(microbatches), ps.loss)
+            sums = forward_backward(microbatches, denominator=tokens)
             sync_sp_grads(stages, ps.sp_unfolded)
             update = clip_and_step(stages, optimizer, lr=training.lr, max_norm=training.max_norm)
             norms.append(update.norm)
@@ -234,100 +239,96 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
             terms,
             [float(norm) for norm in norms],
             hashes,
-            _parameters(stages, named),
-            {name: _get_shard(x) for name, x in _state(stages, named, optimizer).items()},
+            _get_parameters(stages, named),
+            {name: _get_shard(x) for name, x in _get_state(stages, named, optimizer).items()},
             ties,
             str(norms[-1].dtype).removeprefix("torch."),
         )
 
 
-def _parameters(stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]) -> dict[str, Held]:
-    """Return the parameters by name; of what is held in few bits, what it stands for."""
-    found = {name: _get_shard(p) for name, p in named.items()}
-    for name, packing in (item for stage in stages for item in get_quantizations(stage).items()):
-        codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
-        values = dequantize_rows(codes.local, scales.local, packing, torch.float64).cpu().numpy()
-        found[name] = Held(values, (*codes.offset[:-1], packing.first))
-        del found[name + SCALES]
-    return found
+def _get_parameters(
+    stages: Sequence[nn.Module], named: Mapping[str, nn.Parameter]
+) -> dict[str, Held]:
+    """Return the parameters by name, with quantized matrices dequantized."""
+    shards = {name: _get_shard(p) for name, p in named.items()}
+    for stage in stages:
+        for name, spec in get_quantizations(stage).items():
+            codes, scales = get_local_box(named[name]), get_local_box(named[name + SCALES])
+            values = dequantize_rows(codes.local, scales.local, spec, torch.float64).cpu().numpy()
+            # Codes may hold two columns a byte, so the spec knows this shard's first column.
+            shards[name] = Held(values, (*codes.offset[:-1], spec.first))
+            del shards[name + SCALES]
+    return shards
 
 
-def _state(
+def _get_state(
     stages: Sequence[nn.Module],
     named: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Tensor]:
-    """Return buffers by name, and every number that the optimizer remembers."""
-    found = {name: x for stage in stages for name, x in list_buffers(stage).items()}
+    """Return buffers by name, and all optimizer state as "PARAMETER/KEY"."""
+    state = {name: x for stage in stages for name, x in list_buffers(stage).items()}
     for name, p in named.items():
         owner = name.removesuffix(COPY_SUFFIX)
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor | int | float):
                 copy = name.removeprefix(owner)
-                found[f"{owner}/{key}{copy}"] = torch.as_tensor(value)
-    return found
+                state[f"{owner}/{key}{copy}"] = torch.as_tensor(value)
+    return state
 
 
 def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Differences:
-    """Train in one layout and compare what comes out with another outcome.
+    """Train in one layout and compare the outcome with another.
 
     Effects:
         Those of `train_layout`.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     found = train_layout(training, case)
     if case.compiled:  # after 8 compilations of one function dynamo falls back to eager code
         torch.compiler.reset()
-    parts = found.parameters | found.state
+    # A gradient that is 0 but for rounding (of a bias of keys, which cancels in the softmax) has
+    # moments that are rounding alone: a moment's maximum counts as at least 1e-2 of its kind's.
+    largest: dict[str, float] = {}
+    for name, part in wanted.state.items():
+        kind = name.partition("/")[2]  # "" of a buffer, which has no such floor
+        largest[kind] = max(largest.get(kind, 0.0), _find_largest(part.values) if kind else 0.0)
+    boxes = found.parameters | found.state
     return Differences(
         {
             name: relative(found.terms.get(name, []), wanted.terms.get(name, []))
             for name in found.terms | wanted.terms
         },
         relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
-        _compute_distances(found.parameters, wanted.parameters),
-        _compute_distances(found.state, wanted.state, least=_find_moment_floors(wanted.state)),
+        _compute_distances(found.parameters, wanted.parameters, floors={}),
+        _compute_distances(
+            found.state,
+            wanted.state,
+            floors={name: 1e-2 * largest[name.partition("/")[2]] for name in wanted.state},
+        ),
         found.ties,
-        {name: (part.offset, part.values.shape) for name, part in parts.items()},
+        {name: (part.offset, part.values.shape) for name, part in boxes.items()},
         found.hashes == wanted.hashes,
-        time.monotonic() - begin,
+        time.monotonic() - start,
     )
 
 
-def _find_moment_floors(state: Mapping[str, Held]) -> dict[str, float]:
-    """Return what the largest element of a moment counts as at least: 1e-2 of its kind's largest.
-
-    A gradient that is 0 but for rounding (of a bias of keys, which no softmax sees) has moments
-    that are rounding alone.
-    """
-    kinds: dict[str, float] = {}
-    for name, part in state.items():
-        kind = name.partition("/")[2]
-        kinds[kind] = max(kinds.get(kind, 0.0), _find_largest(part.values) if kind else 0.0)
-    return {name: 1e-2 * kinds[name.partition("/")[2]] for name in state}
-
-
 def _compute_distances(
-    found: Mapping[str, Held],
-    wanted: Mapping[str, Held],
-    *,
-    least: Mapping[str, float] | None = None,
+    found: Mapping[str, Held], wanted: Mapping[str, Held], *, floors: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the differences of this rank's shards, by name in the whole model."""
-    far: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for name, part in found.items():
         # A rank that holds both ends of a pipeline has a tied parameter twice.
-        whole, distance = name.removesuffix(COPY_SUFFIX), math.inf
-        if whole in wanted:
-            distance = _compute_distance(
-                part, wanted[whole].values, least=(least or {}).get(whole, 0.0)
-            )
-        far[whole] = max(distance, far.get(whole, 0.0))
-    return far
+        owner, distance = name.removesuffix(COPY_SUFFIX), math.inf
+        if owner in wanted:
+            distance = _compute_distance(part, wanted[owner].values, floor=floors.get(owner, 0.0))
+        distances[owner] = max(distance, distances.get(owner, 0.0))
+    return distances
 
 
 def relative(found: Any, wanted: Any) -> float:
-    """Return max|a - b| / max|b|; infinite where shapes differ, or NaN stands on one side only.
+    """Return max|a - b| / max|b|; infinity if shapes differ, or where only one side is finite.
 
     Examples:
         >>> relative([1.0, 2.0], [1.0, 4.0]), relative([1.0], [1.0, 2.0])
@@ -342,19 +343,20 @@ def _find_largest(values: np.ndarray[Any, Any]) -> float:
     return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
 
 
-def _compute_distance(part: Held, whole: np.ndarray[Any, Any], *, least: float = 0.0) -> float:
+def _compute_distance(part: Held, full: np.ndarray[Any, Any], *, floor: float = 0.0) -> float:
     a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
-    b = whole[tuple(slice(start, start + size) for start, size in sizes)]
+    b = full[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return math.inf
-    far = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
-    top = max(_find_largest(whole), least)
-    return 0.0 if far == 0 else far / top if top else math.inf
+    distance = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
+    largest = max(_find_largest(full), floor)
+    return 0.0 if distance == 0 else distance / largest if largest else math.inf
 
 
 def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
-    """Make a model in the dtype of a tier; one that is made in several dtypes keeps them."""
+    """Make a model and cast it to the dtype of a tier, unless it is made in several dtypes."""
     model = make_model()
+    # `reversed`, so that the message names the first parameter of each dtype.
     first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
     dtypes = sorted((x for x in first if x.is_floating_point), key=lambda x: torch.finfo(x).eps)
     if len(dtypes) < 2:

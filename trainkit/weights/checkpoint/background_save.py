@@ -131,6 +131,8 @@ def start_save(
     began = time.perf_counter()
     snapshot = run_now(take)
     blocked = time.perf_counter() - began
+    # An error of the copy is in the future as well: it must travel to the other ranks like one of a
+    # write.
     work = _Work(snapshot, target, axis.index, after, blocked)
     written = start(work.write)
     # A single rank has nobody to wait for, so it commits without waiting for the next step.

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = {
     "float64": ("F64", 8),
@@ -32,6 +35,11 @@ DTYPES = {
 _MAX_DIMS = 16
 _MAX_ELEMENTS = 2**53
 _MAX_PROBLEMS = 10
+
+
+def get_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a checkpoint: torch's, without the module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def overlap(
@@ -91,6 +99,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
         >>> find_index_problems({"tensors": {"model/a": entry}}, {"rank_00000.safetensors": 16})
         ['the boxes of model/a hold 2 of its 3 elements']
     """
+    # Every value may be of any type: a hostile file must not raise a TypeError here.
     tensors = index.get("tensors") if isinstance(index, dict) else None
     if not isinstance(tensors, dict):
         return ["index.json is not an index"]
@@ -142,6 +151,7 @@ def _find_cover_problem(
         return f"two boxes of {name} are in one file"
     if not _are_disjoint([(box["offset"], box["shape"]) for box in boxes]):
         return f"the boxes of {name} overlap"
+    # Disjoint boxes inside the tensor cover it if and only if they have as many elements.
     covered = sum(math.prod(box["shape"]) for box in boxes)
     if covered != math.prod(shape):
         return f"the boxes of {name} hold {covered} of its {math.prod(shape)} elements"
@@ -209,7 +219,7 @@ def _are_disjoint(boxes: _Boxes) -> bool:
     would let a hostile index with many boxes take hours. Boxes that no straight cut separates count
     as overlapping, even if they do not.
     """
-    groups = [boxes]
+    groups = [boxes]  # a stack and no recursion: a hostile file may have any number of boxes
     while groups:
         group = groups.pop()
         if len(group) < 2:

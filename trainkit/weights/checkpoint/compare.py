@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.weights.checkpoint.boxes import get_parameter_name
+from trainkit.weights.checkpoint.boxes import get_dtype_name, get_parameter_name
 from trainkit.weights.checkpoint.load_targets import get_saved_name, predict_state
 from trainkit.weights.checkpoint.reading import Target
 from trainkit.weights.checkpoint.run_state import get_group_options, optimizer_state
@@ -76,7 +76,7 @@ def find_tensor_problems(
     ]
     for name in sorted(by_name.keys() & index.keys()):
         tensor = by_name[name].tensor
-        want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        want = (get_dtype_name(tensor.dtype), list(tensor.shape))
         found = (index[name]["dtype"], index[name]["shape"])
         # An integer is never cast: a token count in another dtype is a bug, not a precision.
         are_floats = all(getattr(torch, dtype).is_floating_point for dtype in (found[0], want[0]))
@@ -108,6 +108,7 @@ def find_optimizer_problems(
         tolerance: Which differences are allowed.
     """
     differences = find_kind_problems(saved, optimizer, tolerance)
+    # Every parameter that was trained has an entry in "scalars", an empty one if all is tensors.
     trained = {
         name
         for name in list_trained_names(stages, optimizer)
@@ -121,21 +122,22 @@ def find_optimizer_problems(
         # The state of another optimizer has other keys: its moments cannot be compared.
         return problems if tolerance.optimizer else problems + differences
     expected = predict_state(stages, optimizer)
-    problems += _find_scalar_problems(saved["scalars"], expected)
-    if step == 0:
-        return problems
-    in_both = trained & saved["scalars"].keys()
-    return problems + [
-        f"optimizer/{key}/{get_saved_name(live)} is missing in the checkpoint"
+    # Without a probe step (an empty state) there is nothing to compare a None with.
+    problems += [
+        f"the optimizer's {key} of {get_saved_name(live)} is {str(value)[:50]!r}, which it never is"
         for live, state in expected.items()
-        if get_saved_name(live) in in_both
-        for key in _find_missing_keys(
-            get_saved_name(live),
-            {k for k, v in state.items() if isinstance(v, Tensor)},
-            saved,
-            index,
-        )
+        for key, value in saved["scalars"].get(get_saved_name(live), {}).items()
+        if (state or value is not None) and not _is_possible(value, state.get(key, 0))
     ]
+    for live, state in expected.items() if step else ():
+        name = get_saved_name(live)
+        if name in trained & saved["scalars"].keys():
+            moments = {key for key, value in state.items() if isinstance(value, Tensor)}
+            problems += [
+                f"optimizer/{key}/{name} is missing in the checkpoint"
+                for key in _find_missing_keys(name, moments, saved, index)
+            ]
+    return problems
 
 
 def find_kind_problems(
@@ -185,22 +187,9 @@ def _find_missing_keys(
     return [] if has_moments or saved["scalars"][name] else missing
 
 
-def _find_scalar_problems(
-    saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """List the numbers in the optimizer's state that would make its next step fail."""
-    return [
-        f"the optimizer's {key} of {name} is {str(value)[:50]!r}, which it never is"
-        for live, state in expected.items()
-        for name in [get_saved_name(live)]
-        for key, value in saved.get(name, {}).items()
-        if not _is_possible(value, state.get(key, 0))
-        if state or value is not None  # without a probe step there is nothing to compare with
-    ]
-
-
 def _is_possible(value: Any, expected: Any) -> bool:
     """Return whether a value from a file may stand where the optimizer itself puts `expected`."""
+    # type() and not isinstance(): True is an int in Python, but not a count.
     if isinstance(expected, Tensor) or type(value) not in (int, float):
         return type(value) is type(expected)
     return type(expected) is float or (type(expected) is not str and value >= 0)

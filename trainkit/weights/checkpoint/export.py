@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.files import atomic_folder, convert_disk_errors, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
-from trainkit.weights.checkpoint.boxes import DTYPES, shorten, split_into_files
+from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name, shorten, split_into_files
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     READABLE,
@@ -141,7 +141,9 @@ def save_tensors(
     """
     import torch  # noqa: PLC0415 - see `_split_into_chunks`
 
-    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
+    from trainkit.parallel.materialize import narrow_to_box  # noqa: PLC0415 - likewise
+
+    dtypes = {name: get_dtype_name(x.dtype) for name, x in tensors.items()}
     unsupported = [
         f"{name} of {dtypes[name]} ({x.layout}, {type(x).__name__} on {x.device.type})"
         for name, x in tensors.items()
@@ -159,8 +161,7 @@ def save_tensors(
         )
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
-        return tensors[name].detach()[box].cpu()
+        return narrow_to_box(tensors[name].detach(), shape, offset).cpu()
 
     return write_weights(
         {name: Stored(dtypes[name], tuple(x.shape), ()) for name, x in tensors.items()},
@@ -282,7 +283,7 @@ def write_weights(
     # Complete files per rank, so that no two ranks write to one file.
     local_files = list(plan)[axis.index :: axis.count]
     extra_files = dict(extra_files or {})
-    if len(plan) > 1:
+    if len(plan) > 1:  # readers of the Hub's layout find a tensor's file by this index
         weight_map = {name: file for file, names in plan.items() for name in names}
         extra_files[INDEX] = dump_json(
             {"metadata": {"total_size": total}, "weight_map": weight_map}

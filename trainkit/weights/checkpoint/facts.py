@@ -43,6 +43,7 @@ def check_facts_agree(facts: Mapping[str, Any], axis: Axis) -> None:
     # Facts may list a hundred thousand files, so only their hashes travel unless they differ.
     if len(set(run_on_all_ranks(hash_facts, axis))) == 1:
         return
+    # Every rank has the same list now, and so raises for the same rank and name.
     by_rank = all_gather_objects(dict(facts), axis)
     first = by_rank[0]
     for rank, other in enumerate(by_rank):

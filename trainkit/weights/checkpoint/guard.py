@@ -245,6 +245,7 @@ def make_guard(
             event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
             if ps.world.index == 0:
                 log(_describe_bad_step(state.step, action, culprits))
+        # A save hashes and checks all of the state, so it may find what the step's numbers hid.
         action = _check_saves(collect_saves(), action)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
@@ -255,7 +256,7 @@ def make_guard(
             collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
             event("rolled back", step=state.step, reason=action.reason)
             replica_checks[0] = make_replica_check(stages, optimizer, ps)
-        else:
+        else:  # after a roll-back all replicas hold what was just loaded
             refuse_drift(replica_checks[0](state.step))
         return state
 
@@ -282,6 +283,7 @@ def _find_culprits(
     axis: Axis,
 ) -> list[str]:
     """Run a step's passes again, and return where its numbers stop being finite."""
+    # Running the passes again is collective: all ranks decide by what any of them has seen.
     is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
     if all(map(all, all_gather_objects(is_finite, axis))):
         return []  # a loss spike is finite everywhere

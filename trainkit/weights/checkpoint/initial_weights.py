@@ -74,7 +74,8 @@ def find_initial_weights(
     checkpoint, facts = _find_checkpoint_to_resume(Path(run_dir), request)
     if checkpoint is None:
         return InitialWeights(None if init is None else Path(init))
-    # Runs of adapters record their base, other runs the source of their initial weights.
+    # Runs of adapters record their base, other runs the source of their initial weights. Either may
+    # have been deleted since.
     recorded = facts.get("base_from") or facts.get("config.init")
     recorded = None if recorded is None else Path(recorded)
     saved_hash = {name: value for name, value in facts.items() if name == _FACT}

@@ -106,7 +106,6 @@ def resume(
     tolerance = Tolerance(optimizer=may_change_optimizer(rules), options=list_allowed_names(rules))
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
-    directory = run_dir / "checkpoints"
     log = log if is_first else (lambda _: None)
     # The facts after all batches: the ranks must also agree on phases that have not started.
     check_facts_agree(facts_at(facts, sys.maxsize), ps.world)
@@ -114,6 +113,7 @@ def resume(
     skipped: list[str] = []
     # Only the first rank lists the directory: on a network disk others may see another state.
     candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
+    # Staging communicates: all ranks stage the same candidate, and go on to the next one together.
     while True:
         chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
         if chosen is None:
@@ -134,18 +134,19 @@ def resume(
             break
         _skip(path, staged.problems, request, skipped, log)
 
+    # The last step that may fail: everything has been read, and nothing of the run is written yet.
     def accept() -> None:
-        if not is_first:
-            return
-        notes = _check_owner(path, strict=strict_owner)
-        notes += [*messages, *count_messages(staged.changes)]
-        notes += _compare_machine(staged.saved["machine"], ps)
-        log(_describe_choice(path, manifest["step"], has_skipped=bool(skipped)))
-        for note in notes:
-            log(note)
-        clear_directory(directory, path, request, log=log)
-        if _is_fork(run_dir, path, manifest, request):
-            log(_make_fork(run_dir, path, manifest))
+        if is_first:
+            notes = [
+                _describe_choice(path, manifest["step"], has_skipped=bool(skipped)),
+                *_check_owner(path, strict=strict_owner),
+                *messages,
+                *count_messages(staged.changes),
+                *_compare_machine(staged.saved["machine"], ps),
+            ]
+            for note in notes:
+                log(note)
+            _start_branch(run_dir, path, manifest, request, log)
 
     run_on_all_ranks(accept, ps.world)
     # From here on nothing can fail on one rank alone.
@@ -431,11 +432,15 @@ def _start(run_dir: Path, request: str | Path, log: Log) -> None:
         fork_run(run_dir, None)  # a new run without a parent
 
 
-def _make_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any]) -> str:
-    """Give the run a new id with a checkpoint of another run as its parent; return a message."""
-    parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
-    run = fork_run(run_dir, parent)["run"]
-    return f"this is run {run}, forked from {parent['run']}"
+def _start_branch(
+    run_dir: Path, path: Path, manifest: Mapping[str, Any], request: str | Path, log: Log
+) -> None:
+    """Move the checkpoints that are not on the run's branch, and make a fork its own run."""
+    clear_directory(run_dir / "checkpoints", path, request, log=log)
+    if _is_fork(run_dir, path, manifest, request):
+        parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
+        run = fork_run(run_dir, parent)["run"]
+        log(f"this is run {run}, forked from {parent['run']}")
 
 
 def _is_fork(run_dir: Path, path: Path, manifest: Mapping[str, Any], request: str | Path) -> bool:
@@ -464,7 +469,7 @@ def _check_owner(path: Path, *, strict: bool) -> list[str]:
 
 def _compare_machine(saved: Mapping[str, Any] | None, ps: ParallelState) -> list[str]:
     """Return a message if sums may be taken in another order than where it was written."""
-    then = saved or {}
+    then = saved or {}  # the first format does not store the machine
     changed = [
         f"{name} {then[name]}, now {value}"
         for name, value in describe_machine(ps.device).items()

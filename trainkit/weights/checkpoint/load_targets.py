@@ -81,6 +81,8 @@ def make_moment_targets(
         shape = tuple(entry["shape"])
         dtype = getattr(torch, entry["dtype"])
         weight = index.get(f"model/{name}", {})
+        # A moment in its parameter's dtype follows it; one that is stored in float32 for a bfloat16
+        # parameter, or in 8 bits, was chosen by the optimizer.
         follows = weight.get("dtype") == entry["dtype"] and is_cast(full)
         for suffix in ("", COPY_SUFFIX):
             p = named.get(name + suffix)
@@ -94,7 +96,7 @@ def make_moment_targets(
                 is_host_count = not shape and not on_device[id(p)]
                 device = "cpu" if is_host_count else p.device
                 tensor = torch.empty(shape, dtype=dtype, device=device)
-            if shape and is_offloaded(optimizer):
+            if shape and is_offloaded(optimizer):  # its moments live in pinned host memory
                 tensor = copy_to_pinned(tensor)
             targets[full + suffix] = Target(full, tensor, get_local_box(tensor))
     return targets
@@ -112,6 +114,7 @@ def allocate_buffers(targets: Mapping[str, Target], index: Mapping[str, Any]) ->
         local = target.box.local
         dtype = getattr(torch, index[target.saved]["dtype"])
         # New moments on the CPU are their own buffers: the optimizer does not have them yet.
+        # Reading straight into them saves a copy of the whole optimizer state.
         is_buffer = (
             target.saved.startswith("optimizer/")
             and local.is_contiguous()
@@ -224,6 +227,7 @@ def probe_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str
             shape = tuple(min(size, 2) for size in p.shape) or (1,)
             if p.dim() and p.shape[-1] % BLOCK == 0:  # 8-bit moments need rows of full blocks
                 shape = (*shape[:-1], BLOCK)
+            # One step for all parameters that are alike: a large model has thousands.
             key = index, p.dtype, *shape
             if key not in probed:
                 probed[key] = _step_probe(optimizer, group, p.dtype, shape)
@@ -240,6 +244,7 @@ def _step_probe(
     """Step a new optimizer, with the class and options of a group, and return its state."""
     probe = nn.Parameter(torch.zeros(shape, dtype=dtype))
     probe.grad = torch.zeros_like(probe)  # only the keys, dtypes and shapes of the state matter
+    # On the host, where neither fused nor capturable steps are needed.
     options = {**group, "params": [probe], "fused": None, "capturable": False}
     if "param_names" in group:
         options["param_names"] = ["probe"]
@@ -247,12 +252,12 @@ def _step_probe(
         options["parts"] = None
     with suppress(Exception):  # a foreign optimizer may need other arguments, or a closure
         make: Any = type(find_part(optimizer, group))
-        twin = make([options], lr=group["lr"])
+        other = make([options], lr=group["lr"])
         # `combine_optimizers` adds state of its own, the mean, around the parts.
         again: Any = getattr(optimizer, "again", None)
-        twin = twin if again is None else again([twin])
-        twin.step()
-        return dict(twin.state[probe])
+        other = other if again is None else again([other])
+        other.step()
+        return dict(other.state[probe])
     return {}
 
 

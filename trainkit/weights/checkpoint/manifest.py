@@ -49,6 +49,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
         >>> is_sealed(seal({"step": 3})), is_sealed({"step": 3, "sha256": "0"})
         (True, False)
     """
+    # With sorted keys the hash is one of the values, in whatever order a reader has them.
     data = orjson.dumps(dict(body), option=orjson.OPT_SORT_KEYS)
     return {**body, "sha256": hashlib.sha256(data).hexdigest()}
 
@@ -148,6 +149,7 @@ def _find_manifest_problems(manifest: Any, data: bytes | bytearray, form: str) -
     # On a disk that ignores case both would be the same file.
     if len({name.casefold() for name in files}) < len(files):
         problems.append(f"{MANIFEST} names two files that differ by upper and lower case alone")
+    # An exported folder may come from no run, and so has no step.
     if manifest["format"] == FORMAT and not _is_count(manifest.get("step")):
         problems.append(f"{MANIFEST} names no step")
     problems += [
@@ -458,6 +460,7 @@ def clear_directory(directory: Path, chosen: Path | None, request: str | Path, *
     off_branch = [path for path in list_checkpoints(directory) if parse_step(path) > last]
     if request == "auto" or not off_branch:
         return
+    # Moved and not deleted: after a wrong flag they can be moved back.
     index = 1
     while (directory / f"abandoned-{index}").exists():
         index += 1

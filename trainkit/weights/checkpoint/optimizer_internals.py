@@ -34,7 +34,7 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         p: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
     }
     known = {id(x) for values in states.values() for x in values.values() if isinstance(x, Tensor)}
-    total = sum(p.numel() for p in states)
+    total = sum(p.numel() for p in states)  # some optimizers have one flat buffer for all
     sizes = {p.numel() for p in states} | {total}
     problems: list[str] = []
     for path, value in _find_in_attributes(optimizer):

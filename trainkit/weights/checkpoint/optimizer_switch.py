@@ -61,10 +61,18 @@ def select_carried_over(
         p = named[live]
         name = get_saved_name(live)
         saved_state = saved.get(name, {})
+        # What the new optimizer will have for this parameter, as a step of a probe has shown.
         expected = _drop_scales(after_step[p])
         keys = _find_matching_keys(p, saved_state, expected, find_part(optimizer, groups[id(p)]))
         entries |= {f"optimizer/{key}/{name}": saved_state[key] for key in keys}
-        messages.append(f"{name}\n{_describe(keys, saved_state, expected)}")
+        scales = {scale_name(key) for key in saved_state}  # part of their moments in a message
+        verbs = {
+            "carries over": [key for key in expected if key in keys],
+            "initializes": [key for key in expected if key not in keys],
+            "drops": [key for key in saved_state if key not in {*keys, *scales}],
+        }
+        parts = [f"{verb} {' and '.join(moved)}" for verb, moved in verbs.items() if moved]
+        messages.append(f"{name}\n{', '.join(parts) or 'has no state'}")
     return entries, messages
 
 
@@ -132,25 +140,10 @@ def _find_matching_keys(
         corrected = [key for key in part.moments if key not in part.copies]
         corrected += [key for key in part.counts if key == "step"]
     keys = [key for key in expected if fits(key)]
+    # The mean needs no step count, so it is carried over in any case.
     if not all(key in keys for key in corrected):
         keys = [key for key in keys if key == _MEAN]
     return keys + [scale_name(key) for key in keys if scale_name(key) in saved_state]
-
-
-def _describe(
-    keys: Collection[str],
-    saved_state: Mapping[str, Any],
-    expected: Mapping[str, Any],
-) -> str:
-    """Return which keys are carried over, initialized and dropped."""
-    scales = {scale_name(key) for key in saved_state}
-    verbs = {
-        "carries over": [key for key in expected if key in keys],
-        "initializes": [key for key in expected if key not in keys],
-        "drops": [key for key in saved_state if key not in {*keys, *scales}],
-    }
-    parts = [f"{verb} {' and '.join(names)}" for verb, names in verbs.items() if names]
-    return ", ".join(parts) or "has no state"
 
 
 def _convert_state(

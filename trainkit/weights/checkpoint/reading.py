@@ -66,6 +66,7 @@ def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Ten
         >>> read_box(Stored("float32", (0, 2), ()), (0, 2), (0, 0)).shape
         torch.Size([0, 2])
     """
+    # Extents cover a tensor exactly once, so every element of `out` is written below.
     out = torch.empty(tuple(shape), dtype=getattr(torch, stored.dtype))
     for extent in stored.extents:
         fetches = list(_plan_fetches(extent, offset, out))
@@ -234,6 +235,7 @@ def _read_bytes(
 ) -> int:
     """Read the bytes of a fetch, hash those after `hashed_to`, and return the new `hashed_to`."""
     count = (fetch.end - fetch.start) // fetch.into.element_size()
+    # Without slices the file is read into the tensor itself.
     buffer = fetch.into if fetch.slices is None else fetch.into.new_empty(count)
     data = buffer.reshape(-1).view(torch.uint8).numpy().data
     # Two targets may need the same bytes, a tied copy for instance. They are hashed only once.
@@ -255,7 +257,7 @@ def _plan_fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterato
     if slices is None:
         return
     in_extent, in_out = slices
-    into = out[in_out]
+    into = out[in_out]  # a view
     shape = extent.shape
     item = out.element_size()
     if extent.stride != contiguous_stride(shape):
@@ -275,6 +277,7 @@ def _plan_fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterato
         return
     row_bytes = math.prod(shape[1:]) * item
     first, last = in_extent[0].start, in_extent[0].stop
+    # Rows of the box are rows of the file: the bytes between the first and the last are the box.
     if into.shape[1:] == shape[1:] and into.is_contiguous():
         yield _Fetch(start + first * row_bytes, start + last * row_bytes, into)
         return

@@ -22,6 +22,7 @@ from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
 from trainkit.weights.checkpoint.run_state import INTEGERS, get_run_tensors
 
+_MAX_NAMES = 3  # of tensors that are not finite
 _CHUNK = 1 << 20  # elements hashed at once, in 8 MiB of working memory
 
 
@@ -45,8 +46,6 @@ def find_nonfinite_state(
     stages: Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     axis: Axis,
-    *,
-    max_names: int = 3,
 ) -> list[str]:
     """Find the parameters and moments that contain NaN or infinity, and the ranks they are on.
 
@@ -56,10 +55,10 @@ def find_nonfinite_state(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         axis: All ranks, `ps.world`.
-        max_names: How many are named; the others are counted.
 
     Returns:
-        Equal on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1".
+        Equal on all ranks: "model/NAME on rank 1", "optimizer/KEY/NAME on ranks 0 and 1". The first
+        three are named, the others counted.
 
     Effects:
         Communicates on `axis`, and waits for the device once.
@@ -84,8 +83,8 @@ def find_nonfinite_state(
         for name in names:
             ranks.setdefault(name, []).append(rank)
     found = [f"{name} on {format_ranks(on)}" for name, on in ranks.items()]
-    if len(found) > max_names:
-        found[max_names:] = [f"and {len(found) - max_names} more"]
+    if len(found) > _MAX_NAMES:
+        found[_MAX_NAMES:] = [f"and {len(found) - _MAX_NAMES} more"]
     return found
 
 
@@ -221,20 +220,6 @@ def _find_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     ]
 
 
-def _hash_replicas(replicas: Sequence[_Replica]) -> list[int]:
-    """Return the hash of each replica, with one host sync per device."""
-    longest = max((min(replica.bits.numel(), _CHUNK) for replica in replicas), default=0)
-    golden = GOLDEN - (1 << 64)  # the int64 with the same bits; int64 products wrap in torch
-    weights = {
-        device: torch.arange(1, 2 * longest, 2, device=device) * golden
-        for device in {replica.bits.device for replica in replicas}
-    }
-    hashes = {
-        replica.name: _hash_bits(replica.bits, weights[replica.bits.device]) for replica in replicas
-    }
-    return [int(value) for value in to_host(hashes).values()]
-
-
 def _hash_bits(bits: Tensor, weights: Tensor) -> Tensor:
     """Return the sum of the elements times odd weights, modulo 2^64.
 
@@ -249,11 +234,19 @@ def _hash_bits(bits: Tensor, weights: Tensor) -> Tensor:
 
 def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     """Compare one hash per set of ranks, and the hash of each box only where that differs."""
-    hashes = _hash_replicas(replicas)
+    # The weights 1, 3, 5, ... of a chunk, times an odd constant that spreads them over 64 bits.
+    longest = max((min(replica.bits.numel(), _CHUNK) for replica in replicas), default=0)
+    golden = GOLDEN - (1 << 64)  # the int64 with the same bits; int64 products wrap in torch
+    weights = {
+        device: torch.arange(1, 2 * longest, 2, device=device) * golden
+        for device in {replica.bits.device for replica in replicas}
+    }
+    # One host sync per device: all hashes are computed before the first is read.
+    hashes = to_host({r.name: _hash_bits(r.bits, weights[r.bits.device]) for r in replicas})
     by_holders: dict[str, int] = {}
-    for replica, value in zip(replicas, hashes, strict=True):
+    for replica in replicas:
         # Times an odd number of the box: two boxes with exchanged contents must not cancel out.
-        total = by_holders.get(replica.holders, 0) + value * (replica.key | 1)
+        total = by_holders.get(replica.holders, 0) + hashes[replica.name] * (replica.key | 1)
         by_holders[replica.holders] = total & MASK64
     by_rank = all_gather_objects(by_holders, axis)
     differing = {
@@ -263,11 +256,7 @@ def _compare_replicas(replicas: Sequence[_Replica], axis: Axis) -> list[str]:
     }
     if not differing:
         return []
-    by_name = {
-        replica.name: value
-        for replica, value in zip(replicas, hashes, strict=True)
-        if replica.holders in differing
-    }
+    by_name = {r.name: hashes[r.name] for r in replicas if r.holders in differing}
     values: dict[str, dict[int, int]] = {}
     for rank, local in enumerate(all_gather_objects(by_name, axis)):
         for name, value in local.items():

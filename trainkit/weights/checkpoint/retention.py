@@ -186,7 +186,12 @@ def apply_retention(
             break
         listing = [attrs.evolve(e, verified=False) if e.name in damaged else e for e in listing]
     if not dry_run:
-        doomed = [name for name in doomed if _try_to_remove(directory / name, log)]
+        for name in doomed:
+            try:
+                remove_checkpoint(directory / name)
+            except OSError as error:  # the run goes on; the next save tries again
+                log(f"{directory / name} could not be deleted: {error.strerror}")
+        doomed = [name for name in doomed if not (directory / name).exists()]
     retained = [entry for entry in listing if entry.name not in doomed]
     return {
         "kept": [entry.name for entry in retained],
@@ -221,15 +226,7 @@ def _read_listed(path: Path) -> Listed:
     problems, manifest = inspect_files(path)
     if not problems:
         return Listed(path.name, parse_step(path), score=get_score(manifest))
+    # Only by its message does the problem of a later version differ from damage.
     is_later = len(problems) == 1 and "upgrade trainkit" in problems[0]
     is_foreign = is_later or read_format(path) != FORMAT
     return Listed(path.name, parse_step(path), verified=None if is_foreign else False)
-
-
-def _try_to_remove(path: Path, log: Log) -> bool:
-    """Delete a checkpoint, log a failure, and return whether the name is gone."""
-    try:
-        remove_checkpoint(path)
-    except OSError as error:
-        log(f"{path} could not be deleted: {error.strerror}")
-    return not path.exists()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,28 +127,27 @@ def find_saved_mark(run_dir: Path | str) -> str | None:
     identity = _read_identity(run_dir / "run.json") or {}
     if identity.get("saved") is True:
         return "run.json"
+    events = run_dir / "events.jsonl"
+    if not events.is_file():
+        return None
     run = identity.get("run")
-    for event in _read_events(run_dir / "events.jsonl"):
-        # A directory may have been copied from another run, together with its events.
-        if event.get("event") == "start":
-            run = event.get("run")
-        elif event.get("path") and (run == identity.get("run") or not identity):
-            return "events.jsonl"
-    return None
-
-
-def _read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of starts and saves."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
+    with events.open("rb") as file:
         while line := file.readline(_MAX_RECORD_BYTES):
-            # Parsing only these keeps a file of gigabytes fast.
-            if b'"event":"start"' in line or b'"event":"save"' in line:
-                with contextlib.suppress(orjson.JSONDecodeError):
-                    event = orjson.loads(line)
-                    if isinstance(event, dict):
-                        yield event
+            # Parsing only starts and saves keeps a file of gigabytes fast.
+            if b'"event":"start"' not in line and b'"event":"save"' not in line:
+                continue
+            try:
+                event = orjson.loads(line)
+            except orjson.JSONDecodeError:  # a crash has cut it, or it is longer than is read
+                continue
+            if not isinstance(event, dict):
+                continue
+            # A directory may have been copied from another run, together with its events.
+            if event.get("event") == "start":
+                run = event.get("run")
+            elif event.get("path") and (run == identity.get("run") or not identity):
+                return "events.jsonl"
+    return None
 
 
 def _read_identity(path: Path) -> dict[str, Any] | None:

@@ -138,6 +138,7 @@ def check_modules(stages: Iterable[nn.Module]) -> None:
         >>> check_modules([nn.Linear(1, 1)])
     """
     for name, module in (x for stage in stages for x in stage.named_modules()):
+        # PyTorch's own raises; a module that replaces it may still return nothing.
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
         extra = module.get_extra_state()
@@ -192,6 +193,7 @@ def get_run_tensors(
         ['model/weight']
     """
     stages = list(stages)
+    # The first and the last stage have the same bits of a tied embedding; one of them writes it.
     excluded = set[str]() if copies else find_tied_copies(stages)
     tensors = model_tensors(stages)
     for name in excluded:
@@ -284,6 +286,7 @@ def hash_tensor_box(
     """
     if local.is_complex():
         raise ValueError(f"state_hash: {name} is {local.dtype}, which has no integer twin")
+    # The bits and not the values: -0.0 and NaN count too.
     bits = local.detach().contiguous().view(INTEGERS[local.element_size()])
     return hash_box(f"{name} {local.dtype}", bits.cpu().numpy(), shape=shape, offset=offset)
 

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 
 from trainkit.parallel.parameters import Box, get_named_buffers
 from trainkit.types import ParallelState, TrainState
-from trainkit.weights.checkpoint.boxes import find_description_problem, split_into_files
+from trainkit.weights.checkpoint.boxes import (
+    find_description_problem,
+    get_dtype_name,
+    split_into_files,
+)
 from trainkit.weights.checkpoint.run_state import (
     INTEGERS,
     MAX_BATCHES,
@@ -282,7 +286,7 @@ def _allocate(
 def _make_entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str, Any]]:
     """Return the entries of the index without boxes; raise ValueError if one is not valid."""
     entries: dict[str, dict[str, Any]] = {
-        name: {"dtype": _get_dtype_name(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
+        name: {"dtype": get_dtype_name(tensor.dtype), "shape": list(tensor.shape), "boxes": []}
         for name, (tensor, _) in boxes.items()
     }
     for name, entry in entries.items():
@@ -301,7 +305,7 @@ def _allocate_file(
     locals_ = [box.local for _, box in boxes.values()]
     # empty, not zeros: every byte is overwritten.
     data = np.empty(sum(local.nbytes for local in locals_), np.uint8)
-    if any(local.is_cuda for local in locals_):
+    if any(local.is_cuda for local in locals_):  # else each of thousands of copies would wait
         _pin(data)
     parts = torch.from_numpy(data).split([local.nbytes for local in locals_])
     saved = []
@@ -310,7 +314,7 @@ def _allocate_file(
         limit = _find_limit(tensor.dtype, may_be_infinite=name in may_be_infinite)
         saved.append(SavedBox(name, tuple(tensor.shape), box.offset, values, limit))
     stored = {
-        b.name: Stored(_get_dtype_name(b.values.dtype), tuple(b.values.shape), ()) for b in saved
+        b.name: Stored(get_dtype_name(b.values.dtype), tuple(b.values.shape), ()) for b in saved
     }
     return TensorFile(file, make_safetensors_header(stored), data, tuple(saved))
 
@@ -319,6 +323,7 @@ def _find_limit(dtype: torch.dtype, *, may_be_infinite: bool) -> int | None:
     """Return the bits of infinity, or of the smallest NaN if infinity is allowed."""
     if not dtype.is_floating_point:
         return None
+    # In IEEE formats the bits after those of the largest number are infinity, then come the NaNs.
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     bits = int(largest.view(INTEGERS[largest.element_size()])) + 1
     return bits + (may_be_infinite and dtype != torch.float8_e4m3fn)  # which has no infinity
@@ -331,7 +336,3 @@ def _pin(data: np.ndarray[Any, Any]) -> None:
     torch.cuda.check_error(runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0))
     # CUDA must release the memory before numpy frees it.
     weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)
-
-
-def _get_dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -141,6 +141,7 @@ def open_weights(
             f"open_weights: {folder} does not verify: {problems[0]}", where=folder, got=problems
         )
     files = read_manifest(folder, form=WEIGHTS)["files"]
+    # After the hashes: from here on the bytes are those that were exported.
     parts = [safetensors_file(folder / name) for name in files if name.endswith(".safetensors")]
     tensors = merge_tensors(parts, folder)
     index = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).exists() else tensors

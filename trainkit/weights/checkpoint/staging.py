@@ -87,13 +87,15 @@ def stage_checkpoint(
         Reads every file of the checkpoint once, each on one rank, and what each rank needs of the
             others; allocates as much memory as the run's tensors; communicates on `axis`.
     """
+    # What this rank has read stays here: only names travel to the other ranks.
     local: list[Staged] = []
 
     def read_headers() -> dict[str, Sequence[str]]:
         local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
         return _list_names(local[0], stages, optimizer)
 
-    # A rank that raised here alone would leave the others waiting in a collective.
+    # A rank that raised here alone would leave the others in a collective; on a network disk only
+    # one of them may see the damage.
     by_rank = run_on_all_ranks(read_headers, axis)
     names = {key: {x for headers in by_rank for x in headers[key]} for key in by_rank[0]}
     if names["problems"]:
@@ -222,6 +224,7 @@ def _compare_tensors(
     problems: list[str] = []
     index = staged.index
     frozen: set[str] = set()
+    # Without an optimizer, or with another one, most of the saved optimizer state is not wanted.
     if optimizer is None or names["changes"]:
         index = {
             name: entry
@@ -272,6 +275,7 @@ def _read_headers(
     except (CheckpointError, KeyError) as error:
         return Staged([error.what if isinstance(error, CheckpointError) else f"it has no {error}"])
     problems = _find_state_problems(read["state.json"], manifest)
+    # The names and shapes in the index are checked before memory is allocated for any of them.
     sizes = {name: entry["size"] for name, entry in _select_tensor_files(manifest).items()}
     problems += find_index_problems(read["index.json"], sizes)
     if problems:

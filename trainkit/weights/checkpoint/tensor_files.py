@@ -99,20 +99,20 @@ def parse_untrusted_table(data: bytes | bytearray, path: Path) -> dict[str, Any]
     has_too_many_keys = data.count(b":") * 12 > len(data) > 1 << 20
     if not isinstance(parse_json(path, data, 0 if has_too_many_keys else max_values), dict):
         raise refusal(path, "holds JSON that is no table")
+
+    def make_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            names = [name for name, _ in pairs]
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {duplicate[:100]!r} stands there twice")
+        return table
+
     try:
         # orjson has no hook for pairs, and would silently take the last value of a key.
-        return json.loads(data, object_pairs_hook=_make_table)
+        return json.loads(data, object_pairs_hook=make_table)
     except (ValueError, RecursionError) as error:
         raise refusal(path, f"is no good JSON: {error}") from error
-
-
-def _make_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {duplicate[:100]!r} stands there twice")
-    return table
 
 
 # ----------------------------------------------------------------------------------- safetensors
@@ -180,6 +180,7 @@ def merge_tensors(parts: Iterable[Mapping[str, Stored]], folder: Path) -> dict[s
     """Merge the tensors of a folder's files; raise CheckpointError if one is in two files."""
     tensors: dict[str, Stored] = {}
     for part in parts:
+        # Which of two would be read depends on the reader.
         for name in tensors.keys() & part.keys():
             raise refusal(folder, f"holds {name} in two files")
         tensors |= part

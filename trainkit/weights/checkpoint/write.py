@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -149,19 +149,32 @@ def _reserve(path: Path, size: int) -> None:
 def _write_file(
     file: TensorFile, target: Destination, stopped: Event
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Write one file; return its size and sha256, and the hashes of its boxes."""
+    """Write one file; return its size and sha256, and the hashes of its boxes.
+
+    Raises:
+        NumericsError: A box is not finite.
+    """
     try:
         path = target.staging / file.name
         handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             sha256 = _write_chunks(file, handle, stopped, target.progress)
-            hashes = _hash_boxes(file, stopped)  # while the disk writes the last chunks
+            hashes: dict[str, int] = {}
+            for box in file.boxes:  # before fsync: meanwhile the disk writes the last chunks
+                if stopped.is_set():
+                    break
+                _check_finite(box)
+                hashes[f"{box.name} {box.offset}"] = hash_tensor_box(
+                    box.name, box.values, shape=box.shape, offset=box.offset
+                )
             os.fsync(handle)
             target.progress.parts += 1
         finally:
             os.close(handle)
     except BaseException:
-        stopped.set()  # the other files of this rank would be written in vain
+        # The other files of this rank would be written in vain. A thread cannot be ended from
+        # outside, so they look at this event between two chunks.
+        stopped.set()
         raise
     return {"size": len(file.header) + file.data.nbytes, "sha256": sha256}, hashes
 
@@ -170,7 +183,12 @@ def _write_chunks(file: TensorFile, handle: int, stopped: Event, progress: SaveP
     """Hash and write a file, chunk by chunk; return its sha256."""
     digest = hashlib.sha256()
     written = flushed = 0
-    for chunk in _split_chunks(file):
+    chunks = (
+        data[start : start + _CHUNK]
+        for data in (memoryview(file.header), file.data.data)
+        for start in range(0, len(data), _CHUNK)
+    )
+    for chunk in chunks:
         if stopped.is_set():
             break
         digest.update(chunk)
@@ -183,25 +201,6 @@ def _write_chunks(file: TensorFile, handle: int, stopped: Event, progress: SaveP
             os.posix_fadvise(handle, flushed, written - flushed, os.POSIX_FADV_DONTNEED)
             flushed = written
     return digest.hexdigest()
-
-
-def _split_chunks(file: TensorFile) -> Iterator[memoryview]:
-    for data in (memoryview(file.header), file.data.data):
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK]
-
-
-def _hash_boxes(file: TensorFile, stopped: Event) -> dict[str, int]:
-    """Return the hash of each box of a file; raise NumericsError if one is not finite."""
-    hashes = {}
-    for box in file.boxes:
-        if stopped.is_set():
-            break
-        _check_finite(box)
-        hashes[f"{box.name} {box.offset}"] = hash_tensor_box(
-            box.name, box.values, shape=box.shape, offset=box.offset
-        )
-    return hashes
 
 
 def _check_finite(box: SavedBox) -> None:
@@ -231,7 +230,8 @@ def _check_finite(box: SavedBox) -> None:
 def commit(snapshot: Snapshot, target: Destination) -> Path:
     """Merge the reports of all ranks, write the manifest, and give the directory its final name.
 
-    Everything is on the disk before what refers to it: data, manifest, directory, name.
+    Everything is on the disk before what refers to it: data, manifest, directory, name. So a power
+    cut at any moment leaves the complete checkpoint, or a staging directory that no load looks at.
 
     Args:
         snapshot: The first rank's snapshot, which has the counters and the facts.
@@ -284,7 +284,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
             state_hash=combine_hashes(hashes, snapshot.state),
             score=target.score,
             config=target.config,
-            trainkit=_trainkit_version(),
+            trainkit=_get_trainkit_version(),
             torch=torch.__version__,
         )
         write_durably(target.staging / MANIFEST, [manifest])
@@ -315,7 +315,7 @@ def _read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def _trainkit_version() -> str | None:
+def _get_trainkit_version() -> str | None:
     try:
         return version("trainkit-lm")
     except PackageNotFoundError:  # a checkout that is not installed

@@ -4,10 +4,6 @@ Nothing that trains imports this package. Pickles are read in a separate process
 with `weights_only=True`.
 """
 
-from trainkit.weights.convert.foreign import read_foreign_tensors
 from trainkit.weights.convert.weights import convert_weights
 
-__all__ = [
-    "convert_weights",
-    "read_foreign_tensors",
-]
+__all__ = ["convert_weights"]

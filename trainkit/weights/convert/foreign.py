@@ -84,6 +84,7 @@ def _read_pickles(source: Path) -> Found:
         capture_output=True,
         check=False,
     )
+    # A bomb runs into a limit of memory or time there, and ends that process alone.
     if process.returncode:
         last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
         raise refusal(source, f"ended the process that read it ({process.returncode}): {last}")
@@ -94,6 +95,7 @@ def _read_pickles(source: Path) -> Found:
             where=str(source),
             hint="nothing in it was executed; save only its tensors where it comes from",
         )
+    # Plain JSON, and not trusted either: `convert_weights` checks every box against its file.
     tensors = {name: _parse_stored(stored) for name, stored in report["tensors"].items()}
     return Found(report["kind"], tensors, tuple(report["skipped"]))
 
@@ -145,6 +147,7 @@ def describe_safetensors_folder(folder: Path) -> dict[str, Stored]:
     for file in files:
         if not is_plain_file_name(file):
             raise refusal(index, f"names {file[:100]!r}, which is no plain file name")
+    # Both ways: no tensor of the index is elsewhere, and no tensor of a file is left out of it.
     tensors = {file: safetensors_file(folder / file) for file in files}
     for name, file in file_of.items():
         if name not in tensors[file]:

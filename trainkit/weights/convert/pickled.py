@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.boxes import DTYPES
+from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import get_file_size, open_plain, read_bounded, refusal
 from trainkit.weights.checkpoint.tensor_files import (
@@ -123,18 +123,13 @@ def _convert_errors(path: Path) -> Iterator[None]:
             f"read ({make_printable(str(error))})",
         ) from error
     except Exception as error:
-        raise refusal(
-            path, f"is refused: {_describe_error(error)}; nothing of it was executed"
-        ) from error
-
-
-def _describe_error(error: Exception) -> str:
-    """Return torch's reason to reject a pickle, without its advice to load it all the same."""
-    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-    name = re.search(r"GLOBAL (\S+)", text)
-    if name is not None:
-        return f"it mentions {make_printable(name[1])!r}, which no good file does"
-    return f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
+        # Torch's reason alone: its message also advises to load the pickle all the same.
+        text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        reason = f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
+        name = re.search(r"GLOBAL (\S+)", text)
+        if name is not None:
+            reason = f"it mentions {make_printable(name[1])!r}, which no good file does"
+        raise refusal(path, f"is refused: {reason}; nothing of it was executed") from error
 
 
 # ------------------------------------------------------------------------------------ torch.save
@@ -276,7 +271,7 @@ def _flatten(value: Any, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _locate(tensor: Tensor, archive: _Archive) -> Stored:
     """Return where the bytes of a tensor are that torch has loaded onto the meta device."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = get_dtype_name(tensor.dtype)
     shape = tuple(tensor.shape)
     # A lazily negated view would be read without its sign.
     if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_neg():
@@ -325,7 +320,7 @@ def describe_distributed_directory(directory: Path) -> Found:
                 continue
             if not is_plain_tensor_name(name):
                 raise refusal(path, f"holds a tensor of the odd name {make_printable(name)!r}")
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            dtype = get_dtype_name(entry.properties.dtype)
             extents = [
                 extent
                 for chunk in entry.chunks

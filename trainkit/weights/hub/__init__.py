@@ -5,12 +5,10 @@ names and boxes both ways, `folder` reads a folder into any layout, `export` wri
 opens a folder or a run.
 """
 
-from trainkit.weights.hub.configs import match_family, read_decoder_config, write_decoder_config
+from trainkit.weights.hub.configs import read_decoder_config, write_decoder_config
 from trainkit.weights.hub.export import export_folder, stream_weights
-from trainkit.weights.hub.families import FAMILIES, Family, Key
+from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.folder import (
-    HFFolder,
-    is_hf_folder,
     load_folder_weights,
     open_folder,
     open_folder_weights,
@@ -20,29 +18,23 @@ from trainkit.weights.hub.links import HFTensor
 from trainkit.weights.hub.memory import export_tensors, import_tensors
 from trainkit.weights.hub.resize import resize_weights
 from trainkit.weights.hub.tokenizer import make_tokenizer_files
-from trainkit.weights.hub.trained import ModelInfo, ensure_base_run, open_model, read_model_info
+from trainkit.weights.hub.trained import ensure_base_run, open_model
 
 __all__ = [
     "FAMILIES",
     "Family",
-    "HFFolder",
     "HFTensor",
-    "Key",
-    "ModelInfo",
     "ensure_base_run",
     "export_folder",
     "export_tensors",
     "import_tensors",
-    "is_hf_folder",
     "load_folder_weights",
     "make_tokenizer_files",
-    "match_family",
     "open_folder",
     "open_folder_weights",
     "open_model",
     "read_decoder_config",
     "read_init_config",
-    "read_model_info",
     "resize_weights",
     "stream_weights",
     "write_decoder_config",

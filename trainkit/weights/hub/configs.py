@@ -84,6 +84,7 @@ _IGNORED = frozenset(
         "unsloth_fixed",
         "_attn_implementation",
         "attn_implementation",
+        # `_read_sliding` and `ropes` read these; a family without windows has its own message.
         "sliding_window",
         "use_sliding_window",
         "max_window_layers",
@@ -98,11 +99,14 @@ _IGNORED = frozenset(
         "neftune_noise_alpha",
     }
 )
+# Null means that the option is off, or that the value follows from others.
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
 )
 _BOOLEANS = frozenset({"tied", "experts.renormalize", "qkv_bias", "qk_norm", "feed_forward.bias"})
 _FLOATS = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
+# A config.json is not trusted: links are made for every layer and every expert before any tensor
+# is read, and a large number must not fill the memory.
 _MAX_VALUES = {"layers": 4096, "experts.count": 65536}
 _MAX_VALUE = 1 << 31  # of other fields
 
@@ -141,6 +145,7 @@ def read_decoder_config(
     family = get_family(values.get("model_type"), where=where, families=families)
     values = dict(values)
     problems: list[str] = []
+    # `transformers` reads a key under several names (`attribute_map`), and files have either.
     for alias, key in family.aliases.items():
         if alias in values:
             value = values.pop(alias)
@@ -154,6 +159,7 @@ def read_decoder_config(
             new_fields, new_problems = _read_key(key, field, complete)
             fields |= new_fields
             problems += new_problems
+    # Learned positions (GPT-2) come without rotary entries and without windows.
     if family.ropes:
         local_theta = read_local_rope(complete, problems) if family.local_rope else None
         fields |= read_rope(complete, family, problems)
@@ -268,6 +274,7 @@ def _read_key(
     problem = _find_value_problem(key, value, names[0])
     if problem:
         return {}, [problem]
+    # From before grouped queries: as many heads of keys as of queries.
     if names[0] == "kv_heads" and value is None:
         value = values.get("num_attention_heads")
     return dict.fromkeys(names, value), []
@@ -280,6 +287,7 @@ def _find_value_problem(key: str, value: Any, field: str) -> str | None:
         is_bool = isinstance(value, bool)
         return None if is_bool else f"{key} is {short_repr(value)}, not true or false"
     types = (int, float) if field in _FLOATS else (int,)
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, types):
         return f"{key} is {short_repr(value)}, no number"
     max_value = _MAX_VALUES.get(field, _MAX_VALUE)
@@ -319,7 +327,7 @@ def _read_sliding(
     if window is not None:
         problem = _find_value_problem("sliding_window", window, "window")
     if family.windows is None:
-        problem = _find_window(values, family, window, problem)
+        problem = _find_needed_window(values, family, window) if problem is None else problem
     problems += [problem] if problem else []
     layers = values.get("num_hidden_layers")
     if problem or family.windows is None or _find_value_problem("", layers, "layers"):
@@ -343,21 +351,21 @@ def _read_sliding(
     }
 
 
-def _find_window(
-    values: Mapping[str, Any], family: Family, window: Any, problem: str | None
+def _find_needed_window(
+    values: Mapping[str, Any], family: Family, window: int | None
 ) -> str | None:
-    """Return `problem`, or why values ask for a sliding window, which the family does not have."""
+    """Return where a file has a sliding window, which its family does not have, or None."""
     types = values.get("layer_types")
     if types is not None and (not isinstance(types, list) or {*map(str, types)} != {KINDS[0]}):
         return f"layer_types is {short_repr(types)}: {family.model_type} has no windows"
     context = values.get("max_position_embeddings")
-    has_effect = window is not None and not (isinstance(context, int) and window >= context)
-    if not problem and has_effect:
-        return (
-            f"sliding_window is {short_repr(window)}, below max_position_embeddings "
-            f"{short_repr(context)}: {family.model_type} has no windows"
-        )
-    return problem
+    # A window that is as long as the longest text hides nothing.
+    if window is None or (isinstance(context, int) and window >= context):
+        return None
+    return (
+        f"sliding_window is {window}, below max_position_embeddings {short_repr(context)}: "
+        f"{family.model_type} has no windows"
+    )
 
 
 def _read_layer_types(
@@ -421,6 +429,8 @@ def _find_mismatch(config: DecoderConfig, family: Family) -> str | None:
     """Return why a family does not compute a decoder, or None if it does."""
     context = getattr(config.rope_scaling, "context", None)
     try:
+        # Written and read back: what a family cannot express raises here, or differs below. Any
+        # context will do: what is derived from it elsewhere is written out.
         values = _write_values(config, family, context=2)
         read = read_decoder_config(values, families=[family], context=context)
     except ValueError as error:
@@ -458,12 +468,14 @@ def _normalize(config: DecoderConfig) -> DecoderConfig:
         changes["head_dim"] = config.head_size
     if experts is not None:
         changes["experts"] = attrs.evolve(experts, jitter=0.0)
+        # Without a dense layer the width of dense layers has no effect.
         if len(config.expert_layers) == config.layers:
             changes["mlp_width"] = experts.width
     if config.sliding is not None:
         pattern = _find_pattern(config.sliding_layers, config.layers)
         slides = bool(config.sliding_layers) and pattern is not None
         changes["sliding"] = attrs.evolve(config.sliding, **pattern) if slides else None
+    # Scores are divided by the root of the head size by default.
     if config.query_scalar == config.head_size:
         changes["query_scalar"] = None
     if isinstance(config.rope_scaling, YarnScaling):  # the file has its square root, rounded

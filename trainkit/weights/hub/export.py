@@ -14,9 +14,10 @@ from trainkit.collectives import all_gather_objects, broadcast, run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.models.decoder_sizes import config_from_facts
+from trainkit.parallel.materialize import narrow_to_box
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
+from trainkit.weights.checkpoint.boxes import get_dtype_name, get_parameter_name, shorten
 from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
@@ -59,7 +60,7 @@ def export_folder(
             routers are never converted.
         shard_bytes: The maximum size of a file of tensors, unless a single tensor is larger.
         overwrite: Replace a folder that an earlier export wrote.
-        read: Reads our tensors in place of the checkpoint, such as `adapters.merge_weights`.
+        read: Reads our tensors in place of the checkpoint, such as `adapters.export.merge_weights`.
         axis: The ranks that call this together, on one disk: each writes some of the files.
 
     Returns:
@@ -107,7 +108,7 @@ def export_folder(
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     else:
         dtypes = {
-            name: _get_dtype_name(read(name, (1,) * len(shape), (0,) * len(shape)))
+            name: get_dtype_name(read(name, (1,) * len(shape), (0,) * len(shape)).dtype)
             for name, shape in our_shapes.items()
         }
     if dtype is not None:
@@ -190,7 +191,7 @@ def _make_gather(
     if dtype is not None:
         dtypes |= {name: dtype for name in parameter_shapes(config) if name in local}
     by_rank = all_gather_objects(
-        {name: str(x).removeprefix("torch.") for name, x in dtypes.items()}, axis
+        {name: get_dtype_name(dtype) for name, dtype in dtypes.items()}, axis
     )
     shapes = get_decoder_shapes(config)
     device = compute_device(stages[0])
@@ -203,8 +204,10 @@ def _make_gather(
         )
 
     def gather(name: str) -> Tensor:
+        # A tied embedding is on the first and on the last stage: every rank must choose the same.
         source = next(rank for rank, names in enumerate(by_rank) if name in names)
         if axis.index == source:
+            # Cast first: half the bytes travel where a float32 shard is sent as bfloat16.
             x: Any = local[name].to(dtypes[name])
             full = x.full_tensor() if hasattr(x, "full_tensor") else x
         else:
@@ -213,13 +216,15 @@ def _make_gather(
             )
         return broadcast(full.contiguous(), axis, source=source)
 
+    # A tensor may be read as many boxes in a row, one for each expert for instance. Gathering is
+    # collective: all ranks read the same boxes in the same order, and so miss the cache together.
     cache: dict[str, Tensor] = {}
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in cache:
             cache.clear()
             cache[name] = gather(name)
-        return cache[name][tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+        return narrow_to_box(cache[name], shape, offset)
 
     return read
 
@@ -269,10 +274,6 @@ def _find_stored(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, S
     return {name: stored[name] for name in shapes}
 
 
-def _get_dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
 def _find_dtypes(links: Sequence[Link], dtypes: Mapping[str, str]) -> dict[str, str]:
     """Return the dtype of each of their tensors, promoted over ours that it is made of."""
     promoted: dict[str, torch.dtype] = {}
@@ -280,4 +281,4 @@ def _find_dtypes(links: Sequence[Link], dtypes: Mapping[str, str]) -> dict[str, 
         name = link.ours.name
         dtype = getattr(torch, dtypes[link.theirs.name])
         promoted[name] = torch.promote_types(dtype, promoted.get(name, dtype))
-    return {name: str(dtype).removeprefix("torch.") for name, dtype in promoted.items()}
+    return {name: get_dtype_name(dtype) for name, dtype in promoted.items()}

@@ -95,6 +95,8 @@ _EXPERTS = {
     **{f"mlp.experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
 
+# Our names to those of Llama, which most families share. A decoder has a part of them only, such as
+# biases or norms of queries: `make_links` ignores names without a tensor.
 _NAMES = {
     "embedding.weight": HFTensor("model.embed_tokens.weight"),
     "norm.weight": HFTensor("model.norm.weight"),
@@ -111,6 +113,7 @@ _NAMES = {
     ),
 }
 
+# With norms on both sides, the norm after attention has the name of Llama's norm before the MLP.
 _NORMS_AROUND = _block(
     {
         "attention_out_norm.weight": "post_attention_layernorm.weight",
@@ -119,6 +122,7 @@ _NORMS_AROUND = _block(
     }
 )
 
+# The order of the rows is that of the table: q, k, v; and gate before up.
 _FUSED = _block(
     {
         **{
@@ -132,6 +136,7 @@ _FUSED = _block(
     }
 )
 
+# In the formula of its experts, w2(silu(w1 x) * (w3 x)), w1 is the gate.
 _MIXTRAL_EXPERTS = _block(
     {
         "mlp.router.weight": "block_sparse_moe.gate.weight",
@@ -147,6 +152,7 @@ _SHARED_EXPERTS = {
     **_mlp("mlp.shared", "mlp.shared_experts"),
 }
 
+# The compressed keys and values, and below them the one rotary key that all heads share.
 _KV = "self_attn.kv_a_proj_with_mqa.weight"
 
 
@@ -170,7 +176,9 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
+# Qwen: layers from `max_window_layers` on have the window, if it is in use at all.
 _WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+# Experts are gated by SiLU here; dense layers take any of the activations below.
 _SILU = {"hidden_act": ("silu",)}
 _NO_BIAS = {**_SILU, "attention_bias": (False,)}
 
@@ -183,16 +191,16 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(value: Any, _: Mapping[str, Any]) -> str:
-    if value not in _ACTIVATIONS:
-        raise ValueError(f"not {' or '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[value]
-
-
 def _activation_key(tanh: str = "gelu_pytorch_tanh") -> Key:
     """Return the key of an activation; `tanh` is what GELU's approximation by tanh is called."""
+
+    def read(value: Any, _: Mapping[str, Any]) -> str:
+        if value not in _ACTIVATIONS:
+            raise ValueError(f"not {' or '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[value]
+
     names = {"gelu_tanh": tanh}
-    return Key("feed_forward.activation", _activation, lambda kind, _: names.get(kind, kind))
+    return Key("feed_forward.activation", read, lambda kind, _: names.get(kind, kind))
 
 
 _DENSE_KEYS = {**_KEYS, "hidden_act": _activation_key()}
@@ -215,7 +223,7 @@ _MISTRAL = Family(
     architecture="MistralForCausalLM",
     keys=_DENSE_KEYS,
     defaults={**_DENSE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-    windows={},
+    windows={},  # in every layer
     names=lambda _: _NAMES,
 )
 
@@ -225,7 +233,7 @@ _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     keys=_DENSE_KEYS,
     defaults=_DENSE_DEFAULTS | _WINDOWS,
-    fixed={"qkv_bias": True},
+    fixed={"qkv_bias": True},  # of q, k and v; no key of its config.json says so
     windows={"first": "max_window_layers"},
     names=lambda _: _NAMES,
 )
@@ -253,6 +261,7 @@ _PHI3 = Family(
         "original_max_position_embeddings": 4096,
     },
     only={"attention_bias": (False,)},
+    # Dropout, and keys that `transformers` does not read either.
     ignored_keys=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
     ropes=("default", "partial", "longrope"),
     windows={},
@@ -283,13 +292,13 @@ _GEMMA2 = Family(
         "sliding_window": 4096,
     },
     fixed={
-        "norms.kind": "offset",
+        "norms.kind": "offset",  # scaled by 1 + weight
         "norms.place": "around",
         "embedding_scale": lambda config: config["hidden_size"] ** 0.5,
     },
     only={"use_bidirectional_attention": (None, False)},
     ignored_keys=frozenset({"cache_implementation"}),
-    windows={"full_every": 2},
+    windows={"full_every": 2},  # sliding and full layers take turns
     names=lambda _: _NAMES | _NORMS_AROUND,
 )
 
@@ -320,7 +329,7 @@ _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     keys={key: field for key, field in _BIAS_KEYS.items() if key != "head_dim"},
     defaults={**_BIAS_DEFAULTS, "rms_norm_eps": 1e-5},
-    fixed={"norms.place": "after", "qk_norm": "wide"},
+    fixed={"norms.place": "after", "qk_norm": "wide"},  # one norm over all heads of q, or of k
     names=lambda _: _NAMES | _NORMS_AROUND,  # of which it has those after alone
 )
 
@@ -336,6 +345,7 @@ def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
 
 
 _GPT2_PARTS = ("weight", "bias")
+# GPT-2 has `Conv1D` in place of `Linear`: its matrices are [in, out].
 _GPT2_QKV = HFTensor("attn.c_attn.weight", fused=True, transposed=True)
 _GPT2_NAMES = {
     "embedding.weight": HFTensor("transformer.wte.weight"),
@@ -428,6 +438,7 @@ _MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     keys={
         **_KEYS,
+        # Every layer has experts, so `mlp_width` has no effect, but a decoder needs one.
         "intermediate_size": ("mlp_width", "experts.width"),
         "num_local_experts": "experts.count",
         "num_experts_per_tok": "experts.chosen",
@@ -493,6 +504,7 @@ def _shared_experts(value: Any, config: Mapping[str, Any]) -> int:
 
 def _count_shared(shared: int, config: DecoderConfig) -> int:
     assert config.experts is not None
+    # DeepSeek's files state how many experts are shared; they are one MLP of their total width.
     count, rest = divmod(shared, config.experts.width)
     if rest:
         width = config.experts.width
@@ -523,6 +535,7 @@ _SIGMOID: dict[str, Any] = {
 
 def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
     assert config.latents is not None
+    # With a rank, queries pass a latent: q_a_proj, a norm, q_b_proj. Smaller models have none.
     queries = "q_proj" if config.latents.query_rank is None else "q_b_proj"
     return _NAMES | _block(
         {
@@ -557,7 +570,7 @@ _DEEPSEEK_V3 = Family(
         "rope_interleave": (True,),
         "moe_layer_freq": (1,),
         "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
+        "topk_method": ("noaux_tc",),  # balanced by a bias of scores, without an auxiliary loss
         "num_nextn_predict_layers": (0, 1),
     },
     ignored_keys=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),

@@ -43,7 +43,7 @@ from trainkit.weights.hub.quantized import SCALES, dequantize_weights, find_scal
 from trainkit.weights.hub.resize import resize_weights
 
 CONFIG = "config.json"
-_MAX_CONFIG_BYTES = 4 * 1024 * 1024
+_MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ROWS_PER_READ = 4096
 _BLOCK = "weight_block_size"
@@ -102,6 +102,7 @@ def check_model_path(path: Path | str, *, function: str) -> None:
     """
     path = Path(path)
     if not path.exists():
+        # "google/gemma-3-1b-it" looks like a path, and is what other libraries accept.
         name = str(path) if len(path.parts) == 2 and not path.is_absolute() else "NAME"
         raise CheckpointError(
             f"{function}: there is no folder {path}; a model of the Hugging Face hub is downloaded "
@@ -109,6 +110,7 @@ def check_model_path(path: Path | str, *, function: str) -> None:
             where=path,
         )
     files = [path / CONFIG, path / MANIFEST, path / "checkpoints"]
+    # A dangling link counts as there: what reads it says why it cannot be used.
     if not any(file.exists() or file.is_symlink() for file in files):
         raise CheckpointError(
             f"{function}: {path} has no config.json, as a Hugging Face folder has, and no "
@@ -147,6 +149,7 @@ def open_folder(
     """
     check_model_path(path, function="open_folder")
     file = Path(path) / CONFIG
+    # Before anything is read: a link may lead out of the folder, and its target may be exchanged.
     links = [
         each.name
         for each in (*file.parent.glob("*.json"), *file.parent.glob("*.safetensors"))
@@ -161,6 +164,7 @@ def open_folder(
         )
     values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
+    # Without the key: the default of `transformers` for Llama.
     full_context = values.get("max_position_embeddings", config.max_length or 2048)
     if type(full_context) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
@@ -169,6 +173,7 @@ def open_folder(
         family=get_family(values["model_type"], where=str(file), families=families),
         config=config,
         values=values,
+        # The short factors of LongRoPE hold for texts up to their length, `reach`.
         context=context or min(full_context, config.max_length or full_context),
         full_context=full_context,
     )
@@ -211,6 +216,7 @@ def read_init_config(
     folder = open_folder(path, context=context)
     _check_shapes(folder)
     config = folder.config
+    # The other way round is usual: many embeddings have more rows than their tokenizer has ids.
     if vocab_size > config.vocab_size and resize:
         config = attrs.evolve(config, vocab_size=pad_vocab_size(vocab_size))
     if vocab_size > config.vocab_size:
@@ -271,6 +277,7 @@ def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """
     shapes = parameter_shapes(config)
     experts = config.experts
+    # A buffer and no parameter: it is adjusted by the load of the experts, not by a gradient.
     if experts is not None and experts.biased:
         shapes |= {f"layers.{i}.mlp.router.bias": (experts.count,) for i in config.expert_layers}
     return shapes
@@ -293,10 +300,12 @@ def make_family_links(family: Family, config: DecoderConfig) -> list[Link]:
     table: dict[str, HFTensor] = {}
     shapes = get_decoder_shapes(config)
     for name, there in family.names(config).items():
+        # For every layer, whether it has the tensor or not: links follow from `shapes`.
         layers = range(config.layers) if "{i}" in name else range(1)
         for i in layers:
             theirs = there.name.replace("{i}", str(i))
             table[name.replace("{i}", str(i))] = attrs.evolve(there, name=theirs)
+    # By the names that `HFTensor.interleaved` may have.
     heads = {name: getattr(config, name) for name in ("head_size", "rotary_size")}
     links = make_links(table, shapes, heads=heads, rotary=config.rotary_size)
     check_links(links, shapes)
@@ -451,6 +460,7 @@ def _check_folder(
         )
         tensors.update(used)
         scales.update(used_scales)
+        # A tied model may come with a head all the same. Used is the embedding.
         names = {*_get_end_names(folder.family, folder.config)}
         # Reads the embedding and the head completely, so one rank does it for all.
         if axis.index == 0 and folder.config.tied and names <= all_tensors.keys():
@@ -458,6 +468,7 @@ def _check_folder(
 
     run_on_all_ranks(check, axis)
     absent = {link.ours.name for link in links if link.theirs.name not in tensors}
+    # Their tensors, dequantized, then the map to ours: each wraps the one before, box by box.
     read: Weights = reader(tensors | {name + SCALES: x for name, x in scales.items()})
     if scales:
         read = dequantize_weights(read, [*scales], folder.values["quantization_config"][_BLOCK])
@@ -497,6 +508,7 @@ def _select_tensors(
         if name in tensors and {str(dtype), tensors[name].dtype} == {"float16", "bfloat16"}
     ]
     if problems:
+        # Another head, of a classifier for instance, explains what is missing or extra.
         architectures = folder.values.get("architectures")
         if architectures not in (None, [folder.family.architecture]):
             problems.insert(
@@ -559,6 +571,7 @@ def find_tensor_problems(
         for name in expected
         if name in tensors and tensors[name].dtype not in _FLOATS and name not in no_floats
     ]
+    # Buffers that old versions of `transformers` saved, and layers that only training has.
     ignored = [pattern.format(layers=config.layers) for pattern in family.ignored_tensors]
     ignored += allow_extra
     if config.tied:
@@ -581,6 +594,7 @@ def _check_tied(folder: HFFolder, tensors: Mapping[str, Stored]) -> None:
     embedding = tensors[embedding_name]
     head = tensors[head_name]
     read = reader(tensors)
+    # In groups of rows: the embedding of a large model takes gigabytes, and there would be two.
     rows, width = embedding.shape
     is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     for first in range(0, rows if is_equal else 0, _ROWS_PER_READ):
@@ -613,6 +627,8 @@ def add_model_prefix(
         >>> add_model_prefix({"norm.weight": 1}, get_family("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
+    # A class without a head (`LlamaModel`) has "layers.0..." where the one with a head has
+    # "model.layers.0...".
     embedding, head = _get_end_names(family, config)
     prefix = embedding.split(".")[0] + "."
     if any(name.startswith(prefix) for name in tensors):
@@ -624,7 +640,7 @@ def _describe_files(path: Path) -> dict[str, Stored]:
     """Return the tensors of a folder, from the headers of its files."""
     single = path / "model.safetensors"
     if (path / INDEX).exists():
-        if single.exists():
+        if single.exists():  # of a save over an older one; which of them is the model is unknown
             raise refusal(path, f"has both {single.name} and {INDEX}; remove one of them")
         return describe_safetensors_folder(path)
     if single.exists():

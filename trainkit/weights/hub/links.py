@@ -127,6 +127,7 @@ def make_links(
         if name not in shapes:
             continue
         shape = tuple(shapes[name])
+        # Rows of a fused tensor follow each other in the order of the table.
         start = ends.get(there.name, 0) if there.fused else 0
         ends[there.name] = start + shape[0]
         if there.interleaved is not None:
@@ -134,34 +135,25 @@ def make_links(
                 name, there.name, shape, start, head=heads[there.interleaved], rotary=rotary
             )
         elif "{e}" in there.name:
-            links += [
-                _link_expert(name, there.name.format(e=e), e, shape, transposed=there.transposed)
-                for e in range(shape[0])
-            ]
+            links += [_link_tensor(name, there, shape[1:], 0, (e,)) for e in range(shape[0])]
         else:
             links.append(_link_tensor(name, there, shape, start))
     return links
 
 
-def _link_tensor(name: str, there: HFTensor, shape: Shape, start: int) -> Link:
+def _link_tensor(
+    name: str, there: HFTensor, shape: Shape, start: int, expert: tuple[int, ...] = ()
+) -> Link:
+    """Link a tensor, or with `expert` one index of its first dimension, to rows from `start` on."""
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
     zeros = (0,) * len(shape)
+    ours = StridedBox(name, (*expert, *zeros), tuple(dim + len(expert) for dim in dims), ones)
     their_dims = dims[::-1] if there.transposed else dims
     offset = list(zeros)
-    offset[their_dims[0]] = start
-    theirs = StridedBox(there.name, tuple(offset), their_dims, ones)
-    return Link(shape, StridedBox(name, zeros, dims, ones), theirs)
-
-
-def _link_expert(name: str, there: str, expert: int, shape: Shape, *, transposed: bool) -> Link:
-    shape = shape[1:]
-    dims = tuple(range(len(shape)))
-    ones = (1,) * len(shape)
-    zeros = (0,) * len(shape)
-    ours = StridedBox(name, (expert, *zeros), tuple(dim + 1 for dim in dims), ones)
-    theirs = StridedBox(there, zeros, dims[::-1] if transposed else dims, ones)
-    return Link(shape, ours, theirs)
+    offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
+    their_name = there.name.format(e=expert[0]) if expert else there.name
+    return Link(shape, ours, StridedBox(their_name, tuple(offset), their_dims, ones))
 
 
 def _link_heads(
@@ -171,6 +163,8 @@ def _link_heads(
     zeros = (0,) * (len(shape) - 1)
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
+    # Rotary position embedding turns pairs of rows. DeepSeek's code pairs neighbors (0 and 1, 2 and
+    # 3); ours pairs row i with row i + half, so a permutation of rows makes them equal.
     plain = head - rotary
     half = rotary // 2
     # Our first row, their first row, number of rows, step between their rows.
@@ -280,8 +274,8 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
     for link in links:
         ranges = _intersect(link, shape, offset)
         if ranges is not None:
-            parts.append((link.ours, ranges, _read_part(weights, link.theirs, ranges)))
-    if len(parts) == 1:
+            parts.append((link.ours, ranges, _read_strided(weights, link.theirs, ranges)))
+    if len(parts) == 1:  # most boxes: of a tensor that is the same on both sides
         part, _, values = parts[0]
         if values.shape == shape and part.dims == (*range(len(shape)),):
             return values  # without a copy
@@ -301,6 +295,7 @@ def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
             return None
     ranges = []
     for dim, step, length in zip(part.dims, part.steps, link.shape, strict=True):
+        # The first index inside the box, and the first one behind it; -(a // b) rounds -a / b up.
         low = max(0, -((part.offset[dim] - offset[dim]) // step))
         high = min(length, -((part.offset[dim] - offset[dim] - shape[dim]) // step))
         if low >= high:
@@ -309,13 +304,14 @@ def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
     return ranges
 
 
-def _read_part(weights: Weights, part: StridedBox, ranges: Sequence[range]) -> Tensor:
+def _read_strided(weights: Weights, part: StridedBox, ranges: Sequence[range]) -> Tensor:
     """Read the elements of a strided box at some of its indices."""
     offset = list(part.offset)
     shape = [1] * len(part.offset)
     for dim, step, indices in zip(part.dims, part.steps, ranges, strict=True):
         offset[dim] += indices.start * step
         shape[dim] = (len(indices) - 1) * step + 1
+    # `Weights` reads dense boxes, so the rows between those of a stride are read too.
     dense = weights(part.name, tuple(shape), tuple(offset))
     at_origin = attrs.evolve(part, offset=(0,) * len(offset))
     return _view_part(dense, at_origin, [range(len(indices)) for indices in ranges])
@@ -327,5 +323,6 @@ def _view_part(x: Tensor, part: StridedBox, ranges: Sequence[range]) -> Tensor:
     for dim, step, indices in zip(part.dims, part.steps, ranges, strict=True):
         first = part.offset[dim] + indices.start * step
         index[dim] = slice(first, first + (len(indices) - 1) * step + 1, step)
+    # Indexing drops the dimensions that have a number, and leaves the others in the tensor's order.
     order = sorted(part.dims)
     return x[tuple(index)].permute([order.index(dim) for dim in part.dims])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainkit.parallel.materialize import narrow_to_box
 from trainkit.types import CheckpointError
-from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.boxes import get_dtype_name, shorten
 from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, read_decoder_config
 from trainkit.weights.hub.export import make_export_links
@@ -33,7 +34,6 @@ def import_tensors(
     *,
     families: Sequence[Family] = FAMILIES,
     context: int | None = None,
-    allow_extra: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face model in memory by the names of our decoder.
 
@@ -47,7 +47,6 @@ def import_tensors(
         values: Its `config.to_dict()`.
         families: The families to consider.
         context: As in `read_decoder_config`.
-        allow_extra: Patterns of their names to ignore.
 
     Returns:
         Tensors with the dtypes and devices of theirs: views of them, or copies where one of ours is
@@ -72,10 +71,12 @@ def import_tensors(
     family = get_family(values["model_type"], where="values", families=families)
     links = make_family_links(family, config)
     prefixed = add_model_prefix(tensors, family, config)
-    problems = find_tensor_problems(
-        _describe_tensors(prefixed), links, family, config, allow_extra=allow_extra
-    )
+    described = {
+        name: Stored(get_dtype_name(x.dtype), tuple(x.shape), ()) for name, x in prefixed.items()
+    }
+    problems = find_tensor_problems(described, links, family, config)
     embedding, head = (family.names(config)[f"{x}.weight"].name for x in ("embedding", "head"))
+    # A model of `transformers` lists a tied head as a tensor of its own.
     both = config.tied and not problems and head in prefixed
     if both and not torch.equal(prefixed[embedding], prefixed[head]):
         problems = [f"{head} differs from {embedding}, although tie_word_embeddings is true"]
@@ -84,7 +85,7 @@ def import_tensors(
             f"import_tensors: the tensors are not those of the {family.model_type} that values "
             f"describes: {shorten(problems)}",
             got=problems,
-            hint="allow_extra= takes patterns of names to ignore"
+            hint="leave out tensors that the decoder does not have"
             if config.experts is None
             else "transformers fuses the experts of a layer in memory; save_pretrained writes one "
             "tensor for each",
@@ -149,17 +150,9 @@ def export_tensors(
     return _read_all(map_weights(_make_reader(tensors), links, shapes), shapes)
 
 
-def _describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    return {
-        name: Stored(str(x.dtype).removeprefix("torch."), tuple(x.shape), ())
-        for name, x in tensors.items()
-    }
-
-
 def _make_reader(tensors: Mapping[str, Tensor]) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        box = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
-        return tensors[name].detach()[box]
+        return narrow_to_box(tensors[name].detach(), shape, offset)
 
     return read
 

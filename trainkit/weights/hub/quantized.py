@@ -118,14 +118,16 @@ def dequantize_weights(weights: Weights, names: Sequence[str], block: Sequence[i
         values = weights(name, shape, offset)
         if name not in quantized:
             return values
-        values = values.float()
+        values = values.float()  # fp8 has no arithmetic of its own
         if not values.numel():
             return values
         sides = [*zip(offset, shape, block, strict=True)]
         first = [start // block_size for start, _, block_size in sides]
         ends = [-(-(start + size) // block_size) for start, size, block_size in sides]
         counts = [end - start for start, end in zip(first, ends, strict=True)]
+        # Only the scales of blocks that the box touches are read, a few bytes for each.
         grid = weights(name + SCALES, counts, first).float()
+        # The column of `grid` for each column of the box, which may start inside a block.
         columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1] - first[1]
         for i, scales in enumerate(grid[:, columns]):
             start = (first[0] + i) * block[0] - offset[0]

@@ -61,9 +61,11 @@ def resize_weights(
             want=old_size,
         )
     larger = parameter_shapes(attrs.evolve(config, vocab_size=vocab_size))
+    # The embedding, and the head unless it is tied: compared by shape, in whatever model it is.
     resized = {name for name, shape in parameter_shapes(config).items() if larger[name] != shape}
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        # A box may lie in the old rows, in the new ones, or across both.
         num_new = 0
         if name in resized:
             num_new = min(shape[0], max(0, offset[0] + shape[0] - old_size))
@@ -98,6 +100,7 @@ def _compute_mean_row(
         part = weights(name, (min(_ROWS_PER_READ, rows - first), *shape), (first, *offset))
         dtype = part.dtype
         part = part.double()
+        # Pairwise, in an order that is the same for every box; `sum` may choose another by shape.
         while len(part) > 1:
             half = len(part) // 2
             odd = part[2 * half :]

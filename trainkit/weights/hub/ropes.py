@@ -116,6 +116,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
     for key, value in rope.items():
         if any(key in table and not equal_json(table[key], value) for table in tables):
             problems.append(f"rope_scaling and rope_parameters differ in {key}")
+    # What is left in `rope` after the entries that every type has are the options of its type.
     rope_type = rope.pop("rope_type", None) or "default"
     if "longrope" in family.ropes and rope_type in ("su", "yarn"):  # its older names
         rope_type = "longrope"
@@ -208,13 +209,8 @@ def _make_scaling(rope_type: str, options: Mapping[str, Any], *, has_latents: bo
         factors = {key: x for key, x in options.items() if key.endswith("factor")}
         length = int(options["original_max_position_embeddings"])
         return Llama3Scaling(**factors, original_length=length)
-    if rope_type == "longrope":
-        return _make_longrope(options)
-    return _make_yarn(options, has_latents=has_latents)
-
-
-def _make_longrope(options: Mapping[str, Any]) -> LongRopeScaling:
-    """Return LongRoPE for documents of the length of its short factors."""
+    if rope_type == "yarn":
+        return _make_yarn(options, has_latents=has_latents)
     factor = options["factor"]
     length = int(options["original_max_position_embeddings"])
     attention_factor = options.get("attention_factor")
@@ -225,7 +221,7 @@ def _make_longrope(options: Mapping[str, Any]) -> LongRopeScaling:
         options["short_factor"],
         options["long_factor"],
         original_length=length,
-        context=length,
+        context=length,  # for documents of the length of the short factors; see `set_context`
         attention_factor=attention_factor,
     )
 
@@ -238,6 +234,9 @@ def _make_yarn(options: Mapping[str, Any], *, has_latents: bool) -> YarnScaling:
     factor of their own.
     """
     factor = float(options["factor"])
+    # Peng et al., "YaRN" (2023): cosines and sines are multiplied by sqrt(1/t) = 0.1 ln(s) + 1 for
+    # the factor s. DeepSeek has 0.1 m ln(s) + 1 twice, with m = `mscale` and m = `mscale_all_dim`:
+    # cosines and sines get the quotient of both, and scores the square of the second.
     log_factor = 0.1 * math.log(factor) if factor > 1 else 0.0
     mscale = options.get("mscale")
     mscale_all_dim = options.get("mscale_all_dim")
@@ -256,6 +255,7 @@ def _make_yarn(options: Mapping[str, Any], *, has_latents: bool) -> YarnScaling:
                 f"attention_factor is {attention_factor} with factor {factor}: it must be at least "
                 "1, and 1 for a factor of at most 1"
             )
+        # The m of which this is the attention factor; rounded, since the file has rounded it too.
         mscale = round((attention_factor - 1) / log_factor, 12) if log_factor else 0.0
     return YarnScaling(
         factor,
@@ -315,6 +315,7 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     theta = {"rope_theta": config.rope_theta}
     if config.rotary_dim is not None or "partial_rotary_factor" in family.defaults:
         theta["partial_rotary_factor"] = config.rotary_size / config.head_size
+    # In both forms: versions of `transformers` before 5 read the old one only.
     values = {**theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     if isinstance(config.rope_scaling, LongRopeScaling):
         values["original_max_position_embeddings"] = config.rope_scaling.original_length

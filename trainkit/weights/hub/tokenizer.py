@@ -81,32 +81,30 @@ def make_tokenizer_files(
         files = {"tokenizer.json": byte_tokenizer_json(tok)}
         texts = {"bos": BOS, "eos": EOS, "pad": PAD}
     else:
-        files = _read_files(path)
+        paths = {"tokenizer.json": path}
+        if path.is_dir():
+            paths = {name: path / name for name in _COPIED if (path / name).is_file()}
+            paths["tokenizer.json"] = path / "tokenizer.json"  # an error if it is missing
+        files = {name: bytes(read_bounded(p, _MAX_BYTES, shared=True)) for name, p in paths.items()}
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.backend.to_str(pretty=True).encode()
         texts = {role: tok.backend.id_to_token(i) for role, i in _get_role_ids(tok).items()}
     ids = {f"{role}_token_id": i for role, i in _get_role_ids(tok).items()}
     tokens = {f"{role}_token": text for role, text in texts.items()}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+    # The generic class, which takes everything from tokenizer.json.
     files.setdefault("tokenizer_config.json", _format_json(config))
     files.setdefault("generation_config.json", _format_json(ids))
+    # A tokenizer of our own starts documents with BOS whether the caller knows it or not.
     adds_bos = "bos" in texts and (adds_bos or texts["bos"] == BOS)
     if isinstance(tok, HFTokenizer) and adds_bos and not tok.adds_bos:
         _add_bos(files, texts["bos"], ids["bos_token_id"])
+    # The template of the tokenizer's own folder is among the copied files already.
     if template is not None and not (path.is_dir() and Path(template) == path):
         _set_template(files, template, tok)
     elif (path / MORE_TEMPLATES).is_dir():
         _set_sources(files, read_template_sources(path))
     return files
-
-
-def _read_files(path: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer: those of a folder, or one `tokenizer.json`."""
-    paths = {"tokenizer.json": path}
-    if path.is_dir():
-        paths = {name: path / name for name in _COPIED if (path / name).is_file()}
-        paths["tokenizer.json"] = path / "tokenizer.json"  # an error if it is missing
-    return {name: bytes(read_bounded(p, _MAX_BYTES, shared=True)) for name, p in paths.items()}
 
 
 def _set_template(
@@ -119,6 +117,7 @@ def _set_template(
         files, read_template_sources(Path(template)) if native is None else {"default": native}
     )
     generation = orjson.loads(files["generation_config.json"])
+    # One id or a list, as `transformers` accepts; generation stops at any of them.
     old = generation.get("eos_token_id")
     stop_ids |= {*old} if isinstance(old, list) else {old}
     generation["eos_token_id"] = sorted(i for i in stop_ids if i is not None)
@@ -146,6 +145,7 @@ def _add_bos(files: dict[str, bytes], bos: str, bos_id: int) -> None:
     """Make a tokenizer's files add BOS to texts, after all their other processing."""
     tokenizer = orjson.loads(files["tokenizer.json"])
     processor = _make_bos_processor(bos, bos_id)
+    # Ours comes last, so that it adds to what the tokenizer's own processor returns.
     if (old := tokenizer.get("post_processor")) is not None:
         processor = {"type": "Sequence", "processors": [old, processor]}
     files["tokenizer.json"] = _format_json(tokenizer | {"post_processor": processor})

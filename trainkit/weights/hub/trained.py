@@ -15,7 +15,9 @@ from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.text.chat import locate_template
-from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
+from trainkit.text.tokenizers import open_tokenizer, tokenizer_hash
+from trainkit.text.tokenizers.bytes import ByteTokenizer
+from trainkit.text.tokenizers.hf import HFTokenizer
 from trainkit.text.tokenizers.special import BOS
 from trainkit.types import CheckpointError, ConfigError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
@@ -87,6 +89,7 @@ def open_model(
         trainkit.types.CheckpointError: open_model: there is no folder /does/not/exist; a model...
     """
     path = Path(path)
+    # First: a folder of adapters has no config.json, and would be reported as no model at all.
     is_folder = is_hf_folder(path)
     if not is_folder and (path / "adapter_config.json").is_file():
         raise ConfigError(
@@ -167,6 +170,7 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
     facts = checkpoints.read_facts(path, needs=("model", "config.tokenizer", "config.row_length"))
     name = name or facts["config.tokenizer"]
     tokenizer = open_tokenizer(name)
+    # By the hash of what it computes: its files may have been moved, or lie under an old path.
     got = tokenizer_hash(tokenizer)
     want = facts.get("tokenizer")
     if want not in (None, got):
@@ -178,6 +182,7 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
             hint="name the run's own",
         )
     config = config_from_facts(facts["model"])
+    # A run from scratch records no context: its model has seen no rows longer than its own.
     full_context = facts.get("context", facts["config.row_length"])
     return ModelInfo(
         path=path,
@@ -251,6 +256,7 @@ def ensure_base_run(
     folder, steps, description = _BASES[recipe]
     run = runs / recipe
     base = runs / folder
+    # A run of the user's own comes first, finished or not; the small base only when it is finished.
     if list_checkpoints(run / "checkpoints"):
         return run
     if (base / "final.json").is_file():
@@ -263,6 +269,7 @@ def ensure_base_run(
     say_on_stderr(f"training {description} first, into {base}: about a minute")
     flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
     command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
+    # In another process: a recipe sets numerics, signals and process groups of its own.
     done = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- our own recipe
     if done.returncode:
         raise SystemExit(done.returncode)

@@ -1,7 +1,7 @@
-"""Faults to put into a run on purpose: what a trainer must survive, in the tests of anybody.
+"""Faults to inject into a run, for tests of what a trainer survives.
 
-`steps` says what an injector is, and when and where it acts; a rank's process goes wrong in
-`processes`, its numbers in `numbers`, and files in `files`.
+`steps` explains injectors, and their arguments `at` and `rank`. `processes` has faults of a rank's
+process, `numbers` those of its numbers, and `files` those of files.
 """
 
 import lazy_loader

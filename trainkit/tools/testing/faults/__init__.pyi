@@ -17,11 +17,6 @@ from .processes import kill_at as kill_at
 from .processes import signal_at as signal_at
 from .processes import slow_at as slow_at
 from .processes import stop_at as stop_at
-from .steps import At as At
-from .steps import Injector as Injector
-from .steps import Ranks as Ranks
-from .steps import TrainStep as TrainStep
 from .steps import act_after as act_after
 from .steps import act_at as act_at
-from .steps import until_next as until_next
 from .steps import wrap_step as wrap_step
