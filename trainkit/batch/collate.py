@@ -161,6 +161,8 @@ def _write_rows(
 ) -> tuple[SpanTable, Spans]:
     """Write the fields that do not depend on tokens; return the table of spans and the `Spans`."""
     is_flat = getattr(corpus, "parts", None) is None
+    # A compiled loop checks everything that could lead outside of an array, and gives the first
+    # wrong row; only then its error is worked out.
     table, wrong = lay_out(
         rows,
         _view_read_only(bins.offsets),
@@ -226,6 +228,8 @@ def _split_by_part(corpus: Any, table: SpanTable) -> Iterator[tuple[Corpus, Span
         part = corpus.parts[index]
         part_table = np.compress(part_of == index, table, axis=1)
         part_table[DOCUMENT] -= firsts[index]
+        # From offsets of the concatenated corpus to places in the part's own tokens, which may
+        # begin anywhere in a longer array.
         part_table[SOURCE] -= corpus.offsets[firsts[index]] - part.offsets[0]
         if (part_table[SOURCE] + part_table[SIZE]).max() > len(part.tokens):
             raise DataError(
@@ -244,6 +248,7 @@ def _clear_columns(
     columns = {}
     for name, column in declared.items():
         values = np.empty((*shape, *column.inner), _WIDER.get(column.dtype, column.dtype))
+        # Only the places that no part will write: most of the memory is touched once.
         clear_column(_view_bits(values), table, column.width, int(column.of == "label"))
         columns[name] = column, values
     return columns
@@ -295,6 +300,8 @@ def _view_unsigned(corpus: Corpus) -> tuple[np.ndarray[Any, Any], int]:
             f"in this machine's byte order, got {dtype} {tokens.shape}",
             got=str(dtype),
         )
+    # One more than the largest token of the dtype; for uint64 that of int64, as batches are
+    # int64.
     limit = 1 << (8 * dtype.itemsize - (dtype.kind == "i" or dtype.itemsize == 8))
     vocab_size = getattr(corpus, "vocab_size", None)
     limit = limit if vocab_size is None else min(limit, vocab_size)
@@ -305,6 +312,7 @@ def _raise_for_token(corpus: Corpus, table: SpanTable) -> NoReturn:
     """Raise the error of the first token that is negative or outside the vocabulary."""
     tokens, limit = _view_unsigned(corpus)
     sizes, documents, sources = table[[SIZE, DOCUMENT, SOURCE]].tolist()
+    # The loop that copies finds only the largest token, as keeping its place would slow it.
     span, offset = next(
         (span, int(wrong.argmax()))
         for span, (size, source) in enumerate(zip(sizes, sources, strict=True))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class _Channel:
     """The state that the thread and its consumer share: batches in order, each with its event."""
 
+    # Unbounded: `room` bounds it, before a batch is made and not only before it is put.
     batches: queue.SimpleQueue[tuple[StepBatch | BaseException | None, torch.cuda.Event | None]]
     room: threading.Semaphore
     closed: threading.Event
@@ -181,6 +182,7 @@ def _fill(
     try:
         stream = None
         if device is not None and device.type == "cuda":
+            # The current device is a setting of the thread.
             torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)
         while channel.room.acquire() and not channel.closed.is_set():
@@ -224,6 +226,7 @@ def _synchronize(batch: StepBatch, arrival: torch.cuda.Event | None) -> StepBatc
     """Make the consumer's stream wait for a batch, and keep its memory for that stream."""
     if arrival is not None and batch.microbatches:
         stream = torch.cuda.current_stream(batch.microbatches[0].input_ids.device)
+        # The host does not wait, and the memory is not reused before this stream is done with it.
         stream.wait_event(arrival)
 
         def record(x: Tensor) -> Tensor:

@@ -201,6 +201,7 @@ def make_dataset_batch(
     _check_row_length(bins, data_shard)
     width = min(rows_per_microbatch, len(items))
     rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
+    # An item without tokens has no row of bins, and stays a padding row in its place.
     rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
     row_positions = np.full(len(rows), -1)
     row_positions[: len(positions)] = positions
@@ -376,6 +377,7 @@ def make_eval_batches(
     check_range("make_eval_batches", at_least=1, rows_per_batch=rows_per_batch)
     _check_row_length(bins, data_shard)
     sources = packed.source_of(np.arange(len(bins)))
+    # Contiguous runs, in which a rank reads its file from front to back.
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
     if len(bins) and not len(rows):
         rows = np.array([-1])
@@ -416,6 +418,7 @@ def _collate(
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=rows)
     if sources is None:
         return batch
+    # Index -1, a padding row, reads the last source, which the next line covers.
     source = torch.from_numpy(sources[rows])[:, None]
     source = torch.where(batch.document_ids < 0, -1, source)
     return attrs.evolve(batch, extra={**batch.extra, "source": source})
